@@ -89,12 +89,7 @@ ABSENT = {
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     """Return what the system says that the processor has; nothing where it does not tell."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return frozenset(
-        word
-        for line in lines
-        if line.startswith("flags")
-        for word in line.partition(":")[2].split()
-    )
+    return frozenset(word for line in lines if line.startswith("flags") for word in line.partition(":")[2].split())
 
 
 def lacks_units(said: list[Outcome], flags: frozenset[str]) -> bool:
@@ -102,11 +97,7 @@ def lacks_units(said: list[Outcome], flags: frozenset[str]) -> bool:
 
     What other environments said, for example that a library is missing, does not matter then.
     """
-    return any(
-        r.message.startswith(reason) and flag not in flags
-        for r in said
-        for reason, flag in UNITS.items()
-    )
+    return any(r.message.startswith(reason) and flag not in flags for r in said for reason, flag in UNITS.items())
 
 
 def lacks(said: list[Outcome], reason: str) -> bool:

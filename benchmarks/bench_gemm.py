@@ -155,9 +155,7 @@ def scheme_variants(shape: Shape) -> list[Variant]:
     made += [_lowprec("float32", mode) for mode in ("fp32", *SCHEMES)]
     if shape[1] < shape[2]:
         multiply = functools.partial(lowprec.matmul, math_mode="bf16x3")
-        made.append(
-            Variant("lowprec float32 bf16x3, prepared", "lowprec", PREPARED, multiply, "bf16x3")
-        )
+        made.append(Variant("lowprec float32 bf16x3, prepared", "lowprec", PREPARED, multiply, "bf16x3"))
     return made
 
 
@@ -198,9 +196,7 @@ def number_of_rounds(shape: Shape, quick: bool) -> int:
     return min(31, max(9, int(3e11 / (2 * math.prod(shape)))) | 1)
 
 
-def measure(
-    shape: Shape, seed: int, quick: bool, left_out: set[str], schemes: bool = False
-) -> list[dict[str, Any]]:
+def measure(shape: Shape, seed: int, quick: bool, left_out: set[str], schemes: bool = False) -> list[dict[str, Any]]:
     """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`."""
     ways = scheme_variants(shape) if schemes else variants()
     is_small = shape[0] > 1 or min(shape[1:]) < 17
@@ -233,9 +229,7 @@ def measure(
                 "seconds": time_s,
                 "gflops": 1e-9 * flops / time_s["median"],
                 "relative_error": errors[v.name],
-                "speed": {
-                    name: timing.speed_ratio(seconds[name], seconds[v.name]) for name in others
-                },
+                "speed": {name: timing.speed_ratio(seconds[name], seconds[v.name]) for name in others},
             }
         )
     return rows
@@ -314,8 +308,7 @@ VECTOR_CLAIMS = (
 
 
 def speed_claims(
-    rows: Sequence[dict[str, Any]],
-    table: Sequence[tuple[str, str, float, float | None]] = SPEED_CLAIMS,
+    rows: Sequence[dict[str, Any]], table: Sequence[tuple[str, str, float, float | None]] = SPEED_CLAIMS
 ) -> list[dict[str, Any]]:
     """Return the claims about speed, over the square products in `rows`."""
     made = []

@@ -71,8 +71,7 @@ def guard_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found = {r["loaded"]: 1e6 * r["time"]["median"] for r in rows if r["block"] == "fp32_guard"}
     what = "enter and leave fp32_guard, loaded: {}, us"
     return [
-        common.claim(what.format(stage), found.get(stage), 1e6 * limit, at_most=True)
-        for stage, limit in LIMITS.items()
+        common.claim(what.format(stage), found.get(stage), 1e6 * limit, at_most=True) for stage, limit in LIMITS.items()
     ]
 
 

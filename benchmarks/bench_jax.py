@@ -32,10 +32,7 @@ def variants(a: Any, b: Any, mode: str) -> dict[str, Callable[[], Any]]:
         "jnp.matmul": jax.jit(jnp.matmul),
         "lowprec": jax.jit(functools.partial(lowprec.jax.matmul, math_mode=mode)),
     }
-    return {
-        name: functools.partial(lambda f: f(a, b).block_until_ready(), f)
-        for name, f in made.items()
-    }
+    return {name: functools.partial(lambda f: f(a, b).block_until_ready(), f) for name, f in made.items()}
 
 
 def main() -> None:

@@ -30,17 +30,7 @@ BESIDE_LIMIT, MODE_LIMIT, RECORDED_LIMIT = 12e-6, 15e-6, 14e-6
 IMPORT_LIMIT = 0.05
 
 #: Modules that `import lowprec` must not load: frameworks, CUDA libraries, compilers.
-FRAMEWORKS = (
-    "cuda",
-    "cupy",
-    "jax",
-    "numba",
-    "nvmath",
-    "paddle",
-    "scipy_openblas64",
-    "tensorflow",
-    "torch",
-)
+FRAMEWORKS = ("cuda", "cupy", "jax", "numba", "nvmath", "paddle", "scipy_openblas64", "tensorflow", "torch")
 
 
 class OnlyDLPack:
@@ -89,9 +79,7 @@ def measure_calls(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
     """Return one row per library: a warm call of lowprec and of the library itself."""
     found = libraries(seed)
     timers = {
-        f"{function} {name}": timeit.Timer(
-            f"{function}(a, b)", globals={**names, "lowprec": lowprec.matmul}
-        )
+        f"{function} {name}": timeit.Timer(f"{function}(a, b)", globals={**names, "lowprec": lowprec.matmul})
         for name, names in found.items()
         for function in ("lowprec", "own")
     }
@@ -119,8 +107,7 @@ ARGUMENTS = {
     "alpha=": ("lowprec(a, b, alpha=0.5)", "0.5 * own(a, b)"),
     "c=, beta=": ("lowprec(a, b, c=c, beta=1.0)", "own(a, b) + c"),
     **{
-        f"in {mode}": (f"lowprec(a, b, math_mode={mode!r})", "own(a, b)")
-        for mode in (*LOWER_MODES, "bf16x3", "fp16x3")
+        f"in {mode}": (f"lowprec(a, b, math_mode={mode!r})", "own(a, b)") for mode in (*LOWER_MODES, "bf16x3", "fp16x3")
     },
 }
 
@@ -131,9 +118,7 @@ def _transforms(library: str, names: dict[str, Any], quick: bool) -> dict[str, t
     if library == "jax":
         import jax
 
-        names["jitted"], names["own_jitted"] = (
-            _wait(jax.jit(f)) for f in (lowprec.matmul, jax.numpy.matmul)
-        )
+        names["jitted"], names["own_jitted"] = (_wait(jax.jit(f)) for f in (lowprec.matmul, jax.numpy.matmul))
         return {"jitted": ("jitted(a, b)", "own_jitted(a, b)")}
     if library != "torch":
         return {}

@@ -28,9 +28,7 @@ import lowprec.torch
 SQUARES = (64, 96, 128, 256, 512, 768)
 #: (m, k, n): tokens by features.
 SKINNY = tuple(
-    (m, k, n)
-    for m in (8, 16, 32, 128, 197)
-    for k, n in ((768, 768), (768, 3072), (1024, 4096), (4096, 4096))
+    (m, k, n) for m in (8, 16, 32, 128, 197) for k, n in ((768, 768), (768, 3072), (1024, 4096), (4096, 4096))
 )
 SETS = 3  # of operands, which take turns
 
@@ -54,10 +52,7 @@ def _compete(calls: dict[str, Call], arguments: Any, most: int = 60) -> dict[str
     for call in calls.values():
         call(0)
     return timing.take_turns(
-        list(calls),
-        lambda name, _: _block(calls[name], seconds, most),
-        rounds=rounds,
-        seed=arguments.seed,
+        list(calls), lambda name, _: _block(calls[name], seconds, most), rounds=rounds, seed=arguments.seed
     )
 
 
@@ -72,19 +67,14 @@ def _ratio(others: list[list[float]], ours: list[float]) -> dict[str, float]:
 def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call]]:
     """Return the calls of lowprec ("lowprec") and of others, by what is multiplied."""
     rng = np.random.default_rng(seed)
-    a, b = (
-        [rng.standard_normal(shape, np.float32) for _ in range(SETS)] for shape in ((m, k), (k, n))
-    )
+    a, b = ([rng.standard_normal(shape, np.float32) for _ in range(SETS)] for shape in ((m, k), (k, n)))
     low_a, low_b, turned = (
-        [np.ascontiguousarray(x).astype(ml_dtypes.bfloat16) for x in xs]
-        for xs in (a, b, [x.T for x in b])
+        [np.ascontiguousarray(x).astype(ml_dtypes.bfloat16) for x in xs] for xs in (a, b, [x.T for x in b])
     )
     int_a, int_b = ([rng.integers(-99, 99, x.shape, np.int8) for x in xs[:SETS]] for xs in (a, b))
 
     def tensors(arrays: list[Any], dtype: Any = None) -> list[Any]:
-        return [
-            torch.from_numpy(x) if dtype is None else torch.from_numpy(x).to(dtype) for x in arrays
-        ]
+        return [torch.from_numpy(x) if dtype is None else torch.from_numpy(x).to(dtype) for x in arrays]
 
     of_a, of_b = tensors(a), tensors(b)
     half_a, half_b = tensors(a, torch.bfloat16), tensors(b, torch.bfloat16)
@@ -102,18 +92,12 @@ def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call
     found: dict[str, dict[str, Call]] = {
         "fp32": fp32 | {"lowprec": by_lowprec(a, b, "fp32")},
         "tf32": fp32 | {"lowprec": by_lowprec(a, b, "tf32")},
-        "bf16 storage": {
-            "torch": by_torch(half_a, half_b),
-            "lowprec": by_lowprec(low_a, low_b, "bf16"),
-        },
+        "bf16 storage": {"torch": by_torch(half_a, half_b), "lowprec": by_lowprec(low_a, low_b, "bf16")},
         "bf16 storage, b transposed": {
             "torch": by_torch(half_a, half_turned),
             "lowprec": by_lowprec(low_a, [x.T for x in turned], "bf16"),
         },
-        "prepared weight": {
-            "torch": by_torch(half_a, half_b),
-            "lowprec": by_lowprec(low_a, prepared, "bf16"),
-        },
+        "prepared weight": {"torch": by_torch(half_a, half_b), "lowprec": by_lowprec(low_a, prepared, "bf16")},
     }
     if m > 16:
         found["int8"] = {
@@ -131,10 +115,7 @@ def products(arguments: Any) -> Iterator[dict[str, Any]]:
             seconds = _compete(calls, arguments)
             ours = seconds.pop("lowprec")
             row = {"kind": "product", "m": m, "k": k, "n": n, "what": what}
-            yield row | {
-                "speed": _ratio(list(seconds.values()), ours),
-                "time": timing.summary(ours),
-            }
+            yield row | {"speed": _ratio(list(seconds.values()), ours), "time": timing.summary(ours)}
 
 
 # --- inside programs of PyTorch ---------------------------------------------------------------
@@ -152,10 +133,7 @@ def program_operands(scale: int) -> dict[str, tuple[Any, Any]]:
         f"{t} x {c} @ ({d} x {c})^T": (torch.randn(t, c), _transposed(c, d)),
         f"({t} x {d})^T @ {t} x {c}": (_transposed(d, t), torch.randn(t, c)),
         f"{t} x {d} @ {d} x {c}": (torch.randn(t, d), torch.randn(d, c)),
-        f"{heads} of {s} x {h} @ ({s} x {h})^T": (
-            torch.randn(heads, s, h),
-            _transposed(h, s, (heads,)),
-        ),
+        f"{heads} of {s} x {h} @ ({s} x {h})^T": (torch.randn(heads, s, h), _transposed(h, s, (heads,))),
         f"{heads} of {s} x {s} @ {s} x {h}": (torch.randn(heads, s, s), torch.randn(heads, s, h)),
     }
 
@@ -222,9 +200,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A character model of the shape of nanoGPT's CPU example, with more layers and features."""
 
-    def __init__(
-        self, layers: int, features: int, tokens: int, heads: int, words: int = 65
-    ) -> None:
+    def __init__(self, layers: int, features: int, tokens: int, heads: int, words: int = 65) -> None:
         super().__init__()
         self.word, self.place = nn.Embedding(words, features), nn.Embedding(tokens, features)
         self.layers = nn.Sequential(*[Block(features, heads) for _ in range(layers)])
@@ -268,9 +244,7 @@ def steps(arguments: Any) -> Iterator[dict[str, Any]]:
                 taken.append(time.perf_counter() - start)
         return statistics.median(taken)
 
-    seconds = timing.take_turns(
-        list(ways), sample, rounds=3 if arguments.quick else 9, seed=arguments.seed
-    )
+    seconds = timing.take_turns(list(ways), sample, rounds=3 if arguments.quick else 9, seed=arguments.seed)
     for name, taken in seconds.items():
         row = {"kind": "step", "variant": name, "time": timing.summary(taken)}
         yield row | {"relative_time": timing.speed_ratio(taken, seconds["torch"])}
@@ -303,11 +277,7 @@ def main() -> None:
 
 def _line(row: dict[str, Any]) -> str:
     shape = "x".join(str(row[x]) for x in ("m", "k", "n") if x in row)
-    figures = (
-        f"{x} {row[x]['median']:.2f}"
-        for x in ("speed", "slower_after", "relative_time")
-        if x in row
-    )
+    figures = (f"{x} {row[x]['median']:.2f}" for x in ("speed", "slower_after", "relative_time") if x in row)
     ms = f"{1e3 * row['time']['median']:9.3f} ms"
     return f"{shape:16} {row.get('what', '') + ' ' + row.get('variant', ''):48} {ms} {', '.join(figures)}"
 
@@ -315,22 +285,14 @@ def _line(row: dict[str, Any]) -> str:
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what must hold of a run."""
     speeds = [row["speed"]["median"] for row in rows if row["kind"] == "product"]
-    after = [
-        row["slower_after"]["median"]
-        for row in rows
-        if row.get("variant") in ("fp32 after", "bf16 after")
-    ]
+    after = [row["slower_after"]["median"] for row in rows if row.get("variant") in ("fp32 after", "bf16 after")]
     step = {row["variant"]: row["relative_time"]["median"] for row in rows if row["kind"] == "step"}
     return [
         common.claim(
-            "products, times as fast as the best other, geometric mean",
-            statistics.geometric_mean(speeds),
-            0.95,
+            "products, times as fast as the best other, geometric mean", statistics.geometric_mean(speeds), 0.95
         ),
         common.claim("products, the slowest", min(speeds), 0.85),
-        common.claim(
-            "a product after an operation of PyTorch, relative time", max(after), 1.1, at_most=True
-        ),
+        common.claim("a product after an operation of PyTorch, relative time", max(after), 1.1, at_most=True),
         common.claim("training step in fp32, relative time", step["fp32"], 1.1, at_most=True),
         common.claim("training step in bf16, relative time", step["bf16"], 0.65, at_most=True),
     ]

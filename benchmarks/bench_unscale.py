@@ -52,10 +52,7 @@ def variants(arrays: int, n: int, seed: int) -> dict[str, Callable[[int], Any]]:
         with mock.patch.object(casting, "has_kernels", return_value=False):
             return unscale(scaler, plain)
 
-    found: dict[str, Callable[[int], Any]] = {
-        OURS: lambda _: unscale(scaler, ours),
-        WITHOUT_NUMBA: without_numba,
-    }
+    found: dict[str, Callable[[int], Any]] = {OURS: lambda _: unscale(scaler, ours), WITHOUT_NUMBA: without_numba}
     if importlib.util.find_spec("torch"):
         import torch
 
@@ -95,9 +92,7 @@ def main() -> None:
             for name, taken in seconds.items()
         ]
     for arrays, n in sizes[1:]:
-        speed = next(
-            r["speed"] for r in rows if (r["variant"], r["arrays"], r["n"]) == (OURS, arrays, n)
-        )
+        speed = next(r["speed"] for r in rows if (r["variant"], r["arrays"], r["n"]) == (OURS, arrays, n))
         spread = f"{arrays:,} arrays" if arrays > 1 else "one array"
         what = f"unscale and check {arrays * n:,} float32 in {spread}, times as fast as PyTorch"
         claims.append(common.claim(what, speed and speed["median"], 1.0))

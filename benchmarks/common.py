@@ -53,9 +53,7 @@ def result_path(folder: Path, benchmark: str) -> Path:
     return folder / f"{benchmark}-{machine.slug()}.json"
 
 
-def document(
-    benchmark: str, settings: Row, results: Sequence[Row], claims: Sequence[Row] = ()
-) -> dict[str, Any]:
+def document(benchmark: str, settings: Row, results: Sequence[Row], claims: Sequence[Row] = ()) -> dict[str, Any]:
     """Return a result as it is written: what was measured, how, and on which machine."""
     timeout = 4 if CAME_BEFORE_NUMPY else None
     before = {"load_before": LOAD_BEFORE, "openblas_thread_timeout": timeout}
@@ -107,11 +105,7 @@ def finish(path: Path, content: Row) -> None:
 
 
 def report(
-    benchmark: str,
-    arguments: argparse.Namespace,
-    results: Sequence[Row],
-    claims: Sequence[Row],
-    **settings: Any,
+    benchmark: str, arguments: argparse.Namespace, results: Sequence[Row], claims: Sequence[Row], **settings: Any
 ) -> None:
     """Print the result of a run and write its file; `settings` are those beyond what every command line has."""
     settings = {"quick": arguments.quick, "seed": arguments.seed, **settings}
@@ -122,9 +116,7 @@ def report(
 # -- claims ---------------------------------------------------------------------------------------
 
 
-def claim(
-    what: str, value: float | None, limit: float, *, at_most: bool = False, **details: Any
-) -> dict[str, Any]:
+def claim(what: str, value: float | None, limit: float, *, at_most: bool = False, **details: Any) -> dict[str, Any]:
     """Return a measured value (None where it could not be measured) beside its limit, a lower one unless `at_most`."""
     met = None if value is None else (value <= limit if at_most else value >= limit)
     relation = "<=" if at_most else ">="

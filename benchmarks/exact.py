@@ -35,12 +35,8 @@ def _tf32(x: Any) -> Any:
 
 
 def _fp16(x: Any) -> Any:
-    _, exponents = np.frexp(
-        np.abs(x).max(-1, keepdims=True)
-    )  # the largest number of a row becomes 2^14 or more
-    return np.ldexp(
-        np.ldexp(x, 15 - exponents).astype(np.float16).astype(np.float64), exponents - 15
-    )
+    _, exponents = np.frexp(np.abs(x).max(-1, keepdims=True))  # the largest number of a row becomes 2^14 or more
+    return np.ldexp(np.ldexp(x, 15 - exponents).astype(np.float16).astype(np.float64), exponents - 15)
 
 
 ROUNDINGS: dict[str, Callable[[Any], Any]] = {

@@ -50,10 +50,7 @@ def filled(path: Path, name: str, made: str) -> str:
     """
     begin, end = f"<!-- generated: {name} -->\n", "<!-- end of generated -->\n"
     text, count = re.subn(
-        f"{begin}.*?{end}",
-        lambda _: f"{begin}{made}{end}",
-        path.read_text(encoding="utf-8"),
-        flags=re.DOTALL,
+        f"{begin}.*?{end}", lambda _: f"{begin}{made}{end}", path.read_text(encoding="utf-8"), flags=re.DOTALL
     )
     if count != 1:
         raise ValueError(f"{path.name} has {count} places for the table of {name}, not 1")
@@ -83,9 +80,7 @@ def check(files: Mapping[Path, str]) -> int:
 def main(doc: str, write: Callable[[], None], check: Callable[[], int]) -> int:
     """Write what is generated, or check it, as the command line asks."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing, fail if something is not current"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if something is not current")
     if parser.parse_args().check:
         return 1 if check() else 0
     write()

@@ -185,8 +185,7 @@ def merge(results: Mapping[str, Result], options: argparse.Namespace) -> Result:
 
 def _print(content: Mapping[str, Any]) -> None:
     rows = [
-        [name, f"{result['elapsed_s']:.1f}", parts.state(result)[:100]]
-        for name, result in content["results"].items()
+        [name, f"{result['elapsed_s']:.1f}", parts.state(result)[:100]] for name, result in content["results"].items()
     ]
     common.print_table("parts", ("part", "s", "state"), rows)
     if not content["machine"]["gpu"]:

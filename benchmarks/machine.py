@@ -87,9 +87,7 @@ def caches() -> dict[str, int]:
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         with contextlib.suppress(OSError):
-            level, kind, size = (
-                (folder / name).read_text().strip() for name in ("level", "type", "size")
-            )
+            level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
             if kind != "Instruction":
                 found[f"l{level}"] = int(size.rstrip("K")) * 1024
     return found

@@ -39,15 +39,8 @@ def _loop(register: str, count: int) -> ctypes._CFuncPtr:
     llvmlite.binding.initialize_native_asmprinter()
     llvmlite.binding.initialize_native_asmparser()
     names = [f"%{register}{i}" for i in range(count)]
-    lines = (
-        [f"vxorps {x}, {x}, {x}" for x in names]
-        if register == "ymm"
-        else [f"vpxord {x}, {x}, {x}" for x in names]
-    )
-    lines += [
-        "1:",
-        *(f"vfmadd231ps {names[-1]}, {names[-2]}, {x}" for x in names[: _SUMS[register]]),
-    ]
+    lines = [f"vxorps {x}, {x}, {x}" for x in names] if register == "ymm" else [f"vpxord {x}, {x}, {x}" for x in names]
+    lines += ["1:", *(f"vfmadd231ps {names[-1]}, {names[-2]}, {x}" for x in names[: _SUMS[register]])]
     lines += ["decq %rax", "jnz 1b", "vzeroupper"]
     module = ir.Module()
     word = ir.IntType(64)
@@ -55,16 +48,11 @@ def _loop(register: str, count: int) -> ctypes._CFuncPtr:
     builder = ir.IRBuilder(function.append_basic_block())
     kind = ir.FunctionType(word, [word])
     clobbers = ",".join(f"~{{{register}{i}}}" for i in range(count))
-    builder.call(
-        ir.InlineAsm(kind, "\n".join(lines), f"={{rax}},{{rax}},{clobbers},~{{flags}}", True),
-        function.args,
-    )
+    builder.call(ir.InlineAsm(kind, "\n".join(lines), f"={{rax}},{{rax}},{clobbers},~{{flags}}", True), function.args)
     builder.ret_void()
     target = llvmlite.binding.Target.from_default_triple()
     machine_ = target.create_target_machine(cpu=llvmlite.binding.get_host_cpu_name(), jit=True)
-    engine = llvmlite.binding.create_mcjit_compiler(
-        llvmlite.binding.parse_assembly(str(module)), machine_
-    )
+    engine = llvmlite.binding.create_mcjit_compiler(llvmlite.binding.parse_assembly(str(module)), machine_)
     spin = ctypes.CFUNCTYPE(None, ctypes.c_int64)(engine.get_function_address("spin"))
     spin.engine = engine  # type: ignore[attr-defined] # which owns the code
     return spin

@@ -52,13 +52,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "scaled, chunks of 256": {"color": "#a0468a", "marker": "+", "linestyle": (0, (2, 1))},
 }
 #: Of speed against error: a colour for each format, a marker for each way to use it.
-_FORMATS = {
-    "fp32": "#4c4c4d",
-    "fp64": "#8a5a00",
-    "tf32": "#0072b2",
-    "bf16": "#d55e00",
-    "fp16": "#009e73",
-}
+_FORMATS = {"fp32": "#4c4c4d", "fp64": "#8a5a00", "tf32": "#0072b2", "bf16": "#d55e00", "fp16": "#009e73"}
 _WAYS = {
     "": "o", "x3": "s", "x4": "D", "x6": "^", "x9": "v", "x3_unscaled": "x", "x4_unscaled": "+", "_karatsuba": "*",
 }  # fmt: skip
@@ -216,17 +210,11 @@ def digits(rows: Rows) -> Any:
 #: By the name of the benchmark: how its result is drawn, and what the drawing shows.
 CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "accuracy": (accuracy, "Error and bound by size, mode and distribution"),
-    "recovery": (
-        recovery,
-        "Largest error and affected digit by size, scheme, interval and arithmetic",
-    ),
+    "recovery": (recovery, "Largest error and affected digit by size, scheme, interval and arithmetic"),
     "tradeoff": (tradeoff, "Error against speed of each mode, and those that no other one beats"),
     "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
     "gemm-no-extras": (speed, "The same with NumPy alone"),
-    "digits": (
-        digits,
-        "Share of test digits that each training does not recognise, by library and precision",
-    ),
+    "digits": (digits, "Share of test digits that each training does not recognise, by library and precision"),
     "overhead": (calls, "Cost of a call on 8 x 8 arrays, by library"),
 }
 

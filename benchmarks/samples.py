@@ -22,9 +22,7 @@ def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Any]] = {
     "normal": _normal,
     "positive": lambda rng, shape: rng.random(shape, dtype=np.float32),
-    "wide": lambda rng, shape: np.ldexp(
-        _normal(rng, shape), rng.integers(-12, 13, shape, dtype=np.int32)
-    ),
+    "wide": lambda rng, shape: np.ldexp(_normal(rng, shape), rng.integers(-12, 13, shape, dtype=np.int32)),
 }
 
 

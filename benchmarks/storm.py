@@ -97,9 +97,7 @@ class Round:
 
     # -- what all threads do ----------------------------------------------------------------------
 
-    def multiply(
-        self, rng: np.random.Generator, mode: str, *, out: bool = False, guarded: bool = False
-    ) -> None:
+    def multiply(self, rng: np.random.Generator, mode: str, *, out: bool = False, guarded: bool = False) -> None:
         """Multiply in a mode, asked for in one of several ways, and look at the result; a guard may be around it."""
         if rng.random() < 0.2:
             m, k, n = (int(x) for x in rng.integers(1, 60, 3))
@@ -185,9 +183,7 @@ class Round:
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._settle(came, kind, raised, unraisable, what)
 
-    def _settle(
-        self, came: Any, kind: type[BaseException], raised: int, unraisable: int, what: str
-    ) -> None:
+    def _settle(self, came: Any, kind: type[BaseException], raised: int, unraisable: int, what: str) -> None:
         was_raised = self.counts["exceptions of handlers"] > raised
         if was_raised and came is None and self.unraisable == unraisable:
             self.fail("lost", f"{kind.__name__} {what}")
@@ -220,10 +216,7 @@ class Round:
         came = None
         sys.setprofile(look)
         try:
-            with (
-                lowprec.math_mode("tf32", frameworks=frameworks),
-                lowprec.fp32_guard(frameworks=frameworks),
-            ):
+            with lowprec.math_mode("tf32", frameworks=frameworks), lowprec.fp32_guard(frameworks=frameworks):
                 pass
         except BaseException as error:  # noqa: BLE001 - looked at below
             came = error
@@ -288,10 +281,7 @@ def switches_of(libraries: Sequence[str]) -> Callable[[], Any]:
         import torch
 
         torch.set_float32_matmul_precision("high")
-        readers += [
-            torch.get_float32_matmul_precision,
-            lambda: torch.backends.cuda.matmul.allow_tf32,
-        ]
+        readers += [torch.get_float32_matmul_precision, lambda: torch.backends.cuda.matmul.allow_tf32]
     return lambda: [str(reader()) for reader in readers]
 
 
@@ -311,8 +301,7 @@ def run_round(seed: int, seconds: float) -> int:
     sys.unraisablehook = unraisable
     start = threading.Barrier(len(MODES) + 1)
     others = [
-        threading.Thread(target=this.background, args=(i, mode, start), daemon=True)
-        for i, mode in enumerate(MODES)
+        threading.Thread(target=this.background, args=(i, mode, start), daemon=True) for i, mode in enumerate(MODES)
     ]
     for other in others:
         other.start()
@@ -368,9 +357,7 @@ def run(seconds: float, seed: int = 0) -> dict[str, Any]:
 
 def _round(seed: int, seconds: float) -> Iterator[dict[str, Any]]:
     command = [sys.executable, __file__, str(seed), str(seconds)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             out, err = process.communicate(timeout=seconds + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -388,10 +375,7 @@ def _round(seed: int, seconds: float) -> Iterator[dict[str, Any]]:
 def claims(result: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return what must hold of a storm, which is None where there was none."""
     failures = {} if result is None else result["failures"]
-    return [
-        common.claim(f"storm: {what}", failures.get(kind), 0, at_most=True)
-        for kind, what in FAILURES.items()
-    ]
+    return [common.claim(f"storm: {what}", failures.get(kind), 0, at_most=True) for kind, what in FAILURES.items()]
 
 
 if __name__ == "__main__":

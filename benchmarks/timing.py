@@ -56,12 +56,7 @@ def take_turns(
 
 
 def interleave(
-    variants: Mapping[str, Variant],
-    *,
-    rounds: int,
-    sets: int = 1,
-    seed: int = 0,
-    budget_s: float = math.inf,
+    variants: Mapping[str, Variant], *, rounds: int, sets: int = 1, seed: int = 0, budget_s: float = math.inf
 ) -> dict[str, list[float]]:
     """Time calls in turns, on operand sets that take turns; return seconds per call as `take_turns` does.
 

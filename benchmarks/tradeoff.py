@@ -30,9 +30,7 @@ def front(points: Mapping[str, tuple[float, float]]) -> set[str]:
     return {
         name
         for name, (speed, error) in points.items()
-        if not any(
-            s >= speed and e <= error and (s, e) != (speed, error) for s, e in points.values()
-        )
+        if not any(s >= speed and e <= error and (s, e) != (speed, error) for s, e in points.values())
     }
 
 
@@ -48,10 +46,7 @@ def measure(n: int, seed: int, *, rounds: int = ROUNDS) -> Sequence[dict[str, An
     for mode, plan in plans.items():
         found = lowprec.matmul(a, b, math_mode=mode)[i][:, j]
         errors[mode] = samples.judge(found, a[i], b[:, j], plan, exact)
-    variants = {
-        mode: lambda number, mode=mode: lowprec.matmul(*sets[number], math_mode=mode)
-        for mode in plans
-    }
+    variants = {mode: lambda number, mode=mode: lowprec.matmul(*sets[number], math_mode=mode) for mode in plans}
     taken = timing.interleave(variants, rounds=rounds, sets=len(sets), seed=seed, budget_s=BUDGET_S)
     speeds = {mode: timing.speed_ratio(taken["fp32"], taken[mode]) for mode in plans}
     best = front({m: (speeds[m]["median"], errors[m].normalised) for m in plans})

@@ -51,13 +51,7 @@ def mode_table() -> str:
     """Return the math modes that this version runs, with the neighbours' names."""
     header = ["mode", "float32 operands become", "products", "JAX preset", "cuBLASLt compute type"]
     rows = [
-        [
-            _code(row.mode.value),
-            row.inputs,
-            str(row.products),
-            _code(row.jax_preset),
-            _gpu_words(row),
-        ]
+        [_code(row.mode.value), row.inputs, str(row.products), _code(row.jax_preset), _gpu_words(row)]
         for row in modes.TABLE
     ]
     return table(header, rows)
@@ -88,8 +82,7 @@ def kernel_table() -> str:
     """Return the CPU's kernels for each kind of numbers, the most welcome first."""
     formats = ("float64", "float32", "tf32", "float16", "bfloat16", "int8")
     rows = [
-        [fmt, "; else ".join(row.units for row in KERNELS if not row.formats or fmt in row.formats)]
-        for fmt in formats
+        [fmt, "; else ".join(row.units for row in KERNELS if not row.formats or fmt in row.formats)] for fmt in formats
     ]
     return table(["numbers, once rounded", "multiplied by"], rows)
 
@@ -113,15 +106,7 @@ GENERATIONS = (
 
 def generation_table() -> str:
     """Return which kernel multiplies large matrices on each generation of processors."""
-    header = [
-        "processors",
-        "units",
-        "OpenBLAS's kernels",
-        "`fp32`",
-        "`tf32`, `fp16`",
-        "`bf16`",
-        "int8",
-    ]
+    header = ["processors", "units", "OpenBLAS's kernels", "`fp32`", "`tf32`, `fp16`", "`bf16`", "int8"]
     rows = []
     for processors, units, flags in GENERATIONS:
         found = {kernel.name for kernel in MICRO_KERNELS if kernel.is_for(frozenset(flags))}
@@ -160,13 +145,7 @@ def emulation_table() -> str:
 
 def gpu_table() -> str:
     """Return the models of NVIDIA GPUs for which a plan can be made without one."""
-    formats = {
-        "FP64": "float64",
-        "FP32": "float32",
-        "TF32": "tf32",
-        "BF16": "bfloat16",
-        "FP16": "float16",
-    }
+    formats = {"FP64": "float64", "FP32": "float32", "TF32": "tf32", "BF16": "bfloat16", "FP16": "float16"}
     formats |= {"FP8": "float8_e4m3fn", "INT8": "int8"}
     rows = [
         [
@@ -174,10 +153,7 @@ def gpu_table() -> str:
             model.source,
             "{}.{}".format(*model.compute_capability),
             str(model.multiprocessors),
-            *(
-                f"{model.peak_tflops[f]:g}" if f in model.peak_tflops else "-"
-                for f in formats.values()
-            ),
+            *(f"{model.peak_tflops[f]:g}" if f in model.peak_tflops else "-" for f in formats.values()),
             str(model.bandwidth),
             str(model.memory),
             f"{model.l2:g}",
@@ -215,22 +191,13 @@ def verified_claims() -> str:
         f"{_verified.conditions(report)}\n\n{table(header, _verified.claim_rows(report))}"
         for report in _verified.reports()
     ]
-    return (
-        "\n".join(parts)
-        or "None yet: run `python benchmarks/gpu_report.py` on a machine with a GPU.\n"
-    )
+    return "\n".join(parts) or "None yet: run `python benchmarks/gpu_report.py` on a machine with a GPU.\n"
 
 
 def torch_table() -> str:
     """Return which of PyTorch's transformations lowprec's product follows, from the rows of the test."""
     rows = [
-        [
-            _code(row.name),
-            *(
-                torch_matrix.REFUSALS.get(row.refused.get(c, ""), "yes")
-                for c in torch_matrix.COLUMNS
-            ),
-        ]
+        [_code(row.name), *(torch_matrix.REFUSALS.get(row.refused.get(c, ""), "yes") for c in torch_matrix.COLUMNS)]
         for row in torch_matrix.ROWS
     ]
     return table(["transformation", *torch_matrix.COLUMNS], rows)

@@ -18,13 +18,7 @@ author = "the lowprec authors"
 project_copyright = author
 version = release = lowprec.__version__
 
-extensions = [
-    "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
-    "_extension",
-]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "_extension"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_generated"]
 nitpicky = False

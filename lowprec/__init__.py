@@ -23,13 +23,7 @@ from lowprec.errors import (
     UnsupportedError,
 )
 from lowprec.modes import MathMode
-from lowprec.policy import (
-    fp32_guard,
-    get_math_mode,
-    math_mode,
-    register_controller,
-    set_math_mode,
-)
+from lowprec.policy import fp32_guard, get_math_mode, math_mode, register_controller, set_math_mode
 
 if typing.TYPE_CHECKING:
     from lowprec import amp, emulation, linalg

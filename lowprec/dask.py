@@ -95,9 +95,7 @@ def matmul(
     return product[..., 0] if b.ndim == 1 else product
 
 
-def _plan(
-    a: da.Array, b: da.Array, math_mode: Any, rtol: float | None, bound: Any, **options: Any
-) -> GemmPlan:
+def _plan(a: da.Array, b: da.Array, math_mode: Any, rtol: float | None, bound: Any, **options: Any) -> GemmPlan:
     """Return the plan of the whole product; its mode for ``rtol`` includes the roundings of the chain."""
     x, y = ShapeDtype(a.shape, a.dtype), ShapeDtype(b.shape, b.dtype)
     plan = functools.partial(plan_call.plan, x, y, **options)
@@ -144,12 +142,7 @@ def _dask_array(x: Any, name: str) -> da.Array:
 
 
 def _product(
-    a: da.Array,
-    b: da.Array,
-    resolved: ResolvedMode,
-    accumulator: str,
-    out: str,
-    k_chunk: int | None,
+    a: da.Array, b: da.Array, resolved: ResolvedMode, accumulator: str, out: str, k_chunk: int | None
 ) -> da.Array:
     a, b, batch = _alike_in_chunks(a, b)
     chunks = (*batch, a.chunks[-2], b.chunks[-1])

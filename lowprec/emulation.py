@@ -97,9 +97,7 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
 def _format_name(name: object) -> str:
     found = _FORMATS.get(name.strip().lower()) if isinstance(name, str) else None
     if found is None:
-        raise UnsupportedError(
-            f"format {quoted(name)} is not emulated; choose one of: {', '.join(_FORMATS)}"
-        )
+        raise UnsupportedError(f"format {quoted(name)} is not emulated; choose one of: {', '.join(_FORMATS)}")
     return found
 
 
@@ -118,9 +116,7 @@ def _batch_shape(views: dict[str, ArrayView]) -> tuple[int, ...]:
     a, b, c = shapes.values()
     told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     if min(map(len, shapes.values())) < 2 or a[-1] != b[-2] or c[-2:] != (a[-2], b[-1]):
-        raise ShapeError(
-            f"mma takes a (..., m, k), b (..., k, n) and c (..., m, n); these have shapes {told}"
-        )
+        raise ShapeError(f"mma takes a (..., m, k), b (..., k, n) and c (..., m, n); these have shapes {told}")
     try:
         return np.broadcast_shapes(*(shape[:-2] for shape in shapes.values()))
     except ValueError:
@@ -134,6 +130,4 @@ def _check_values(name: str, x: Any, fmt: str) -> None:
     wrong = np.argwhere((rounded != x) & ~np.isnan(x))
     if len(wrong):
         first = tuple(wrong[0].tolist())
-        raise ArrayError(
-            f"{name}{list(first)} is {x[first]!r}, which is no {fmt} number; round the operands before"
-        )
+        raise ArrayError(f"{name}{list(first)} is {x[first]!r}, which is no {fmt} number; round the operands before")

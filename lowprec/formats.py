@@ -171,9 +171,7 @@ def dtype_from_name(name: str) -> DType:
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise DTypeError(
-            f"dtype {quoted(name)} is not supported; supported: {operand_names()}"
-        ) from None
+        raise DTypeError(f"dtype {quoted(name)} is not supported; supported: {operand_names()}") from None
 
 
 def dtype_from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:
@@ -181,8 +179,7 @@ def dtype_from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:
     found = _BY_DLPACK.get((code, bits)) if lanes == 1 else None
     if found is None:
         raise DTypeError(
-            f"DLPack type (code {code}, bits {bits}, lanes {lanes}) is not supported; "
-            f"supported: {operand_names()}"
+            f"DLPack type (code {code}, bits {bits}, lanes {lanes}) is not supported; supported: {operand_names()}"
         )
     return found
 

@@ -124,9 +124,7 @@ _SCALED = f"{_TWO_FLOAT16}, the low one scaled by 2^11"
 #: Every mode, in the order of the documentation.
 TABLE: tuple[ModeRow, ...] = (
     _row(_M.FP32, formats.FLOAT32, "float32", "F32_F32_F32"),
-    ModeRow(
-        _M.FP32_PEDANTIC, formats.FLOAT32, "float32", compute_type=ComputeType.COMPUTE_32F_PEDANTIC
-    ),
+    ModeRow(_M.FP32_PEDANTIC, formats.FLOAT32, "float32", compute_type=ComputeType.COMPUTE_32F_PEDANTIC),
     ModeRow(
         _M.FP64,
         formats.FLOAT64,
@@ -160,11 +158,7 @@ TABLE: tuple[ModeRow, ...] = (
         sums_parts=True,
     ),
     # Stands for another mode, which planning chooses.
-    ModeRow(
-        _M.FP32_EMULATED,
-        formats.FLOAT32,
-        "those of the fastest scheme whose bound is no worse than fp32's",
-    ),
+    ModeRow(_M.FP32_EMULATED, formats.FLOAT32, "those of the fastest scheme whose bound is no worse than fp32's"),
 )
 
 _ROWS = {r.mode: r for r in TABLE}

@@ -48,10 +48,7 @@ class AutotuneResult:
         if not self.timed:
             return f"{title}: nothing to choose, the device has one algorithm"
         first = self._first_choice.median_ms
-        rows = [
-            (str(entry.rank), f"{entry.median_ms / first:.3f}", entry.algorithm)
-            for entry in self.timed
-        ]
+        rows = [(str(entry.rank), f"{entry.median_ms / first:.3f}", entry.algorithm) for entry in self.timed]
         rows[0] = (*rows[0][:2], f"{rows[0][2]}  (taken)")
         return plain_text(Table(title, (">rank", ">time / first choice", "algorithm"), rows))
 
@@ -116,9 +113,7 @@ def autotune(
     """
     environment.autotune()  # raises for an illegal value, as a product does
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
-        raise UnsupportedError(
-            f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}"
-        )
+        raise UnsupportedError(f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}")
     try:
         library = library_of(a)
         x, y = library.view(a), library_of(b).view(b)
@@ -132,9 +127,7 @@ def autotune(
     timed: list[AlgorithmTiming] = []
 
     def measure(arguments: Arguments) -> None:
-        timed.extend(
-            backend.tune(found.execute, arguments, candidates=candidates, progress=progress)
-        )
+        timed.extend(backend.tune(found.execute, arguments, candidates=candidates, progress=progress))
 
     stream = library.current_stream(x.device) or 0
     with ExitStack() as stack:

@@ -43,16 +43,10 @@ from lowprec.core import executors
 # the first call of a compiled kernel takes seconds. "explore" looks for new counterexamples.
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile(
-    "ci",
-    derandomize=True,
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
+    "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("explore", max_examples=1000, deadline=None, print_blob=True)
-settings.load_profile(
-    os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default")
-)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "default"))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,9 +20,7 @@ from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, MicroKernel, is_
 NO_AMX = "this machine has no AMX units (or no numba to reach them)"
 MEDIUM_IS_FULL = 'PyTorch\'s "medium" lowers no precision on this machine'
 
-NO_UNITS = (
-    "this machine has no AVX512-BF16 units, nor others for 16 or 8 bits (or no numba to reach them)"
-)
+NO_UNITS = "this machine has no AVX512-BF16 units, nor others for 16 or 8 bits (or no numba to reach them)"
 
 #: By the unit that a micro-kernel needs.
 _NO_UNITS = {
@@ -79,19 +77,14 @@ def imitated_units(torch: Any) -> Iterator[None]:
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    products = {
-        *("mm", "bmm", "mv", "addmm", "baddbmm"),
-        *("_euclidean_dist", "linalg_matrix_exp", "linalg_pinv"),
-    }
+    products = {*("mm", "bmm", "mv", "addmm", "baddbmm"), *("_euclidean_dist", "linalg_matrix_exp", "linalg_pinv")}
 
     def rounded(x: Any) -> Any:
         is_single = isinstance(x, torch.Tensor) and x.dtype == torch.float32
         return x.bfloat16().float() if is_single else x
 
     class Rounding(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = function.overloadpacket.__name__
             allowed = torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16"
             if name in products and allowed:

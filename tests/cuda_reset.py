@@ -5,16 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from lowprec.backends.cuda import (
-    autotune,
-    bindings,
-    cublas,
-    executor,
-    handles,
-    memory,
-    models,
-    timing,
-)
+from lowprec.backends.cuda import autotune, bindings, cublas, executor, handles, memory, models, timing
 from lowprec.backends.cuda.libraries import loaded
 from lowprec.backends.cuda.runtime import call, on_device
 

@@ -28,9 +28,7 @@ def fail(error: type[BaseException]) -> None:
     raise error("of a handler")
 
 
-def strike(
-    call: Callable[[], Any], at: int, action: Callable[[], Any], *, also: tuple[str, ...] = ()
-) -> bool:
+def strike(call: Callable[[], Any], at: int, action: Callable[[], Any], *, also: tuple[str, ...] = ()) -> bool:
     """Call something, and act at one of the places in lowprec where Python looks for signals; False if there are fewer.
 
     These are the beginnings of functions, and the returns of functions of C. The action runs in the thread of the call,
@@ -58,11 +56,7 @@ def strike(
 
 
 def interrupted(
-    call: Callable[[], Any],
-    error: type[BaseException] = Interrupt,
-    *,
-    step: int = 1,
-    **where: Any,
+    call: Callable[[], Any], error: type[BaseException] = Interrupt, *, step: int = 1, **where: Any
 ) -> Iterator[BaseException | None]:
     """Make a call again and again, interrupted at the first place, the next, and so on; yield what came out each time.
 
@@ -80,9 +74,7 @@ def interrupted(
         at += step
 
 
-def count(
-    call: Callable[[], Any], check: Callable[[], Any], error: type[BaseException], **where: Any
-) -> int:
+def count(call: Callable[[], Any], check: Callable[[], Any], error: type[BaseException], **where: Any) -> int:
     """Return at how many places a call was interrupted; the exception must arrive, and the check hold after each."""
     places = 0
     for came in interrupted(call, error, **where):

@@ -23,9 +23,7 @@ _MARGIN = 64
 def stack_of(array: np.ndarray, dtype: DType) -> MatrixStack:
     """Describe a stack of matrices, shape (..., rows, cols)."""
     strides = [s // array.itemsize for s in array.strides]
-    return MatrixStack.of(
-        dtype, *array.shape[-2:], *strides[-2:], array.shape[:-2], tuple(strides[:-2])
-    )
+    return MatrixStack.of(dtype, *array.shape[-2:], *strides[-2:], array.shape[:-2], tuple(strides[:-2]))
 
 
 # -- arrays ---------------------------------------------------------------------------------------

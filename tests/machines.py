@@ -22,26 +22,15 @@ ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERN
 
 BARE = Capabilities("cpu", "a plain CPU", CPU_KERNELS)
 OPENBLAS = Capabilities("cpu", "a CPU with OpenBLAS", CPU_KERNELS, frozenset({"openblas"}))
-AMX = Capabilities(
-    "cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"openblas", "amx_bf16", "amx_int8"})
-)
+AMX = Capabilities("cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"openblas", "amx_bf16", "amx_int8"}))
 AVX512 = Capabilities(
-    "cpu",
-    "a CPU with AVX-512",
-    CPU_KERNELS,
-    frozenset({"openblas", "avx512_bf16", "avx512_vnni", "avx512_fp32"}),
+    "cpu", "a CPU with AVX-512", CPU_KERNELS, frozenset({"openblas", "avx512_bf16", "avx512_vnni", "avx512_fp32"})
 )
 
 
 def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20) -> Capabilities:
     """Return what a GPU of a compute capability can do."""
-    return Capabilities(
-        "cuda:0",
-        "a GPU",
-        CUDA_KERNELS,
-        compute_capability=capability,
-        workspace_bytes=workspace_bytes,
-    )
+    return Capabilities("cuda:0", "a GPU", CUDA_KERNELS, compute_capability=capability, workspace_bytes=workspace_bytes)
 
 
 #: Those on which a test that is parametrised by machine runs.
@@ -58,9 +47,7 @@ def on(machine: str) -> Iterator[None]:
         if machine == "NumPy alone":
             _pretend(monkeypatch, Capabilities("cpu", "a machine with NumPy alone", CPU_KERNELS))
         if machine == SOFTWARE_TILES:
-            rows = tuple(
-                row._replace(minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS
-            )
+            rows = tuple(row._replace(minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS)
             able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
             monkeypatch.setattr(run, "gemm", software_tiles.gemm)
             _pretend(monkeypatch, able)
@@ -100,9 +87,7 @@ EAGER_AVX512_BF16, EAGER_AVX512_VNNI, EAGER_AVX512_FP32, EAGER_AVX_VNNI = (
 
 
 @contextmanager
-def without(
-    features: Iterable[str], *, eager: bool = False, at_any_size: str = ""
-) -> Iterator[None]:
+def without(features: Iterable[str], *, eager: bool = False, at_any_size: str = "") -> Iterator[None]:
     """Run on this machine, of which planning does not know that it has these features.
 
     Where it is ``eager``, it cuts products as if they were large: in pieces for threads, and in blocks. One of its
@@ -110,11 +95,7 @@ def without(
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         able = cpu.capabilities(CPU)
-        lifted = (
-            ROWS[at_any_size]._replace(minimum_elements=0, minimum_mn=0, is_shallow=False)
-            if at_any_size
-            else None
-        )
+        lifted = ROWS[at_any_size]._replace(minimum_elements=0, minimum_mn=0, is_shallow=False) if at_any_size else None
         rows = tuple(lifted if lifted and row.name == at_any_size else row for row in able.kernels)
         able = replace(able, features=able.features - frozenset(features), kernels=rows)
         if eager:

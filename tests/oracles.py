@@ -88,11 +88,7 @@ def _via(dtype: Any, x: np.ndarray) -> np.ndarray:
         return x.astype(dtype).astype(np.float32)
 
 
-_ROUNDINGS = {
-    "tf32": _to_tf32,
-    "bf16": lambda x: _via(bfloat16, x),
-    "fp16": lambda x: _via(np.float16, x),
-}
+_ROUNDINGS = {"tf32": _to_tf32, "bf16": lambda x: _via(bfloat16, x), "fp16": lambda x: _via(np.float16, x)}
 
 
 def round_to(x: Any, mode: str, axis: int | None = None) -> np.ndarray:
@@ -109,10 +105,7 @@ def round_to(x: Any, mode: str, axis: int | None = None) -> np.ndarray:
             return _scaled_to_float16(x, axis).astype(x.dtype)
     if x.dtype.name == "complex64":
         out = np.empty(x.shape, x.dtype)
-        out.real, out.imag = (
-            rounding(np.ascontiguousarray(x.real)),
-            rounding(np.ascontiguousarray(x.imag)),
-        )
+        out.real, out.imag = (rounding(np.ascontiguousarray(x.real)), rounding(np.ascontiguousarray(x.imag)))
         return out
     return rounding(x)
 
@@ -308,10 +301,7 @@ def mode_bound(a: Any, b: Any, mode: str) -> np.ndarray:
         relative = (2 * u + u * u) * _times(magnitude(a), magnitude(b))
         lost = (tiny, tiny)
         if mode == "fp16":
-            lost = tuple(
-                tiny * _largest(np.asarray(x), axis)
-                for x, axis in ((a, -1), (b, -min(2, np.ndim(b))))
-            )
+            lost = tuple(tiny * _largest(np.asarray(x), axis) for x, axis in ((a, -1), (b, -min(2, np.ndim(b)))))
         return relative + 1.01 * _absolute(a, b, *lost) + 1.01 * accumulation_bound(a, b, mode)
 
 
@@ -362,9 +352,7 @@ def assert_within_bound(result: Any, a: Any, b: Any, mode: str = "fp32") -> None
 def assert_honest(result: Any, a: Any, b: Any, mode: str) -> None:
     """Compare with the true product under the mode's bound, and find the error that the mode must leave."""
     exact = product(a, b)
-    assert_close(
-        result, exact, mode_bound(a, b, mode) + storage_bound(exact, np.asarray(result).dtype.name)
-    )
+    assert_close(result, exact, mode_bound(a, b, mode) + storage_bound(exact, np.asarray(result).dtype.name))
     if mode in ROUNDING_MODES:
         floor = rounding_floor(a, b, mode)
         error = float(np.linalg.norm(widen(result) - exact))
@@ -397,9 +385,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 _NOTHING = Epilogue()
 
 
-def assert_expression(
-    result: Any, a: Any, b: Any, mode: str = "fp32", then: Epilogue = _NOTHING
-) -> None:
+def assert_expression(result: Any, a: Any, b: Any, mode: str = "fp32", then: Epilogue = _NOTHING) -> None:
     """Compare the whole of what one call computes with float64.
 
     The sum ``S = alpha P + beta C + bias`` adds at most six roundings to those of ``P``: the two
@@ -473,15 +459,7 @@ def nans(dtype: Any) -> np.ndarray:
     dtype = np.dtype(dtype)
     width = _MANTISSA_BITS[dtype.name]
     quiet = 1 << (width - 1)
-    low = sorted(
-        {
-            0,
-            1,
-            quiet - 1,
-            *(1 << i for i in range(width - 1)),
-            *(quiet - (1 << i) for i in range(width - 1)),
-        }
-    )
+    low = sorted({0, 1, quiet - 1, *(1 << i for i in range(width - 1)), *(quiet - (1 << i) for i in range(width - 1))})
     payloads = [*low[1:], *(quiet | bits for bits in low)]  # no payload at all is an infinity
     whole = 8 * dtype.itemsize
     exponent = ((1 << (whole - 1)) - 1) >> width << width

@@ -106,9 +106,7 @@ def _numbers(draw: st.DrawFn, shape: tuple[int, ...], name: str) -> np.ndarray:
     x = np.asarray(real() + 1j * real() if dtype.kind == "c" else real(), dtype)
     for _ in range(draw(st.sampled_from((0, 0, 0, 1, 3))) if x.size else 0):
         top = {"float16": 65504.0, "bfloat16": 3.3e38}.get(name, 3.4028234e38)
-        special = draw(
-            st.sampled_from((np.nan, np.inf, -np.inf, top, -top, 1e-45, -0.0, 2.0**-126, 65536.0))
-        )
+        special = draw(st.sampled_from((np.nan, np.inf, -np.inf, top, -top, 1e-45, -0.0, 2.0**-126, 65536.0)))
         with np.errstate(all="ignore"):
             x[tuple(int(rng.integers(n)) for n in shape)] = special
     return x
@@ -132,17 +130,8 @@ class Example:
         printer.text(repr(self))  # without this, hypothesis prints all numbers
 
     def __repr__(self) -> str:
-        arrays = {
-            "a": self.a,
-            "b": self.b,
-            "out": self.out,
-            **dict(zip(("x", "y"), self.around, strict=False)),
-        }
-        told = [
-            f"{k}={x.array.dtype}{x.array.shape} by {x.array.strides}"
-            for k, x in arrays.items()
-            if x
-        ]
+        arrays = {"a": self.a, "b": self.b, "out": self.out, **dict(zip(("x", "y"), self.around, strict=False))}
+        told = [f"{k}={x.array.dtype}{x.array.shape} by {x.array.strides}" for k, x in arrays.items() if x]
         then = self.then
         return (
             f"{self.road.kernel} {self.mode}, {', '.join(told)}, alpha={then.alpha}, beta={then.beta}, "
@@ -155,16 +144,7 @@ def _stacks(draw: st.DrawFn, road: Road, shape: Shape) -> tuple[tuple[int, ...],
     """Draw the shapes of a and b: vectors where they may be, and batches of different matrices, or of one b."""
     m, n, k = shape[:3]
     a, b = (m, k), (k, n)
-    batches = [
-        ((), ()),
-        ((), ()),
-        ((2,), (2,)),
-        ((3,), (1,)),
-        ((1, 2), (2, 1)),
-        ((2,), ()),
-        ((), (2,)),
-        ((5,), (5,)),
-    ]
+    batches = [((), ()), ((), ()), ((2,), (2,)), ((3,), (1,)), ((1, 2), (2, 1)), ((2,), ()), ((), (2,)), ((5,), (5,))]
     left, right = draw(st.sampled_from(batches))
     count = math.prod(np.broadcast_shapes(left, right))
     collapsed = math.prod(left) if math.prod(right) == 1 else 1
@@ -201,9 +181,7 @@ def examples(draw: st.DrawFn, road: Road) -> Example:
     if draw(st.booleans()):
         dtypes = dtypes[::-1]
     mode, shapes_ = draw(st.sampled_from(road.modes)), road.shapes
-    shape = shapes_[
-        draw(st.integers(0, len(shapes_) - 1))
-    ]  # a choice from so many would take long to make
+    shape = shapes_[draw(st.integers(0, len(shapes_) - 1))]  # a choice from so many would take long to make
     shapes = _stacks(draw, road, shape)
     one_call = road.has_epilogue is False
     operands = []

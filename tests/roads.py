@@ -25,33 +25,7 @@ from lowprec.modes import TABLE, MathMode
 from lowprec.planning import KernelRow
 
 #: Multiples of the kernels' blocks, what lies beside them, and what is no multiple of anything.
-_EXTENTS = (
-    1,
-    2,
-    3,
-    5,
-    7,
-    8,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    45,
-    48,
-    63,
-    64,
-    65,
-    96,
-    113,
-    129,
-    160,
-    230,
-    257,
-    272,
-    290,
-)
+_EXTENTS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 45, 48, 63, 64, 65, 96, 113, 129, 160, 230, 257, 272, 290)
 _LONG = (1, 2, 9, 16, 27, 33, 128, 250, 2049, 4099)
 
 #: So that an example takes milliseconds.
@@ -124,9 +98,7 @@ class Road:
 
 
 def _modes(*, split: bool, of: str = "") -> tuple[str, ...]:
-    return tuple(
-        str(r.mode) for r in TABLE if (r.parts > 1) is split and str(r.mode).startswith(of)
-    )
+    return tuple(str(r.mode) for r in TABLE if (r.parts > 1) is split and str(r.mode).startswith(of))
 
 
 PLAIN = ("fp32", "fp32_pedantic")
@@ -166,22 +138,10 @@ def _is_packed(shape: Shape, row: KernelRow = AVX512_BF16) -> bool:
 
 def _is_rounded_as_packed(shape: Shape) -> bool:
     row = AVX512_FP32_ROUNDED
-    return (
-        not _meets_vectors(shape)
-        and _is_packed(shape, row)
-        and min(shape.m, shape.n) >= row.minimum_mn
-    )
+    return not _meets_vectors(shape) and _is_packed(shape, row) and min(shape.m, shape.n) >= row.minimum_mn
 
 
-def _road(
-    kernel: str,
-    dtypes: Any,
-    modes: Any,
-    takes: Any,
-    needs: str = "",
-    without: Any = (),
-    **more: Any,
-) -> Road:
+def _road(kernel: str, dtypes: Any, modes: Any, takes: Any, needs: str = "", without: Any = (), **more: Any) -> Road:
     return Road(
         kernel, tuple(dtypes), tuple(modes), takes, frozenset(without), frozenset(needs.split()), **more
     )  # fmt: skip
@@ -194,10 +154,7 @@ def _in_eight_bits(shape: Shape) -> bool:
 
 def _is_large_complex(shape: Shape) -> bool:
     row = AVX512_BF16
-    return (
-        shape.elements >= row.minimum_elements_complex
-        and min(shape[:3]) >= row.minimum_extent_complex
-    )
+    return shape.elements >= row.minimum_elements_complex and min(shape[:3]) >= row.minimum_extent_complex
 
 
 ROADS: dict[str, Road] = {

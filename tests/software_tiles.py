@@ -68,15 +68,7 @@ def _sum_of_parts(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
     found, is_split = row(MathMode(mode)), [x.dtype == np.float32 for x in (a, b)]
     with Workspace() as workspace:
         x, y = (
-            split(
-                side,
-                np.dtype(np.float32),
-                found,
-                found.operand_format,
-                found.parts if whole else 1,
-                None,
-                workspace,
-            )
+            split(side, np.dtype(np.float32), found, found.operand_format, found.parts if whole else 1, None, workspace)
             for side, whole in zip((a, b), is_split, strict=True)
         )
         with np.errstate(all="ignore"):

@@ -35,9 +35,7 @@ def sample(gpu: str, fmt: str) -> Vectors:
     rows = [line.split(" | ") for line in _SAMPLE.read_text().splitlines()]
     found = [row[1:] for row in rows if row[0] == wanted]
     a, b, c, d = (
-        np.array([[int(word, 16) for word in row[i].split()] for row in found], np.uint32).view(
-            np.float32
-        )
+        np.array([[int(word, 16) for word in row[i].split()] for row in found], np.uint32).view(np.float32)
         for i in range(4)
     )
     return Vectors(a, b, c[:, 0], d[:, 0])

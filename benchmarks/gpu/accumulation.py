@@ -38,9 +38,7 @@ def run(part: Part, options: Options) -> None:
                 _split(part, options, dtype, out, schemes)
 
 
-def _offered(
-    part: Part, words: dict[str, Any], count: int, a: Any, b: Any, **asked: Any
-) -> tuple[Any, Sequence[Any]]:
+def _offered(part: Part, words: dict[str, Any], count: int, a: Any, b: Any, **asked: Any) -> tuple[Any, Sequence[Any]]:
     """Return a bare product and its algorithms; none, and a row that says why, where it is refused."""
     schemes = asked.pop("schemes", FULL_REDUCTIONS)
     with part.attempt(**words):

@@ -76,9 +76,7 @@ def cases(inner: tuple[int, ...]) -> Iterator[Case]:
 
 
 @functools.lru_cache(maxsize=1)
-def operands(
-    dtypes: tuple[str, str], distribution: str, k: int, side: int, seed: int
-) -> tuple[Any, Any]:
+def operands(dtypes: tuple[str, str], distribution: str, k: int, side: int, seed: int) -> tuple[Any, Any]:
     """Return the operands as NumPy arrays of their own types."""
     rng = np.random.default_rng([seed, k, *distribution.encode()])
 

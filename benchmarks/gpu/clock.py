@@ -120,13 +120,7 @@ class _Prepared:
 
 
 def contest(
-    variants: Mapping[str, Variant],
-    clock: Clock,
-    *,
-    sets: int,
-    rounds: int = 15,
-    budget_s: float = 1.0,
-    seed: int = 0,
+    variants: Mapping[str, Variant], clock: Clock, *, sets: int, rounds: int = 15, budget_s: float = 1.0, seed: int = 0
 ) -> Contest:
     """Time variants by turns on operand sets that take turns; rounds, budget and seed as for `timing.take_turns`."""
     made = Contest()

@@ -83,9 +83,7 @@ def run(part: Part, options: Options) -> None:
         part.row(**ask(pair, epilogue, (), options.seed, nan=True))
 
 
-def ask(
-    pair: Pair, epilogue: str, scales: tuple[float, ...], seed: int, *, nan: bool = False
-) -> dict[str, Any]:
+def ask(pair: Pair, epilogue: str, scales: tuple[float, ...], seed: int, *, nan: bool = False) -> dict[str, Any]:
     """Return what cuBLASLt says to one combination; `ok` is False where it takes it and computes something else.
 
     With `nan`, the first row of a is NaN, and the question is whether that of the result is.

@@ -62,12 +62,7 @@ def _int8(part: Part, m: int, seed: int) -> None:
 
 def _in_place(part: Part, dtype: str, out: str, two: bool, seed: int) -> None:
     """Ask whether d may lie where c does, described by one descriptor or by two."""
-    words = {
-        "question": "c in the place of d",
-        "dtype": dtype,
-        "out_dtype": out,
-        "descriptors": 1 + two,
-    }
+    words = {"question": "c in the place of d", "dtype": dtype, "out_dtype": out, "descriptors": 1 + two}
     # One descriptor is what lowprec passes, so that it must be taken.
     with part.attempt(ok=None if two else False, **words):
         rng = np.random.default_rng(seed)

@@ -85,29 +85,21 @@ def _nvmath(given: Small) -> dict[str, Call]:
 def _cupy(given: Small) -> dict[str, Call]:
     cupy = importlib.import_module("cupy")
     x, y = (cupy.from_dlpack(tensor) for tensor in (given.a, given.b))
-    return {
-        "cupy": lambda: cupy.matmul(x, y),
-        "lowprec on cupy": lambda: lowprec.matmul(x, y, math_mode=given.mode),
-    }
+    return {"cupy": lambda: cupy.matmul(x, y), "lowprec on cupy": lambda: lowprec.matmul(x, y, math_mode=given.mode)}
 
 
 def _jax(given: Small) -> dict[str, Call]:
     jax = importlib.import_module("jax")
     p, q = (jax.numpy.ones((SIZE, SIZE), given.dtype) for _ in range(2))
     compiled = jax.jit(jax.numpy.matmul)
-    return {
-        "jax, jitted": lambda: compiled(p, q),
-        "lowprec on jax": lambda: lowprec.matmul(p, q, math_mode=given.mode),
-    }
+    return {"jax, jitted": lambda: compiled(p, q), "lowprec on jax": lambda: lowprec.matmul(p, q, math_mode=given.mode)}
 
 
 #: What is claimed is measured first, before any other library is loaded.
 GROUPS: tuple[tuple[Make, ...], ...] = ((_torch, _bare), (_torch, _nvmath, _cupy, _jax))
 
 
-def measure(
-    part: Part, given: Small, group: tuple[Make, ...], wait: Callable[[], None], **counts: int
-) -> None:
+def measure(part: Part, given: Small, group: tuple[Make, ...], wait: Callable[[], None], **counts: int) -> None:
     """Time the calls of a group by turns, and keep a row for each that was not kept before."""
     calls: dict[str, Call] = {}
     errors = {}

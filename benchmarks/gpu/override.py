@@ -57,10 +57,7 @@ def expected(value: str | None, what: str) -> str | None:
 def probe(seed: int) -> Iterator[dict[str, Any]]:
     """Yield what each compute type and math mode does in this process."""
     rng = np.random.default_rng(seed)
-    a, b = (
-        rng.standard_normal(shape).astype(np.float32)
-        for shape in ((_SIDE, _INNER), (_INNER, _SIDE))
-    )
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((_SIDE, _INNER), (_INNER, _SIDE)))
     exact = a.astype(np.float64) @ b.astype(np.float64)
 
     def judged(result: Any) -> dict[str, Any]:
@@ -69,8 +66,7 @@ def probe(seed: int) -> Iterator[dict[str, Any]]:
 
     def compute_type(name: str) -> dict[str, Any]:
         product, large = (
-            raw.LtProduct(x, b, compute=name, out_dtype="float32")
-            for x in (a, a * np.float32(_BEYOND_FLOAT16))
+            raw.LtProduct(x, b, compute=name, out_dtype="float32") for x in (a, a * np.float32(_BEYOND_FLOAT16))
         )
         (algorithm,) = product.algorithms(1)
         beyond = bool(np.isfinite(large.run(algorithm)).all())

@@ -19,11 +19,7 @@ from lowprec.backends.cuda.libraries import libraries
 from lowprec.formats import ComputeType, dtype_from_name
 
 #: `cublasComputeType_t`, those included that lowprec does not use.
-COMPUTE = {
-    **{kind.name: kind.value for kind in ComputeType},
-    "COMPUTE_32F_FAST_16F": 74,
-    "COMPUTE_32F_FAST_16BF": 75,
-}
+COMPUTE = {**{kind.name: kind.value for kind in ComputeType}, "COMPUTE_32F_FAST_16F": 74, "COMPUTE_32F_FAST_16BF": 75}
 
 #: The legacy default stream.
 STREAM = 1
@@ -97,14 +93,10 @@ class LtProduct:
         # In cuBLASLt's order: its first operand is b.
         for name, scale in zip(("B_SCALE_POINTER", "A_SCALE_POINTER"), scales, strict=False):
             attributes[name] = upload(np.array([scale], np.float32))
-        operation = bindings.create(
-            "matmul_desc", (COMPUTE[compute], _cuda(scale_dtype)), attributes
-        )
+        operation = bindings.create("matmul_desc", (COMPUTE[compute], _cuda(scale_dtype)), attributes)
         rows, cols = (k, n) if inner_contiguous else (n, k)
         result = bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0))
-        second = (
-            bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0)) if two_layouts else result
-        )
+        second = bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0)) if two_layouts else result
         self.product = bindings.MatmulDescriptors(
             operation,
             bindings.matrix_layout(_cuda(b.dtype.name), rows, cols, rows, (1, 0)),
@@ -113,16 +105,12 @@ class LtProduct:
             result,
         )
 
-    def algorithms(
-        self, count: int, schemes: Sequence[str] = FULL_REDUCTIONS
-    ) -> tuple[Algorithm, ...]:
+    def algorithms(self, count: int, schemes: Sequence[str] = FULL_REDUCTIONS) -> tuple[Algorithm, ...]:
         """Return up to `count` algorithms as the heuristics rank them; none where the product is not supported."""
         wanted = bindings.preference(WORKSPACE_BYTES, 256, schemes)
         return bindings.heuristics(handle(), self.product, wanted, count)
 
-    def bound(
-        self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: int = 0
-    ) -> Callable[[], None]:
+    def bound(self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: int = 0) -> Callable[[], None]:
         """Return the bare call: it queues the product and does nothing else."""
         data = np.frombuffer(algorithm.data, np.uint8).copy()
         factors = np.array([alpha, beta], self.scale_dtype)
@@ -137,9 +125,7 @@ class LtProduct:
         # The default arguments keep what the addresses point to.
         return lambda kept=(self, data, factors): matmul(*arguments)
 
-    def run(
-        self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: Any = None
-    ) -> Any:
+    def run(self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: Any = None) -> Any:
         """Return the result of one algorithm."""
         # Every element must be written: what is not shows as NaN, or as -1 in integers.
         poison = np.full(self.shape, -1, np.int8) if self.out_dtype.kind in "iu" else None

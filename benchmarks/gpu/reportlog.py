@@ -25,9 +25,7 @@ class _ReportLog:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Write the setup, the call or the teardown of a test."""
-        self._write(
-            self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        )
+        self._write(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
 
     #: Modules that cannot be imported.
     pytest_collectreport = pytest_runtest_logreport

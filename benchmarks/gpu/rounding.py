@@ -58,8 +58,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
 def classify(given: Any, returned: Any) -> dict[str, Any]:
     """Return which rule explains all products of float32 numbers and 1, and the share that each explains."""
     shares = {
-        name: float(np.mean(rule(given).view(np.uint32) == returned.view(np.uint32)))
-        for name, rule in RULES.items()
+        name: float(np.mean(rule(given).view(np.uint32) == returned.view(np.uint32))) for name, rule in RULES.items()
     }
     rule = next((name for name, share in shares.items() if share == 1.0), "none of these")
     return {"rule": rule, "shares": shares}

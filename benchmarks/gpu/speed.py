@@ -79,10 +79,7 @@ def switched(
 def torch_switches(torch: Any, precision: str, reduced: bool) -> AbstractContextManager[None]:
     """Set torch's float32 precision and whether 16-bit sums may be reduced in 16 bits."""
     matmul = torch.backends.cuda.matmul
-    wanted = {
-        "allow_bf16_reduced_precision_reduction": reduced,
-        "allow_fp16_reduced_precision_reduction": reduced,
-    }
+    wanted = {"allow_bf16_reduced_precision_reduction": reduced, "allow_fp16_reduced_precision_reduction": reduced}
     if hasattr(matmul, "fp32_precision"):
         wanted["fp32_precision"] = precision
     else:
@@ -104,9 +101,7 @@ def sets_of(n: int, itemsize: int) -> int:
 class Operands:
     """Rotating pairs of operands as torch tensors: square ones, or a matrix and a vector."""
 
-    def __init__(
-        self, torch: Any, kind: Kind, n: int, sets: int, seed: int, device: str = "cuda"
-    ) -> None:
+    def __init__(self, torch: Any, kind: Kind, n: int, sets: int, seed: int, device: str = "cuda") -> None:
         generator = torch.Generator(device).manual_seed(seed)
         self.a, self.b = (
             [libraries.normal(torch, generator, shape, kind.dtype) for _ in range(sets)]
@@ -209,9 +204,7 @@ def row(kind_name: str, n: int, tuned: bool, found: Contest) -> dict[str, Any]:
     }
 
 
-def measure(
-    torch: Any, kind_name: str, n: int, seed: int, ticks: clock.Clock
-) -> tuple[dict[str, Any], Operands]:
+def measure(torch: Any, kind_name: str, n: int, seed: int, ticks: clock.Clock) -> tuple[dict[str, Any], Operands]:
     """Return the row of one kind and size without autotuning, and its operands."""
     kind = KINDS[kind_name]
     sets = sets_of(n, getattr(torch, kind.dtype).itemsize) if ticks.device == "cuda" else 2
@@ -237,9 +230,7 @@ def candidates_of(median_ms: float) -> int:
     return max(4, min(32, int(_TUNING_MS / (_RUNS_PER_CANDIDATE * median_ms))))
 
 
-def tune(
-    torch: Any, first: dict[str, Any], operands: Operands, ticks: clock.Clock
-) -> dict[str, Any]:
+def tune(torch: Any, first: dict[str, Any], operands: Operands, ticks: clock.Clock) -> dict[str, Any]:
     """Return the row of the same products after autotuning, beside torch alone."""
     kind = KINDS[first["kind"]]
     asked = candidates_of(first["seconds"]["lowprec"]["median"] * 1e3)

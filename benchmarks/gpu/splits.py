@@ -94,8 +94,7 @@ def _variants(torch: Any, pairs: Any, plans: dict[Way, GemmPlan]) -> dict[str, c
     """Return what is timed: torch's products, each way, and the products of its plan alone."""
     variants = {
         name: clock.Variant(
-            lambda i, multiply=multiply: multiply(*pairs[i]),
-            partial(torch_switches, torch, precision, True),
+            lambda i, multiply=multiply: multiply(*pairs[i]), partial(torch_switches, torch, precision, True)
         )
         for name, (multiply, precision) in torch_products(torch).items()
     }
@@ -103,25 +102,18 @@ def _variants(torch: Any, pairs: Any, plans: dict[Way, GemmPlan]) -> dict[str, c
     parts = Parts(torch, n, device)
     for way, plan in plans.items():
         asked = way.asked(n)
-        variants[str(way)] = clock.Variant(
-            lambda i, asked=asked: lowprec.matmul(*pairs[i], **asked)
-        )
+        variants[str(way)] = clock.Variant(lambda i, asked=asked: lowprec.matmul(*pairs[i], **asked))
         variants[f"{way}: products"] = clock.Variant(lambda _, plan=plan: parts.multiply(plan))
     return variants
 
 
-def measure(
-    torch: Any, n: int, distribution: str, options: Options, ticks: clock.Clock
-) -> Iterator[dict[str, Any]]:
+def measure(torch: Any, n: int, distribution: str, options: Options, ticks: clock.Clock) -> Iterator[dict[str, Any]]:
     """Yield one row per product of torch's and per way, square operands: the error; for normal numbers the speed."""
     generator = torch.Generator(ticks.device).manual_seed(options.seed)
     draw = torch.randn if distribution == "normal" else torch.rand
     timed = distribution == "normal"
     sets = sets_of(n, 4) if ticks.device == "cuda" and timed else 1
-    pairs = [
-        [draw((n, n), generator=generator, device=ticks.device) for _ in range(2)]
-        for _ in range(sets)
-    ]
+    pairs = [[draw((n, n), generator=generator, device=ticks.device) for _ in range(2)] for _ in range(sets)]
     shared = {"n": n, "distribution": distribution}
     plans = {}
     for way in (Way(*x) for x in product(MODES, CHUNKS[:1] if options.quick else CHUNKS)):
@@ -132,9 +124,7 @@ def measure(
     found = clock.Contest()
     if timed:
         variants = _variants(torch, pairs, plans)
-        found = clock.contest(
-            variants, ticks, sets=sets, rounds=ROUNDS, budget_s=0.0, seed=options.seed
-        )
+        found = clock.contest(variants, ticks, sets=sets, rounds=ROUNDS, budget_s=0.0, seed=options.seed)
     seconds = {name: timing.summary(taken)["median"] for name, taken in found.device_s.items()}
     for name, (multiply, precision) in torch_products(torch).items():
         with torch_switches(torch, precision, True):

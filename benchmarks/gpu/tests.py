@@ -82,9 +82,7 @@ def digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     kinds = Counter(test["kind"] for test in tests.values())
     failures = [
-        {"id": name, "message": test["message"][-_MESSAGE:]}
-        for name, test in tests.items()
-        if test["kind"] == "failed"
+        {"id": name, "message": test["message"][-_MESSAGE:]} for name, test in tests.items() if test["kind"] == "failed"
     ]
     skips = Counter(test["message"] for test in tests.values() if test["kind"] == "skipped")
     rows = []

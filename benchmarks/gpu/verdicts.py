@@ -66,10 +66,7 @@ def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
 
 def _recovery(results: Results, mode: str) -> dict[str, Any]:
     """Return how fast a scheme is beside torch's float32, best chunk with no larger error; 0 if none has that."""
-    errors = {
-        (r["name"], r["distribution"]): r.get("relative_error")
-        for r in rows(results, "splits", n=RECOVERY_SIZE)
-    }
+    errors = {(r["name"], r["distribution"]): r.get("relative_error") for r in rows(results, "splits", n=RECOVERY_SIZE)}
     # JSON has None for an error that is NaN or infinite.
     errors = {key: math.inf if e is None else e for key, e in errors.items()}
     finite = {key: e for key, e in errors.items() if e < math.inf}

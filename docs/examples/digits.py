@@ -50,20 +50,14 @@ GROUPS = {
         Variant("FP32 (O0)", "O0"),
         Variant("TF32 (O1)", "O1,compute=tf32"),
         Variant("BF16 (O1)", "O1,compute=bfloat16"),
-        Variant(
-            "FP16 without scaling", "params=float32,compute=float16,output=float32,loss_scale=1"
-        ),
+        Variant("FP16 without scaling", "params=float32,compute=float16,output=float32,loss_scale=1"),
         Variant("FP16 with scaling (O1)", "O1"),
         Variant("FP16 with masters (O2)", "O2"),
         Variant("FP16 alone (O3)", "O3"),
     ),
     "digits, tiny gradients": (
         Variant("tiny: FP32", "O0", TINY),
-        Variant(
-            "tiny: FP16 without scaling",
-            "params=float32,compute=float16,output=float32,loss_scale=1",
-            TINY,
-        ),
+        Variant("tiny: FP16 without scaling", "params=float32,compute=float16,output=float32,loss_scale=1", TINY),
         Variant("tiny: FP16 with scaling", "O1", TINY),
     ),
 }
@@ -180,9 +174,7 @@ def equal_means(first: Sequence[float], second: Sequence[float]) -> float:
     if not sum(shares):
         return float(len({*first, *second}) == 1 or len(first) < 2)
     distance = abs(statistics.fmean(first) - statistics.fmean(second))
-    freedom = sum(shares) ** 2 / sum(
-        share**2 / (len(x) - 1) for share, x in zip(shares, (first, second), strict=True)
-    )
+    freedom = sum(shares) ** 2 / sum(share**2 / (len(x) - 1) for share, x in zip(shares, (first, second), strict=True))
     return two_sided(distance / sum(shares) ** 0.5, freedom)
 
 

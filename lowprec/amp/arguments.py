@@ -36,9 +36,7 @@ class Operands:
         return contextlib.nullcontext() if self.mode is None else math_mode(self.mode)
 
 
-def by_list(
-    compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None
-) -> Operands:
+def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None) -> Operands:
     """Return the operands as a list ("allow", "deny", "infer") wants them. float64, integers and complex numbers stay.
 
     ``compute`` is the policy's type of products; in ``fp32_guard``, and where ``LOWPREC_FORCE_MATH_MODE`` decides, it
@@ -69,9 +67,7 @@ def _arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return found
 
 
-def _cast_all(
-    args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False
-) -> Operands:
+def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False) -> Operands:
     changed = False
 
     def one(x: Any) -> Any:

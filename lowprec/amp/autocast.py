@@ -92,10 +92,7 @@ class AutocastReport:
 
     def _table(self) -> Table:
         title = f"converted {self.cast} of {self.calls} calls ({self.policy})"
-        rows = [
-            [r.function, r.list, str(r.calls), str(r.cast), str(r.by_lowprec), r.to]
-            for r in self.rows
-        ]
+        rows = [[r.function, r.list, str(r.calls), str(r.cast), str(r.by_lowprec), r.to] for r in self.rows]
         return Table(title, ["function", "list", ">calls", ">cast", ">by lowprec", "to"], rows)
 
     def __str__(self) -> str:
@@ -198,9 +195,7 @@ class AutocastNamespace:
             record.add(name, listed, operands.to, by_lowprec)
             return result
 
-        return functools.update_wrapper(
-            call, function, assigned=("__name__", "__doc__"), updated=()
-        )
+        return functools.update_wrapper(call, function, assigned=("__name__", "__doc__"), updated=())
 
 
 def _are_multiplied(name: str, operands: Operands) -> bool:

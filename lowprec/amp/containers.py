@@ -55,13 +55,8 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
         _check(all(other is None for other in others), tree, others)
         return None
     if isinstance(tree, Mapping):
-        _check(
-            all(isinstance(o, Mapping) and o.keys() == tree.keys() for o in others), tree, others
-        )
-        items = {
-            key: mapped(function, item, *(o[key] for o in others), numbers=numbers)
-            for key, item in tree.items()
-        }
+        _check(all(isinstance(o, Mapping) and o.keys() == tree.keys() for o in others), tree, others)
+        items = {key: mapped(function, item, *(o[key] for o in others), numbers=numbers) for key, item in tree.items()}
         return items if type(tree) is dict else _like(tree, items)
     if isinstance(tree, list | tuple):
         same = all(isinstance(o, list | tuple) and len(o) == len(tree) for o in others)

@@ -92,8 +92,7 @@ class GradientReport:
             f"suggested scale {self.suggested_scale:g}"
         )
         rows = [
-            [s.format, f"{s.scale:g}", f"{s.lost:.4%}", f"{s.subnormal:.4%}", f"{s.overflow:.4%}"]
-            for s in self.shares
+            [s.format, f"{s.scale:g}", f"{s.lost:.4%}", f"{s.subnormal:.4%}", f"{s.overflow:.4%}"] for s in self.shares
         ]
         return Table(title, ["format", ">scale", ">lost", ">subnormal", ">overflow"], rows)
 
@@ -276,7 +275,5 @@ def _host(array: Any) -> Any:
         array = np.asarray(array)
     view = library_of(array).view(array)
     if not view.device.is_host:
-        raise ArrayError(
-            f"gradients on {view.device} are known only by DLPack; copy them to the host"
-        )
+        raise ArrayError(f"gradients on {view.device} are known only by DLPack; copy them to the host")
     return view.ndarray()

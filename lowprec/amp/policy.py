@@ -120,9 +120,7 @@ class Policy:
     def __post_init__(self) -> None:
         for name, legal in (("params", _STORAGE), ("compute", _COMPUTE), ("output", _STORAGE)):
             if getattr(self, name) not in legal:
-                raise SettingError(
-                    f"{name} is one of {', '.join(legal)}, got {quoted(getattr(self, name))}"
-                )
+                raise SettingError(f"{name} is one of {', '.join(legal)}, got {quoted(getattr(self, name))}")
         for name in ("functions", "norms_float32", "masters"):
             if not isinstance(getattr(self, name), bool):
                 raise SettingError(f"{name} is True or False, got {quoted(getattr(self, name))}")
@@ -134,9 +132,7 @@ class Policy:
         try:
             moves = dict(self.moves)
         except (TypeError, ValueError):
-            raise SettingError(
-                f"moves are pairs of a function's name and a list, got {quoted(self.moves)}"
-            ) from None
+            raise SettingError(f"moves are pairs of a function's name and a list, got {quoted(self.moves)}") from None
         for name, which in moves.items():
             _check_list(which, "none")
             if not (isinstance(name, str) and name.isidentifier()):
@@ -173,9 +169,7 @@ class Policy:
         own = {f.name for f in fields(cls) if f.init}
         unknown = sorted(overrides.keys() - own)
         if unknown:
-            raise SettingError(
-                f"a policy has no {', '.join(unknown)}; it has {', '.join(sorted(own))}"
-            )
+            raise SettingError(f"a policy has no {', '.join(unknown)}; it has {', '.join(sorted(own))}")
         policy = cls(**{**_level(level, half), **overrides})
         for remark in _contradictions(policy, overrides):
             warnings.warn(f"{level}: {remark}", LowprecWarning, stacklevel=2)

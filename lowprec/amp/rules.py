@@ -78,13 +78,9 @@ class ScaleRule:
             if limit is not None:
                 check_scale(name, limit)
         if self._floor < _LEAST:
-            raise SettingError(
-                f"min_scale is at least 2^-127, whose inverse float32 holds, got {self._floor}"
-            )
+            raise SettingError(f"min_scale is at least 2^-127, whose inverse float32 holds, got {self._floor}")
         if self.max_scale is not None and self._floor > self.max_scale:
-            raise SettingError(
-                f"min_scale={self._floor} is above max_scale={self.max_scale}; exchange them"
-            )
+            raise SettingError(f"min_scale={self._floor} is above max_scale={self.max_scale}; exchange them")
 
     @property
     def _floor(self) -> float:

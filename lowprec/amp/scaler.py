@@ -9,14 +9,7 @@ from typing import Any
 
 from lowprec.amp.arguments import scaled_loss
 from lowprec.amp.containers import mapped
-from lowprec.amp.rules import (
-    ScalerStateError,
-    ScaleRule,
-    SettingError,
-    check_count,
-    check_entries,
-    check_scale,
-)
+from lowprec.amp.rules import ScalerStateError, ScaleRule, SettingError, check_count, check_entries, check_scale
 from lowprec.amp.unscaling import unscale
 from lowprec.errors import quoted
 
@@ -88,9 +81,7 @@ class LossScaler:
         max_scale: float | None = None,
         reduce: Callable[[bool], bool] | None = None,
     ) -> None:
-        self._rule = ScaleRule(
-            growth_factor, backoff_factor, growth_interval, min_scale, max_scale, dynamic
-        )
+        self._rule = ScaleRule(growth_factor, backoff_factor, growth_interval, min_scale, max_scale, dynamic)
         if reduce is not None and not callable(reduce):
             raise SettingError(f"reduce is a function of one bool, got {quoted(reduce)}")
         self._enabled = bool(enabled)
@@ -187,9 +178,7 @@ class LossScaler:
         self._optimizers[optimizer] = state
         return results
 
-    def step(
-        self, fn: Callable[..., Any], *args: Any, optimizer: Hashable = None, **kwargs: Any
-    ) -> Any:
+    def step(self, fn: Callable[..., Any], *args: Any, optimizer: Hashable = None, **kwargs: Any) -> Any:
         """Call a function if all gradients were finite, and return what it returns; else return None.
 
         This is where the program waits for a GPU, once.

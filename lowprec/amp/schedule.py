@@ -89,9 +89,7 @@ class PrecisionSchedule:
         return steps
 
     def __repr__(self) -> str:
-        return (
-            f"PrecisionSchedule({self.mode}, stage {self._state.stage + 1} of {len(self._modes)})"
-        )
+        return f"PrecisionSchedule({self.mode}, stage {self._state.stage + 1} of {len(self._modes)})"
 
     @property
     def mode(self) -> MathMode:
@@ -144,9 +142,7 @@ class PrecisionSchedule:
         SettingError
             If an entry is missing or illegal, or there is no such stage.
         """
-        check_entries(
-            "the state of a schedule", state, self.state_dict(), "save it with state_dict()"
-        )
+        check_entries("the state of a schedule", state, self.state_dict(), "save it with state_dict()")
         counts = {name: check_count(name, state[name], 0) for name in ("steps", "stage", "waited")}
         if counts["stage"] >= len(self._modes):
             raise SettingError(
@@ -155,9 +151,7 @@ class PrecisionSchedule:
             )
         lowest = math.inf if state["lowest"] is None else _number("lowest", state["lowest"])
         if math.isnan(lowest):
-            raise SettingError(
-                "lowest is NaN, below which there is no loss; save it with state_dict()"
-            )
+            raise SettingError("lowest is NaN, below which there is no loss; save it with state_dict()")
         self._state = _State(**counts, lowest=lowest)
 
 
@@ -171,6 +165,4 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one PyTorch's
-        raise SettingError(
-            f"{name} is a number, or an array of no axes, got {quoted(value)}"
-        ) from None
+        raise SettingError(f"{name} is a number, or an array of no axes, got {quoted(value)}") from None

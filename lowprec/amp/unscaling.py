@@ -118,16 +118,12 @@ def _check(array: Any, target: Any) -> None:
             f"{type(array).__name__} of {name}; make both alike"
         )
     if shape_of(target) != shape_of(array):
-        raise ShapeError(
-            f"out of shape {shape_of(target)} for a gradient of shape {shape_of(array)}"
-        )
+        raise ShapeError(f"out of shape {shape_of(target)} for a gradient of shape {shape_of(array)}")
     if getattr(target, "is_sparse", False) != getattr(array, "is_sparse", False):
         raise ArrayError("out is a sparse tensor if and only if the gradient is; make both alike")
 
 
-def _new(
-    empty_like: Callable[[Any], Any], arrays: Sequence[Any], targets: Sequence[Any]
-) -> list[Any]:
+def _new(empty_like: Callable[[Any], Any], arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
     """Return the targets, new arrays for those that are missing."""
     pairs = zip(arrays, targets, strict=True)
     return [empty_like(x) if out is None else out for x, out in pairs]
@@ -144,9 +140,7 @@ def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
     return results, host_unscaling.unscale(list(zip(arrays, results, strict=True)), inverse)
 
 
-def _by_dlpack(
-    arrays: Sequence[Any], targets: Sequence[Any], inverse: Any
-) -> tuple[list[Any], Any]:
+def _by_dlpack(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
     views = [library_of(x).view(x) for x in arrays]
     if not all(view.device.is_host for view in views):
         raise ArrayError(
@@ -172,11 +166,7 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
             # One kernel each for all tensors of an element type.
             pairs = [(x, out) for x, out in zip(arrays, results, strict=True) if x.dtype == dtype]
             # A detached sparse tensor has indices of its own.
-            apart = [
-                (x.detach(), out if out.is_sparse else out.detach())
-                for x, out in pairs
-                if out is not x
-            ]
+            apart = [(x.detach(), out if out.is_sparse else out.detach()) for x, out in pairs if out is not x]
             if apart:
                 torch._foreach_copy_([out for _, out in apart], [x for x, _ in apart])
             own = [_values(out.detach()) for _, out in pairs]
@@ -197,9 +187,7 @@ def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tup
         results = _new(cupy.empty_like, arrays, targets)
         # What has gaps, or overlaps, is copied before and after.
         pairs = [
-            (x, out)
-            if host_unscaling.is_flat(x, out, x.data.ptr, out.data.ptr)
-            else (cupy.array(x, order="C"),) * 2
+            (x, out) if host_unscaling.is_flat(x, out, x.data.ptr, out.data.ptr) else (cupy.array(x, order="C"),) * 2
             for x, out in zip(arrays, results, strict=True)
         ]
         runs: dict[Any, list[unscaling.Run]] = {}
@@ -230,18 +218,14 @@ def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tupl
 def _jax_program(jax: Any) -> Any:
     @jax.jit  # type: ignore[untyped-decorator]
     def program(arrays: list[Any], inverse: Any) -> tuple[list[Any], Any]:
-        found = functools.reduce(
-            jax.numpy.logical_or, [~jax.numpy.isfinite(x).all() for x in arrays]
-        )
+        found = functools.reduce(jax.numpy.logical_or, [~jax.numpy.isfinite(x).all() for x in arrays])
         # A bfloat16 is multiplied in float32 and rounded once.
         return [(x * inverse).astype(x.dtype) for x in arrays], found
 
     return program
 
 
-def _by_namespace(
-    arrays: Sequence[Any], targets: Sequence[Any], inverse: Any
-) -> tuple[list[Any], Any]:
+def _by_namespace(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
     """Multiply and look in two passes, by the functions of the Array API."""
     xp = array_module(arrays[0])
     flag = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
@@ -255,10 +239,4 @@ def _by_namespace(
     return results, flag
 
 
-_WORK = {
-    "numpy": _by_numpy,
-    "dlpack": _by_dlpack,
-    "torch": _by_torch,
-    "cupy": _by_cupy,
-    "jax": _by_jax,
-}
+_WORK = {"numpy": _by_numpy, "dlpack": _by_dlpack, "torch": _by_torch, "cupy": _by_cupy, "jax": _by_jax}

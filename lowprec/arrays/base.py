@@ -57,9 +57,7 @@ class Library(ABC):
         """Tell the library that an array is about to be written."""
 
     @abstractmethod
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
-    ) -> ArrayView:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of a new row-major buffer, its ``owner``, which :meth:`wrap` accepts.
 
         ``like`` is an array of this library on the device, whose placement the result takes.
@@ -87,9 +85,7 @@ class Library(ABC):
 def check_writable(view: ArrayView) -> None:
     """Raise :class:`ArrayError` unless writing through the view is safe and reaches the caller's memory."""
     if view.copied is not None:
-        raise ArrayError(
-            f"out cannot be written in place: {view.copied}; pass a plain array, or leave out= away"
-        )
+        raise ArrayError(f"out cannot be written in place: {view.copied}; pass a plain array, or leave out= away")
     if view.read_only:
         raise ArrayError("out is read-only; pass a writable array, or leave out= away")
     if view.strides != contiguous_strides(view.shape) and overlaps_itself(view.shape, view.strides):

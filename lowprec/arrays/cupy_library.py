@@ -48,9 +48,7 @@ class CupyLibrary(Library):
         device = Device(self._device_type, int(array.device.id))
         return ArrayView(dtype, array.shape, strides, device, array, False, array.data.ptr)
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
-    ) -> ArrayView:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of a new array from CuPy's memory pool, ordered on CuPy's current stream."""
         with self._cupy.cuda.Device(device.index):
             return self.view(self._cupy.empty(shape, NUMPY_DTYPES[dtype]))

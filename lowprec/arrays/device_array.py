@@ -39,9 +39,7 @@ class DeviceArray(DLPackArray):
         """Return the view of the array, whose work is on its own stream."""
         shape = self.shape
         strides = contiguous_strides(shape)
-        return ArrayView(
-            self._dtype, shape, strides, self._device, self, False, self._block.address
-        )
+        return ArrayView(self._dtype, shape, strides, self._device, self, False, self._block.address)
 
     @property
     def memory(self) -> NDArray[Any]:
@@ -61,9 +59,7 @@ class DeviceArray(DLPackArray):
     def __repr__(self) -> str:
         return f"DLPackArray(shape={self.shape}, dtype={self.dtype!r}, device='{self._device}')"
 
-    def __array__(
-        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
-    ) -> NDArray[Any]:
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> NDArray[Any]:
         raise self._not_on_the_host()
 
     def _not_on_the_host(self) -> ArrayError:
@@ -99,7 +95,5 @@ class DeviceArray(DLPackArray):
     def _copy(self) -> DeviceArray:
         device, stream = self._device, self._stream
         twin = DeviceArray(self.shape, self._dtype, device, stream)
-        provider(device).copy(
-            self._block.address, twin._block.address, self._memory.nbytes, device, stream
-        )
+        provider(device).copy(self._block.address, twin._block.address, self._memory.nbytes, device, stream)
         return twin

@@ -83,9 +83,7 @@ _TENSOR_OFFSET: int = _Versioned.tensor.offset
 _INTEGERS = tuple(ctypes.c_int64 * ndim for ndim in range(65))
 
 # Own prototypes: the functions of ``ctypes.pythonapi`` are shared by every package of the process.
-_get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(
-    ("PyCapsule_GetName", ctypes.pythonapi)
-)
+_get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
 _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -99,9 +97,7 @@ def _open(capsule: object) -> tuple[_Tensor, int]:
     if name == _LEGACY:
         return _Tensor.from_address(_get_pointer(capsule, _LEGACY)), 0
     if name != _VERSIONED:
-        raise ArrayError(
-            f"__dlpack__ returned a capsule named {name!r}, which holds no array to read"
-        )
+        raise ArrayError(f"__dlpack__ returned a capsule named {name!r}, which holds no array to read")
     address = _get_pointer(capsule, _VERSIONED)
     managed = _Versioned.from_address(address)
     if managed.major != _MAJOR:
@@ -135,15 +131,11 @@ def view_of_capsule(capsule: object) -> ArrayView:
     _check_extent(shape, strides, address, dtype.itemsize)
     device = _device(tensor.device_type, tensor.device_id)
     copied = "the array's library exported a copy" if flags & _IS_COPIED else None
-    view = ArrayView(
-        dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied
-    )
+    view = ArrayView(dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied)
     return _aligned_copy(view) if address % min(dtype.itemsize, 8) else view
 
 
-def _check_extent(
-    shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int
-) -> None:
+def _check_extent(shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int) -> None:
     """Raise unless memory can hold an array; its size is counted as by NumPy, which leaves out axes of length 0."""
     if shape and min(shape) < 0:
         raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
@@ -158,9 +150,7 @@ def _check_extent(
 
 def _aligned_copy(view: ArrayView) -> ArrayView:
     if not view.device.is_host:
-        raise ArrayError(
-            f"the {view.dtype} array on {view.device} is not aligned to its element size"
-        )
+        raise ArrayError(f"the {view.dtype} array on {view.device} is not aligned to its element size")
     array = np.array(view.ndarray(), order="C")
     strides = contiguous_strides(view.shape)
     reason = "its memory is not aligned to the element size"
@@ -181,9 +171,7 @@ def device_of(array: Any) -> Device:
     except Exception as error:
         raise _refusal(array, error) from error
     try:
-        kind, index = map(
-            operator.index, said
-        )  # an Enum of the array's library counts as its number
+        kind, index = map(operator.index, said)  # an Enum of the array's library counts as its number
     except (TypeError, ValueError):
         raise ArrayError(
             f"{_name(array)} names no device by DLPack: __dlpack_device__ returned {said!r}, not two integers"
@@ -300,9 +288,7 @@ class DLPackArray:
     def __repr__(self) -> str:
         return f"DLPackArray(shape={self.shape}, dtype={self.dtype!r})"
 
-    def __array__(
-        self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
-    ) -> NDArray[Any]:
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> NDArray[Any]:
         if copy:
             return np.array(self._memory, dtype=dtype, copy=True)
         wanted = self._memory.dtype if dtype is None else np.dtype(dtype)

@@ -50,9 +50,7 @@ class DLPackLibrary(Library):
             )
         return view
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
-    ) -> ArrayView:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of new memory."""
         if device == CPU:
             return NUMPY.allocate(shape, dtype, device, like)

@@ -72,9 +72,7 @@ class JaxLibrary(Library):
         """Return lowprec's own stream of a GPU."""
         return provider(device).own_stream(device) if is_served(device) else None
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
-    ) -> ArrayView:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of memory that JAX can adopt: a NumPy array, on a GPU one for :meth:`current_stream`.
 
         Raises DeviceError if lowprec has no memory on the device, DTypeError if the type has 64-bit parts and JAX has

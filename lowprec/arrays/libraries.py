@@ -50,12 +50,7 @@ _DASK = (
 )
 
 _INSTANCES: dict[str, Library] = {}
-_BY_TYPE: dict[type, Library] = {
-    np.ndarray: NUMPY,
-    np.memmap: NUMPY,
-    DLPackArray: DLPACK,
-    DeviceArray: DLPACK,
-}
+_BY_TYPE: dict[type, Library] = {np.ndarray: NUMPY, np.memmap: NUMPY, DLPackArray: DLPACK, DeviceArray: DLPACK}
 
 # Known only by DLPack. Such a class may be made and forgotten at run time, those above live as long as their module.
 _DLPACK_TYPES: WeakSet[type] = WeakSet()
@@ -106,9 +101,7 @@ def _find(array: Any) -> Library:
             "linear; pass the array itself",
             road="",
         )
-    if isinstance(array, type) or not (
-        hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
-    ):
+    if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise ArrayError(
             f"expected an array ({NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__), got "
             f"{_what(array)}; wrap it with numpy.asarray"

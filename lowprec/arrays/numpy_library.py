@@ -21,10 +21,7 @@ _LARGE_BYTES = 1 << 20
 
 # By NumPy type, in native byte order: the element type, the shift from byte strides to element strides, and the
 # bits of a byte stride that this shift would lose.
-_ENTRIES = {
-    numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1)
-    for d, numpy_dtype in NUMPY_DTYPES.items()
-}
+_ENTRIES = {numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1) for d, numpy_dtype in NUMPY_DTYPES.items()}
 
 
 def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
@@ -87,9 +84,7 @@ class NumpyLibrary(Library):
 
     view_another = view
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
-    ) -> ArrayView:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of a new NumPy array."""
         numpy_dtype = NUMPY_DTYPES[dtype]
         large = prod(shape) * numpy_dtype.itemsize >= _LARGE_BYTES

@@ -36,16 +36,8 @@ class PreparedView(ArrayView):
 
     __slots__ = ("_transposed", "_whole", "forms", "mode")
 
-    def __init__(
-        self,
-        view: ArrayView,
-        mode: str,
-        forms: dict[Any, Form],
-        whole: PreparedView | None = None,
-    ) -> None:
-        super().__init__(
-            view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address
-        )
+    def __init__(self, view: ArrayView, mode: str, forms: dict[Any, Form], whole: PreparedView | None = None) -> None:
+        super().__init__(view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address)
         self.mode = mode
         self.forms = forms
         self._whole = whole

@@ -8,12 +8,7 @@ from typing import Any, NoReturn
 
 from lowprec.arrays import huge_pages
 from lowprec.arrays.base import Library
-from lowprec.arrays.torch_interception import (
-    ROAD,
-    probes_of,
-    refuse_interception,
-    refuse_tangent,
-)
+from lowprec.arrays.torch_interception import ROAD, probes_of, refuse_interception, refuse_tangent
 from lowprec.arrays.view import CPU, ArrayView, Device
 from lowprec.errors import ArrayError, ElsewhereError
 from lowprec.formats import DType, dtype_from_name
@@ -56,9 +51,7 @@ class TorchLibrary(Library):
         self._empty_on_cpu = getattr(guards, "_empty_strided_cpu", None)
         # What torch's own compiler calls: 0.1 us, where torch.cuda.current_stream makes an object first.
         self._raw_stream = getattr(
-            torch._C,
-            "_cuda_getCurrentRawStream",
-            lambda i: torch.cuda.current_stream(i).cuda_stream,
+            torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream
         )
 
     def check_type(self, array: Any) -> None:
@@ -124,9 +117,7 @@ class TorchLibrary(Library):
         """Let autograd notice where a tensor saved for a backward pass is overwritten, as by torch's own functions."""
         self._torch.autograd.graph.increment_version(array)
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any
-    ) -> ArrayView:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of a new tensor on the device of ``like``, from torch's own allocator."""
         torch_dtype, strides = self._torch_dtypes[dtype], contiguous_strides(shape)
         if device is CPU and self._empty_on_cpu is not None:
@@ -164,14 +155,9 @@ class TorchLibrary(Library):
         if array.layout is not self._torch.strided:
             return ArrayError(f"the torch tensor has layout {array.layout}; pass tensor.to_dense()")
         if array.is_nested:
-            return ArrayError(
-                "the torch tensor is nested; multiply its parts, from tensor.unbind()"
-            )
+            return ArrayError("the torch tensor is nested; multiply its parts, from tensor.unbind()")
         if array.is_meta:
-            return ElsewhereError(
-                "the torch tensor is on device 'meta', where it has no memory that can be read",
-                ROAD,
-            )
+            return ElsewhereError("the torch tensor is on device 'meta', where it has no memory that can be read", ROAD)
         if self.device_of(array.device) is None:
             return ArrayError(
                 f"the torch tensor is on device {str(array.device)!r}, where it has no memory that can be read; "

@@ -20,9 +20,7 @@ from lowprec.formats import DType
 from lowprec.util.strides import contiguous_strides, reach
 
 #: NumPy's type for each element type; bfloat16 and float8 are those of ml_dtypes.
-NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {
-    d: np.dtype(getattr(ml_dtypes, d.label, d.label)) for d in DType
-}
+NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {d: np.dtype(getattr(ml_dtypes, d.label, d.label)) for d in DType}
 
 #: The other way round, in native byte order.
 FROM_NUMPY = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
@@ -125,8 +123,7 @@ class ArrayView:
         itemsize = self.dtype.itemsize
         # The stride of an axis of length 1 is not used, and may be more than NumPy takes.
         strides = [
-            s * itemsize if n > 1 or abs(s) < _MAX_UNUSED else 0
-            for s, n in zip(self.strides, self.shape, strict=True)
+            s * itemsize if n > 1 or abs(s) < _MAX_UNUSED else 0 for s, n in zip(self.strides, self.shape, strict=True)
         ]
         # A buffer is addressed from its lowest byte, which negative strides put before the first element.
         below = 0
@@ -164,9 +161,7 @@ def without_terms(a: ArrayView, b: ArrayView) -> tuple[ArrayView, ArrayView]:
 
     def emptied(x: ArrayView, axis: int) -> ArrayView:
         shape = (*x.shape[:axis], 0, *x.shape[axis + 1 :])
-        return ArrayView(
-            x.dtype, shape, contiguous_strides(shape), x.device, x.owner, True, x.address
-        )
+        return ArrayView(x.dtype, shape, contiguous_strides(shape), x.device, x.owner, True, x.address)
 
     return emptied(a, axes[0]), emptied(b, axes[1])
 

@@ -110,9 +110,7 @@ def set_aside(name: str, reason: str) -> None:
     with contextlib.suppress(OSError):
         os.replace(path, kept)
     warnings.warn(
-        f"lowprec does not use {path}: {reason}; it is kept as {kept.name} and made anew",
-        LowprecWarning,
-        stacklevel=2,
+        f"lowprec does not use {path}: {reason}; it is kept as {kept.name} and made anew", LowprecWarning, stacklevel=2
     )
 
 
@@ -149,9 +147,7 @@ def _path(name: str) -> Path | None:
         except OSError:  # not there yet, or whoever opens it is told
             continue
         if why:
-            _warn_once(
-                f"lowprec does not use its cache {used}: {why}; take it over (chmod go-w), or {_OWN_FOLDER}"
-            )
+            _warn_once(f"lowprec does not use its cache {used}: {why}; take it over (chmod go-w), or {_OWN_FOLDER}")
             return None
     return path
 

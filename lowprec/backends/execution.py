@@ -115,12 +115,7 @@ class Backend(Protocol):
         """Return what the device's library tells of how it would run a plan, as rows of names and values."""
 
     def tune(
-        self,
-        execute: Executor,
-        arguments: Arguments,
-        *,
-        candidates: int,
-        progress: Callable[[int, int], None] | None,
+        self, execute: Executor, arguments: Arguments, *, candidates: int, progress: Callable[[int, int], None] | None
     ) -> tuple[AlgorithmTiming, ...]:
         """Measure the library's algorithms for a product and keep the fastest; it comes first. Empty for no choice."""
 

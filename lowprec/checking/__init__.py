@@ -18,13 +18,7 @@ __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
 
 
 def check(
-    a: Any,
-    b: Any,
-    /,
-    *,
-    modes: Sequence[str | MathMode] | None = None,
-    rounds: int = 7,
-    budget: float = 2.0,
+    a: Any, b: Any, /, *, modes: Sequence[str | MathMode] | None = None, rounds: int = 7, budget: float = 2.0
 ) -> Comparison:
     """Multiply two arrays in each math mode, and compare times, errors and guaranteed bounds.
 

@@ -31,9 +31,7 @@ class Verdict(StrEnum):
 class Errors:
     """How far a product is off."""
 
-    relative: (
-        float  #: ``|C - AB| / |AB|`` in the Frobenius norm, which counts the digits of the result.
-    )
+    relative: float  #: ``|C - AB| / |AB|`` in the Frobenius norm, which counts the digits of the result.
     normalised: float  #: ``|C - AB| / (|A| |B|)``, which a bound can promise; it does not grow where terms cancel.
     bound: float  #: The guaranteed largest ``normalised``.
     verdict: Verdict
@@ -78,9 +76,7 @@ class Reference:
     def _bound(self, plan: GemmPlan) -> float:
         """Return the guaranteed ``|C - AB| / (|A| |B|)``, underflow included, over the whole batch."""
         pairs = zip(self._norms_a.flat, self._norms_b.flat, strict=True)
-        squares = sum(
-            plan.bound.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs
-        )
+        squares = sum(plan.bound.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs)
         return _ratio(math.sqrt(squares), self._norm_ab)
 
     def _may_overflow(self, plan: GemmPlan) -> bool:

@@ -155,10 +155,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        operands = {
-            name: {"dtype": str(x.dtype), "shape": list(x.shape)}
-            for name, x in (("a", self.a), ("b", self.b))
-        }
+        operands = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in (("a", self.a), ("b", self.b))}
         return {
             "name": self.name,
             "description": self.description,
@@ -246,8 +243,7 @@ def compare(
     )
     baseline = timings[variants[0].name]
     rows = tuple(
-        Row(name, plans[name], timing, timing.speedup_over(baseline), errors[name])
-        for name, timing in timings.items()
+        Row(name, plans[name], timing, timing.speedup_over(baseline), errors[name]) for name, timing in timings.items()
     )
     a, b = (ShapeDtype(x.shape, x.dtype.name) for x in case.sets[0])
     return Comparison(case.name, case.words, a, b, rows, load)

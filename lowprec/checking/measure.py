@@ -37,9 +37,7 @@ _BUSY_SHARE = 0.25
 class Load(NamedTuple):
     """How busy a machine was."""
 
-    average: (
-        float | None
-    )  #: Processes that ran or waited to run, over the last minute; None where not counted.
+    average: float | None  #: Processes that ran or waited to run, over the last minute; None where not counted.
     cpus: int
 
     @property

@@ -54,9 +54,7 @@ def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
         metadata = {"Date": None} if suffix == "svg" else None  # equal figures give equal files
         with matplotlib.rc_context({"svg.hashsalt": "lowprec", "font.size": 9}):
             drawn = io.BytesIO()  # a pipe cannot seek
-            errors_by_speed(found).savefig(
-                drawn, format=suffix, dpi=150, metadata=metadata, bbox_inches="tight"
-            )
+            errors_by_speed(found).savefig(drawn, format=suffix, dpi=150, metadata=metadata, bbox_inches="tight")
         write_output(options.plot, lambda file: file.write(drawn.getvalue()))
 
 
@@ -96,10 +94,7 @@ def errors_by_speed(found: Sequence[Comparison]) -> Any:
         panel.set_title(comparison.name)
         panel.set_xlabel(f"speed-up over {comparison.rows[0].name}")
     panels[0].set_ylabel("error / (|A| |B|), Frobenius norms")
-    handles = [
-        lines.Line2D([], [], linestyle="none", label=name, **_style(i))
-        for i, name in enumerate(names)
-    ]
+    handles = [lines.Line2D([], [], linestyle="none", label=name, **_style(i)) for i, name in enumerate(names)]
     bound = lines.Line2D([], [], color="grey", marker="_", markersize=14, linestyle=":")
     bound.set_label("guaranteed bound")
     panels[-1].legend(handles=[*handles, bound], loc="upper left", bbox_to_anchor=(1.02, 1))

@@ -68,9 +68,7 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
 def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
     size = array.dtype.itemsize
     # NumPy writes the types of ml_dtypes whose kind is void as raw elements.
-    fitting = [
-        d.label for d in OPERAND_DTYPES if d.itemsize == size and NUMPY_DTYPES[d].kind == "V"
-    ]
+    fitting = [d.label for d in OPERAND_DTYPES if d.itemsize == size and NUMPY_DTYPES[d].kind == "V"]
     if not fitting:
         raise CommandError(f"{path} holds raw elements of {size} bytes, which fits no dtype")
     if dtype is None or dtype.label not in fitting:

@@ -32,17 +32,13 @@ def _wide(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 #: By the names of the command line.
 DISTRIBUTIONS: dict[str, Distribution] = {
-    "normal": Distribution(
-        "normal, mean 0, variance 1", lambda rng, shape: rng.standard_normal(shape)
-    ),
+    "normal": Distribution("normal, mean 0, variance 1", lambda rng, shape: rng.standard_normal(shape)),
     "positive": Distribution("uniform between 0 and 1", lambda rng, shape: rng.random(shape)),
     "wide": Distribution(f"normal times 2^e, e from -{_WIDE} to {_WIDE}", _wide),
 }
 
 
-def operand(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: DType, distribution: str = "normal"
-) -> Array:
+def operand(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType, distribution: str = "normal") -> Array:
     """Return a random array; complex numbers have real and imaginary parts of the distribution.
 
     int8 has all its values with equal probability, with any distribution.

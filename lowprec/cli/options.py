@@ -48,8 +48,7 @@ mode: Callable[[str], MathMode] = _one_of(
 dtype: Callable[[str], DType] = _one_of(map(str, OPERAND_DTYPES), dtype_from_name)
 #: The name of a GPU, present or not.
 device: Callable[[str], str] = _one_of(
-    (model.key for model in MODELS),
-    lambda text: parse_model(text).key if parse_capability(text) is None else text,
+    (model.key for model in MODELS), lambda text: parse_model(text).key if parse_capability(text) is None else text
 )
 
 
@@ -63,9 +62,7 @@ def extents(text: str) -> tuple[int, ...]:
     """Read the extents of a product: N, or MxKxN."""
     found = shape(text)
     if len(found) not in (1, 3):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not one extent (1024) or three (MxKxN, as 512x4096x512)"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not one extent (1024) or three (MxKxN, as 512x4096x512)")
     return found
 
 
@@ -132,11 +129,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--out-dtype": {"type": dtype, "help": "element type of the result"},
     "--seed": {"type": _seed, "default": 0, "help": "of the random operands (default: 0)"},
-    "--device": {
-        "type": device,
-        "metavar": "GPU",
-        "help": f"plan for an NVIDIA GPU, present or not: {model_names()}",
-    },
+    "--device": {"type": device, "metavar": "GPU", "help": f"plan for an NVIDIA GPU, present or not: {model_names()}"},
     "--json": {"action": "store_true", "help": "print one JSON document instead"},
 }
 

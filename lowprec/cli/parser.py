@@ -54,15 +54,10 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """Return the parser of the command line; the parsed options have a ``run``, which by default shows the help."""
-    shared: dict[str, Any] = {
-        "formatter_class": argparse.RawDescriptionHelpFormatter,
-        "allow_abbrev": False,
-    }
+    shared: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = Parser(prog="lowprec", description=_DESCRIPTION, epilog=_EPILOG, **shared)
     parser.add_argument("--version", action="version", version=f"lowprec {__version__}")
-    commands = parser.add_subparsers(
-        title="commands", metavar="COMMAND", dest="command", parser_class=Parser
-    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
     parser.set_defaults(run=lambda _: _help(parser), parser=parser)
     for command in COMMANDS:
         summary, _, text = (command.__doc__ or "").partition("\n\n")

@@ -100,17 +100,14 @@ def _paired_axes(axes: Any, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[lis
         count = index(axes)
         if not 0 <= count <= min(len(a), len(b)):
             raise ShapeError(
-                f"tensordot: axes={count} for operands of shapes {a} and {b}; it is from 0 to "
-                f"{min(len(a), len(b))}"
+                f"tensordot: axes={count} for operands of shapes {a} and {b}; it is from 0 to {min(len(a), len(b))}"
             )
         pairs = [*range(len(a) - count, len(a))], [*range(count)]
     else:
         try:
             of_a, of_b = axes
         except (TypeError, ValueError):
-            raise ShapeError(
-                f"tensordot: axes is a number or a pair of sequences, got {quoted(axes)}"
-            ) from None
+            raise ShapeError(f"tensordot: axes is a number or a pair of sequences, got {quoted(axes)}") from None
         pairs = _axes(of_a, a, "a"), _axes(of_b, b, "b")
     lengths = [a[i] for i in pairs[0]], [b[i] for i in pairs[1]]
     if lengths[0] != lengths[1]:
@@ -323,9 +320,7 @@ def einsum(
     (2, 5)
     """
     if not operands or not isinstance(subscripts, str):
-        raise ShapeError(
-            'einsum takes subscripts and then the operands, as einsum("ij,jk->ik", a, b)'
-        )
+        raise ShapeError('einsum takes subscripts and then the operands, as einsum("ij,jk->ik", a, b)')
     for i, operand in enumerate(operands):
         _namespace(f"operands[{i}]", operand)
     shapes = tuple([_sizes(operand) for operand in operands])
@@ -394,9 +389,7 @@ def _types(labels: tuple[str, ...], out_dtype: Any) -> tuple[str, str, str, str,
     out = default if out_dtype is None else parse_out_dtype(out_dtype)
     if out not in common.results:
         choices = " or ".join(map(str, common.results))
-        raise DTypeError(
-            f"out_dtype {out} is not possible for operands of {common}; it is {choices}"
-        )
+        raise DTypeError(f"out_dtype {out} is not possible for operands of {common}; it is {choices}")
     between = out if out.bits > default.bits else default
     return common.label, default.label, between.label, out.label, common.accumulator.label
 

@@ -114,9 +114,7 @@ def _parse(
         inputs, output, _ = opt_einsum.parser.parse_einsum_input((subscripts, *shapes), shapes=True)
         path, _ = opt_einsum.contract_path(subscripts, *shapes, shapes=True, optimize=order)
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise ShapeError(
-            f"einsum: subscripts {quoted(subscripts)} for shapes {shapes}: {error}"
-        ) from None
+        raise ShapeError(f"einsum: subscripts {quoted(subscripts)} for shapes {shapes}: {error}") from None
     texts = enumerate(zip(inputs.split(","), shapes, strict=True))
     return [_Term(i, tuple(text), shape) for i, (text, shape) in texts], tuple(output), path
 
@@ -151,9 +149,7 @@ def _step(taken: list[_Term], kept: tuple[str, ...], number: int) -> tuple[Step,
     return step, _Term(number, kept, tuple(lengths[name] for name in kept))
 
 
-def _without_repeats(
-    term: _Term,
-) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...], tuple[int, ...]]:
+def _without_repeats(term: _Term) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...], tuple[int, ...]]:
     """Return the diagonals to take so that no axis has another one's name, and the names and lengths after that."""
     names, lengths, diagonals = list(term.names), list(term.lengths), []
     for name in dict.fromkeys(names):

@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lowprec.arrays import CPU, ArrayView, is_array, library_of, may_overlap
 from lowprec.backends import Arguments
 from lowprec.backends.execution import imported
-from lowprec.errors import (
-    ArrayError,
-    DeviceError,
-    DTypeError,
-    LowprecError,
-    ShapeError,
-    UnsupportedError,
-    quoted,
-)
+from lowprec.errors import ArrayError, DeviceError, DTypeError, LowprecError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -56,9 +48,7 @@ class ShapeDtype:
         parse_dtype(self.dtype)
         shape = tuple(self.shape) if isinstance(self.shape, Iterable) else (None,)
         if not all(isinstance(n, numbers.Integral) and 0 <= n < 2**63 for n in shape):
-            raise ShapeError(
-                f"shape must hold non-negative integers of 64 bits, got {quoted(self.shape)}"
-            )
+            raise ShapeError(f"shape must hold non-negative integers of 64 bits, got {quoted(self.shape)}")
         object.__setattr__(self, "shape", tuple(int(n) for n in shape))
 
 
@@ -158,9 +148,7 @@ class Request(NamedTuple):
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
         """Return what an executor takes."""
-        return Arguments(
-            a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream
-        )
+        return Arguments(a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream)
 
     def needs_staging(self, a: ArrayView, b: ArrayView) -> bool:
         """Whether writing ``out`` could change what is still to be read, so that the result is staged elsewhere."""
@@ -246,9 +234,7 @@ def _scale(name: str, value: Any) -> ArrayView | float | None:
         return number
     view = view_of(value)
     if view.dtype is not DType.FLOAT32 or view.size != 1:
-        raise DTypeError(
-            f"{name} must be a number or one float32, got {view.dtype} of shape {view.shape}"
-        )
+        raise DTypeError(f"{name} must be a number or one float32, got {view.dtype} of shape {view.shape}")
     return view
 
 
@@ -272,9 +258,7 @@ def _scalar(name: str, value: Any) -> complex:
     with suppress(OverflowError):
         number = float(value) if isinstance(value, numbers.Real) else complex(value)
     if isinf(number) and number != value:
-        raise UnsupportedError(
-            f"{name} is {quoted(value)}, which is beyond float64; scale the operands instead"
-        )
+        raise UnsupportedError(f"{name} is {quoted(value)}, which is beyond float64; scale the operands instead")
     return number
 
 
@@ -287,9 +271,7 @@ def check_scalars(request: Request, compute_dtype: DType) -> None:
     """Raise where a complex factor meets real operands, or a scale meets operands that have none."""
     for name, scale in (("scale_a", request.scale_a), ("scale_b", request.scale_b)):
         if scale is not None and not compute_dtype.is_float8:
-            raise UnsupportedError(
-                f"{name} is for FP8 operands, these are {compute_dtype}; pass alpha="
-            )
+            raise UnsupportedError(f"{name} is for FP8 operands, these are {compute_dtype}; pass alpha=")
     for name, value in (("alpha", request.alpha), ("beta", request.beta)):
         if isinstance(value, complex) and not compute_dtype.is_complex:
             raise DTypeError(f"{name} is complex, but the operands are {compute_dtype}")
@@ -318,18 +300,14 @@ def check_known_shape(name: str, x: Any) -> None:
             f"by {name}.map_blocks(numpy.asarray)"
         )
     if any(type(n) is float for n in x.shape):
-        raise ShapeError(
-            f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first"
-        )
+        raise ShapeError(f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first")
 
 
 #: Arguments that None leaves away.
 _OPTIONAL = frozenset({"out", "c", "bias", "scale_a", "scale_b"})
 
 
-def name_argument(
-    error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of
-) -> None:
+def name_argument(error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of) -> None:
     """Let an error say which argument it is about: the first that raises the same where it is looked at by itself.
 
     Public functions call it with their own names as an error leaves them, the outermost last, so that a call without an
@@ -360,6 +338,4 @@ def check_sizes(views: dict[str, ArrayView], out_shape: tuple[int, ...], out_dty
     specs = {name: (view.shape, view.dtype) for name, view in views.items()}
     for name, (shape, dtype) in {**specs, "the result": (out_shape, out_dtype)}.items():
         if prod(shape) * dtype.itemsize > sys.maxsize:
-            raise ShapeError(
-                f"{name} of shape {shape} and {dtype} has more bytes than memory has addresses"
-            )
+            raise ShapeError(f"{name} of shape {shape} and {dtype} has more bytes than memory has addresses")

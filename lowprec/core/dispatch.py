@@ -148,9 +148,7 @@ def matmul(
     return library.wrap(target.owner, a, b, c, bias) if out is None else out
 
 
-_DEFAULTS = {
-    name: x.default for name, x in inspect.signature(matmul).parameters.items() if name not in "ab"
-}
+_DEFAULTS = {name: x.default for name, x in inspect.signature(matmul).parameters.items() if name not in "ab"}
 
 
 def _given(keywords: tuple[Any, ...]) -> dict[str, Any]:
@@ -197,9 +195,7 @@ def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> 
         lacking = sorted(given.keys() - takes)
         name_argument(found, arrays)
         way_out = "leave it away" if _OF_THE_PRODUCT & set(lacking) else "apply it to the result"
-        raise UnsupportedError(
-            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}"
-        )
+        raise UnsupportedError(f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}")
     try:
         return road(a, b, **given)
     except (ArrayError, DTypeError) as error:
@@ -207,9 +203,7 @@ def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> 
         raise
 
 
-def _arrays(
-    a: Any, b: Any, out: Any, c: Any, bias: Any, scale_a: Any, scale_b: Any
-) -> dict[str, Any]:
+def _arrays(a: Any, b: Any, out: Any, c: Any, bias: Any, scale_a: Any, scale_b: Any) -> dict[str, Any]:
     """Return the arguments of :func:`matmul` that may be arrays, in the order in which they are looked at."""
     return {
         "a": a, "b": b, "out": out, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
@@ -228,9 +222,7 @@ def _resolve_within(
     check_devices(request.views(x, y))
     problem = request.problem(spec_of(x), spec_of(y))
     mode_within = imported("lowprec.core.tolerance:mode_within")
-    found: tuple[ResolvedMode, Any] = mode_within(
-        rtol, math_mode, problem, capabilities(x.device), bound
-    )
+    found: tuple[ResolvedMode, Any] = mode_within(rtol, math_mode, problem, capabilities(x.device), bound)
     return found[0]
 
 
@@ -245,9 +237,7 @@ def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any
     return library.allocate(found.out_shape, found.out_dtype, device, like)
 
 
-def _out_of_place(
-    resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView
-) -> Executor:
+def _out_of_place(resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView) -> Executor:
     """Return what computes into new memory and then writes ``out``, which shares memory with what is read."""
     device, backend = x.device, backend_of(x.device)
     dtype = backend.staging_dtype(target.dtype)

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from lowprec.arrays import ArrayView, Device
 from lowprec.backends import Backend, Executor, backend_of
 from lowprec.backends.execution import imported
-from lowprec.core.arguments import (
-    PLAIN,
-    Request,
-    check_devices,
-    check_scalars,
-    check_sizes,
-    spec_of,
-)
+from lowprec.core.arguments import PLAIN, Request, check_devices, check_scalars, check_sizes, spec_of
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.util import forking

@@ -11,15 +11,7 @@ from lowprec.arrays import CPU, ArrayView
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
 from lowprec.backends import backend_of, predicted
-from lowprec.core.arguments import (
-    Request,
-    bind,
-    check_devices,
-    check_scalars,
-    name_argument,
-    spec_of,
-    view_of,
-)
+from lowprec.core.arguments import Request, bind, check_devices, check_scalars, name_argument, spec_of, view_of
 from lowprec.core.tolerance import mode_within
 from lowprec.errors import ArrayError, DTypeError, ShapeError
 from lowprec.modes import MathMode
@@ -127,9 +119,7 @@ def _described(x: Any) -> ArrayView:
     return x._view if isinstance(x, Prepared) else view_of(x, describing=True)
 
 
-def _algorithm(
-    made: GemmPlan, x: ArrayView, y: ArrayView, request: Request
-) -> tuple[tuple[str, str], ...]:
+def _algorithm(made: GemmPlan, x: ArrayView, y: ArrayView, request: Request) -> tuple[tuple[str, str], ...]:
     """Return what the library on the device tells of its choice."""
     out = request.out
     if out is None:

@@ -141,9 +141,7 @@ def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOp
     view = library.view(b)
     if not view.ndim:
         raise ShapeError("b has no axes; prepare takes a vector, a matrix or a stack of matrices")
-    plan_gemm(
-        GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode
-    )
+    plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
     stream = None if view.device.is_host else library.current_stream(view.device)
     return PreparedOperand(PreparedView(copy_of(view, stream), mode, {}))
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 from lowprec import policy
 from lowprec.errors import ModeError
 from lowprec.modes import TABLE, MathMode, ModeSource, ResolvedMode, parse_mode
-from lowprec.planning import (
-    Bound,
-    Candidate,
-    Capabilities,
-    GemmProblem,
-    check_bound,
-    check_rtol,
-    select_mode,
-)
+from lowprec.planning import Bound, Candidate, Capabilities, GemmProblem, check_bound, check_rtol, select_mode
 
 _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 

@@ -41,15 +41,7 @@ class Shape(NamedTuple):
 
 
 def multiply(
-    a: Any,
-    b: Any,
-    *,
-    dimensions: Dimensions,
-    out_sharding: Any,
-    mode: str,
-    out_dtype: str,
-    on_gpu: bool,
-    **_: Any,
+    a: Any, b: Any, *, dimensions: Dimensions, out_sharding: Any, mode: str, out_dtype: str, on_gpu: bool, **_: Any
 ) -> Any:
     """Multiply by algorithms of XLA for NVIDIA GPUs, or for every platform."""
     shape = Shape(dimensions, out_sharding)

@@ -27,14 +27,7 @@ _PLATFORMS = ("cpu", "cuda")
 
 
 def dot_general(
-    a: Any,
-    b: Any,
-    *,
-    dimensions: Dimensions,
-    mode: str,
-    backward_mode: str,
-    out_dtype: str,
-    out_sharding: Any = None,
+    a: Any, b: Any, *, dimensions: Dimensions, mode: str, backward_mode: str, out_dtype: str, out_sharding: Any = None
 ) -> Any:
     """Multiply two arrays of one element type in a mode, as ``lax.dot_general``.
 
@@ -60,9 +53,7 @@ def _varying(x: Any) -> frozenset[str]:
 
 
 @_product_p.def_abstract_eval
-def _abstract(
-    a: Any, b: Any, *, dimensions: Dimensions, out_dtype: str, out_sharding: Any, **_: Any
-) -> Any:
+def _abstract(a: Any, b: Any, *, dimensions: Dimensions, out_dtype: str, out_sharding: Any, **_: Any) -> Any:
     """Return shape, type, sharding and manual axes of the result, as those of ``lax.dot_general``."""
     kind, _ = lax.dot_general_p.abstract_eval(
         a,
@@ -77,9 +68,7 @@ def _abstract(
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(**params: Any) -> Any:
-    platforms = {
-        name: functools.partial(multiply, on_gpu=name == "cuda", **params) for name in _PLATFORMS
-    }
+    platforms = {name: functools.partial(multiply, on_gpu=name == "cuda", **params) for name in _PLATFORMS}
     return jax.jit(lambda a, b: lax.platform_dependent(a, b, **platforms))
 
 
@@ -87,16 +76,12 @@ def _compiled(**params: Any) -> Any:
 def _compute(a: Any, b: Any, **params: Any) -> Any:
     sets = [x.devices() for x in (a, b) if isinstance(x, jax.Array) and x.committed]
     if len(sets) == 2 and sets[0] != sets[1]:
-        raise DeviceError(
-            f"the operands are on {sets[0]} and on {sets[1]}; move one of them by jax.device_put"
-        )
+        raise DeviceError(f"the operands are on {sets[0]} and on {sets[1]}; move one of them by jax.device_put")
     return _compiled(**params)(a, b)
 
 
 for _name in _PLATFORMS:
-    _lower = mlir.lower_fun(
-        functools.partial(multiply, on_gpu=_name == "cuda"), multiple_results=False
-    )
+    _lower = mlir.lower_fun(functools.partial(multiply, on_gpu=_name == "cuda"), multiple_results=False)
     mlir.register_lowering(_product_p, _lower, platform=_name)
 
 

@@ -86,11 +86,7 @@ def matmul(
     x, y = (v.astype(plan.compute_dtype.label) for v in (a, b))
     plain = c is bias is activation is None and type(alpha) is float and alpha == 1.0
     # The primitive rounds once, to a type no narrower than the operands'.
-    product_dtype = (
-        plan.out_dtype
-        if plain and plan.out_dtype.bits >= plan.compute_dtype.bits
-        else plan.accumulator
-    )
+    product_dtype = plan.out_dtype if plain and plan.out_dtype.bits >= plan.compute_dtype.bits else plan.accumulator
     out = _product(x, y, mode, backward, product_dtype.label)
     if not plain:
         out = _with_epilogue(out, c, bias, alpha, beta, plan.problem.activation)
@@ -117,9 +113,7 @@ def _array(name: str, x: Any) -> jax.Array:
     return found
 
 
-def _checked(
-    arrays: dict[str, jax.Array | None], alpha: Any, beta: Any, activation: Any, out_dtype: Any
-) -> GemmPlan:
+def _checked(arrays: dict[str, jax.Array | None], alpha: Any, beta: Any, activation: Any, out_dtype: Any) -> GemmPlan:
     """Return a plan of the product, which raises the errors of any other product."""
     sizes: dict[str, int] = {}
 
@@ -129,13 +123,11 @@ def _checked(
         return sizes.setdefault(str(extent), _UNKNOWN + len(sizes))
 
     described: dict[str, Any] = {
-        name: None if x is None else ShapeDtype(tuple(map(size, x.shape)), x.dtype)
-        for name, x in arrays.items()
+        name: None if x is None else ShapeDtype(tuple(map(size, x.shape)), x.dtype) for name, x in arrays.items()
     }
     # A traced factor is replaced by a number other than one of its type.
     alpha, beta = (
-        (2j if jnp.iscomplexobj(x) else 2.0) if isinstance(x, jax.Array) and x.ndim == 0 else x
-        for x in (alpha, beta)
+        (2j if jnp.iscomplexobj(x) else 2.0) if isinstance(x, jax.Array) and x.ndim == 0 else x for x in (alpha, beta)
     )
     return plan_call.plan(
         described.pop("a"), described.pop("b"), alpha=alpha, beta=beta, activation=activation,
@@ -157,9 +149,7 @@ def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str) -> A
     return dot_general(a, b, dimensions=dimensions, **how)
 
 
-def _with_epilogue(
-    out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None
-) -> Any:
+def _with_epilogue(out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None) -> Any:
     """Return ``activation(alpha * out + beta * c + bias)``."""
     if type(alpha) is float and alpha == 0.0:
         out = jnp.zeros_like(out)  # as specified by BLAS, whatever the product is

@@ -218,9 +218,7 @@ def qr(a: Any, /, *, mode: str = "reduced") -> QRResult:
     array([[5.]])
     """
     if mode not in _QR_MODES:
-        raise UnsupportedError(
-            f"qr has no mode {quoted(mode)}; choose one of: {', '.join(map(repr, _QR_MODES))}"
-        )
+        raise UnsupportedError(f"qr has no mode {quoted(mode)}; choose one of: {', '.join(map(repr, _QR_MODES))}")
     return QRResult(*call("qr", a, mode=mode))
 
 

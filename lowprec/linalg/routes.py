@@ -118,9 +118,7 @@ def _common_library(function: str, arrays: tuple[Any, ...]) -> str:
     return names[0]
 
 
-def _promoted(
-    function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...]
-) -> tuple[DType, tuple[Any, ...]]:
+def _promoted(function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...]) -> tuple[DType, tuple[Any, ...]]:
     """Return the operands' common element type, and the operands in it."""
     by_label = {dtype.label: dtype for dtype in dtypes}
     given = [dtype_name(x) for x in arrays]
@@ -211,9 +209,7 @@ LIBRARIES: Mapping[str, str] = {
 
 def _row(name: str, **adapt: _Function) -> dict[str, Route]:
     """Return the row of a function that every library has under this name, in some of them to be adapted."""
-    return {
-        library: Route(module, name, adapt.get(library)) for library, module in LIBRARIES.items()
-    }
+    return {library: Route(module, name, adapt.get(library)) for library, module in LIBRARIES.items()}
 
 
 #: By function and library: where it is.
@@ -249,6 +245,4 @@ ROUTES: Mapping[str, Mapping[str, Route]] = {
 }
 
 #: What a library has not, and the way out.
-LACKING: Mapping[tuple[str, str], str] = {
-    ("cdist", "jax"): "take jax.numpy.linalg.norm(a[:, None] - b[None], axis=-1)",
-}
+LACKING: Mapping[tuple[str, str], str] = {("cdist", "jax"): "take jax.numpy.linalg.norm(a[:, None] - b[None], axis=-1)"}

@@ -251,24 +251,14 @@ def error_bound(
     )  # fmt: skip
     size = confidence(max(elements, 1) * max(case.terms, 1))
     if is_split:
-        error = split_error(
-            row(mode),
-            rounded,
-            found,
-            accumulator,
-            growth=case.growth,
-            scaled_over=scaled,
-            size=size,
-        )
+        error = split_error(row(mode), rounded, found, accumulator, growth=case.growth, scaled_over=scaled, size=size)
     else:
         error = _plain_error(case, size)
     narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
     return _with_losses(case, error, k, row(mode).parts * is_split, unconditional=not narrow)
 
 
-def _with_losses(
-    case: _Case, error: RelativeError, k: int, parts: int, *, unconditional: bool
-) -> ErrorBound:
+def _with_losses(case: _Case, error: RelativeError, k: int, parts: int, *, unconditional: bool) -> ErrorBound:
     """Return the bound with what underflows; ``parts`` is 0 where no operand is split."""
     is_split, out = parts > 0, case.out
     norms_loss, *early = _aligned_early(case, 1 + parts)
@@ -362,9 +352,7 @@ def _formula(case: _Case) -> str:
     return f"{text}; gamma_d = d u / (1 - d u), u = 2^-{case.accumulator.precision}"
 
 
-def _absolute_text(
-    operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat
-) -> str:
+def _absolute_text(operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat) -> str:
     """Return what underflow may cost, in words; nothing at the level of the accumulator's own underflow."""
     parts = []
     if operand_loss:

@@ -73,9 +73,7 @@ class LtMatrix:
     leading_dimension: int
     batch_stride: int
 
-    def range_of(
-        self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int
-    ) -> tuple[LtMatrix, int]:
+    def range_of(self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int) -> tuple[LtMatrix, int]:
         """Return a part of the inner dimension, which is ``inner`` once ``op`` is applied, and the elements before."""
         if op == "T":
             inner = "cols" if inner == "rows" else "rows"

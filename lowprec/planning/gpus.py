@@ -141,9 +141,7 @@ def parse_model(name: object) -> GpuModel:
             return model
         if wanted in (_plain(model.key), _plain(model.name)):
             return model
-    raise DeviceError(
-        f"device {quoted(name)} is no GPU whose data are known; choose one of: {model_names()}"
-    )
+    raise DeviceError(f"device {quoted(name)} is no GPU whose data are known; choose one of: {model_names()}")
 
 
 def parse_capability(text: str) -> Capability | None:
@@ -170,8 +168,6 @@ def model_of(name: str) -> GpuModel | None:
 def flops_per_byte(name: str, capability: Capability) -> float:
     """Return the ratio of a GPU that is there: its model's, or that of a model of the nearest older capability."""
     older = [model for model in MODELS if model.compute_capability <= capability]
-    latest = max(
-        (model.compute_capability for model in older), default=MODELS[0].compute_capability
-    )
+    latest = max((model.compute_capability for model in older), default=MODELS[0].compute_capability)
     alike = next(model for model in MODELS if model.compute_capability == latest)
     return (model_of(name) or alike).flops_per_byte

@@ -184,12 +184,7 @@ def choose_kernel(
 
 
 def _unsupported_reason(
-    row: KernelRow,
-    capabilities: Capabilities,
-    layout: GemmLayout,
-    is_complex: bool,
-    products: int,
-    is_chunked: bool,
+    row: KernelRow, capabilities: Capabilities, layout: GemmLayout, is_complex: bool, products: int, is_chunked: bool
 ) -> Reason | None:
     """Return why this kernel does not run the product, None if it does.
 

@@ -137,16 +137,12 @@ def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
     batch = []
     for x, y in zip_longest(shape_a[-3::-1], shape_b[-3::-1], fillvalue=1):
         if x != y and x != 1 and y != 1:
-            raise ShapeError(
-                f"matmul: operands could not be broadcast together with shapes {shape_a} and {shape_b}"
-            )
+            raise ShapeError(f"matmul: operands could not be broadcast together with shapes {shape_a} and {shape_b}")
         batch.append(y if x == 1 else x)
     return m, n, k, tuple(reversed(batch))
 
 
-def _blas_order(
-    rows: int, cols: int, row_stride: int, col_stride: int
-) -> tuple[Order | None, int | None]:
+def _blas_order(rows: int, cols: int, row_stride: int, col_stride: int) -> tuple[Order | None, int | None]:
     """Return (order, leading dimension), or (None, None) where BLAS cannot express these strides.
 
     The stride of a dimension of extent 1 does not matter.
@@ -182,9 +178,7 @@ def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: boo
     return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, (*missing, *own))
 
 
-def _result(
-    dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec
-) -> MatrixStack:
+def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec) -> MatrixStack:
     """Return a result, or an addend, of these strides as matrices; a 1-D operand has removed a dimension."""
     core = strides[len(batch) :]
     row_stride = core[0] if len(a.shape) > 1 else 0
@@ -193,10 +187,7 @@ def _result(
 
 
 def gemm_layout(
-    a: OperandSpec,
-    b: OperandSpec,
-    out: OperandSpec | None = None,
-    out_dtype: DType | None = None,
+    a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None, out_dtype: DType | None = None
 ) -> GemmLayout:
     """Return the layout of ``a @ b``, into ``out`` where it is given.
 
@@ -207,10 +198,7 @@ def gemm_layout(
 
 
 def stacked_layout(
-    a: OperandSpec,
-    b: OperandSpec,
-    out: OperandSpec | None = None,
-    out_dtype: DType | None = None,
+    a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None, out_dtype: DType | None = None
 ) -> GemmLayout:
     """Return the layout of ``a @ b`` as the stack of products that the shapes name, nothing collapsed."""
     m, n, k, batch = _extents(a.shape, b.shape)
@@ -226,9 +214,7 @@ def stacked_layout(
     )  # fmt: skip
 
 
-def addend_layout(
-    c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout
-) -> MatrixStack | None:
+def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout) -> MatrixStack | None:
     """Return the matrices of an array that broadcasts to the result, one for each product of a layout.
 
     None where the layout is collapsed and the rows of this array have no one stride.
@@ -256,9 +242,7 @@ def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
     if stride is None or (operand.rows > 1 and stride != operand.rows * operand.row_stride):
         return None
     row_stride = stride if operand.rows == 1 else operand.row_stride
-    coalesced = MatrixStack.of(
-        operand.dtype, operand.rows * batch_count, operand.cols, row_stride, operand.col_stride
-    )
+    coalesced = MatrixStack.of(operand.dtype, operand.rows * batch_count, operand.cols, row_stride, operand.col_stride)
     # Of windows that slide over one buffer BLAS can express each, but not all as one matrix.
     return None if operand.blas_expressible and not coalesced.blas_expressible else coalesced
 
@@ -282,6 +266,4 @@ def _collapse(layout: GemmLayout, copies_a: bool = False) -> GemmLayout:
     if a is None or out is None:
         return layout
     b = MatrixStack.of(layout.b.dtype, layout.k, layout.n, layout.b.row_stride, layout.b.col_stride)
-    return GemmLayout(
-        layout.m * count, layout.n, layout.k, (), 1, layout.out_shape, a, b, out, collapsed=True
-    )
+    return GemmLayout(layout.m * count, layout.n, layout.k, (), 1, layout.out_shape, a, b, out, collapsed=True)

@@ -80,10 +80,7 @@ class _Terms(NamedTuple):
 
 def _terms(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Terms:
     problem, layout, data = plan.problem, plan.layout, plan.multiplied_dtype
-    as_real, k_contiguous = (
-        plan.compute_dtype.is_complex and not data.is_complex,
-        reads_k_contiguous(data),
-    )
+    as_real, k_contiguous = (plan.compute_dtype.is_complex and not data.is_complex, reads_k_contiguous(data))
     c = _addend(plan)
     follows = not problem.has_beta or (c is not None and _by_column(c).order == "col")
     if follows and not (k_contiguous or as_real or problem.bias is not None):
@@ -97,9 +94,7 @@ def _terms(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Terms:
     return _Terms(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c)
 
 
-def lower(
-    plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False
-) -> CublasLtCall:
+def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False) -> CublasLtCall:
     """Return what cuBLASLt is asked for by a plan for it, whose result has elements and whose ``k`` is not 0.
 
     ``aligned`` says that the pointers that must be (see :func:`reads_k_contiguous`, and that of a bias) are multiples
@@ -175,9 +170,7 @@ def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Operand:
     return _Operand(written, pack)
 
 
-def _reason_to_pack(
-    terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], parts: int
-) -> Reason | None:
+def _reason_to_pack(terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], parts: int) -> Reason | None:
     """Return why an operand cannot be read where it lies, None if it can."""
     dtype = stack.dtype
     if dtype is not terms.data and not (terms.k_contiguous and reads_k_contiguous(dtype)):
@@ -201,9 +194,7 @@ def _reason_to_pack(
     return None
 
 
-def _pack(
-    terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], reason: Reason, parts: int
-) -> Pack:
+def _pack(terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], reason: Reason, parts: int) -> Pack:
     scaled = terms.plan.scaled[name == "b"]
     complex_as: ComplexAs = "no"
     if terms.as_real:
@@ -257,9 +248,7 @@ def _result(terms: _Terms) -> MatrixStack:
     # A complex number is two real ones side by side.
     leading = 2 * (out.leading_dimension or 1)
     strides = tuple(2 * s for s in out.batch_strides)
-    return MatrixStack(
-        DType.FLOAT32, out.rows, 2 * out.cols, leading, 1, out.batch_shape, strides, "row", leading
-    )
+    return MatrixStack(DType.FLOAT32, out.rows, 2 * out.cols, leading, 1, out.batch_shape, strides, "row", leading)
 
 
 def _temporary(terms: _Terms, b: _Operand) -> MatrixStack:
@@ -293,9 +282,7 @@ def _reasons_to_stage(terms: _Terms, a: _Operand, b: _Operand) -> Iterator[Reaso
         yield Reason.of(Why.PADDED_ROWS, data=terms.data, rows=terms.rows)
     if terms.k_contiguous and out.order == "col":
         yield Reason.of(Why.ROWS_ONLY, data=terms.data)
-    if terms.as_real and (
-        out.order != "row" or problem.has_alpha or problem.has_beta or problem.bias
-    ):
+    if terms.as_real and (out.order != "row" or problem.has_alpha or problem.has_beta or problem.bias):
         yield Reason.of(Why.REAL_PRODUCT)
     yield from _reasons_of_epilogue(terms)
 

@@ -14,13 +14,7 @@ from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities, choose_kernel, format_name
-from lowprec.planning.layout import (
-    GemmLayout,
-    addend_layout,
-    gemm_layout,
-    stacked_layout,
-    with_rows_copied,
-)
+from lowprec.planning.layout import GemmLayout, addend_layout, gemm_layout, stacked_layout, with_rows_copied
 from lowprec.planning.plan import Copy, GemmPlan
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, Why

@@ -22,9 +22,7 @@ def kept_modes(plan: GemmPlan) -> frozenset[str]:
 
 def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
     """Return the same as a reason, why or why not."""
-    return Reason.of(
-        _why(plan, prepared_for), kernel=plan.kernel, mode=plan.mode, prepared=prepared_for
-    )
+    return Reason.of(_why(plan, prepared_for), kernel=plan.kernel, mode=plan.mode, prepared=prepared_for)
 
 
 def multiplies_b(layout: GemmLayout) -> bool:
@@ -45,10 +43,7 @@ def _why(plan: GemmPlan, prepared_for: str) -> Why:
         return Why.KEPT if plan.flops else Why.NOTHING_TO_KEEP
     if kernel.vectors:
         # Kept where b is a matrix that takes half the bytes to read once it is rounded.
-        halves = plan.problem.b.dtype is DType.FLOAT32 and plan.operand_format in (
-            BFLOAT16,
-            FLOAT16,
-        )
+        halves = plan.problem.b.dtype is DType.FLOAT32 and plan.operand_format in (BFLOAT16, FLOAT16)
         return Why.KEPT if halves and multiplies_b(plan.layout) else Why.NOT_KEPT
     rewrites = plan.call.pack_b if plan.call else _converts_b(plan)
     return Why.KEPT if rewrites else Why.NOTHING_TO_KEEP

@@ -28,9 +28,7 @@ def parse_activation(name: str | Activation | None) -> Activation | None:
         return Activation(name)
     except ValueError:
         legal = ", ".join([*Activation, "None"])
-        raise UnsupportedError(
-            f"activation {quoted(name)} is not supported; choose one of: {legal}"
-        ) from None
+        raise UnsupportedError(f"activation {quoted(name)} is not supported; choose one of: {legal}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +49,7 @@ class GemmProblem:
     @property
     def has_epilogue(self) -> bool:
         """Whether anything is left to do once the product is there."""
-        return (
-            self.has_alpha or self.has_beta or self.bias is not None or self.activation is not None
-        )
+        return self.has_alpha or self.has_beta or self.bias is not None or self.activation is not None
 
 
 def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
@@ -71,9 +67,7 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
                 f"on {capabilities.device} convert it to bfloat16 or float16"
             )
         if not spec.dtype.results:
-            legal = ", ".join(
-                str(d) for d in OPERAND_DTYPES if capabilities.has_float8 or not d.is_float8
-            )
+            legal = ", ".join(str(d) for d in OPERAND_DTYPES if capabilities.has_float8 or not d.is_float8)
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
     # A pair of FP8 types is multiplied as it is; one of the two stands for it.
     return DType.FLOAT8_E4M3FN if all(d.is_float8 for d in dtypes) else promote(*dtypes)
@@ -108,13 +102,9 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
                     "apply it to the result after converting that"
                 )
     if compute_dtype.is_complex and problem.activation:
-        raise UnsupportedError(
-            f"activation {problem.activation} is not defined for {compute_dtype} operands"
-        )
+        raise UnsupportedError(f"activation {problem.activation} is not defined for {compute_dtype} operands")
     if problem.bias and problem.bias.shape != (layout.n,):
-        raise ShapeError(
-            f"bias has shape {problem.bias.shape}, but must have shape {(layout.n,)}, the columns of b"
-        )
+        raise ShapeError(f"bias has shape {problem.bias.shape}, but must have shape {(layout.n,)}, the columns of b")
     if problem.c and not _broadcasts(problem.c.shape, layout.out_shape):
         raise ShapeError(
             f"c has shape {problem.c.shape}, which does not broadcast to the result's shape {layout.out_shape}"
@@ -132,9 +122,7 @@ def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
         legal = [d for d in floats if promote(d, epilogue) is epilogue]
     if dtype not in legal:
         choices = ", ".join(map(str, legal))
-        raise DTypeError(
-            f"{name} has dtype {dtype}, but is added in {epilogue}; it may be {choices}"
-        )
+        raise DTypeError(f"{name} has dtype {dtype}, but is added in {epilogue}; it may be {choices}")
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

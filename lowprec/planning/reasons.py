@@ -14,20 +14,14 @@ class Why(Enum):
     REQUIREMENT_NOT_MET = "{missing}"
     SINGLE_PRODUCT = "{kernel} runs one product, here are {products}"
     OWN_CHUNKS = "{kernel} cuts k itself, k_chunk= asks for other pieces"
-    TOO_FEW_ELEMENTS = (
-        "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
-    )
+    TOO_FEW_ELEMENTS = "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
     TOO_SMALL_EXTENT = "{kernel} pays from an inner dimension (complex: m, n and k) of {minimum}"
     TOO_FEW_ROWS_OR_COLUMNS = "{kernel} pays from {minimum} rows and columns of the result"
     TOO_DEEP = "{kernel} pays where m and n are no less than k, which is {k}"
-    TOO_SMALL_PRODUCTS = (
-        "{units} pays from {minimum:.3g} flops for each product of a batch, these have {flops:.3g}"
-    )
+    TOO_SMALL_PRODUCTS = "{units} pays from {minimum:.3g} flops for each product of a batch, these have {flops:.3g}"
 
     # What a kernel cannot treat, and what happens then.
-    NOT_FINITE_IN_TWO_PARTS = (
-        "an Inf or NaN in an operand: FP32 units with the same rounded operands"
-    )
+    NOT_FINITE_IN_TWO_PARTS = "an Inf or NaN in an operand: FP32 units with the same rounded operands"
     NOT_FINITE_IN_PARTS = "an element that comes out NaN or infinite is computed again, in FP32"
 
     # Why an operand is rewritten, or copied.
@@ -51,21 +45,15 @@ class Why(Enum):
     SEVERAL_PRODUCTS = "{products} products are summed"
     NO_FUSED_ALGORITHM = "cuBLASLt has no algorithm that adds or activates here"
     ADDEND_DIFFERS = "c lies or is stored otherwise than the result"
-    BIAS_NOT_FUSED = (
-        "bias is fused for real row-major results, packed, aligned and of their element type"
-    )
+    BIAS_NOT_FUSED = "bias is fused for real row-major results, packed, aligned and of their element type"
     ACTIVATION_NOT_FUSED = "{activation} is not fused for {out}"
 
     # What becomes of a prepared operand.
     KEPT = "what the first product in {mode} makes of b is kept for the others"
-    PREPARED_FOR_ANOTHER_MODE = (
-        "prepared for {prepared}, the mode in force is {mode}: read as any array"
-    )
+    PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, the mode in force is {mode}: read as any array"
     NOT_KEPT = "{kernel} keeps nothing of b: read as any array"
     NOTHING_TO_KEEP = "{kernel} reads b as it is: nothing to keep"
-    TRANSPOSED_RESULT = (
-        "b^T is packed as the left operand of a result by columns: read as any array"
-    )
+    TRANSPOSED_RESULT = "b^T is packed as the left operand of a result by columns: read as any array"
 
     # Why ``rtol`` took a mode, or passed it over.
     EXCLUDED = "excluded by the environment"
@@ -78,9 +66,7 @@ class Why(Enum):
     MISALIGNED = "{listing} {verb} of {step}, which tensor cores want of {bits}-bit data: pad"
     SMALL_DIMENSIONS = "{listing} (at most {most}): memory-bound rather than compute-bound"
     LOW_INTENSITY = "{intensity:.3g} flops per byte, the device does {device:.3g}: memory-bound"
-    ROUNDING_COSTS_MORE = (
-        "rounding the operands costs more than the product: a low-precision mode does not pay here"
-    )
+    ROUNDING_COSTS_MORE = "rounding the operands costs more than the product: a low-precision mode does not pay here"
 
 
 @dataclass(frozen=True, slots=True)

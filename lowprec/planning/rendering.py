@@ -28,8 +28,7 @@ WIDTH = 80
 Row = tuple[str, str]
 
 _PREDICTION = (
-    "no device was asked, so the algorithm and its units are not known; "
-    "peak rate and bandwidth by the {source}"
+    "no device was asked, so the algorithm and its units are not known; peak rate and bandwidth by the {source}"
 )
 
 
@@ -66,10 +65,7 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
         yield "prepared", str(plan.prepared)
     yield "products", _products(plan)
     if plan.k_chunk < plan.layout.k:
-        yield (
-            "k chunk",
-            f"{plan.k_chunk}: pieces of the leading product, added in {plan.accumulator}",
-        )
+        yield ("k chunk", f"{plan.k_chunk}: pieces of the leading product, added in {plan.accumulator}")
     yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
     yield "compute type", plan.compute_type
     yield from plan.algorithm
@@ -155,9 +151,7 @@ def _operand(operand: MatrixStack) -> str:
     if operand.order is None:
         text = f"strides {operand.row_stride}, {operand.col_stride}"
     else:
-        text = (
-            f"{operand.order}-major, leading dimension {operand.leading_dimension}, op {operand.op}"
-        )
+        text = f"{operand.order}-major, leading dimension {operand.leading_dimension}, op {operand.op}"
     if not operand.batch_strides:
         return text
     if operand.batch_stride is None:
@@ -248,9 +242,7 @@ def kernel_reason(plan: GemmPlan) -> str:
     """Return what the kernel runs on, and why preferred kernels were passed over."""
     row = plan.kernel_row
     as_real = plan.compute_dtype.is_complex and row.products_per_complex > 1
-    return "; ".join(
-        [row.units, *map(str, plan.passed_over), *(["four real products"] if as_real else [])]
-    )
+    return "; ".join([row.units, *map(str, plan.passed_over), *(["four real products"] if as_real else [])])
 
 
 def compute_words(compute: ComputeType, data: DType | None) -> str:

@@ -35,12 +35,7 @@ class Product(NamedTuple):
 
 
 def make_schedule(
-    row: ModeRow,
-    rounded: tuple[bool, bool],
-    k: int,
-    k_chunk: int | None = None,
-    *,
-    concatenates: bool = False,
+    row: ModeRow, rounded: tuple[bool, bool], k: int, k_chunk: int | None = None, *, concatenates: bool = False
 ) -> tuple[Product, ...]:
     """Return the products of a mode, the smallest first.
 
@@ -62,15 +57,11 @@ def make_schedule(
         starts = range(0, k or 1, step if (a_part, b_part) == (0, 0) else k or 1)
         for start in starts:
             stop = min(start + starts.step, k)
-            products.append(
-                Product(a_part, b_part, start, stop, factor, bool(products), len(pairs))
-            )
+            products.append(Product(a_part, b_part, start, stop, factor, bool(products), len(pairs)))
     return tuple(products)
 
 
-def _groups(
-    row: ModeRow, rounded: tuple[bool, bool], concatenates: bool
-) -> Iterator[tuple[list[Pair], float]]:
+def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Iterator[tuple[list[Pair], float]]:
     """Yield the pairs of each product, and its factor."""
     if row.sums_parts and not all(rounded):
         # One operand has no second part, and nothing is saved: the products of its only part.

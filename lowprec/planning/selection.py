@@ -99,9 +99,7 @@ def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPla
             yield plan_gemm(problem, capabilities, mode)
 
 
-def _unsupported_reason(
-    plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[MathMode]
-) -> Reason | None:
+def _unsupported_reason(plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[MathMode]) -> Reason | None:
     """Return why a mode cannot be taken, None if it can."""
     if plan.mode in excluded:
         return Reason.of(Why.EXCLUDED)

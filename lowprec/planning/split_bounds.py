@@ -99,9 +99,7 @@ def on_tensor_cores(terms: int, fmt: str, capability: tuple[int, int]) -> Depth:
     return Depth(terms)
 
 
-def depths(
-    schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]
-) -> dict[Pair, tuple[Depth, float]]:
+def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dict[Pair, tuple[Depth, float]]:
     """Return of each pair of parts the depth of its sums, additions of products included, and its factor."""
     found: dict[Pair, tuple[Depth, float]] = {}
     for number, product in enumerate(schedule):
@@ -197,12 +195,7 @@ def split_error(
     if sums:
         dropped = _karatsuba_rounding(row, a, b)
     else:
-        dropped = sum(
-            x * y
-            for i, x in enumerate(a.weights)
-            for j, y in enumerate(b.weights)
-            if (i, j) not in found
-        )
+        dropped = sum(x * y for i, x in enumerate(a.weights) for j, y in enumerate(b.weights) if (i, j) not in found)
     fixed = a.rest + b.rest + a.rest * b.rest + dropped
     worst = probable = fixed
     for (i, j), (depth, factor) in found.items():

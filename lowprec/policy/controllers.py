@@ -59,9 +59,7 @@ def register_controller(controller: Controller) -> None:
     lacks = [name for name in _MEMBERS if not hasattr(controller, name)]
     if lacks:
         kind = type(controller).__name__
-        raise TypeError(
-            f"a controller needs {', '.join(_MEMBERS)}; {kind} lacks {', '.join(lacks)}"
-        )
+        raise TypeError(f"a controller needs {', '.join(_MEMBERS)}; {kind} lacks {', '.join(lacks)}")
     known_modules.add(controller.module)
     _by_name[controller.name] = controller
 
@@ -84,11 +82,7 @@ def controllers() -> tuple[Controller, ...]:
 
 def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
     """Return the controllers of those of these libraries (None: all) that are loaded."""
-    return [
-        c
-        for c in controllers()
-        if sys.modules.get(c.module) is not None and (names is None or c.name in names)
-    ]
+    return [c for c in controllers() if sys.modules.get(c.module) is not None and (names is None or c.name in names)]
 
 
 for _builtin in (TorchController(), JaxController(), TENSORFLOW, CUPY, PADDLE):

@@ -22,9 +22,7 @@ def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def decorated(
-    scope: Scope, function: Callable[..., Any], plain: Callable[..., Any] = _plain
-) -> Callable[..., Any]:
+def decorated(scope: Scope, function: Callable[..., Any], plain: Callable[..., Any] = _plain) -> Callable[..., Any]:
     """Return the function with the scope around each of its calls.
 
     The scope of an ``async def`` lasts until its coroutine ends; that of a generator is open while the body runs

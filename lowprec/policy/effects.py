@@ -30,9 +30,7 @@ def probe(full: Callable[[tuple[int, int], float], Any]) -> str:
     return "" if float((x @ x)[0, 0]) == _SIZE else "float32 products on this CPU stay in full FP32"
 
 
-def without_effect(
-    controller: Controller, mode: MathMode, inside: Mapping[str, Any] | None
-) -> str | None:
+def without_effect(controller: Controller, mode: MathMode, inside: Mapping[str, Any] | None) -> str | None:
     """Return the products that a library leaves in full FP32; None if there are none or they are unknown.
 
     ``inside`` has the switches as set for the mode, None for switches of this thread alone. The answer is not kept if
@@ -56,9 +54,7 @@ def known(name: str, mode: MathMode) -> str | None:
     return _known.get((name, mode))
 
 
-def unreported(
-    found: Iterable[tuple[Controller, Mapping[str, Any] | None]], mode: MathMode
-) -> list[str]:
+def unreported(found: Iterable[tuple[Controller, Mapping[str, Any] | None]], mode: MathMode) -> list[str]:
     """Return a phrase for each library whose switches, set to these values, have no effect; each library once."""
     phrases = []
     for controller, inside in found:

@@ -99,11 +99,7 @@ class Scope:
     def __enter__(self: S) -> S:
         global _prepared
         entry, _prepared = _prepared, None
-        if (
-            entry is None
-            or entry.thread != get_ident()
-            or (entry.scope is not self and entry.scope is not type(self))
-        ):
+        if entry is None or entry.thread != get_ident() or (entry.scope is not self and entry.scope is not type(self)):
             entry = self._entry_type(self)
         try:
             entry.open(self)
@@ -125,15 +121,11 @@ class PolicyEntry(Entry):
 
     __slots__ = ("emulates", "guarded", "mode", "origin", "outer")
 
-    outer: (
-        PolicyEntry | None
-    )  # None outside of all scopes; never changes, since contexts are copied
+    outer: PolicyEntry | None  # None outside of all scopes; never changes, since contexts are copied
     mode: MathMode | None  # of the innermost ``math_mode``
     guarded: bool  # whether one of the blocks is a guard
     emulates: Architecture | None  # of the innermost ``emulate``
-    origin: (
-        PolicyEntry | None
-    )  # the entry that this is a copy of, since one further out was left first
+    origin: PolicyEntry | None  # the entry that this is a copy of, since one further out was left first
 
     def _place(self, outer: PolicyEntry, origin: PolicyEntry | None = None) -> None:
         scope = self.scope

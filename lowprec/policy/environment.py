@@ -111,11 +111,7 @@ def hidden_cpu_flags() -> frozenset[str]:
     The variable decides which kernels there are, so its first value holds for as long as the snapshot's.
     """
     taken = _taken.get(None)
-    limit = (
-        variables.MAX_CPU_ISA.value(variables.MAX_CPU_ISA.text())
-        if taken is None
-        else taken.max_cpu_isa
-    )
+    limit = variables.MAX_CPU_ISA.value(variables.MAX_CPU_ISA.text()) if taken is None else taken.max_cpu_isa
     if limit is None:
         return frozenset()
     names = list(variables.ISAS)

@@ -315,19 +315,13 @@ def _resolve(
 
 @functools.lru_cache(maxsize=1024)
 def _impose(
-    asked: MathMode | None,
-    source: ModeSource,
-    guarded: bool,
-    taken: EnvironmentSnapshot,
-    emulates: Architecture | None,
+    asked: MathMode | None, source: ModeSource, guarded: bool, taken: EnvironmentSnapshot, emulates: Architecture | None
 ) -> ResolvedMode:
     """Apply the forced mode, the guard and NVIDIA's variable to a requested mode (None for no request)."""
     mode, reasons = asked or MathMode.FP32, []
     if taken.force_math_mode is not None:
         if asked not in (None, taken.force_math_mode):
-            reasons.append(
-                f"{ModeSource.FORCED}={taken.force_math_mode} overrules {asked} ({source})."
-            )
+            reasons.append(f"{ModeSource.FORCED}={taken.force_math_mode} overrules {asked} ({source}).")
         mode, source = taken.force_math_mode, ModeSource.FORCED
     decided = mode
     if guarded or taken.fp32_guard:
@@ -339,9 +333,7 @@ def _impose(
             reasons.append(f"{guard} keeps the precision at {mode} or above.")
             source = guard
         else:
-            reasons.append(
-                f"{guard} is active, and {mode} is no less precise than {MathMode.FP32}."
-            )
+            reasons.append(f"{guard} is active, and {mode} is no less precise than {MathMode.FP32}.")
     if taken.tf32_off and row(mode).uses_tf32:
         reasons.append(f"NVIDIA_TF32_OVERRIDE=0 turns {mode} into {MathMode.FP32}.")
         mode = MathMode.FP32

@@ -66,10 +66,7 @@ _FIRST_VALUES: dict[tuple[str, str], tuple[str, Callable[[str, Any], bool]]] = {
         "JAX_DEFAULT_MATMUL_PRECISION",
         lambda text, value: str(value).lower() == text.lower(),
     ),
-    ("cupy", _CUPY): (
-        "CUPY_TF32",
-        lambda text, value: (value == _CUPY_TF32) is _is_on(text),
-    ),
+    ("cupy", _CUPY): ("CUPY_TF32", lambda text, value: (value == _CUPY_TF32) is _is_on(text)),
 }
 
 
@@ -81,9 +78,7 @@ def disagreements(rows: tuple[SwitchRow, ...]) -> tuple[str, ...]:
     for (library, switch), tf32 in _TF32_VALUES.items():
         value = values.get((library, switch))
         if texts["NVIDIA_TF32_OVERRIDE"] == "0" and value in tf32:
-            sentences.append(
-                f"NVIDIA_TF32_OVERRIDE=0 keeps cuBLAS from TF32, while {library}'s {switch} is {value!r}"
-            )
+            sentences.append(f"NVIDIA_TF32_OVERRIDE=0 keeps cuBLAS from TF32, while {library}'s {switch} is {value!r}")
     for key, (variable, agrees) in _FIRST_VALUES.items():
         text = texts[variable]
         if text is not None and key in values and not agrees(text, values[key]):

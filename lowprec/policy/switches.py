@@ -50,9 +50,7 @@ class _Layer:
 
     __slots__ = ("blocks", "controller", "inside", "is_floor", "mode", "remarks", "saved", "target")
 
-    def __init__(
-        self, controller: Controller, mode: MathMode, is_floor: bool, saved: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, controller: Controller, mode: MathMode, is_floor: bool, saved: Mapping[str, Any]) -> None:
         self.controller = controller
         self.mode = mode
         self.is_floor = is_floor
@@ -74,11 +72,7 @@ class _Layer:
             # Where `inside` is None, an interrupt or a failure has left only some of them set.
             if self.inside is not None and (now := controller.save()) != self.inside:
                 # A switch that was added or removed inside the block is no change of the user's.
-                changed = {
-                    name: now[name]
-                    for name in self.saved
-                    if name in now and now[name] != self.inside.get(name)
-                }
+                changed = {name: now[name] for name in self.saved if name in now and now[name] != self.inside.get(name)}
             if changed:
                 self.remarks = [kept(controller.name, changed, "inside the block")]
             self.target = {**self.saved, **changed}
@@ -152,9 +146,7 @@ def hold(
                 if error is not None:
                     why_not = error
                     if name in layers:
-                        layers[name].blocks.pop(
-                            block, None
-                        )  # before `layers` loses it, for `release`
+                        layers[name].blocks.pop(block, None)  # before `layers` loses it, for `release`
                         del layers[name]
                 if why_not is not None:
                     failures[name] = why_not
@@ -173,12 +165,7 @@ def _join(
         return f"{controller.name} has no switch for {mode}"
     now = controller.save()
     layer = stack[-1] if stack else None
-    if (
-        layer is None
-        or layer.mode is not mode
-        or layer.is_floor is not is_floor
-        or now != layer.inside
-    ):
+    if layer is None or layer.mode is not mode or layer.is_floor is not is_floor or now != layer.inside:
         layer = _Layer(controller, mode, is_floor, now)
         stack.append(layer)
     layers[controller.name] = layer
@@ -230,9 +217,7 @@ def _settle(stack: list[_Layer]) -> list[str]:
         layer = stack[-1]
         _, error = attempt(layer.controller, layer.restore)
         if error is not None:
-            layer.remarks = [
-                f"the switches of {layer.controller.name} could not be restored: {error}"
-            ]
+            layer.remarks = [f"the switches of {layer.controller.name} could not be restored: {error}"]
         remarks += layer.remarks
         stack.pop()
     return remarks

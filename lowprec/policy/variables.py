@@ -51,9 +51,7 @@ def _mode_variable(name: str, meaning: str, default: str) -> Variable[MathMode]:
     return Variable(name, meaning, legal, default, parse, read_once=True)
 
 
-MATH_MODE = _mode_variable(
-    "LOWPREC_MATH_MODE", "The math mode where the program chooses none.", MathMode.FP32.value
-)
+MATH_MODE = _mode_variable("LOWPREC_MATH_MODE", "The math mode where the program chooses none.", MathMode.FP32.value)
 FORCE_MATH_MODE = _mode_variable(
     "LOWPREC_FORCE_MATH_MODE",
     "The math mode instead of the program's choice; only fp32_guard takes precedence.",
@@ -132,9 +130,7 @@ THREADS = Variable(
     "own or openmp",
     "openmp",
     _one_of("LOWPREC_THREADS", ("own", "openmp")),
-    lambda word: (
-        "lowprec's own workers" if word == "own" else "PyTorch's threads where it is loaded"
-    ),
+    lambda word: "lowprec's own workers" if word == "own" else "PyTorch's threads where it is loaded",
 )
 
 

@@ -29,9 +29,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 # -- time line ------------------------------------------------------------------------------------
 
 
-def trace(
-    label: str, records: Sequence[ProductRecord], ranges: Sequence[RangeRecord]
-) -> dict[str, Any]:
+def trace(label: str, records: Sequence[ProductRecord], ranges: Sequence[RangeRecord]) -> dict[str, Any]:
     """Return a profile in the Trace Event Format."""
     rows = {r.thread_id: r.thread for r in records} | {r.thread_id: r.thread for r in ranges}
     events = [

@@ -78,9 +78,7 @@ class profile:
             )
         if threads not in get_args(Threads):
             choices = ", ".join(map(repr, get_args(Threads)))
-            raise UnsupportedError(
-                f"threads={quoted(threads)} is not supported; choose one of: {choices}"
-            )
+            raise UnsupportedError(f"threads={quoted(threads)} is not supported; choose one of: {choices}")
         self.label = label
         self._threads = threads
         self._thread: int | None = None
@@ -132,9 +130,7 @@ class profile:
             if self._entered:
                 start_ms, elapsed_ms = (start_ns - self._origin_ns) / 1e6, (end_ns - start_ns) / 1e6
                 thread = threading.current_thread()
-                self._ranges.append(
-                    RangeRecord(whole, start_ms, elapsed_ms, thread.name, thread.native_id or 0)
-                )
+                self._ranges.append(RangeRecord(whole, start_ms, elapsed_ms, thread.name, thread.native_id or 0))
 
     def _label_here(self) -> str:
         return "/".join(name for owner, name in _ranges.get() if owner is self)
@@ -259,9 +255,7 @@ def _attach() -> None:
 # -- around a product -----------------------------------------------------------------------------
 
 
-def _observer(
-    product: CachedExecutor, resolved: ResolvedMode, *_operands: ArrayView
-) -> CachedExecutor:
+def _observer(product: CachedExecutor, resolved: ResolvedMode, *_operands: ArrayView) -> CachedExecutor:
     """Return what runs in the place of a product: the product, observed."""
     thread = threading.get_ident()
     listeners = [p for p in dict.fromkeys(_listening) if p._thread in (None, thread)]
@@ -271,9 +265,7 @@ def _observer(
     return product._replace(execute=execute)
 
 
-def _execute(
-    product: CachedExecutor, resolved: ResolvedMode, listeners: list[profile], arguments: Arguments
-) -> None:
+def _execute(product: CachedExecutor, resolved: ResolvedMode, listeners: list[profile], arguments: Arguments) -> None:
     """Run a product, take its time, and tell the listeners, whether or not it fails."""
     backend = product.backend
     measurement = Measurement(product.plan, resolved, arguments.a, arguments.b)

@@ -52,9 +52,7 @@ class ProductRecord:
     peak_share: float | None
     #: Whether there are tensor units (on a CPU tile units, or vector units for bfloat16 and int8) for such numbers.
     units_eligible: bool
-    units_used: (
-        bool | None
-    )  #: Whether they multiplied them; None where the library does not report it.
+    units_used: bool | None  #: Whether they multiplied them; None where the library does not report it.
     units_reason: str  #: Which units, or why not.
     copies: tuple[str, ...]  #: Operands that were copied or rewritten before, and why.
     thread: str  #: Name of the calling thread.

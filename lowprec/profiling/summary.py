@@ -40,14 +40,10 @@ class Group:
         """Time that the device needs at its highest rate, over the time that it took; None unless known of all."""
         if not self.elapsed_ms or any(r.peak_share is None for r in self.timed):
             return None
-        return (
-            sum((r.peak_share or 0.0) * (r.elapsed_ms or 0.0) for r in self.timed) / self.elapsed_ms
-        )
+        return sum((r.peak_share or 0.0) * (r.elapsed_ms or 0.0) for r in self.timed) / self.elapsed_ms
 
 
-def grouped(
-    records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any]
-) -> dict[Any, Group]:
+def grouped(records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any]) -> dict[Any, Group]:
     """Return the groups of equal keys, the longest time first."""
     groups: dict[Any, Group] = {}
     for record in records:
@@ -84,9 +80,7 @@ def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
     }
 
 
-def _sums(
-    records: Sequence[ProductRecord], key: Callable[[ProductRecord], str]
-) -> dict[str, dict[str, Any]]:
+def _sums(records: Sequence[ProductRecord], key: Callable[[ProductRecord], str]) -> dict[str, dict[str, Any]]:
     return {
         name: {"products": len(group.records), "elapsed_ms": group.elapsed_ms, "flops": group.flops}
         for name, group in grouped(records, key).items()

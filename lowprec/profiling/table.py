@@ -54,26 +54,21 @@ _NUMBERS = (">calls", ">total ms", ">median ms", ">share", ">TFLOP/s", ">of peak
 def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: str) -> str:
     """Return the table with its totals; ``wall_ms`` is how long the profile was open."""
     if by not in _KEYS:
-        raise UnsupportedError(
-            f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}"
-        )
+        raise UnsupportedError(f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}")
     devices = ", ".join(dict.fromkeys(r.device for r in records))
     title = " ".join(filter(None, ("lowprec.profile", label, f"({devices})" if devices else "")))
     text = plain_text(_fitted(_table(title, records, _KEYS[by]))) if records else title
     return "\n".join([text, *_sums(records, wall_ms)])
 
 
-def _table(
-    title: str, records: Sequence[ProductRecord], keys: dict[str, Callable[[ProductRecord], str]]
-) -> Table:
+def _table(title: str, records: Sequence[ProductRecord], keys: dict[str, Callable[[ProductRecord], str]]) -> Table:
     groups = grouped(records, lambda r: tuple(cell(r) for cell in keys.values()))
     whole_ms = Group(list(records)).elapsed_ms
     rows = [[*key, *_numbers(group, whole_ms)] for key, group in groups.items()]
     columns = [
         (heading, *cells)
         for heading, *cells in zip((*keys, *_NUMBERS), *rows, strict=True)
-        if not (heading == "device" and len(set(cells)) == 1)
-        and not (heading == ">of peak" and set(cells) == {"-"})
+        if not (heading == "device" and len(set(cells)) == 1) and not (heading == ">of peak" and set(cells) == {"-"})
     ]
     headings, *rows = map(list, zip(*columns, strict=True))
     return Table(title, headings, rows)
@@ -103,9 +98,7 @@ def _fitted(table: Table) -> Table:
     def cut(text: str, i: int) -> str:
         return text if i not in words or len(text) <= widths[i] else f"{text[: widths[i] - 3]}..."
 
-    columns, *rows = (
-        list(map(cut, line, range(len(line)))) for line in (table.columns, *table.rows)
-    )
+    columns, *rows = (list(map(cut, line, range(len(line)))) for line in (table.columns, *table.rows))
     return replace(table, columns=columns, rows=rows)
 
 
@@ -133,6 +126,4 @@ def _sums(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
 
 
 def _sentence(text: str) -> str:
-    return textwrap.fill(
-        text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False
-    )
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)

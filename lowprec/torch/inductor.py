@@ -56,10 +56,7 @@ def inductor_options(math_mode: str | MathMode) -> dict[str, Any]:
     ['joint_custom_pre_pass', 'pre_grad_custom_pass']
     """
     mode = parse_mode(math_mode).value
-    return {
-        "pre_grad_custom_pass": _PlainAttention(mode),
-        "joint_custom_pre_pass": _Products(mode),
-    }
+    return {"pre_grad_custom_pass": _PlainAttention(mode), "joint_custom_pre_pass": _Products(mode)}
 
 
 class _Pass(CustomGraphPass):
@@ -82,10 +79,7 @@ def _in_plain_form(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _ATTENTION = {
     function: _in_plain_form(function)
-    for function in (
-        torch.nn.functional.scaled_dot_product_attention,
-        torch.nn.functional.multi_head_attention_forward,
-    )
+    for function in (torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward)
 }
 
 
@@ -146,7 +140,5 @@ def _acted_on(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
     factors = (node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1))
     return (
-        isinstance(value, torch.Tensor)
-        and value.dtype in ACTED_ON
-        and all(isinstance(x, int | float) for x in factors)
+        isinstance(value, torch.Tensor) and value.dtype in ACTED_ON and all(isinstance(x, int | float) for x in factors)
     )

@@ -219,9 +219,7 @@ class _Intercepting(TorchDispatchMode):
             return found
         return self._multiply(rule, rule.terms, func, args, kwargs)
 
-    def _multiply(
-        self, rule: Rule, make: Callable[..., Terms], func: Any, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _multiply(self, rule: Rule, make: Callable[..., Terms], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = dict(kwargs)
         out = given.pop("out", None)
         terms = make(*args, **given)
@@ -242,9 +240,7 @@ class _Intercepting(TorchDispatchMode):
         self._count(rule.name, operands, "", reason, detail)
         return result
 
-    def _count(
-        self, name: str, arguments: Any, mode: str, reason: PassedBy | None, detail: str = ""
-    ) -> None:
+    def _count(self, name: str, arguments: Any, mode: str, reason: PassedBy | None, detail: str = "") -> None:
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         shapes = tuple(tuple(x.shape) for x in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
@@ -259,9 +255,7 @@ class _Intercepting(TorchDispatchMode):
         sums: Counter[_Key] = Counter()
         for (_, key), count in self._counts.copy().items():
             sums[key] += count
-        products = tuple(
-            InterceptedProduct(*key[:5], count, *key[5:]) for key, count in sums.items()
-        )
+        products = tuple(InterceptedProduct(*key[:5], count, *key[5:]) for key, count in sums.items())
         remarks: tuple[str, ...] = ()
         if self._records_grad and not any(p.backward for p in products):
             remarks = (

@@ -51,9 +51,7 @@ class Linear(torch.nn.Linear):
         self.math_mode = None if math_mode is None else parse_mode(math_mode).value
         self.rtol = None if rtol is None else check_rtol(rtol)
         self.bound = None if bound is None else check_bound(bound).value
-        self.backward_mode = (
-            None if backward_mode is None else parse_mode(backward_mode, "backward_mode").value
-        )
+        self.backward_mode = None if backward_mode is None else parse_mode(backward_mode, "backward_mode").value
 
     @classmethod
     def sharing(cls, layer: torch.nn.Linear, **modes: Any) -> Linear:

@@ -83,9 +83,7 @@ def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     dtypes = {"a": parse_dtype(a.dtype), "b": parse_dtype(b.dtype)}
     for name, dtype in dtypes.items():
         if not dtype.results:
-            raise DTypeError(
-                f"{name} has dtype {dtype}; supported: {', '.join(map(str, OPERAND_DTYPES))}"
-            )
+            raise DTypeError(f"{name} has dtype {dtype}; supported: {', '.join(map(str, OPERAND_DTYPES))}")
     promote(*dtypes.values())
     shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
     inner = a.shape[-1], b.shape[-2]
@@ -187,9 +185,7 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
 
 
 def _record(keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in (a, b)
-    ):
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (a, b)):
         raise UnsupportedError(
             "a forward-mode derivative of lowprec's product inside a graph or a mode: PyTorch has no rule for it "
             "there; use torch.func.jvp of the function itself, without torch.compile"
@@ -214,9 +210,7 @@ def _batched(info: Any, in_dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple
     return OPERATOR(a, b, *rest), 0
 
 
-def with_batch_first(
-    in_dims: tuple[int | None, ...], a: Tensor, b: Tensor
-) -> tuple[Tensor, Tensor]:
+def with_batch_first(in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the operands with the mapped axis first, and with equal numbers of batch axes after it."""
     ndim = max(x.ndim - (dim is not None) for x, dim in zip((a, b), in_dims, strict=False))
 

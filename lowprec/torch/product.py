@@ -115,16 +115,12 @@ def matmul(
     if beta and c is None:
         raise ShapeError(f"beta is {beta}, but there is no c for it to multiply; pass c=")
     if a.is_meta != b.is_meta:
-        raise DeviceError(
-            f"a is on {a.device} and b on {b.device}; move one of them to the other's device"
-        )
+        raise DeviceError(f"a is on {a.device} and b on {b.device}; move one of them to the other's device")
     plain = c is bias is activation is None and type(alpha) is float
     x = a.unsqueeze(0) if a.ndim == 1 else a
     y = b.unsqueeze(-1) if b.ndim == 1 else b
     if x.ndim < 2 or y.ndim < 2:
-        raise ShapeError(
-            f"matmul: operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}"
-        )
+        raise ShapeError(f"matmul: operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     dtype, outer = "", 1.0
     if out_dtype is not None:
         is_named = isinstance(out_dtype, str | torch.dtype)
@@ -160,12 +156,7 @@ def _rounded_last(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype | None:
 
 
 def _with_epilogue(
-    out: Tensor,
-    factor: Any,
-    c: Tensor | None,
-    beta: Any,
-    bias: Tensor | None,
-    activation: str | None,
+    out: Tensor, factor: Any, c: Tensor | None, beta: Any, bias: Tensor | None, activation: str | None
 ) -> Tensor:
     """Apply the epilogue in the element type of the product."""
     if out.dtype == torch.int32 and (c is not None or activation not in (None, "relu")):
@@ -197,18 +188,14 @@ def _check_addend(name: str, x: Tensor, out: Tensor, shape: tuple[int, ...]) -> 
             n in (1, m) for n, m in zip(reversed(x.shape), reversed(shape), strict=False)
         )
     if not fits:
-        raise ShapeError(
-            f"{name} has shape {tuple(x.shape)}, which does not broadcast to {shape} of the result"
-        )
+        raise ShapeError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to {shape} of the result")
     if torch.promote_types(x.dtype, out.dtype) != out.dtype:
         raise DTypeError(f"{name} has dtype {x.dtype}, but is added in {out.dtype}")
 
 
 def _activate(x: Tensor, activation: str) -> Tensor:
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise UnsupportedError(
-            f"activation {activation!r} is none of {', '.join(map(repr, _ACTIVATIONS))}"
-        )
+        raise UnsupportedError(f"activation {activation!r} is none of {', '.join(map(repr, _ACTIVATIONS))}")
     if x.is_complex():
         raise UnsupportedError(f"activation {activation} is not defined for {x.dtype} operands")
     return _ACTIVATIONS[activation](x)
@@ -266,9 +253,7 @@ def traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
     """
     given = {name: x for name, x in keywords.items() if x is not None}
     # To the compiler NumPy's numbers are tensors.
-    numbers = all(
-        isinstance(given.get(name, 1.0), int | float | complex) for name in ("alpha", "beta")
-    )
+    numbers = all(isinstance(given.get(name, 1.0), int | float | complex) for name in ("alpha", "beta"))
     tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     if numbers and tensors and _SUPPORTED.issuperset(given):
         return matmul(a, b, **given)
@@ -286,9 +271,7 @@ def _uncompiled(a: Any, b: Any, /, **given: Any) -> Any:
 # -- the mode within a tolerance ------------------------------------------------------------------
 
 
-def _mode_within(
-    a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None
-) -> str:
+def _mode_within(a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None) -> str:
     """Return the mode for ``rtol``: in a graph, a constant for these shapes and for the current mode."""
     # In a graph numbers may be symbols, which int() and float() would not convert.
     given = rtol.hex() if isinstance(rtol, float) else (rtol,)
@@ -300,9 +283,7 @@ def _numbers(extents: Any) -> tuple[int, ...]:
     return tuple([len(range(n)) for n in extents])
 
 
-def _chosen(
-    a: Any, b: Any, device: Any, out_dtype: Any, _: str, math_mode: Any, rtol: Any, bound: Any
-) -> str:
+def _chosen(a: Any, b: Any, device: Any, out_dtype: Any, _: str, math_mode: Any, rtol: Any, bound: Any) -> str:
     rtol = float.fromhex(rtol) if isinstance(rtol, str) else rtol[0]
     operands = [OperandSpec(parse_dtype(dtype), *rest) for dtype, *rest in (a, b)]
     request = Request(out_dtype=None if out_dtype is None else parse_dtype(out_dtype))
@@ -329,9 +310,7 @@ def _check_tensors(**arguments: Any) -> None:
 # -- dispatch -------------------------------------------------------------------------------------
 
 
-def _product(
-    a: Tensor, b: Tensor, math_mode: Any, backward_mode: Any, alpha: float, out_dtype: str
-) -> Tensor:
+def _product(a: Tensor, b: Tensor, math_mode: Any, backward_mode: Any, alpha: float, out_dtype: str) -> Tensor:
     if _is_compiling():
         # A graph is guarded by the mode: there is one for each.
         is_current = math_mode is None

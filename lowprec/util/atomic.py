@@ -15,9 +15,7 @@ from typing import Any, BinaryIO
 _LONGEST_PREFIX = 40
 
 
-def write_file(
-    path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *, mode: int | None = None
-) -> None:
+def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *, mode: int | None = None) -> None:
     """Write a file by way of a temporary one beside it, which then takes its place in one step.
 
     Whatever fails or raises before that leaves the old file as it was, and no temporary one. A link stays a link: what

@@ -60,9 +60,7 @@ def plain_text(table: Table, wrap: int | None = None) -> str:
     margin = sum(w + _GAP for w in widths[:-1]) + _GAP
     text = [table.title]
     for line in table.lines:
-        *first, last = (
-            c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)
-        )
+        *first, last = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
         broken = [last]
         if wrap is not None:
             broken = textwrap.wrap(last, wrap - margin, break_long_words=False)

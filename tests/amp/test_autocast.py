@@ -72,9 +72,7 @@ def block(xp: Any, x: Any, w: dict[str, Any]) -> Any:
     width = x.shape[1]
     mixed = xp.matmul(norm(xp, x, w), w["qkv"])
     q, k, v = (mixed[:, i * width : (i + 1) * width] for i in range(3))
-    scores = xp.divide(
-        xp.matmul(q, xp.matrix_transpose(k)), xp.full((), math.sqrt(width), dtype=q.dtype)
-    )
+    scores = xp.divide(xp.matmul(q, xp.matrix_transpose(k)), xp.full((), math.sqrt(width), dtype=q.dtype))
     x = xp.add(x, xp.matmul(xp.matmul(softmax(xp, scores), v), w["out"]))
     hidden = xp.matmul(norm(xp, x, w), w["up"])
     hidden = xp.where(hidden > 0, hidden, xp.zeros_like(hidden))
@@ -96,21 +94,15 @@ def check_network(base: Any, text: str) -> lowprec.amp.AutocastReport:
     policy = Policy.parse(text)
     with autocast(base, policy) as xp:
         w = weights(base)
-        x = base.asarray(
-            np.random.default_rng(1).standard_normal((6, 16)).tolist(), dtype=base.float32
-        )
+        x = base.asarray(np.random.default_rng(1).standard_normal((6, 16)).tolist(), dtype=base.float32)
         exact = block(autocast(base, "O0"), x, w)
         found = policy.cast_output(block(xp, policy.cast_inputs(x), policy.cast_params(w)))
         assert type(found) is type(exact)
         error = np.abs(values_of(found) - values_of(exact)).max()
         assert error <= TOLERANCE[policy.compute]
         assert bool(error > 1e-6) is (policy.compute != "float32")
-        images = base.asarray(
-            np.random.default_rng(2).standard_normal((2, 8, 8)).tolist(), dtype=base.float32
-        )
-        kernels = base.asarray(
-            np.random.default_rng(3).standard_normal((9, 4)).tolist(), dtype=base.float32
-        )
+        images = base.asarray(np.random.default_rng(2).standard_normal((2, 8, 8)).tolist(), dtype=base.float32)
+        kernels = base.asarray(np.random.default_rng(3).standard_normal((9, 4)).tolist(), dtype=base.float32)
         mapped = convolution(xp, policy.cast_inputs(images), policy.cast_params(kernels))
         assert tuple(mapped.shape) == (2, 6, 6, 4)
         exact = convolution(autocast(base, "O0"), images, kernels)
@@ -174,9 +166,7 @@ def test_float64_integers_and_complex_numbers_stay() -> None:
     assert xp.matmul(x, x).dtype == np.complex64
 
 
-@pytest.mark.parametrize(
-    ("compute", "mode"), [("float16", "fp16"), ("bfloat16", "bf16"), ("tf32", "tf32")]
-)
+@pytest.mark.parametrize(("compute", "mode"), [("float16", "fp16"), ("bfloat16", "bf16"), ("tf32", "tf32")])
 def test_a_library_without_the_type_rounds_by_the_mode(compute: str, mode: str) -> None:
     strict = namespace("array_api_strict")
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
@@ -268,10 +258,7 @@ def test_under_jit_and_grad(compute: str) -> None:
 
 def test_the_guard_wins(base: Any) -> None:
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
-    x, y = (
-        base.asarray(a.tolist(), dtype=base.float32),
-        base.asarray(b.tolist(), dtype=base.float32),
-    )
+    x, y = (base.asarray(a.tolist(), dtype=base.float32), base.asarray(b.tolist(), dtype=base.float32))
     exact = lowprec.matmul(a, b, math_mode="fp32")
     for compute in ("float16", "tf32"):
         xp = autocast(base, f"O1,compute={compute}")

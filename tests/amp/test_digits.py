@@ -20,9 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def digits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "digits_example", ROOT / "docs/examples/digits.py"
-    )
+    spec = importlib.util.spec_from_file_location("digits_example", ROOT / "docs/examples/digits.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

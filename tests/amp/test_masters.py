@@ -22,9 +22,7 @@ def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
 
 
 def descent(masters: Any, grads: Any) -> Any:
-    return {
-        "layers": [w - 1e-4 * g for w, g in zip(masters["layers"], grads["layers"], strict=True)]
-    }
+    return {"layers": [w - 1e-4 * g for w, g in zip(masters["layers"], grads["layers"], strict=True)]}
 
 
 def test_small_updates_add_up(xp: ArrayNamespace) -> None:

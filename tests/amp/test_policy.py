@@ -86,11 +86,7 @@ def test_sound_overrides_do_not_warn() -> None:
     ids=str,
 )
 def test_text_and_copies_round_trip(policy: Policy) -> None:
-    for twin in (
-        Policy.parse(str(policy)),
-        copy.deepcopy(policy),
-        pickle.loads(pickle.dumps(policy)),
-    ):
+    for twin in (Policy.parse(str(policy)), copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
         assert twin == policy
         assert hash(twin) == hash(policy)
         assert dict(twin._lists) == dict(policy._lists)
@@ -197,9 +193,7 @@ def test_the_environment_changes_the_lists(monkeypatch: pytest.MonkeyPatch) -> N
     assert Policy().moved("deny", "tanh").list_of("tanh") == "deny", "the program's choice wins"
     assert before.list_of("tanh") is None
     monkeypatch.setenv("LOWPREC_AMP_DENYLIST_ADD", "1+1")
-    with pytest.raises(
-        EnvironmentVariableError, match=r"DENYLIST_ADD: '1\+1' is not the name of a function"
-    ):
+    with pytest.raises(EnvironmentVariableError, match=r"DENYLIST_ADD: '1\+1' is not the name of a function"):
         Policy()
 
 

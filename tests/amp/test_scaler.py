@@ -107,11 +107,7 @@ def test_the_arguments_and_defaults_are_pytorchs() -> None:
     torch = load_or_skip(Backend.TORCH).torch
     scaler = torch.amp.GradScaler("cpu")
     assert LossScaler().state_dict() == scaler.state_dict()
-    assert (
-        LossScaler(enabled=False).state_dict()
-        == {}
-        == torch.amp.GradScaler("cpu", enabled=False).state_dict()
-    )
+    assert LossScaler(enabled=False).state_dict() == {} == torch.amp.GradScaler("cpu", enabled=False).state_dict()
 
 
 def test_states_interchange_with_pytorch() -> None:
@@ -133,9 +129,7 @@ def test_growth_stops_at_the_end_of_float32() -> None:
     assert rule.next(2.0**-126, 0, True) == (2.0**-126, 0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "floor"), [({}, 2.0**-126), ({"min_scale": 2.0**-127}, 2.0**-127)]
-)
+@pytest.mark.parametrize(("arguments", "floor"), [({}, 2.0**-126), ({"min_scale": 2.0**-127}, 2.0**-127)])
 def test_overflow_without_end_stops_at_a_floor(arguments: dict[str, float], floor: float) -> None:
     """PyTorch's scale falls to 0 and stays there; its state is taken, and the scale grows again."""
     torch = load_or_skip(Backend.TORCH).torch
@@ -179,9 +173,7 @@ def keras_rule(scale: float, counter: int, finite: bool, period: int) -> tuple[f
 
 
 @pytest.mark.parametrize(
-    ("rule", "arguments"),
-    [(jmp_rule, {"min_scale": 1.0}), (keras_rule, {})],
-    ids=["jmp", "keras"],
+    ("rule", "arguments"), [(jmp_rule, {"min_scale": 1.0}), (keras_rule, {})], ids=["jmp", "keras"]
 )
 def test_the_rules_of_jmp_and_keras(rule: Any, arguments: dict[str, float]) -> None:
     rng = np.random.default_rng(5)
@@ -228,17 +220,12 @@ def test_the_twin_is_the_scaler(xp: ArrayNamespace) -> None:
         values = np.array([3.0, 1.0 if finite else -np.inf], np.float32)
         grads = {"w": xp.asarray(values)}
         found, found_inf = functional.unscale(grads, state)
-        np.testing.assert_array_equal(
-            xp.to_numpy(found["w"]), xp.to_numpy(scaler.unscale(grads)["w"])
-        )
+        np.testing.assert_array_equal(xp.to_numpy(found["w"]), xp.to_numpy(scaler.unscale(grads)["w"]))
         assert bool(found_inf) is scaler.found_inf is not bool(finite)
         state = functional.update(state, found_inf, rule)
         scaler.update()
         expected = scaler.state_dict()
-        assert (float(state.scale), int(state.growth_tracker)) == (
-            expected["scale"],
-            expected["_growth_tracker"],
-        )
+        assert (float(state.scale), int(state.growth_tracker)) == (expected["scale"], expected["_growth_tracker"])
 
 
 def test_limits_are_numbers_of_float32() -> None:
@@ -461,9 +448,7 @@ def test_losses_have_pytorchs_types(xp: ArrayNamespace, dtype: Any) -> None:
             functional.scale(xp.asarray(loss), functional.ScalerState(np.float32(2.0**16), 0)),
         ):
             assert dtype_name(found) == dtype_name(expected)
-            np.testing.assert_array_equal(
-                xp.to_numpy(found).astype(float), expected.double().numpy()
-            )
+            np.testing.assert_array_equal(xp.to_numpy(found).astype(float), expected.double().numpy())
     assert scaler.scale(0.5) == 2.0**15
     found = scaler.scale(np.float16(1.5))
     assert (found, found.dtype) == (1.5 * 2.0**16, np.float32)
@@ -514,9 +499,7 @@ def test_sparse_gradients_are_divided_as_by_pytorch(dtype: str, where: str) -> N
         for name in ("w", "tied"):
             assert (found[name] is grad) is (where == "in place")
             assert found[name].is_coalesced() is False
-            torch.testing.assert_close(
-                found[name].coalesce(), expected.coalesce(), rtol=0, atol=0, equal_nan=True
-            )
+            torch.testing.assert_close(found[name].coalesce(), expected.coalesce(), rtol=0, atol=0, equal_nan=True)
         assert (grad._values()[0] == 3) is not (where == "in place")
         assert found["x"]._nnz() == found["y"]._nnz() == 0
         assert ours.found_inf is (bad != 1)
@@ -536,9 +519,7 @@ def test_other_sparse_gradients_are_refused() -> None:
     with pytest.raises(GradientTypeError, match="float16 gradients must not be unscaled"):
         LossScaler().unscale([coo.half()])
     for grads, out in ((coo, eye), (eye, coo)):
-        with pytest.raises(
-            ArrayError, match="out is a sparse tensor if and only if the gradient is"
-        ):
+        with pytest.raises(ArrayError, match="out is a sparse tensor if and only if the gradient is"):
             LossScaler().unscale(grads, out=out)
 
 
@@ -837,9 +818,7 @@ def test_the_decision_is_asked_for_once(library: str, monkeypatch: pytest.Monkey
     kind, asked = type(grads[0]), []
     for name in ("__bool__", "__float__", "__int__", "__array__", "item", "tolist"):
         if original := getattr(kind, name, None):
-            told = functools.partialmethod(
-                lambda x, f, *args: asked.append(1) or f(x, *args), original
-            )
+            told = functools.partialmethod(lambda x, f, *args: asked.append(1) or f(x, *args), original)
             monkeypatch.setattr(kind, name, told)
     scaler = LossScaler()
     for count in (1, 2, 3):

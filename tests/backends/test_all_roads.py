@@ -119,10 +119,7 @@ def _check(example: Example, plan: GemmPlan, c: np.ndarray | None, result: np.nd
         value, size = then.alpha * value if then.alpha != 1 else value, abs(then.alpha) * size
         if then.beta:
             assert c is not None
-            value, size = (
-                value + then.beta * oracles.widen(c),
-                size + abs(then.beta) * oracles.magnitude(c),
-            )
+            value, size = (value + then.beta * oracles.widen(c), size + abs(then.beta) * oracles.magnitude(c))
         if then.bias is not None:
             value, size = value + oracles.widen(then.bias), size + oracles.magnitude(then.bias)
         error = error + oracles.gamma(8, u) * size + 8 * (2.0**-150 if u == _SINGLE else 2.0**-1074)
@@ -141,9 +138,7 @@ def _check(example: Example, plan: GemmPlan, c: np.ndarray | None, result: np.nd
     with np.errstate(all="ignore"):
         close = np.abs(got - value) <= error
         overflows = np.isinf(got) & (np.abs(value) + error >= largest)
-        if (
-            result.dtype.kind == "c"
-        ):  # what (Inf + 0i) (1 + 1i) is, each BLAS answers in its own way
+        if result.dtype.kind == "c":  # what (Inf + 0i) (1 + 1i) is, each BLAS answers in its own way
             same = ~np.isfinite(got)
         else:
             same = (got == value) | (np.isnan(got) & np.isnan(value))
@@ -217,9 +212,7 @@ def check(example: Example, road: Road) -> None:
     first, *others = results
     assert (first.shape, first.dtype.name) == (plan.out_shape, str(plan.out_dtype))
     for x in others:
-        assert _bits(x) == _bits(first), (
-            f"other bits with other threads, or a prepared operand: {example}"
-        )
+        assert _bits(x) == _bits(first), f"other bits with other threads, or a prepared operand: {example}"
     if first.dtype == np.int32:
         _check_integers(example, first)
     else:
@@ -236,10 +229,7 @@ def _needs(feature: str) -> pytest.MarkDecorator:
 
 
 def _roads() -> list[Any]:
-    return [
-        pytest.param(road, id=name, marks=[_needs(x) for x in road.needs])
-        for name, road in ROADS.items()
-    ]
+    return [pytest.param(road, id=name, marks=[_needs(x) for x in road.needs]) for name, road in ROADS.items()]
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["whole", "cut"])
@@ -248,11 +238,7 @@ def _roads() -> list[Any]:
 def test_a_product_is_right(road: Road, count: int, eager: bool) -> None:
     # An example is told by its seeds; to look for a simpler one would take minutes and tell no more.
     @given(examples(road))
-    @settings(
-        max_examples=count // road.costs,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=count // road.costs, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     def test(example: Example) -> None:
         check(example, road)
 

@@ -66,9 +66,7 @@ BATCHES = [(4,), (1,), (2, 3), (3, 1, 2)]
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 @pytest.mark.parametrize("left", LEFT)
 @pytest.mark.sampled(2)
-def test_every_mode(
-    mode: str, dtype: str, left: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_every_mode(mode: str, dtype: str, left: str, machine: str, rng: np.random.Generator) -> None:
     for right, batch in itertools.product(RIGHT, BATCHES):
         b = RIGHT[right](make(rng, K, N, dtype=dtype), batch)
         a = LEFT[left](lambda *shape: make(rng, *shape, dtype=dtype), batch)

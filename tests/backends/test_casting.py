@@ -17,9 +17,7 @@ from lowprec.backends.cpu.rounding import round_float32
 from lowprec.formats import NumberFormat
 from rounding_oracle import round_scalar
 
-needs_numba = pytest.mark.skipif(
-    not casting.has_kernels(), reason="numba is not installed, or switched off"
-)
+needs_numba = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 
 ROUNDED = (formats.TF32, formats.BFLOAT16, formats.FLOAT16)
 WIDENED = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
@@ -174,9 +172,7 @@ def test_what_no_kernel_reads_is_left_to_numpy(dtype: type, rng: np.random.Gener
 
 
 @needs_numba
-def test_without_numba_the_numbers_are_the_same(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_numba_the_numbers_are_the_same(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     values = rng.standard_normal((300, 260), dtype=np.float32)
     for to in ROUNDED:
         outs = [np.empty_like(values) for _ in range(2)]

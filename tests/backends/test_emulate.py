@@ -101,9 +101,7 @@ def test_the_epilogue_follows_in_float32(operands: Any, rng: np.random.Generator
     c, bias = rng.random((M, N), np.float32), rng.random(N, np.float32)
     out = np.empty((N, M), np.float32).T
     with emulate("hopper"):
-        lowprec.matmul(
-            a, b, out=out, c=c, alpha=-0.5, beta=2.0, bias=bias, activation="relu", math_mode="bf16"
-        )
+        lowprec.matmul(a, b, out=out, c=c, alpha=-0.5, beta=2.0, bias=bias, activation="relu", math_mode="bf16")
     product = in_float32(a, b, "hopper", "bf16")
     expected = np.maximum(product * np.float32(-0.5) + c * np.float32(2) + bias, np.float32(0))
     assert np.array_equal(out, expected)
@@ -150,9 +148,7 @@ def test_numbers_that_volta_does_not_multiply(mode: str, operands: Any) -> None:
 
 
 @pytest.mark.parametrize("arch", Architecture)
-def test_errors_are_within_the_bound_of_the_architecture(
-    arch: Architecture, rng: np.random.Generator
-) -> None:
+def test_errors_are_within_the_bound_of_the_architecture(arch: Architecture, rng: np.random.Generator) -> None:
     for draw in (rng.random, rng.standard_normal):
         a, b = (draw(shape).astype(np.float16) for shape in ((8, 2000), (2000, 8)))
         with emulate(arch):

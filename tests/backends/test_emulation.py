@@ -41,10 +41,7 @@ def rounded(x: Any, fmt: str | NumberFormat) -> Any:
 
 def scalar_twin(a: Any, b: Any, c: Any, model: Arithmetic) -> Any:
     found = [
-        [
-            dot(row.tolist(), column.tolist(), float(z), model)
-            for column, z in zip(b.T, line, strict=True)
-        ]
+        [dot(row.tolist(), column.tolist(), float(z), model) for column, z in zip(b.T, line, strict=True)]
         for row, line in zip(a, c, strict=True)
     ]
     out = np.array(found, np.float64).astype(np.float32)
@@ -98,9 +95,7 @@ def test_the_sample_tells_other_models(gpu: str, fmt: str, change: dict[str, flo
     found, model = vectors.sample(gpu, fmt), model_of(gpu, fmt)
     # Of groups that are longer than the vectors nothing can be told.
     group = int(min(model.group, found.a.shape[1]) * change.get("group", 1))
-    other = model._replace(
-        group=group, fraction_bits=model.fraction_bits + int(change.get("fraction_bits", 0))
-    )
+    other = model._replace(group=group, fraction_bits=model.fraction_bits + int(change.get("fraction_bits", 0)))
     assert (bits(in_one_call(multiply, found, other)) != bits(found.d)).any()
 
 
@@ -119,12 +114,7 @@ def wild(rng: np.random.Generator, shape: tuple[int, ...], fmt: str, spread: int
 @pytest.mark.parametrize("spread", [2, 20, 130])
 @pytest.mark.parametrize(("arch", "fmt"), MODELS)
 def test_the_twins_agree(
-    arch: Architecture,
-    fmt: str,
-    spread: int,
-    specials: float,
-    twin: Twin,
-    rng: np.random.Generator,
+    arch: Architecture, fmt: str, spread: int, specials: float, twin: Twin, rng: np.random.Generator
 ) -> None:
     # At a spread of 130 sums are subnormal or overflow; 37 is no multiple of a group.
     a, b = wild(rng, (5, 37), fmt, spread), wild(rng, (37, 6), fmt, spread)
@@ -187,13 +177,7 @@ H = Architecture.HOPPER
     ],
 )  # fmt: skip
 def test_cases_that_can_be_followed_by_hand(
-    arch: Architecture,
-    fmt: str,
-    a: list[float],
-    b: list[float],
-    c: float,
-    expected: float,
-    twin: Twin,
+    arch: Architecture, fmt: str, a: list[float], b: list[float], c: float, expected: float, twin: Twin
 ) -> None:
     model = arithmetic(arch, fmt)
     wanted = np.uint32(NAN) if np.isnan(expected) else bits(expected)
@@ -204,9 +188,7 @@ def test_cases_that_can_be_followed_by_hand(
 
 
 @pytest.mark.parametrize(("arch", "fmt"), MODELS)
-def test_a_chain_of_instructions_is_the_whole(
-    arch: Architecture, fmt: str, rng: np.random.Generator
-) -> None:
+def test_a_chain_of_instructions_is_the_whole(arch: Architecture, fmt: str, rng: np.random.Generator) -> None:
     model, facts = arithmetic(arch, fmt), accumulation(fmt, arch.capability)
     assert facts is not None
     assert facts.instruction_k % model.group == 0

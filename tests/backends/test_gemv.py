@@ -19,20 +19,10 @@ from lowprec.backends.cpu.rounding import round_float32
 from lowprec.planning import KernelRow
 from machines import OPENBLAS
 
-pytestmark = pytest.mark.skipif(
-    not casting.has_kernels(), reason="numba is not installed, or switched off"
-)
+pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 
 #: Of no multiple of what a step takes; long rows, long columns, and such as are cut.
-SHAPES = [
-    (700, 800),
-    (1100, 1037),
-    (3, 70_000),
-    (70_003, 9),
-    (1, 60_001),
-    (60_000, 1),
-    (16_390, 33),
-]
+SHAPES = [(700, 800), (1100, 1037), (3, 70_000), (70_003, 9), (1, 60_001), (60_000, 1), (16_390, 33)]
 COUNTS = (1, 2, 3, 4, 8)
 
 
@@ -71,11 +61,7 @@ def assert_runs(a: np.ndarray, b: np.ndarray, mode: str | None, row: KernelRow =
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_matrix_and_a_few_vectors(
-    shape: tuple[int, int],
-    layout: str,
-    mode: str,
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int], layout: str, mode: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, k = shape
     a = LAYOUTS[layout](rng.standard_normal(shape, dtype=np.float32))
@@ -161,14 +147,10 @@ def test_batches(layout: str, count: int, rng: np.random.Generator) -> None:
 def test_epilogues(rng: np.random.Generator) -> None:
     """Whole numbers, so that all sums are exact."""
     for count in (1, 4):
-        rows, matrix = (
-            rng.integers(-8, 9, s).astype(np.float32) for s in ((count, 250), (250, 300))
-        )
+        rows, matrix = (rng.integers(-8, 9, s).astype(np.float32) for s in ((count, 250), (250, 300)))
         c, bias = (rng.integers(-8, 9, s).astype(np.float32) for s in ((count, 300), (300,)))
         assert_runs(rows, matrix, "tf32")
-        found = lowprec.matmul(
-            rows, matrix, c=c, alpha=2.0, beta=-1.0, bias=bias, activation="relu", math_mode="tf32"
-        )
+        found = lowprec.matmul(rows, matrix, c=c, alpha=2.0, beta=-1.0, bias=bias, activation="relu", math_mode="tf32")
         want = np.maximum(2 * (rows @ matrix) - c + bias, 0)
         np.testing.assert_array_equal(found, want)
 
@@ -178,9 +160,7 @@ def test_epilogues(rng: np.random.Generator) -> None:
 def test_special_values_meet_only_their_row(order: Any, count: int) -> None:
     """In every place: whole vectors, the rest of a row, the last rows."""
     m, k = 233, 267
-    for i, j, value in itertools.product(
-        (0, 64, 232), (0, 17, 266), (np.nan, np.inf, -np.inf, 7e4)
-    ):
+    for i, j, value in itertools.product((0, 64, 232), (0, 17, 266), (np.nan, np.inf, -np.inf, 7e4)):
         a, b = np.ones((m, k), np.float32, order=order), np.ones((k, count), np.float32)
         a[i, j] = value
         assert_runs(a, b, "fp16")

@@ -12,21 +12,10 @@ from lowprec.backends.cpu.kernel_rows import GEMV_INT8
 from lowprec.planning.bounds import MAX_K_INT8
 from machines import OPENBLAS
 
-pytestmark = pytest.mark.skipif(
-    not casting.has_kernels(), reason="numba is not installed, or switched off"
-)
+pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 
 #: Of no multiple of what a step takes (32 numbers of a row, 16 of a column, 8 columns); those that are cut.
-SHAPES = [
-    (700, 800),
-    (1100, 1037),
-    (317, 319),
-    (3, 70_003),
-    (70_005, 9),
-    (1, 110_001),
-    (110_000, 1),
-    (16_390, 33),
-]
+SHAPES = [(700, 800), (1100, 1037), (317, 319), (3, 70_003), (70_005, 9), (1, 110_001), (110_000, 1), (16_390, 33)]
 COUNTS = (1, 2, 3, 4)
 
 
@@ -45,10 +34,7 @@ def _assert_runs(a: np.ndarray, b: np.ndarray) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_matrix_and_a_few_vectors(
-    shape: tuple[int, int],
-    layout: str,
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, int], layout: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m, k = shape
     a = LAYOUTS[layout](_numbers(rng, m, k))

@@ -25,9 +25,7 @@ from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, team, thre
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
 from programs import posix
 
-needs_openblas = pytest.mark.skipif(
-    openblas.openblas() is None, reason="scipy-openblas64 is not installed"
-)
+needs_openblas = pytest.mark.skipif(openblas.openblas() is None, reason="scipy-openblas64 is not installed")
 
 
 def run_python(code: str, *arguments: str) -> str:
@@ -67,9 +65,7 @@ def a_helper_comes() -> bool:
     return work.helped.is_set()
 
 
-needs_numba = pytest.mark.skipif(
-    not casting.can_compile(), reason="numba is not installed, or switched off"
-)
+needs_numba = pytest.mark.skipif(not casting.can_compile(), reason="numba is not installed, or switched off")
 
 
 @pytest.fixture(autouse=True)
@@ -186,9 +182,7 @@ def test_where_no_thread_can_be_started_the_caller_works_alone() -> None:
 
 
 @needs_numba
-def test_at_the_end_of_the_interpreter_the_caller_works_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_at_the_end_of_the_interpreter_the_caller_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert a_helper_comes()
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)
     seen: list[int] = []
@@ -345,13 +339,9 @@ def expired_limits() -> int:
         pytest.param(lambda: team.call(lambda: None, 3), id="team"),
     ],
 )
-def test_what_a_handler_raises_is_not_taken_for_an_answer(
-    call: Callable[[], Any], error: type[Exception]
-) -> None:
+def test_what_a_handler_raises_is_not_taken_for_an_answer(call: Callable[[], Any], error: type[Exception]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", ResourceWarning
-        )  # of files that an interrupt keeps from being closed
+        warnings.simplefilter("ignore", ResourceWarning)  # of files that an interrupt keeps from being closed
         for came in interrupts.interrupted(call, error, also=(ctypes.__file__,)):
             assert type(came) is error
         came = None

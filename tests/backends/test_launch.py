@@ -21,15 +21,9 @@ from lowprec.backends.execution import Arguments
 from lowprec.formats import DType, dtype_from_name
 from lowprec.planning.layout import OperandSpec, gemm_layout
 
-DTYPES = {
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "int8": np.dtype(np.int8),
-    "float32": np.dtype(np.float32),
-}
+DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8), "float32": np.dtype(np.float32)}
 
-kernels = pytest.mark.parametrize(
-    "kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in MICRO_KERNELS]
-)
+kernels = pytest.mark.parametrize("kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in MICRO_KERNELS])
 
 
 def whole_numbers(rng: np.random.Generator, kernel: MicroKernel, *shape: int) -> np.ndarray:
@@ -43,14 +37,10 @@ def want(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def spec(x: np.ndarray) -> OperandSpec:
-    return OperandSpec(
-        dtype_from_name(x.dtype.name), x.shape, tuple(s // x.itemsize for s in x.strides)
-    )
+    return OperandSpec(dtype_from_name(x.dtype.name), x.shape, tuple(s // x.itemsize for s in x.strides))
 
 
-def multiply(
-    kernel: MicroKernel, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None
-) -> np.ndarray:
+def multiply(kernel: MicroKernel, a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """Return the product by one job; the test fails where there is none."""
     if out is None:
         dtype = np.int32 if kernel.storage == "int8" else np.float32
@@ -65,9 +55,7 @@ def multiply(
 @kernels
 @pytest.mark.parametrize("shape", [(1, 1, 1), (8, 8, 8), (33, 5, 70), (5, 65, 1), (64, 64, 64)])
 @pytest.mark.parametrize("batch", [(), (1,), (3,), (2, 5)])
-def test_products(
-    kernel: MicroKernel, rng: np.random.Generator, shape: tuple[int, int, int], batch: Any
-) -> None:
+def test_products(kernel: MicroKernel, rng: np.random.Generator, shape: tuple[int, int, int], batch: Any) -> None:
     m, n, k = shape
     a, b = whole_numbers(rng, kernel, *batch, m, k), whole_numbers(rng, kernel, *batch, k, n)
     np.testing.assert_array_equal(multiply(kernel, a, b), want(a, b))
@@ -75,9 +63,7 @@ def test_products(
 
 @kernels
 @pytest.mark.parametrize("order", ["rows", "columns", "backwards", "steps"])
-def test_only_the_elements_of_the_result_are_written(
-    kernel: MicroKernel, rng: np.random.Generator, order: str
-) -> None:
+def test_only_the_elements_of_the_result_are_written(kernel: MicroKernel, rng: np.random.Generator, order: str) -> None:
     """Guards stand around every matrix of a batch, in layouts of rows, of columns and of neither."""
     a, b = whole_numbers(rng, kernel, 6, 35, 40), whole_numbers(rng, kernel, 6, 40, 37)
     dtype = np.int32 if kernel.storage == "int8" else np.float32
@@ -183,9 +169,7 @@ def test_nobody_writes_after_an_exception(
 @kernels
 def test_large_products_of_a_batch_are_shared_instead(kernel: MicroKernel) -> None:
     square = OperandSpec.contiguous(dtype_from_name(kernel.storage), (2, 1024, 1024))
-    out = OperandSpec.contiguous(
-        DType.INT32 if kernel.storage == "int8" else DType.FLOAT32, (2, 1024, 1024)
-    )
+    out = OperandSpec.contiguous(DType.INT32 if kernel.storage == "int8" else DType.FLOAT32, (2, 1024, 1024))
     assert run.prepare(kernel, gemm_layout(square, square, out), "exact") is None
 
 
@@ -200,13 +184,9 @@ def test_a_batch_through_the_front_door(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("batch", [(), (5,)], ids=str)
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize(
-    "names", [(), ("alpha",), ("c",), ("bias",), ("alpha", "c", "bias")], ids=str
-)
+@pytest.mark.parametrize("names", [(), ("alpha",), ("c",), ("bias",), ("alpha", "c", "bias")], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_epilogues(
-    batch: Any, columns: bool, names: tuple[str, ...], dtype: str, rng: np.random.Generator
-) -> None:
+def test_epilogues(batch: Any, columns: bool, names: tuple[str, ...], dtype: str, rng: np.random.Generator) -> None:
     """Whole numbers, so that any order of the sums has the same bits, in the one call or not."""
     shape = (64, 40, 50)  # large enough for bfloat16 units
     m, n, k = shape
@@ -241,9 +221,7 @@ def test_epilogues(
 
 
 @pytest.mark.parametrize("shape", [(5, 1, 50), (5, 40, 1), (5, 1, 1), (40, 50), (5, 40, 50)])
-def test_an_addend_of_a_batch_that_becomes_rows(
-    rng: np.random.Generator, shape: tuple[int, ...]
-) -> None:
+def test_an_addend_of_a_batch_that_becomes_rows(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     """One matrix for all products: their rows are one matrix, unless the addend is none then."""
     a, b = rng.integers(-3, 4, (5, 40, 64)), rng.integers(-3, 4, (64, 50))
     a, b, c = (x.astype(np.float32) for x in (a, b, rng.integers(-9, 9, shape)))
@@ -253,9 +231,7 @@ def test_an_addend_of_a_batch_that_becomes_rows(
 
 @kernels
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_what_follows_one_product(
-    kernel: MicroKernel, rng: np.random.Generator, order: Any
-) -> None:
+def test_what_follows_one_product(kernel: MicroKernel, rng: np.random.Generator, order: Any) -> None:
     """With a single product, as with a batch: factors, an addend of rows, of columns or of both, a bias."""
     if kernel.storage == "int8":
         return  # its epilogue is NumPy's

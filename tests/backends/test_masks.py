@@ -78,11 +78,7 @@ def _run(isa: str, program: str, **variables: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize(
-    "isa",
-    [
-        isa if isa in ("baseline", "avx2") else pytest.param(isa, marks=pytest.mark.sweep)
-        for isa in ALLOWED
-    ],
+    "isa", [isa if isa in ("baseline", "avx2") else pytest.param(isa, marks=pytest.mark.sweep) for isa in ALLOWED]
 )
 @pytest.mark.sampled(2)
 def test_products_below_a_limit(isa: str, tmp_path: Path) -> None:
@@ -140,9 +136,7 @@ print(json.dumps({"raised": raised, "warnings": told["warnings"], "devices": tol
     assert found["devices"][0]["instruction_sets"] == []
 
 
-@pytest.mark.skipif(
-    "avx2" not in cpuinfo.system_flags(), reason="this machine is no x86-64, or too old for AVX2"
-)
+@pytest.mark.skipif("avx2" not in cpuinfo.system_flags(), reason="this machine is no x86-64, or too old for AVX2")
 def test_info_tells_what_is_hidden() -> None:
     program = "import json, lowprec; print(json.dumps(lowprec.info()))"
     done = _run("baseline", program)
@@ -165,9 +159,7 @@ def test_a_plan_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert obstacle.__wrapped__(kernel) == f"{ISA} hides the {kernel.unit} of this CPU"
 
 
-def test_every_flag_of_a_micro_kernel_is_one_that_a_limit_hides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_flag_of_a_micro_kernel_is_one_that_a_limit_hides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ISA, "baseline")
     environment.refresh()
     try:
@@ -191,9 +183,7 @@ def test_a_limit_is_read_again_after_a_bad_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("machine", ["aarch64", "arm64"])
-def test_another_architecture_has_no_units_of_x86(
-    machine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_architecture_has_no_units_of_x86(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     for kernel in MICRO_KERNELS:
         assert "on Linux on x86-64 only" in obstacle.__wrapped__(kernel)

@@ -66,17 +66,13 @@ def wide(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 def very_wide(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Exponents from 2^-55 to 2^55: float32's own, beyond float16's; products stay in float32's range."""
-    return np.ldexp(
-        rng.uniform(1, 2, shape) * rng.choice([-1, 1], shape), rng.integers(-55, 56, shape)
-    )
+    return np.ldexp(rng.uniform(1, 2, shape) * rng.choice([-1, 1], shape), rng.integers(-55, 56, shape))
 
 
 DISTRIBUTIONS = {"normal": normal, "uniform": uniform, "wide": wide}
 
 
-def fill(
-    make: Any, dtype: Any, rng: np.random.Generator, *shapes: tuple[int, ...]
-) -> list[np.ndarray]:
+def fill(make: Any, dtype: Any, rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
     found = []
     for shape in shapes:
         x = make(rng, shape)
@@ -91,9 +87,7 @@ def operands(make: Any, dtype: Any, rng: np.random.Generator, size: str) -> list
     return fill(make, dtype, rng, (m, k), (k, n))
 
 
-def signed_permutation(
-    n: int, rng: np.random.Generator, dtype: Any = np.float32
-) -> tuple[np.ndarray, Any]:
+def signed_permutation(n: int, rng: np.random.Generator, dtype: Any = np.float32) -> tuple[np.ndarray, Any]:
     """Return a matrix P with one +-1 per row and column, and what ``x @ P`` does to the columns of x."""
     order, sign = rng.permutation(n), rng.choice([-1, 1], n)
     matrix = np.zeros((n, n), dtype)
@@ -115,9 +109,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[str]:
 @every_size
 @named("distribution", DISTRIBUTIONS)
 @named("dtype", SINGLE, ids=dtype_name)
-def test_single_precision(
-    mode: str, size: str, distribution: str, dtype: Any, rng: np.random.Generator
-) -> None:
+def test_single_precision(mode: str, size: str, distribution: str, dtype: Any, rng: np.random.Generator) -> None:
     a, b = operands(DISTRIBUTIONS[distribution], dtype, rng, size)
     c = lowprec.matmul(a, b, math_mode=mode)
     assert c.dtype == dtype
@@ -139,14 +131,10 @@ def test_the_error_of_rounding_is_there(
 @named("mode", ["fp32", "fp32_pedantic"])
 @named("size", [(40, 40, 16), (512, 512, 16)], ids=str)
 @named("dtype", SINGLE, ids=dtype_name)
-def test_fp32_is_not_rounded(
-    mode: str, size: tuple[int, int, int], dtype: Any, rng: np.random.Generator
-) -> None:
+def test_fp32_is_not_rounded(mode: str, size: tuple[int, int, int], dtype: Any, rng: np.random.Generator) -> None:
     m, n, k = size
     a, b = fill(normal, dtype, rng, (m, k), (k, n))
-    error = np.linalg.norm(
-        oracles.widen(lowprec.matmul(a, b, math_mode=mode)) - oracles.product(a, b)
-    )
+    error = np.linalg.norm(oracles.widen(lowprec.matmul(a, b, math_mode=mode)) - oracles.product(a, b))
     # gamma_16 |A||B| in norm is about 16 * 6e-8 * 16 * 0.64 per element, a fiftieth of the rounding to TF32,
     # which is about 2.8e-4 * sqrt(16).
     bound = float(np.linalg.norm(oracles.accumulation_bound(a, b, mode)))
@@ -177,9 +165,7 @@ def test_other_storage(size: str, distribution: str, dtype: Any, rng: np.random.
 
 
 @small_and_large
-def test_bfloat16_storage_has_the_exponents_of_float32(
-    size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_bfloat16_storage_has_the_exponents_of_float32(size: str, machine: str, rng: np.random.Generator) -> None:
     a, b = operands(very_wide, bfloat16, rng, size)
     for out_dtype in (bfloat16, np.float32):
         oracles.assert_within_bound(lowprec.matmul(a, b, out_dtype=out_dtype), a, b)
@@ -195,9 +181,7 @@ def test_float64_against_rational_arithmetic(rng: np.random.Generator) -> None:
 
 @named("size", ["small", *LARGE])
 @named("dtype", HALF, ids=dtype_name)
-def test_16_bit_storage_accumulates_in_float32(
-    size: str, dtype: Any, machine: str, rng: np.random.Generator
-) -> None:
+def test_16_bit_storage_accumulates_in_float32(size: str, dtype: Any, machine: str, rng: np.random.Generator) -> None:
     a, b = operands(uniform, dtype, rng, size)
     wide_result = lowprec.matmul(a, b, out_dtype="float32")
     assert wide_result.dtype == np.float32
@@ -206,13 +190,9 @@ def test_16_bit_storage_accumulates_in_float32(
     oracles.assert_within_bound(lowprec.matmul(a, b), a, b)
 
 
-@named(
-    "dtype", [np.dtype("float64"), np.dtype("complex128"), *HALF, np.dtype("int8")], ids=dtype_name
-)
+@named("dtype", [np.dtype("float64"), np.dtype("complex128"), *HALF, np.dtype("int8")], ids=dtype_name)
 @small_and_large
-def test_a_mode_has_no_effect_on_other_storage(
-    dtype: Any, size: str, rng: np.random.Generator
-) -> None:
+def test_a_mode_has_no_effect_on_other_storage(dtype: Any, size: str, rng: np.random.Generator) -> None:
     a, b = operands(lambda r, s: 50 * normal(r, s), dtype, rng, size)
     plain = lowprec.matmul(a, b)
     for mode in oracles.ALL_MODES:
@@ -221,9 +201,7 @@ def test_a_mode_has_no_effect_on_other_storage(
 
 @every_mode
 @named("size", ["row", "tiles", "ragged"])
-def test_the_plan_keeps_its_promise(
-    mode: str, size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_the_plan_keeps_its_promise(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     a, b = operands(uniform, np.float32, rng, size)
     bound = lowprec.plan(a, b, math_mode=mode).bound
     error = np.abs(oracles.widen(lowprec.matmul(a, b, math_mode=mode)) - oracles.product(a, b))
@@ -260,15 +238,11 @@ def in_range(x: np.ndarray) -> np.ndarray:
 
 @every_mode
 @small_and_large
-def test_every_exponent_is_rounded_bit_by_bit(
-    mode: str, size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_every_exponent_is_rounded_bit_by_bit(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     m, n, _ = SIZES[size]
     x = in_range(rng.permutation(oracles.every_exponent(rng, 300)))[: m * n].reshape(m, n)
     p, permute = signed_permutation(n, rng)
-    oracles.assert_equal(
-        lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1))
-    )
+    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1)))
     q, permute = signed_permutation(m, rng)
     want = permute(oracles.round_to(x, mode, -2).T).T
     oracles.assert_equal(lowprec.matmul(q.T, x, math_mode=mode), want)
@@ -276,37 +250,23 @@ def test_every_exponent_is_rounded_bit_by_bit(
 
 @every_mode
 @small_and_large
-def test_ties_and_the_edges_of_the_range(
-    mode: str, size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_ties_and_the_edges_of_the_range(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     m, n, _ = SIZES[size]
     # The largest TF32 number: its nearest bfloat16 is infinite, which a split in two parts must not fall for.
     largest = {"bf16": (2 - 2.0**-7) * 2.0**127}.get(mode, (2 - 2.0**-10) * 2.0**127)
     below_overflow = np.nextafter(np.float32(largest * (1 + 2.0**-12)), np.float32(0))
-    edges = [
-        1 + 2.0**-11,
-        1 + 3 * 2.0**-11,
-        1 + 2.0**-8,
-        1 + 3 * 2.0**-8,
-        2.0**-14,
-        2.0**-24,
-        2.0**-25,
-    ]
+    edges = [1 + 2.0**-11, 1 + 3 * 2.0**-11, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 2.0**-14, 2.0**-24, 2.0**-25]
     pool = np.array([*edges, largest, -largest, below_overflow], np.float32)
     pool = pool[np.isfinite(oracles.round_to(pool, mode))]
     x = rng.choice(pool, (m, n))
     p, permute = signed_permutation(n, rng)
-    oracles.assert_equal(
-        lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1))
-    )
+    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1)))
 
 
 @every_mode
 @small_and_large
 @named("view", ["transposed", "reversed", "stepped", "columns", "fortran"])
-def test_views_are_rounded_bit_by_bit(
-    mode: str, size: str, view: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_views_are_rounded_bit_by_bit(mode: str, size: str, view: str, machine: str, rng: np.random.Generator) -> None:
     m, n, _ = SIZES[size]
     base = rng.standard_normal((2 * n, 2 * m + 3), dtype=np.float32)
     before = base.copy()
@@ -326,24 +286,18 @@ def test_views_are_rounded_bit_by_bit(
 
 @every_mode
 @small_and_large
-def test_complex_parts_are_rounded_bit_by_bit(
-    mode: str, size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_complex_parts_are_rounded_bit_by_bit(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     m, n, _ = SIZES[size]
     x = fill(normal, np.complex64, rng, (m, n))[0]
     p, permute = signed_permutation(n, rng, np.complex64)
-    oracles.assert_equal(
-        lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1))
-    )
+    oracles.assert_equal(lowprec.matmul(x, p, math_mode=mode), permute(oracles.round_to(x, mode, -1)))
     turned = lowprec.matmul(x, np.complex64(1j) * p, math_mode=mode)
     oracles.assert_equal(turned, np.complex64(1j) * permute(oracles.round_to(x, mode, -1)))
 
 
 @rounding_mode
 @named("size", [(5, 7), (1500, 1400)], ids=str)
-def test_an_outer_product_is_exact(
-    mode: str, size: tuple[int, int], rng: np.random.Generator
-) -> None:
+def test_an_outer_product_is_exact(mode: str, size: tuple[int, int], rng: np.random.Generator) -> None:
     # With k = 1 there is one product of two 11-bit numbers, 22 bits: exact in float32.
     a, b = fill(normal, np.float32, rng, (size[0], 1), (1, size[1]))
     c = lowprec.matmul(a, b, math_mode=mode)
@@ -353,9 +307,7 @@ def test_an_outer_product_is_exact(
 @every_mode
 @named("size", ["small", "tiles", "ragged", "long"])
 @named("dtype", [d for d in FLOATS if d not in HALF], ids=dtype_name)
-def test_small_integers_are_exact(
-    mode: str, size: str, dtype: Any, rng: np.random.Generator
-) -> None:
+def test_small_integers_are_exact(mode: str, size: str, dtype: Any, rng: np.random.Generator) -> None:
     # |sum| <= 1500 * 2 * 16^2 < 2^24: every partial sum is an integer that float32 holds.
     a, b = operands(lambda r, s: r.integers(-16, 17, s).astype(float), dtype, rng, size)
     c = lowprec.matmul(a, b, math_mode=mode)
@@ -364,9 +316,7 @@ def test_small_integers_are_exact(
 
 @named("size", ["small", "tiles", "ragged", "long"])
 @named("dtype", HALF, ids=dtype_name)
-def test_small_integers_in_16_bits_are_exact(
-    size: str, dtype: Any, machine: str, rng: np.random.Generator
-) -> None:
+def test_small_integers_in_16_bits_are_exact(size: str, dtype: Any, machine: str, rng: np.random.Generator) -> None:
     a, b = operands(lambda r, s: r.integers(-16, 17, s).astype(float), dtype, rng, size)
     exact = oracles.product(a, b).astype(np.float32)
     oracles.assert_equal(lowprec.matmul(a, b, out_dtype="float32"), exact)
@@ -446,9 +396,7 @@ def test_special_numbers(
 
 @every_mode
 @small_and_large
-def test_inf_times_zero_is_nan(
-    mode: str, size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_inf_times_zero_is_nan(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     a, b = operands(uniform, np.float32, rng, size)
     a[3, 2], b[2, 1] = np.inf, 0.0
     b[2, 0] = np.float32(1e-30)  # zero in float16, beside the numbers of its column
@@ -475,9 +423,7 @@ def test_special_numbers_in_16_bits(
 
 
 @small_and_large
-def test_a_float16_result_overflows_to_infinity(
-    size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_a_float16_result_overflows_to_infinity(size: str, machine: str, rng: np.random.Generator) -> None:
     m, n, k = SIZES[size]
     a, b = np.full((m, k), 256, np.float16), np.full((k, n), 255, np.float16)
     b[:, 0] = -255
@@ -491,9 +437,7 @@ def test_a_float16_result_overflows_to_infinity(
 
 @every_mode
 @small_and_large
-def test_zeros_of_either_sign_give_zero(
-    mode: str, size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_zeros_of_either_sign_give_zero(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     a, b = operands(normal, np.float32, rng, size)
     a[1], a[2] = 0.0, -0.0
     b[:, 1], b[:, 2] = -0.0, 0.0
@@ -515,13 +459,9 @@ def test_subnormal_float16_numbers_count(size: str, machine: str, rng: np.random
 
 @every_mode
 @small_and_large
-def test_what_float16_cannot_hold_becomes_zero(
-    mode: str, size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_what_float16_cannot_hold_becomes_zero(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     m, n, _ = SIZES[size]
-    x = rng.choice(
-        np.array([2.0**-25, 2.0**-25 * (1 + 2.0**-10), -(2.0**-30), 1e-20], np.float32), (m, n)
-    )
+    x = rng.choice(np.array([2.0**-25, 2.0**-25 * (1 + 2.0**-10), -(2.0**-30), 1e-20], np.float32), (m, n))
     x[:, 0] = 2.0**14
     p, permute = signed_permutation(n, rng)
     c = lowprec.matmul(x, p, math_mode=mode)
@@ -531,9 +471,7 @@ def test_what_float16_cannot_hold_becomes_zero(
 
 @every_mode
 @small_and_large
-def test_subnormal_float32_numbers(
-    mode: str, size: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_subnormal_float32_numbers(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     """Kept where the units keep them; tile units take them for zero, which the bound says."""
     m, n, _ = SIZES[size]
     x = np.ldexp(rng.standard_normal((m, n)), rng.integers(-149, -120, (m, n))).astype(np.float32)
@@ -600,9 +538,7 @@ def test_around_the_sizes_of_tiles(mode: str, extent: int, rng: np.random.Genera
 @every_mode
 @named("size", ["small", "tiles", "ragged"])
 @named("dtype", [*SINGLE, *HALF], ids=dtype_name)
-def test_numpy_alone_computes_the_same(
-    mode: str, size: str, dtype: Any, rng: np.random.Generator
-) -> None:
+def test_numpy_alone_computes_the_same(mode: str, size: str, dtype: Any, rng: np.random.Generator) -> None:
     a, b = operands(wide, dtype, rng, size)
     out_dtype = None if dtype in SINGLE else "float32"
     fast = lowprec.matmul(a, b, math_mode=mode, out_dtype=out_dtype)

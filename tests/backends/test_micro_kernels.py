@@ -74,11 +74,7 @@ KINDS: list[tuple[MicroKernel, str, str, int]] = [
 ]
 #: The modes that split operands, and in how many bfloat16 parts.
 SPLITS = {"bf16x3": 2, "bf16x6": 3, "bf16x9": 3, "tf32x3": 4}
-SPLIT_KINDS = [
-    (kernel, "float32", mode, parts)
-    for kernel in (AMX_BF16, AVX512_BF16)
-    for mode, parts in SPLITS.items()
-]
+SPLIT_KINDS = [(kernel, "float32", mode, parts) for kernel in (AMX_BF16, AVX512_BF16) for mode, parts in SPLITS.items()]
 INT8 = [(x, "int8", "exact") for x in MICRO_KERNELS if x.storage == "int8"]
 
 
@@ -86,12 +82,7 @@ def of_kinds(names: str, cases: list[tuple[Any, ...]]) -> Any:
     """Parametrise by cases that begin with a micro-kernel; those whose units are not here are skipped."""
     return pytest.mark.parametrize(
         names.split(),
-        [
-            pytest.param(
-                *case, marks=needs(case[0]), id="-".join([case[0].name, *map(str, case[1:])])
-            )
-            for case in cases
-        ],
+        [pytest.param(*case, marks=needs(case[0]), id="-".join([case[0].name, *map(str, case[1:])])) for case in cases],
     )
 
 
@@ -175,9 +166,7 @@ def split(x: np.ndarray, mode: str) -> list[np.ndarray]:
     return parts
 
 
-def product_and_bound(
-    a: np.ndarray, b: np.ndarray, rounding: str, parts: int
-) -> tuple[np.ndarray, np.ndarray]:
+def product_and_bound(a: np.ndarray, b: np.ndarray, rounding: str, parts: int) -> tuple[np.ndarray, np.ndarray]:
     """The product of the rounded operands in float64, and how far a float32 sum may be from it."""
     if rounding in SPLITS:
         x, y = split(a, rounding), split(b, rounding)
@@ -189,13 +178,8 @@ def product_and_bound(
         ]
     else:
         pairs = [(rounded(a, rounding), rounded(b, rounding))]
-    x, y = (
-        np.concatenate(side, axis)
-        for side, axis in zip(zip(*pairs, strict=True), (1, 0), strict=True)
-    )
-    count = a.shape[1] * (
-        len(pairs) * (4 if rounding == "tf32x3" else 1) if rounding in SPLITS else parts * parts
-    )
+    x, y = (np.concatenate(side, axis) for side, axis in zip(zip(*pairs, strict=True), (1, 0), strict=True))
+    count = a.shape[1] * (len(pairs) * (4 if rounding == "tf32x3" else 1) if rounding in SPLITS else parts * parts)
     # The oracle's own error: float64 sums of the same products.
     bound = (gamma(count) + gamma(x.shape[1], 2.0**-53)) * (np.abs(x) @ np.abs(y))
     flushed = 2 * count * 2.0**-126 * (1 + np.abs(x).max() + np.abs(y).max())
@@ -209,9 +193,7 @@ def assert_within(got: np.ndarray | None, want: np.ndarray, bound: np.ndarray) -
     allowed = bound * (1 + unit) + unit * np.abs(want) + tiny
     error = np.abs(got.astype(np.float64) - want)
     worst = np.unravel_index(np.argmax(error / allowed), error.shape)
-    assert (error <= allowed).all(), (
-        f"at {worst}: {got[worst]} for {want[worst]}, bound {allowed[worst]}"
-    )
+    assert (error <= allowed).all(), f"at {worst}: {got[worst]} for {want[worst]}, bound {allowed[worst]}"
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -238,12 +220,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.sampled(2)
 def test_shapes(
-    kernel: MicroKernel,
-    rng: np.random.Generator,
-    dtype: str,
-    rounding: str,
-    parts: int,
-    shape: tuple[int, int, int],
+    kernel: MicroKernel, rng: np.random.Generator, dtype: str, rounding: str, parts: int, shape: tuple[int, int, int]
 ) -> None:
     m, n, k = shape
     a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
@@ -288,9 +265,7 @@ LAYOUTS = ["rows", "columns", "backwards", "rows backwards", "padded", "steps"]
 
 
 @of_kinds("kernel dtype rounding", [kind[:3] for kind in KINDS + SPLIT_KINDS] + INT8)
-def test_layouts_of_operands(
-    kernel: MicroKernel, rng: np.random.Generator, dtype: str, rounding: str
-) -> None:
+def test_layouts_of_operands(kernel: MicroKernel, rng: np.random.Generator, dtype: str, rounding: str) -> None:
     """The same numbers give the same bits, however they lie."""
     m, n, k = 70, 90, 200
     out = "int32" if dtype == "int8" else "float32"
@@ -320,13 +295,7 @@ def test_repeated_rows_and_columns(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @of_kinds("kernel dtype rounding parts", FEW)
 def test_layouts_of_out(
-    kernel: MicroKernel,
-    rng: np.random.Generator,
-    out_dtype: str,
-    layout: str,
-    dtype: str,
-    rounding: str,
-    parts: int,
+    kernel: MicroKernel, rng: np.random.Generator, out_dtype: str, layout: str, dtype: str, rounding: str, parts: int
 ) -> None:
     """Only the elements of `out` are written, in any layout."""
     m, n, k = 45, 70, 64
@@ -353,9 +322,7 @@ def test_layouts_of_out(
         for x in (("float32", narrow), (narrow, "float32"))
     ],
 )
-def test_mixed_storage(
-    kernel: MicroKernel, rng: np.random.Generator, rounding: str, dtypes: tuple[str, str]
-) -> None:
+def test_mixed_storage(kernel: MicroKernel, rng: np.random.Generator, rounding: str, dtypes: tuple[str, str]) -> None:
     """Each operand goes into the parts that it needs: 16-bit storage stays, float32 is rounded."""
     a, b = normal(rng, (40, 70), dtypes[0]), normal(rng, (70, 50), dtypes[1])
     assert_within(multiply(kernel, a, b, rounding), *product_and_bound(a, b, rounding, 2))
@@ -367,12 +334,7 @@ def test_mixed_storage(
 @pytest.mark.parametrize("offset", [0, 4, 16, 60])
 @pytest.mark.parametrize("extra", [0, 32, 33])
 def test_large_results_at_any_alignment(
-    kernel: MicroKernel,
-    rng: np.random.Generator,
-    out_dtype: str,
-    order: str,
-    offset: int,
-    extra: int,
+    kernel: MicroKernel, rng: np.random.Generator, out_dtype: str, order: str, offset: int, extra: int
 ) -> None:
     """Results of over 1 MiB are written past the caches, by lines, and nothing beside them."""
     m, n, k = 768, 1056, 40
@@ -394,22 +356,12 @@ def test_large_results_at_any_alignment(
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
 @of_kinds("kernel dtype rounding parts", FEW)
 def test_nothing_beside_an_operand_is_read(
-    kernel: MicroKernel,
-    rng: np.random.Generator,
-    out_dtype: str,
-    dtype: str,
-    rounding: str,
-    parts: int,
+    kernel: MicroKernel, rng: np.random.Generator, out_dtype: str, dtype: str, rounding: str, parts: int
 ) -> None:
     """NaN all around the operands; a result whose lines begin within its rows shifts the blocks."""
     m, n, k = 600, 1024, 40
-    a, b = (
-        np.full((extent + 64, other + 64), np.nan, np.float32) for extent, other in ((m, k), (k, n))
-    )
-    a[32:-32, 32:-32], b[32:-32, 32:-32] = (
-        normal(rng, (m, k), "float32"),
-        normal(rng, (k, n), "float32"),
-    )
+    a, b = (np.full((extent + 64, other + 64), np.nan, np.float32) for extent, other in ((m, k), (k, n)))
+    a[32:-32, 32:-32], b[32:-32, 32:-32] = (normal(rng, (m, k), "float32"), normal(rng, (k, n), "float32"))
     memory = np.zeros(m * n * DTYPES[out_dtype].itemsize + 128, np.uint8)
     start = 64 - memory.ctypes.data % 64 + 12
     out = memory[start : start + memory.size - 128].view(DTYPES[out_dtype]).reshape(m, n)
@@ -430,12 +382,7 @@ def panels_of_stack(kernel: MicroKernel, b: np.ndarray, rounding: str) -> list[P
 @kinds
 @pytest.mark.parametrize("shape", [(5, 7, 9), (70, 90, 1100)], ids=str)
 def test_panels_are_what_the_product_packs(
-    kernel: MicroKernel,
-    dtype: str,
-    rounding: str,
-    parts: int,
-    shape: tuple[int, int, int],
-    rng: np.random.Generator,
+    kernel: MicroKernel, dtype: str, rounding: str, parts: int, shape: tuple[int, int, int], rng: np.random.Generator
 ) -> None:
     m, n, k = shape
     a, b = normal(rng, (m, k), dtype), normal(rng, (3, k, n), dtype)[::-1]
@@ -468,9 +415,7 @@ def patterns(dtype: str, rng: np.random.Generator) -> np.ndarray:
         exponents = np.repeat(np.arange(127 - 24, 127 + 14, dtype=np.uint32), 40)
         fraction = rng.integers(0, 1 << 23, exponents.size, dtype=np.uint32)
         ties = np.where(np.arange(fraction.size) % 2, 0x1000, 0x8000).astype(np.uint32)
-        fraction = np.where(
-            np.arange(fraction.size) % 4 < 2, fraction & ~(ties * 2 - 1) | ties, fraction
-        )
+        fraction = np.where(np.arange(fraction.size) % 4 < 2, fraction & ~(ties * 2 - 1) | ties, fraction)
         sign = rng.integers(0, 2, exponents.size, dtype=np.uint32) << 31
         return (sign | exponents << 23 | fraction).view(np.float32)
     bits = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
@@ -496,16 +441,12 @@ def test_single_products_are_exact(
 
 @bfloat16_kernels
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float16"])
-def test_results_are_rounded_once(
-    kernel: MicroKernel, rng: np.random.Generator, out_dtype: str
-) -> None:
+def test_results_are_rounded_once(kernel: MicroKernel, rng: np.random.Generator, out_dtype: str) -> None:
     """Products of k = 1 are exact in float32, so the output must be their nearest even neighbour."""
     x = patterns("float32", rng)
     a, b = rng.permutation(x)[:800, None], rng.permutation(x)[None, :800]
     with np.errstate(over="ignore"):
-        want = (
-            (rounded(a, "bf16") * rounded(b, "bf16")).astype(np.float32).astype(DTYPES[out_dtype])
-        )
+        want = (rounded(a, "bf16") * rounded(b, "bf16")).astype(np.float32).astype(DTYPES[out_dtype])
     got = multiply(kernel, a, b, "bf16", out_dtype)
     assert got is not None
     np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
@@ -517,18 +458,14 @@ def test_tf32_ties(kernel: MicroKernel) -> None:
     """Half a unit above an even and an odd neighbour: away from zero."""
     ties = np.array([[1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-11]], np.float32)
     one = np.ones((1, 1), np.float32)
-    np.testing.assert_array_equal(
-        multiply(kernel, one, ties, "tf32"), [[1 + 2.0**-10, 1 + 2.0**-9, -1 - 2.0**-10]]
-    )
+    np.testing.assert_array_equal(multiply(kernel, one, ties, "tf32"), [[1 + 2.0**-10, 1 + 2.0**-9, -1 - 2.0**-10]])
 
 
 @two_part_kernels
 def test_float16_subnormals_count(kernel: MicroKernel) -> None:
     want = np.array([[2.0**-24, 2.0**-23, 0, 0, 2.0**-15 + 2.0**-24]])
     stored = want.astype(np.float16)
-    np.testing.assert_array_equal(
-        multiply(kernel, np.ones((1, 1), np.float16), stored, "exact"), want
-    )
+    np.testing.assert_array_equal(multiply(kernel, np.ones((1, 1), np.float16), stored, "exact"), want)
 
 
 # --- infinities and NaN -----------------------------------------------------------------------
@@ -536,9 +473,7 @@ def test_float16_subnormals_count(kernel: MicroKernel) -> None:
 
 @of_kinds("kernel dtype rounding", [kind[:3] for kind in KINDS if kind[3] == 1])
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
-def test_one_part_passes_nonfinite_values(
-    kernel: MicroKernel, dtype: str, rounding: str, out_dtype: str
-) -> None:
+def test_one_part_passes_nonfinite_values(kernel: MicroKernel, dtype: str, rounding: str, out_dtype: str) -> None:
     # A signalling NaN with its payload in the low bits: truncating it would make an infinity.
     nan = np.array([0x7F800001], np.uint32).view(np.float32)[0]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -565,10 +500,7 @@ def test_bf16_rounds_to_infinity(kernel: MicroKernel) -> None:
 
 
 TWO_PARTS = [kind[:3] for kind in KINDS if kind[3] == 2]
-BAD = {
-    "float32": [np.inf, -np.inf, np.nan, np.float32(np.finfo(np.float32).max)],
-    "float16": [np.inf, -np.inf, np.nan],
-}
+BAD = {"float32": [np.inf, -np.inf, np.nan, np.float32(np.finfo(np.float32).max)], "float16": [np.inf, -np.inf, np.nan]}
 
 
 @of_kinds("kernel dtype rounding", TWO_PARTS)
@@ -635,12 +567,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("with_c", [None, "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_epilogues(
-    kernel: MicroKernel,
-    rng: np.random.Generator,
-    activation: str,
-    with_bias: str,
-    with_c: str,
-    order: Any,
+    kernel: MicroKernel, rng: np.random.Generator, activation: str, with_bias: str, with_c: str, order: Any
 ) -> None:
     m, n, k = 70, 45, 50
     a, b = normal(rng, (m, k), "float32"), normal(rng, (k, n), "float32")
@@ -685,12 +612,8 @@ def test_gelu_closely(kernel: MicroKernel, rng: np.random.Generator) -> None:
 @bfloat16_kernels
 def test_gelu_far_out(kernel: MicroKernel) -> None:
     """The tails are x and 0, whatever float32 does with exp(x)."""
-    x = np.array(
-        [[-np.inf, -3e38, -1e10, -30.0, -0.0, 30.0, 1e10, 3e38, np.inf, np.nan]], np.float32
-    )
-    got = multiply(
-        kernel, np.ones((1, 1), BFLOAT16), x.astype(BFLOAT16), "exact", activation="gelu"
-    )
+    x = np.array([[-np.inf, -3e38, -1e10, -30.0, -0.0, 30.0, 1e10, 3e38, np.inf, np.nan]], np.float32)
+    got = multiply(kernel, np.ones((1, 1), BFLOAT16), x.astype(BFLOAT16), "exact", activation="gelu")
     assert got is not None
     want = np.maximum(x.astype(BFLOAT16).astype(np.float32), 0)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-36)
@@ -742,19 +665,14 @@ def test_out_may_be_c(
 @pytest.mark.parametrize("shape", [(1, 1, 1), (33, 17, 65), (64, 64, 64), (50, 70, 9000)])
 @pytest.mark.parametrize("orders", list(itertools.product("CF", repeat=3)))
 def test_int8_is_exact(
-    kernel: MicroKernel,
-    rng: np.random.Generator,
-    shape: tuple[int, int, int],
-    orders: tuple[Any, Any, Any],
+    kernel: MicroKernel, rng: np.random.Generator, shape: tuple[int, int, int], orders: tuple[Any, Any, Any]
 ) -> None:
     m, n, k = shape
     a = np.asarray(rng.integers(-128, 128, (m, k), dtype=np.int8), order=orders[0])
     b = np.asarray(rng.integers(-128, 128, (k, n), dtype=np.int8), order=orders[1])
     a[0], b[:, 0] = -128, -128
     out = np.zeros((m, n), np.int32, order=orders[2])
-    np.testing.assert_array_equal(
-        multiply(kernel, a, b, "exact", out), a.astype(np.int64) @ b.astype(np.int64)
-    )
+    np.testing.assert_array_equal(multiply(kernel, a, b, "exact", out), a.astype(np.int64) @ b.astype(np.int64))
 
 
 @int8_kernels
@@ -781,9 +699,7 @@ def test_int8_refuses_an_epilogue(kernel: MicroKernel) -> None:
     ("a_dtype", "b_dtype", "out_dtype"),
     [("int8", "float32", "int32"), ("int8", "int8", "float32"), ("float32", "float32", "int32")],
 )
-def test_types_that_do_not_go_together(
-    kernel: MicroKernel, a_dtype: str, b_dtype: str, out_dtype: str
-) -> None:
+def test_types_that_do_not_go_together(kernel: MicroKernel, a_dtype: str, b_dtype: str, out_dtype: str) -> None:
     a, b = np.ones((4, 4), DTYPES[a_dtype]), np.ones((4, 4), DTYPES[b_dtype])
     with pytest.raises(ValueError, match="int8 goes with int8 into int32"):
         multiply(kernel, a, b, "bf16", out_dtype)
@@ -810,11 +726,7 @@ def test_float32_needs_a_rounding(kernel: MicroKernel) -> None:
 
 @of_kinds("kernel dtype rounding", [kind[:3] for kind in KINDS + SPLIT_KINDS] + INT8)
 def test_result_does_not_depend_on_thread_count(
-    kernel: MicroKernel,
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    rounding: str,
+    kernel: MicroKernel, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, rounding: str
 ) -> None:
     a, b = normal(rng, (330, 2500), dtype), normal(rng, (2500, 400), dtype)
     results = []
@@ -914,8 +826,7 @@ def test_processors_with_amx_leave_float32_to_openblas() -> None:
 
 @pytest.mark.parametrize("order", ["C", "F"])
 @of_kinds(
-    "kernel rounding",
-    [(AVX512_BF16, "bf16"), (AVX512_BF16, "bf16x3"), (AVX512_FP32, "tf32"), (AVX512_VNNI, "exact")],
+    "kernel rounding", [(AVX512_BF16, "bf16"), (AVX512_BF16, "bf16x3"), (AVX512_FP32, "tf32"), (AVX512_VNNI, "exact")]
 )
 def test_blocks_of_columns_change_no_bit(
     kernel: MicroKernel, rounding: str, order: str, monkeypatch: pytest.MonkeyPatch

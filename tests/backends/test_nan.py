@@ -33,9 +33,7 @@ modes = pytest.mark.parametrize("mode", oracles.ALL_MODES)
 
 def scattered(view: np.ndarray) -> list[tuple[int, ...]]:
     """Return an element at the beginning, one in the middle, and one at the end of a view."""
-    return sorted(
-        {tuple(n // 2 for n in view.shape), (0,) * view.ndim, tuple(n - 1 for n in view.shape)}
-    )
+    return sorted({tuple(n // 2 for n in view.shape), (0,) * view.ndim, tuple(n - 1 for n in view.shape)})
 
 
 def put(view: np.ndarray, index: tuple[int, ...], nan: np.ndarray) -> None:
@@ -100,9 +98,7 @@ SIZES = {"small": (6, 5, 8), "tiles": (70, 66, 96)}
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 @pytest.mark.sampled(3)
-def test_every_nan_reaches_the_result(
-    mode: str, size: str, dtype: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_every_nan_reaches_the_result(mode: str, size: str, dtype: str, machine: str, rng: np.random.Generator) -> None:
     m, n, k = SIZES[size]
     patterns = oracles.nans(np.float32)
     for name, strided in oracles.STRIDES.items():
@@ -169,12 +165,8 @@ def test_every_nan_of_an_addend_reaches_the_result(
 
 
 @pytest.mark.parametrize("size", [2, 70, 140])
-@pytest.mark.parametrize(
-    "dtype", [np.dtype("f4"), np.dtype("f8"), np.dtype("f2"), bfloat16], ids=str
-)
-def test_gelu_of_minus_infinity_is_zero_on_every_kernel(
-    size: int, dtype: Any, machine: str
-) -> None:
+@pytest.mark.parametrize("dtype", [np.dtype("f4"), np.dtype("f8"), np.dtype("f2"), bfloat16], ids=str)
+def test_gelu_of_minus_infinity_is_zero_on_every_kernel(size: int, dtype: Any, machine: str) -> None:
     a = np.eye(size, dtype=dtype)
     c = np.zeros((size, size), dtype)
     c[0, 0], c[1, 1], c[1, 0], c[0, 1] = -np.inf, np.inf, np.nan, -60000
@@ -185,8 +177,7 @@ def test_gelu_of_minus_infinity_is_zero_on_every_kernel(
 # -- the kernels around the tile units ------------------------------------------------------------
 
 needs_kernels = pytest.mark.skipif(
-    not importlib.util.find_spec("numba")
-    or not {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"} <= cpu_flags(),
+    not importlib.util.find_spec("numba") or not {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"} <= cpu_flags(),
     reason="the packing kernels need numba and a CPU with AVX512-BF16",
 )
 
@@ -227,9 +218,7 @@ PACKINGS = [("float32", "bf16"), ("float32", "tf32"), ("float32", "fp16"), ("flo
 @pytest.mark.parametrize(("dtype", "rounding"), PACKINGS)
 @pytest.mark.parametrize("is_b", [False, True], ids="ab")
 @pytest.mark.parametrize("strides", oracles.STRIDES)
-def test_packing_loses_no_nan(
-    dtype: str, rounding: str, is_b: bool, strides: str, rng: np.random.Generator
-) -> None:
+def test_packing_loses_no_nan(dtype: str, rounding: str, is_b: bool, strides: str, rng: np.random.Generator) -> None:
     for nan in [None, *oracles.nans(dtype)]:
         writable, x = oracles.STRIDES[strides](oracles.random_matrix(rng, (40, 72), dtype))
         if nan is not None:
@@ -291,10 +280,7 @@ def test_packing_float32_loses_no_nan(
     if rounding != "fp16":  # whose operands are scaled where there are such numbers
         special += [1e-39, -1e-45]
     with np.errstate(over="ignore"):
-        numbers = [
-            *oracles.nans(dtype),
-            *np.array(special, np.float32).astype(getattr(ml_dtypes, dtype, dtype)),
-        ]
+        numbers = [*oracles.nans(dtype), *np.array(special, np.float32).astype(getattr(ml_dtypes, dtype, dtype))]
     for number in numbers:
         writable, x = oracles.STRIDES[strides](oracles.random_matrix(rng, (40, 72), dtype))
         put(writable, tuple(extent // 2 for extent in writable.shape), number)
@@ -325,9 +311,7 @@ def test_writing_a_block_loses_no_nan(
         put(block, (i % 32, 7 * i % 19), nan)
     (held, accumulators), (_, scratch) = page(4096), page(256)
     tiles = (ctypes.c_float * 1024).from_address(accumulators)
-    np.frombuffer(tiles, np.uint32)[:] = (
-        block.view(np.uint32).reshape(2, 16, 2, 16).swapaxes(1, 2).reshape(-1)
-    )
+    np.frombuffer(tiles, np.uint32)[:] = block.view(np.uint32).reshape(2, 16, 2, 16).swapaxes(1, 2).reshape(-1)
     out = np.zeros((32, 32 * step), np.dtype(getattr(ml_dtypes, dtype, dtype)))
     fields = {
         J.M: 32, J.N: end, J.OUT: out.ctypes.data,

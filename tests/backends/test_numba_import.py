@@ -12,9 +12,7 @@ import pytest
 
 from lowprec.backends.cpu import numba_import
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("numba") is None, reason="numba is not installed"
-)
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba is not installed")
 
 _PROGRAM = """
 import sys, warnings
@@ -47,11 +45,7 @@ print(len(seen), *seen, kernels <= {"openblas", "numpy"}, kernels)
 
 
 @pytest.mark.parametrize(
-    "failure",
-    [
-        'raise ImportError("Numba needs NumPy 1.0 or less")',
-        "import a_module_that_nobody_has",
-    ],
+    "failure", ['raise ImportError("Numba needs NumPy 1.0 or less")', "import a_module_that_nobody_has"]
 )
 def test_products_fall_back_with_one_warning(tmp_path: Path, failure: str) -> None:
     package = tmp_path / "numba"
@@ -70,12 +64,8 @@ def test_products_fall_back_with_one_warning(tmp_path: Path, failure: str) -> No
     assert " True " in done.stdout, done.stdout
 
 
-@pytest.mark.parametrize(
-    "lost", ["compiler.compile_extra", "registry.cpu_target", "cgutils.alloca_once"]
-)
-def test_an_interface_that_numba_lacks_costs_a_warning_and_the_kernels(
-    lost: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("lost", ["compiler.compile_extra", "registry.cpu_target", "cgutils.alloca_once"])
+def test_an_interface_that_numba_lacks_costs_a_warning_and_the_kernels(lost: str, tmp_path: Path) -> None:
     module, name = lost.split(".")
     program = f"""
 import warnings

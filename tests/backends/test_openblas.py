@@ -17,9 +17,7 @@ from lowprec.backends.cpu import gemm, numba_import, openblas, panels, team, thr
 from lowprec.formats import dtype_from_name
 from lowprec.planning import MatrixStack
 
-needs_openblas = pytest.mark.skipif(
-    openblas.openblas() is None, reason="scipy-openblas64 is not installed"
-)
+needs_openblas = pytest.mark.skipif(openblas.openblas() is None, reason="scipy-openblas64 is not installed")
 
 DTYPES = ("float32", "float64", "complex64", "complex128")
 #: Large enough to be cut into panels; no extent is a multiple of the grain.
@@ -41,9 +39,7 @@ def assert_product(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     k = a.shape[-1]
     gamma = 2 * k * u / (1 - 2 * k * u)
     # In a type whose own rounding is far below the bound.
-    wide = {"f": np.float64, "d": np.longdouble, "F": np.complex128, "D": np.clongdouble}[
-        out.dtype.char
-    ]
+    wide = {"f": np.float64, "d": np.longdouble, "F": np.complex128, "D": np.clongdouble}[out.dtype.char]
     error = np.abs(out - a.astype(wide) @ b.astype(wide))
     assert np.all(error <= np.sqrt(2) * gamma * (np.abs(a) @ np.abs(b)))
 
@@ -51,9 +47,7 @@ def assert_product(out: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 @needs_openblas
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("column_major", range(8), ids=lambda i: f"{i:03b}")
-def test_layouts(
-    dtype: str, column_major: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layouts(dtype: str, column_major: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     for m, n, k in ((M, N, K), (M, 1, K), (1, N, K), (M, N, 1), (1, 1, K), (3, 2, 5)):
         shapes = ((m, k), (k, n), (m, n))
@@ -68,9 +62,7 @@ def test_layouts(
 
 @needs_openblas
 @pytest.mark.parametrize("workers", [1, 2, 5, 6, 16])
-def test_panels_cover_the_result_once(
-    workers: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_panels_cover_the_result_once(workers: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: workers)
     # Views of larger arrays: leading dimensions beyond the extents, and a frame that must stay.
     a, b = random(rng, (M, K + 7), "float32")[:, :K], random(rng, (K, N + 3), "float32")[:, :N]
@@ -84,9 +76,7 @@ def test_panels_cover_the_result_once(
 @needs_openblas
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_vectors_with_gaps(
-    dtype: str, order: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vectors_with_gaps(dtype: str, order: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of rows: the last one is a short one."""
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a = np.asarray(random(rng, (2200, 530), dtype), order=order)[:2190]
@@ -182,32 +172,17 @@ def test_the_number_of_threads_of_numpy_changes_no_bit_of_a_stack() -> None:
 
 @needs_openblas
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "shape", [(2, 3, 5, 7, 4), (1, 9, 1, 30, 40), (3, 2, 20, 1, 30), (40, 1, 64, 48, 50)]
-)
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7, 4), (1, 9, 1, 30, 40), (3, 2, 20, 1, 30), (40, 1, 64, 48, 50)])
 @pytest.mark.parametrize("out_order", ["rows", "columns", "gaps"])
 def test_batches(
-    dtype: str,
-    shape: tuple[int, ...],
-    out_order: str,
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: str, shape: tuple[int, ...], out_order: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Repeated operands, into memory that holds NaN; each number of threads gives the same bits."""
     count, repeats, m, n, k = shape
-    a, b = (
-        random(rng, (count, 1, m, k), dtype),
-        random(rng, (repeats, n, k), dtype).swapaxes(-1, -2),
-    )
+    a, b = (random(rng, (count, 1, m, k), dtype), random(rng, (repeats, n, k), dtype).swapaxes(-1, -2))
     memory = np.full((repeats, count, n + 1, m + 2), np.nan, dtype)
-    inner = (
-        memory[..., 1:, 1:-1] if out_order == "gaps" else np.ascontiguousarray(memory[..., 1:, 2:])
-    )
-    out = (
-        inner.transpose(1, 0, 3, 2)
-        if out_order != "rows"
-        else np.full((count, repeats, m, n), np.nan, dtype)
-    )
+    inner = memory[..., 1:, 1:-1] if out_order == "gaps" else np.ascontiguousarray(memory[..., 1:, 2:])
+    out = inner.transpose(1, 0, 3, 2) if out_order != "rows" else np.full((count, repeats, m, n), np.nan, dtype)
     results = []
     for workers in (1, 2, 7):
         monkeypatch.setattr(threads, "num_threads", lambda workers=workers: workers)
@@ -220,17 +195,12 @@ def test_batches(
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [(331, 275, 400), (40, 4000, 4000), (4000, 40, 300), (1, 1, 1), (48, 96, 10**7)],
+    ("m", "n", "k"), [(331, 275, 400), (40, 4000, 4000), (4000, 40, 300), (1, 1, 1), (48, 96, 10**7)]
 )
 @pytest.mark.parametrize("workers", [None, 1, 2, 3, 8, 64])
 def test_cuts(m: int, n: int, k: int, workers: int | None) -> None:
     covered = np.zeros((m, n), int)
-    cut = (
-        panels.panels_for_shape(m, n, k)
-        if workers is None
-        else panels.panels_for_threads(m, n, k, workers)
-    )
+    cut = panels.panels_for_shape(m, n, k) if workers is None else panels.panels_for_threads(m, n, k, workers)
     for i, rows, j, columns in cut:
         covered[i : i + rows, j : j + columns] += 1
         assert len(cut) == 1 or rows * columns * k >= panels.SMALLEST_PANEL
@@ -249,9 +219,7 @@ def test_cuts_of_rows(m: int, k: int, by_rows: bool) -> None:
 
 @needs_openblas
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_outlive_the_library_that_they_were_asked_of(
-    dtype: str, rng: np.random.Generator
-) -> None:
+def test_products_outlive_the_library_that_they_were_asked_of(dtype: str, rng: np.random.Generator) -> None:
     opened = openblas.loaded_openblas()
     a, b = random(rng, (20, 30), dtype), random(rng, (30, 10), dtype)
     out = np.zeros((20, 10), dtype)
@@ -359,9 +327,7 @@ def test_threadpoolctl_limits_products_and_starts_no_threads_here() -> None:
     started: list[int] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         run = team._run
-        monkeypatch.setattr(
-            team, "_run", lambda job, workers: (started.append(workers), run(job, workers))
-        )
+        monkeypatch.setattr(team, "_run", lambda job, workers: (started.append(workers), run(job, workers)))
         with controlling.threadpool_limits(1):
             assert lowprec.matmul(a, a)[0, 0] == 600
         assert set(started) == {1}

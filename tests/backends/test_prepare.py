@@ -45,9 +45,7 @@ def numbers(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
     if dtype == "int8":
         return rng.integers(-128, 128, shape).astype(np.int8)
     x = rng.standard_normal(shape)
-    return (x + 1j * rng.standard_normal(shape) if dtype == "complex64" else x).astype(
-        DTYPES[dtype]
-    )
+    return (x + 1j * rng.standard_normal(shape) if dtype == "complex64" else x).astype(DTYPES[dtype])
 
 
 def same(x: Any, y: Any) -> None:
@@ -71,11 +69,7 @@ def is_kept(plan: GemmPlan) -> bool:
 
 
 #: A mode acts on single precision alone.
-CASES = [
-    (dtype, mode)
-    for dtype in DTYPES
-    for mode in (MODES if dtype in ("float32", "complex64") else ["bf16"])
-]
+CASES = [(dtype, mode) for dtype in DTYPES for mode in (MODES if dtype in ("float32", "complex64") else ["bf16"])]
 
 
 @pytest.mark.parametrize(("dtype", "mode"), CASES)
@@ -116,9 +110,7 @@ def test_the_next_product_reads_what_the_first_made(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_large_result_that_is_written_past_the_caches(
-    rng: np.random.Generator, dtype: str
-) -> None:
+def test_a_large_result_that_is_written_past_the_caches(rng: np.random.Generator, dtype: str) -> None:
     a, b = numbers(rng, dtype, 700, 300), numbers(rng, dtype, 300, 1104)
     prepared = lowprec.prepare(b, math_mode="bf16")
     want = lowprec.matmul(a, b, math_mode="bf16", out_dtype="float32")
@@ -177,12 +169,7 @@ STACKS = {
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one call", "one by one"])
 @pytest.mark.parametrize("layout", STACKS)
 def test_stacks_keep_what_is_made_of_each_matrix(
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-    machine: str,
-    layout: str,
-    at_once: bool,
-    dtype: str,
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, machine: str, layout: str, at_once: bool, dtype: str
 ) -> None:
     """Small products of a batch run in one call; larger ones do not."""
     m, n, k = (40, 60, 70) if at_once or machine == "NumPy alone" else (70, 190, 350)
@@ -240,9 +227,7 @@ def test_a_matrix_that_meets_vectors_is_kept_in_16_bits(
 
 
 @pytest.mark.parametrize("strides", oracles.STRIDES)
-def test_a_matrix_that_must_be_scaled_meets_vectors_in_one_order(
-    rng: np.random.Generator, strides: str
-) -> None:
+def test_a_matrix_that_must_be_scaled_meets_vectors_in_one_order(rng: np.random.Generator, strides: str) -> None:
     """Sums that are rounded depend on the order, which follows from the strides of the matrix as it was given."""
     numbers_apart = np.ldexp(rng.standard_normal((300, 130)), rng.integers(-45, 45, (300, 1)))
     _, b = oracles.STRIDES[strides](numbers_apart.astype(np.float32))
@@ -340,9 +325,7 @@ def test_what_is_written_to_the_array_later_does_not_show(rng: np.random.Generat
 
 @pytest.mark.parametrize("first", range(0, 70, 23))
 @pytest.mark.parametrize("step", [1, -1, 2])
-def test_the_copy_lies_as_the_array_and_is_not_written(
-    rng: np.random.Generator, first: int, step: int
-) -> None:
+def test_the_copy_lies_as_the_array_and_is_not_written(rng: np.random.Generator, first: int, step: int) -> None:
     """A library may multiply what begins at another place of a cache line in another way."""
     b = numbers(rng, "float32", 200, 96)[first :: abs(step)][::step, 3:]
     copy = view_of(lowprec.prepare(b)).owner
@@ -352,9 +335,7 @@ def test_the_copy_lies_as_the_array_and_is_not_written(
     assert not copy.flags.writeable
 
 
-def test_the_mode_in_force_decides(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mode_in_force_decides(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     prepared = lowprec.prepare(b, math_mode="tf32")
     lowprec.matmul(a, prepared, math_mode="tf32")
@@ -404,19 +385,14 @@ def test_linear(rng: np.random.Generator) -> None:
         got = lowprec.linear(x, prepared, weight[:, 0], activation="relu", math_mode="bf16x3")
         same(got, want)
     assert prepared.T.packed_bytes == prepared.packed_bytes  # the transpose shares what is made
-    same(
-        lowprec.matmul(x, prepared.T, math_mode="bf16x3"),
-        lowprec.matmul(x, weight.T, math_mode="bf16x3"),
-    )
+    same(lowprec.matmul(x, prepared.T, math_mode="bf16x3"), lowprec.matmul(x, weight.T, math_mode="bf16x3"))
     with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(n, k\), got \(128,\)"):
         lowprec.linear(x, lowprec.prepare(weight[0]))
 
 
 @pytest.mark.parametrize("mode", ["bf16", "tf32", "bf16x3", "fp16x3"])
 @pytest.mark.parametrize("n", [32, 96])
-def test_the_transpose_of_a_square_matrix_has_forms_of_its_own(
-    rng: np.random.Generator, n: int, mode: str
-) -> None:
+def test_the_transpose_of_a_square_matrix_has_forms_of_its_own(rng: np.random.Generator, n: int, mode: str) -> None:
     a, b = numbers(rng, "float32", 150, n), numbers(rng, "float32", n, n)
     prepared = lowprec.prepare(b, math_mode=mode)
     for _ in range(2):
@@ -446,9 +422,7 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
     prepared = lowprec.prepare(b, math_mode="bf16")
     c = lowprec.prepare(numbers(rng, "float32", 64, 96))
     for call in (lowprec.matmul, lowprec.plan):
-        with pytest.raises(
-            lowprec.ArrayError, match="a is a prepared operand; it stands only for b of matmul"
-        ):
+        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand; it stands only for b of matmul"):
             call(prepared, b)
         with pytest.raises(lowprec.ArrayError, match="a is a prepared operand"):
             call(prepared, prepared)
@@ -458,13 +432,9 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
             call(a, prepared, out=c)
         with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
             call(a[:, 1:], prepared)
-    with pytest.raises(
-        lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"
-    ):
+    with pytest.raises(lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"):
         lowprec.vecdot(a, prepared)
-    with pytest.raises(
-        lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"
-    ):
+    with pytest.raises(lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"):
         lowprec.prepare(prepared)
     with pytest.raises(lowprec.ModeError, match="'bf17' is not a math mode"):
         lowprec.prepare(b, math_mode="bf17")
@@ -508,9 +478,7 @@ def test_fork(rng: np.random.Generator) -> None:
     [("bf16x3", 64, ()), ("bf16", 64, ()), ("bf16", 64, (4,)), ("tf32", 8, ()), ("bf16", 1, ())],
     ids=["parts", "panels", "a stack", "rows", "16 bits"],
 )
-def test_first_use_in_eight_threads(
-    rng: np.random.Generator, mode: str, m: int, batch: tuple[int, ...]
-) -> None:
+def test_first_use_in_eight_threads(rng: np.random.Generator, mode: str, m: int, batch: tuple[int, ...]) -> None:
     a, b = numbers(rng, "float32", *batch, m, 150), numbers(rng, "float32", *batch, 150, 200)
     prepared = lowprec.prepare(b, math_mode=mode)
     want, barrier, wrong = lowprec.matmul(a, b, math_mode=mode), threading.Barrier(8), []
@@ -534,11 +502,7 @@ def test_first_use_in_eight_threads(
 @pytest.mark.parametrize("m", [8, 150])
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "bf16x3", "fp16x3"])
 def test_released_in_the_middle_of_a_product(
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    m: int,
-    batch: tuple[int, ...],
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, mode: str, m: int, batch: tuple[int, ...]
 ) -> None:
     """As by another thread: whoever multiplies holds what was made, which is written over when it is freed."""
     a, b = numbers(rng, "float32", *batch, m, 350), numbers(rng, "float32", *batch, 350, 190)
@@ -566,10 +530,7 @@ def test_its_memory_is_given_back_with_it(rng: np.random.Generator) -> None:
     gc.disable()
     try:
         for m, batch in ((1, ()), (8, ()), (64, ()), (64, (3,))):
-            a, b = (
-                numbers(rng, "float32", *batch, m, 150),
-                numbers(rng, "float32", *batch, 150, 200),
-            )
+            a, b = (numbers(rng, "float32", *batch, m, 150), numbers(rng, "float32", *batch, 150, 200))
             prepared = lowprec.prepare(b, math_mode="bf16")
             lowprec.matmul(a, prepared, math_mode="bf16")
             lowprec.matmul(a, prepared.T.T, math_mode="bf16")
@@ -617,9 +578,7 @@ def test_a_product_that_cannot_be_split_keeps_nothing(
 
 
 @pytest.mark.parametrize("mode", ["bf16x3", "bf16x6", "bf16x9"])
-def test_parts_are_kept_as_they_are_packed(
-    rng: np.random.Generator, mode: str, machine: str
-) -> None:
+def test_parts_are_kept_as_they_are_packed(rng: np.random.Generator, mode: str, machine: str) -> None:
     """Strips of 32 columns in two bytes a part, where products of parts run in one pass; in float32 elsewhere."""
     prepared = lowprec.prepare(numbers(rng, "float32", 256, 96), math_mode=mode)
     a = numbers(rng, "float32", 100, 256)

@@ -29,13 +29,7 @@ def parts_of(mode: MathMode, x: np.ndarray, scaled_over: int | None = None) -> s
     found, shape = row(mode), x.shape
     with Workspace() as workspace:
         made = splitting.split(
-            np.atleast_2d(x),
-            x.dtype,
-            found,
-            found.operand_format,
-            found.parts,
-            scaled_over,
-            workspace,
+            np.atleast_2d(x), x.dtype, found, found.operand_format, found.parts, scaled_over, workspace
         )
         return splitting.Split([part.reshape(shape).copy() for part in made.parts], made.exponents)
 
@@ -45,9 +39,7 @@ def every_exponent(rng: np.random.Generator, each: int = 64) -> np.ndarray:
     exponents = np.arange(255, dtype=np.uint32)[:, None] << 23
     fractions = rng.integers(0, 1 << 23, (255, each), dtype=np.uint32)
     fractions[:, :3] = 0, (1 << 23) - 1, 1 << 22
-    return np.stack([exponents | fractions, exponents | fractions | np.uint32(1 << 31)]).view(
-        np.float32
-    )
+    return np.stack([exponents | fractions, exponents | fractions | np.uint32(1 << 31)]).view(np.float32)
 
 
 @pytest.mark.parametrize("mode", ["bf16x6", "bf16x9"])
@@ -198,9 +190,7 @@ def test_a_nan_spoils_its_row_or_column_only(mode, name, rng):
 def test_the_largest_numbers_do_not_overflow_in_a_part(mode):
     """float32's largest rounds to an infinity in bfloat16, TF32 and float16."""
     a, b = np.full((3, 2), TOP), np.full((2, 4), np.float32(0.25))
-    np.testing.assert_allclose(
-        lowprec.matmul(a, b, math_mode=mode), np.full((3, 4), TOP / 2), rtol=1e-5
-    )
+    np.testing.assert_allclose(lowprec.matmul(a, b, math_mode=mode), np.full((3, 4), TOP / 2), rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", SCALED)
@@ -365,9 +355,7 @@ def test_ten_thousand_random_problems_are_within_rtol(machine, bound, rng, monke
     monkeypatch.setattr(selection, "expected_cost", lambda plan: -plan.bound.relative)
     names = list(RANDOM_MATRICES)[: -1 if bound == "probable" else None]
     failures, taken = 0, set()
-    emulated = (
-        contextlib.nullcontext() if machine not in ARCHITECTURES else lowprec.emulate(machine)
-    )
+    emulated = contextlib.nullcontext() if machine not in ARCHITECTURES else lowprec.emulate(machine)
     selection.select_mode.cache_clear()
     try:
         with machines.on(machine), emulated:
@@ -391,9 +379,7 @@ def test_a_bound_without_rtol_is_a_mistake():
     for ask in (lowprec.matmul, lowprec.plan):
         with pytest.raises(lowprec.ModeError, match="bound='probable' says what rtol= is about"):
             ask(a, a, bound="probable")
-        with pytest.raises(
-            lowprec.ModeError, match="bound must be 'guaranteed' or 'probable', got"
-        ):
+        with pytest.raises(lowprec.ModeError, match="bound must be 'guaranteed' or 'probable', got"):
             ask(a, a, rtol=1e-3, bound="likely")
 
 

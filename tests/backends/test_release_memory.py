@@ -68,9 +68,7 @@ class OutOfMemoryError(RuntimeError):
 
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("error", [MemoryError, OutOfMemoryError])
-def test_a_result_is_allocated_at_the_second_try(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_a_result_is_allocated_at_the_second_try(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     allocate = type(NUMPY).allocate
 
     def where_nothing_is_kept(self: Any, *arguments: Any) -> Any:
@@ -83,9 +81,7 @@ def test_a_result_is_allocated_at_the_second_try(
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
-def test_other_errors_and_a_second_one_are_told(
-    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_other_errors_and_a_second_one_are_told(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     tries = []
 
     def refuse(self: Any, *_: Any) -> Any:

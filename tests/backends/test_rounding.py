@@ -108,14 +108,8 @@ def test_every_midpoint_of_16_bit_neighbours_goes_to_even(mode: str) -> None:
 
 
 def test_tf32_ties_go_away_from_zero() -> None:
-    x = np.array(
-        [1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-11, 2.0**-126 * (1 + 2.0**-11), 2.0**-137],
-        np.float32,
-    )
-    want = np.array(
-        [1 + 2.0**-10, 1 + 2.0**-9, -1 - 2.0**-10, 2.0**-126 * (1 + 2.0**-10), 2.0**-136],
-        np.float32,
-    )
+    x = np.array([1 + 2.0**-11, 1 + 3 * 2.0**-11, -1 - 2.0**-11, 2.0**-126 * (1 + 2.0**-11), 2.0**-137], np.float32)
+    want = np.array([1 + 2.0**-10, 1 + 2.0**-9, -1 - 2.0**-10, 2.0**-126 * (1 + 2.0**-10), 2.0**-136], np.float32)
     assert_same_bits(rounded(x, "tf32"), want, x)
     assert_same_bits(rounded_one_by_one(x, "tf32"), want, x)
 
@@ -144,13 +138,7 @@ def test_every_size_of_block_is_whole(mode: str, size: int, rng: np.random.Gener
 def test_any_strides_are_read(mode: str, rng: np.random.Generator) -> None:
     base = rng.standard_normal((40, 60), dtype=np.float32)
     before = base.copy()
-    for view in (
-        base.T,
-        base[::2, ::3],
-        base[::-1, ::-1],
-        base[:, 5:9],
-        np.broadcast_to(base[0], (7, 60)),
-    ):
+    for view in (base.T, base[::2, ::3], base[::-1, ::-1], base[:, 5:9], np.broadcast_to(base[0], (7, 60))):
         got = rounded(view, mode)
         assert_same_bits(got.ravel(), oracles.round_to(view, mode).ravel(), view.ravel())
     assert_same_bits(base.ravel(), before.ravel(), before.ravel())
@@ -172,12 +160,7 @@ def test_rounding_is_odd_and_monotone(mode: str, rng: np.random.Generator) -> No
 @pytest.mark.parametrize("fmt", [formats.FLOAT8_E4M3FN, formats.FLOAT8_E5M2], ids=lambda f: f.name)
 def test_the_oracle_knows_float8(fmt: formats.NumberFormat, rng: np.random.Generator) -> None:
     dtype = getattr(ml_dtypes, fmt.name)
-    x = np.concatenate(
-        [
-            oracles.every_exponent(rng, 4),
-            np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32),
-        ]
-    )
+    x = np.concatenate([oracles.every_exponent(rng, 4), np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)])
     with np.errstate(all="ignore"):
         want = x.astype(dtype).astype(np.float32)
     got = np.array([round_scalar(float(v), fmt) for v in x], np.float32)

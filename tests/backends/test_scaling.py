@@ -17,12 +17,7 @@ from lowprec.modes import MathMode, row
 from machines import MACHINES, SOFTWARE_TILES, on
 
 #: m, k, n by the road that they take: direct, BLAS, a matrix and a vector of either side.
-SHAPES = {
-    "direct": (9, 21, 17),
-    "blas": (150, 260, 140),
-    "A @ v": (190, 170, 1),
-    "v @ A": (1, 180, 170),
-}
+SHAPES = {"direct": (9, 21, 17), "blas": (150, 260, 140), "A @ v": (190, 170, 1), "v @ A": (1, 180, 170)}
 
 
 def tall(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
@@ -55,11 +50,7 @@ def zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
 
 
 KINDS = {x.__name__: x for x in (near, tall, small, spread, special, zeros)}
-PAIRS = (
-    [("near", x) for x in KINDS]
-    + [(x, "near") for x in KINDS]
-    + [("tall", "small"), ("spread", "spread")]
-)
+PAIRS = [("near", x) for x in KINDS] + [(x, "near") for x in KINDS] + [("tall", "small"), ("spread", "spread")]
 
 
 @pytest.fixture(params=[*MACHINES, SOFTWARE_TILES])
@@ -70,16 +61,10 @@ def machine(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("kinds", PAIRS, ids="-".join)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_of_any_size(
-    kinds: tuple[str, str], shape: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_products_of_any_size(kinds: tuple[str, str], shape: str, machine: str, rng: np.random.Generator) -> None:
     m, k, n = SHAPES[shape]
-    a, b = (
-        KINDS[x](rng, s).astype(np.float32) for x, s in zip(kinds, ((m, k), (k, n)), strict=True)
-    )
-    for left, right in itertools.product(
-        (a, np.asfortranarray(a)), (b, b[::-1][::-1, ::-1][:, ::-1])
-    ):
+    a, b = (KINDS[x](rng, s).astype(np.float32) for x, s in zip(kinds, ((m, k), (k, n)), strict=True))
+    for left, right in itertools.product((a, np.asfortranarray(a)), (b, b[::-1][::-1, ::-1][:, ::-1])):
         oracles.assert_within_bound(lowprec.matmul(left, right, math_mode="fp16"), a, b, "fp16")
 
 

@@ -41,9 +41,7 @@ def test_what_a_format_holds_has_one_part():
 @pytest.mark.parametrize("machine", machines.MACHINES)
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_chunks_of_the_inner_dimension_are_summed(machine, mode, rng):
-    a, b, c = (
-        rng.integers(-3, 4, shape).astype(np.float32) for shape in ((3, 20, 50), (50, 30), (30,))
-    )
+    a, b, c = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((3, 20, 50), (50, 30), (30,)))
     with machines.on(machine), schedules.chunked(16):
         made = lowprec.plan(a, b, math_mode=mode)
         found = lowprec.matmul(a, b, c=c, beta=2.0, math_mode=mode)
@@ -60,9 +58,7 @@ def _prepare_sevens(plan):
 
 def test_the_plan_and_what_runs_follow_the_kernel_row(monkeypatch):
     """A row with another executor, name and format: the plan says so, the record too, and its executor runs."""
-    sevens = machines.ROWS["numpy"]._replace(
-        name="sevens", units="nothing", executor=f"{__name__}:_prepare_sevens"
-    )
+    sevens = machines.ROWS["numpy"]._replace(name="sevens", units="nothing", executor=f"{__name__}:_prepare_sevens")
     a = np.ones((4, 4), np.float32)
     with machines.with_rows(sevens), lowprec.profile() as profile:
         plan = lowprec.plan(a, a)

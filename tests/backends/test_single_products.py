@@ -20,9 +20,7 @@ from lowprec.backends.cpu import casting, numba_import, threads
 from lowprec.core import executors
 from small_products import BF16, assert_same, both, matmul, numbers, views
 
-pytestmark = pytest.mark.skipif(
-    not casting.has_kernels(), reason="numba is not installed, or switched off"
-)
+pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 
 FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
 
@@ -60,9 +58,7 @@ CASES += [("bf16", s) for s in SHAPES if sum(map(math.prod, itertools.combinatio
 
 
 @pytest.mark.parametrize(("mode", "shape"), CASES)
-def test_shapes_and_epilogues(
-    mode: str, shape: tuple[int, int, int], rng: np.random.Generator
-) -> None:
+def test_shapes_and_epilogues(mode: str, shape: tuple[int, int, int], rng: np.random.Generator) -> None:
     m, n, k = shape
     a, b, c, bias = (numbers(rng, *s) for s in ((m, k), (k, n), (m, n), (n,)))
     some = {"alpha": 1.7, "c": c, "beta": -0.3, "bias": bias}
@@ -136,9 +132,7 @@ def test_strides(dtype: Any, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("order", ["rows", "columns", "backwards", "steps"])
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
-def test_only_the_elements_of_the_result_are_written(
-    order: str, dtype: Any, rng: np.random.Generator
-) -> None:
+def test_only_the_elements_of_the_result_are_written(order: str, dtype: Any, rng: np.random.Generator) -> None:
     a, b = numbers(rng, 6, 13, 9, dtype=dtype), numbers(rng, 6, 9, 21, dtype=dtype)
     memory = np.full((6, 60, 60), 7, dtype)
     inside = {
@@ -158,12 +152,7 @@ def test_only_the_elements_of_the_result_are_written(
 def test_batches(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Broadcast matrices, addends that broadcast otherwise, batches whose places are not kept, vectors."""
     a, b, bias = numbers(rng, 4, 3, 10, 6), numbers(rng, 3, 6, 9), numbers(rng, 9)
-    for c in (
-        numbers(rng, 4, 1, 10, 9),
-        numbers(rng, 3, 1, 9),
-        numbers(rng, 1),
-        numbers(rng, 10, 1),
-    ):
+    for c in (numbers(rng, 4, 1, 10, 9), numbers(rng, 3, 1, 9), numbers(rng, 1), numbers(rng, 10, 1)):
         both(a, b, c=c, beta=0.5, bias=bias, math_mode="tf32")
         both(a, b[0], c=c, beta=0.5, bias=bias, math_mode="tf32")
         both(a[:, :1], b, c=c, beta=0.5, math_mode="fp16")
@@ -206,9 +195,7 @@ def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
     assert wrong == []
 
 
-def test_nobody_writes_after_an_exception(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_writes_after_an_exception(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a, b = numbers(rng, 900, 20, 20), numbers(rng, 900, 20, 20)
     out = np.empty((900, 20, 20), np.float32)
@@ -247,9 +234,7 @@ def test_a_handler_that_multiplies(rng: np.random.Generator) -> None:
     [("fp32", "float32", False), ("fp64", "float64", False), ("bf16", "float32", True),
      ("fp16x3", "float32", True), ("fp32", "float16", True)],
 )  # fmt: skip
-def test_numba_is_imported_with_the_first_plan_that_uses_it(
-    mode: str, dtype: str, imports: bool
-) -> None:
+def test_numba_is_imported_with_the_first_plan_that_uses_it(mode: str, dtype: str, imports: bool) -> None:
     program = f"""
 import sys, numpy, lowprec
 a = numpy.eye(8, dtype="{dtype}")
@@ -257,9 +242,7 @@ assert (lowprec.matmul(a, a, math_mode="{mode}") == a).all()
 assert (lowprec.matmul(a[::2], a, math_mode="{mode}") == a[::2]).all()
 print("numba" in sys.modules)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == str(imports)
 
 
@@ -281,9 +264,7 @@ def test_gelu_is_right_to_a_few_units(rng: np.random.Generator) -> None:
     special = np.array([[np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e30, 1e30]], np.float32)
     ones = np.ones((1, 1), np.float32)
     found = both(ones, special, activation="gelu")
-    np.testing.assert_array_equal(
-        found, np.array([[np.nan, np.inf, 0, 0, 0, 0, 0, 1e30]], np.float32)
-    )
+    np.testing.assert_array_equal(found, np.array([[np.nan, np.inf, 0, 0, 0, 0, 0, 1e30]], np.float32))
 
 
 @pytest.mark.parametrize("n", [1, 5, 8, 16, 17, 31, 33])
@@ -311,9 +292,7 @@ def break_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]
     executors.forget()
 
 
-def test_numba_that_does_not_work(
-    rng: np.random.Generator, break_numba: Callable[[], None]
-) -> None:
+def test_numba_that_does_not_work(rng: np.random.Generator, break_numba: Callable[[], None]) -> None:
     """A program does not begin to fail once it has multiplied for a while."""
     a = numbers(rng, 8, 8)
     want = matmul(a, a, alpha=0.5)

@@ -69,9 +69,7 @@ def every_exponent(rng: np.random.Generator, least: float) -> np.ndarray:
 @kernels
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("side", ["a", "b"])
-def test_parts_add_up_to_the_number(
-    kernel: MicroKernel, mode: str, side: str, rng: np.random.Generator
-) -> None:
+def test_parts_add_up_to_the_number(kernel: MicroKernel, mode: str, side: str, rng: np.random.Generator) -> None:
     """Times one, with the smallest added first: bit for bit for three parts, and for numbers of so many bits."""
     # Where the last part falls below 2^-126 the units take it for zero.
     x = every_exponent(rng, 2.0**-98)
@@ -92,21 +90,13 @@ def test_the_pairs_of_the_mode_are_formed_and_no_others(
     """k = 1 and operands whose parts have few bits: the sum of the products that the mode forms is one float32."""
     scale = 2.0 ** -np.arange(3) if mode == "tf32x3" else 2.0 ** np.array([0, -7, -14])
     found = row(MathMode(mode))
-    x, y = (
-        (1 + rng.integers(0, 2, 40) * scale[1] / 16 + rng.integers(0, 2, 40) * scale[2] / 16)
-        for _ in "ab"
-    )
+    x, y = ((1 + rng.integers(0, 2, 40) * scale[1] / 16 + rng.integers(0, 2, 40) * scale[2] / 16) for _ in "ab")
     a, b = x.astype(np.float32)[:, None], y.astype(np.float32)[None, :]
     with Workspace() as workspace:
         parts = [
-            splitting.split(
-                z, z.dtype, found, found.operand_format, found.parts, None, workspace
-            ).parts
-            for z in (a, b)
+            splitting.split(z, z.dtype, found, found.operand_format, found.parts, None, workspace).parts for z in (a, b)
         ]
-        want = sum(
-            parts[0][i].astype(np.float64) @ parts[1][j].astype(np.float64) for i, j in found.pairs
-        )
+        want = sum(parts[0][i].astype(np.float64) @ parts[1][j].astype(np.float64) for i, j in found.pairs)
     got, _ = gemm(kernel, a, b, mode)
     np.testing.assert_array_equal(got, np.asarray(want, np.float32))
 
@@ -114,19 +104,11 @@ def test_the_pairs_of_the_mode_are_formed_and_no_others(
 @kernels
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("k", [40, 700, 2500])
-def test_errors_are_within_the_plans_bound(
-    kernel: MicroKernel, mode: str, k: int, rng: np.random.Generator
-) -> None:
+def test_errors_are_within_the_plans_bound(kernel: MicroKernel, mode: str, k: int, rng: np.random.Generator) -> None:
     """Element by element, on data that hurt: all of one sign, wide, cancelling, each rounding in one direction."""
-    names = {
-        "amx_bf16": ("amx_bf16_parts", "amx_bf16_pair_parts"),
-        "avx512_bf16": ("avx512_bf16_parts",),
-    }
+    names = {"amx_bf16": ("amx_bf16_parts", "amx_bf16_pair_parts"), "avx512_bf16": ("avx512_bf16_parts",)}
     row_name = names[kernel.name][-1 if mode == "tf32x3" else 0]
-    rows = (
-        machines.ROWS[row_name]._replace(requires=None, minimum_elements=0),
-        machines.ROWS["numpy"],
-    )
+    rows = (machines.ROWS[row_name]._replace(requires=None, minimum_elements=0), machines.ROWS["numpy"])
     if mode == "tf32x3" and kernel is AVX512_BF16:  # no row of its own: it would not pay
         rows = (rows[0]._replace(formats=frozenset({"tf32"}), parts=2), rows[1])
     able = Capabilities("cpu", "a CPU", rows)
@@ -165,9 +147,7 @@ def test_chunks_of_k_begin_anew(rng: np.random.Generator) -> None:
 
 @kernels
 @pytest.mark.parametrize("mode", ["bf16x6", "tf32x3"])
-def test_small_products_do_not_cost_accuracy(
-    kernel: MicroKernel, mode: str, rng: np.random.Generator
-) -> None:
+def test_small_products_do_not_cost_accuracy(kernel: MicroKernel, mode: str, rng: np.random.Generator) -> None:
     """Less error than one FP32 sum over the same k, although there are six or twelve products for each of its own."""
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((96, 4096), (4096, 96)))
     exact = a.astype(np.float64) @ b.astype(np.float64)
@@ -240,9 +220,7 @@ machines_of_parts = pytest.mark.parametrize(
 @machines_of_parts
 @pytest.mark.parametrize("mode", ["bf16x3", "bf16x6", "bf16x9"])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
-def test_nan_and_inf_are_those_of_fp32(
-    machine: str, mode: str, dtype: Any, rng: np.random.Generator
-) -> None:
+def test_nan_and_inf_are_those_of_fp32(machine: str, mode: str, dtype: Any, rng: np.random.Generator) -> None:
     a, b = (rng.standard_normal(s).astype(dtype) for s in ((70, 80), (80, 75)))
     for i, x in enumerate((np.nan, np.inf, -np.inf, TOP, -TOP, 1e-45)):
         a[i, i] = x
@@ -264,9 +242,7 @@ def test_nan_and_inf_are_those_of_fp32(
 
 
 @machines_of_parts
-def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(
-    machine: str, rng: np.random.Generator
-) -> None:
+def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(machine: str, rng: np.random.Generator) -> None:
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((40, 50), (50, 45)))
     a[3, 4] = TOP
     b[4] = np.abs(b[4]) * 0.01
@@ -333,9 +309,7 @@ def test_amx_takes_products_of_parts(mode: str, kernel: str, products: int, part
 
 @pytest.mark.parametrize("n", [1024, 2048, 4096])
 def test_fp32_emulated_takes_tiles_and_is_as_exact(n: int) -> None:
-    plan, fp32 = (
-        plan_gemm(square(n), machines.AMX, MathMode(x)) for x in ("fp32_emulated", "fp32")
-    )
+    plan, fp32 = (plan_gemm(square(n), machines.AMX, MathMode(x)) for x in ("fp32_emulated", "fp32"))
     assert (plan.scheme, plan.kernel) == (MathMode.BF16X6, "amx_bf16_parts")
     assert plan.bound.relative <= fp32.bound.relative
 
@@ -412,11 +386,7 @@ class Tiles:
 
     def label(self, word: str, at: int) -> int:
         places = [i for i, line in enumerate(self.lines) if line == f"{word[0]}:"]
-        return (
-            min(x for x in places if x >= at)
-            if word[1] == "f"
-            else max(x for x in places if x < at)
-        )
+        return min(x for x in places if x >= at) if word[1] == "f" else max(x for x in places if x < at)
 
     def address(self, word: str) -> int:
         offset, base, index = re.fullmatch(r"(\d+)\((%\w+)(?:,(%\w+),1)?\)", word).groups()
@@ -441,10 +411,7 @@ class Tiles:
             b, a, to = (self.tiles[int(word[-1])] for word in words)
             self.multiplications += 1
             x, y = (
-                (z.view(np.uint16).astype(np.uint32) << 16)
-                .view(np.float32)
-                .reshape(16, 16, 2)
-                .astype(np.float64)
+                (z.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(16, 16, 2).astype(np.float64)
                 for z in (a, b)
             )
             total = to.view(np.float32).reshape(16, 16)
@@ -458,24 +425,14 @@ PAIRS = {
     "bf16x3": (((0, 1), (1, 0), (0, 0)), 8),
     "bf16x6": (((0, 2), (1, 1), (2, 0), (0, 1), (1, 0), (0, 0)), 14),
     "bf16x9": (tuple(itertools.product((2, 1, 0), repeat=2)), 20),
-    "tf32x3": (
-        tuple(
-            (2 * i + x, 2 * j + y)
-            for i, j in ((0, 1), (1, 0), (0, 0))
-            for x in (1, 0)
-            for y in (1, 0)
-        ),
-        26,
-    ),
+    "tf32x3": (tuple((2 * i + x, 2 * j + y) for i, j in ((0, 1), (1, 0), (0, 0)) for x in (1, 0) for y in (1, 0)), 26),
 }
 
 
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("add", [0, 1])
-def test_the_tiles_that_amx_multiplies(
-    name: str, steps: int, add: int, rng: np.random.Generator
-) -> None:
+def test_the_tiles_that_amx_multiplies(name: str, steps: int, add: int, rng: np.random.Generator) -> None:
     from lowprec.backends.cpu.packed.job import PREFETCH_LINES
     from lowprec.backends.cpu.packed.micro_kernels import amx
 
@@ -490,11 +447,7 @@ def test_the_tiles_that_amx_multiplies(
     at_b, at_acc = packed[0].size, packed[0].size + packed[1].size
     memory = np.concatenate([*packed, acc.view(np.uint8).ravel()])
     following = 1 << 40
-    tiles = Tiles(
-        amx.micro_kernel_text("tdpbf16ps", ordered),
-        memory,
-        [0, at_b, at_acc, steps, add, following],
-    )
+    tiles = Tiles(amx.micro_kernel_text("tdpbf16ps", ordered), memory, [0, at_b, at_acc, steps, add, following])
     tiles.run()
     # A: a row of the tile is a lane; B: a row is a dword of k.
     want = acc * add
@@ -519,9 +472,7 @@ def test_amx_text_is_assembled_for_every_mode() -> None:
 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
-    machine = llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(
-        cpu="sapphirerapids"
-    )
+    machine = llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(cpu="sapphirerapids")
     for pairs, _ in PAIRS.values():
         module = ir.Module()
         integer = ir.IntType(64)

@@ -18,9 +18,7 @@ import interrupts
 from lowprec.backends.cpu import casting
 from lowprec.errors import LowprecWarning
 
-pytestmark = pytest.mark.skipif(
-    not casting.has_kernels(), reason="numba is not installed, or switched off"
-)
+pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 
 _ROUND = """
 import warnings
@@ -176,9 +174,7 @@ def test_a_change_of_any_source_changes_every_key(
 
 
 @pytest.mark.parametrize("damage", ["cut", "a bit", "empty", "a few bytes", "another's"])
-def test_a_damaged_file_is_set_aside_and_made_anew(
-    kept: Callable[..., str], tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_file_is_set_aside_and_made_anew(kept: Callable[..., str], tmp_path: Path, damage: str) -> None:
     kept("another")
     (other,) = (tmp_path / "kernels").iterdir()
     kept()
@@ -198,9 +194,7 @@ def test_a_damaged_file_is_set_aside_and_made_anew(
     assert kept() == "read"
 
 
-def test_an_interrupt_anywhere_leaves_files_that_are_whole(
-    kept: Callable[..., str], tmp_path: Path
-) -> None:
+def test_an_interrupt_anywhere_leaves_files_that_are_whole(kept: Callable[..., str], tmp_path: Path) -> None:
     names: list[str] = []
 
     def first() -> None:

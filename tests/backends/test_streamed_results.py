@@ -47,9 +47,7 @@ def rows_at(m: int, n: int, gap: int, first: int, dtype: np.dtype[Any]) -> tuple
     return memory, np.ndarray((m, n), dtype, memory.data, at, (stride, dtype.itemsize))
 
 
-def assert_exact(
-    kernel: MicroKernel, dtype: str, size: tuple[int, int, int], gap: int, first: int, adds: bool
-) -> None:
+def assert_exact(kernel: MicroKernel, dtype: str, size: tuple[int, int, int], gap: int, first: int, adds: bool) -> None:
     """Multiply into rows that begin `first` elements after a cache line, `gap` elements apart."""
     m, n, k = size
     rng = np.random.default_rng(first)
@@ -87,9 +85,7 @@ def test_rows_begin_anywhere_in_a_line(kernel: MicroKernel, dtype: str, n: int, 
         assert_exact(kernel, dtype, (37, n, 5), gap, first, adds=False)
 
 
-kernels = pytest.mark.parametrize(
-    "kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in MICRO_KERNELS]
-)
+kernels = pytest.mark.parametrize("kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in MICRO_KERNELS])
 
 
 @kernels

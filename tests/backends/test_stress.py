@@ -38,9 +38,7 @@ def test_threads_keep_to_their_own_mode(stress: ModuleType) -> None:
     assert result["wrong"] == 0
 
 
-def test_a_mode_from_elsewhere_is_noticed(
-    stress: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mode_from_elsewhere_is_noticed(stress: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ignored(lowprec.math_mode):
         def __init__(self, name: str) -> None:
             super().__init__("tf32")
@@ -71,9 +69,7 @@ def test_inexact_operands_are_refused(stress: ModuleType, rng: np.random.Generat
 
 
 @pytest.mark.sweep
-@pytest.mark.skipif(
-    not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc"
-)
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_memory_stays_flat(stress: ModuleType) -> None:
     # Every second call has a new shape, so the warm-up turns the largest cache (4096 entries) over twice.
     result = stress.run_memory(calls=4_000, warm_up=17_000, fresh_every=2)
@@ -99,9 +95,7 @@ def test_a_storm_leaves_all_as_it_was(stress: ModuleType) -> None:
 
 
 @posix
-@pytest.mark.parametrize(
-    ("program", "kind"), [("os.abort()", "crash"), ("time.sleep(60)", "hang"), ("", "crash")]
-)
+@pytest.mark.parametrize(("program", "kind"), [("os.abort()", "crash"), ("time.sleep(60)", "hang"), ("", "crash")])
 def test_a_round_that_does_not_end_well_is_noticed(
     stress: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, kind: str
 ) -> None:
@@ -116,9 +110,7 @@ def test_a_round_that_does_not_end_well_is_noticed(
 
 
 @posix
-def test_what_must_not_happen_is_noticed(
-    stress: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_must_not_happen_is_noticed(stress: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     this = stress.storm.Round(0, seconds=0)
 
     def swallow() -> None:

@@ -18,9 +18,7 @@ import threadpoolctl
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, team, threads
 
-needs_numba = pytest.mark.skipif(
-    not casting.can_compile(), reason="numba is not installed, or switched off"
-)
+needs_numba = pytest.mark.skipif(not casting.can_compile(), reason="numba is not installed, or switched off")
 
 
 def spread(count: int, workers: int) -> tuple[list[int], set[int]]:
@@ -197,15 +195,11 @@ def test_threadpoolctl_acts_on_it() -> None:
 def test_variables_of_blas_act_on_it() -> None:
     code = "import numpy; from lowprec.backends.cpu import threads; print(threads.num_threads())"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks"
-)
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
 def test_affinity_acts_on_it() -> None:
     code = """
         import os
@@ -218,13 +212,9 @@ def test_affinity_acts_on_it() -> None:
     assert run_python(code) == "1 True"
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity") or threads.num_threads() < 2, reason="one CPU, or no masks"
-)
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or threads.num_threads() < 2, reason="one CPU, or no masks")
 @pytest.mark.parametrize("pinned_first", [True, False])
-def test_the_affinity_is_the_calling_threads(
-    pinned_first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_affinity_is_the_calling_threads(pinned_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pinned thread works alone and leaves others their CPUs."""
     free = threads.num_threads()
     monkeypatch.setattr(threads, "_limits", threads._Limits())
@@ -309,9 +299,7 @@ def test_contents_do_not_leak_between_borrowers() -> None:
     def use(value: int) -> None:
         for _ in range(50):
             with buffers.borrow(200_000) as address:
-                view = np.ctypeslib.as_array(
-                    (__import__("ctypes").c_uint8 * 200_000).from_address(address)
-                )
+                view = np.ctypeslib.as_array((__import__("ctypes").c_uint8 * 200_000).from_address(address))
                 view[:] = value
                 time.sleep(0)
                 wrong.extend([value] if (view != value).any() else [])
@@ -461,9 +449,7 @@ def test_numba_is_imported_in_the_background() -> None:
 
 # --- PyTorch's threads ------------------------------------------------------------------------
 
-needs_openmp = pytest.mark.skipif(
-    sys.platform != "linux" or threads.num_threads() < 2, reason="one CPU, or not Linux"
-)
+needs_openmp = pytest.mark.skipif(sys.platform != "linux" or threads.num_threads() < 2, reason="one CPU, or not Linux")
 
 
 @needs_numba

@@ -39,9 +39,7 @@ def operands() -> tuple[np.ndarray, np.ndarray]:
     values = 1 + np.arange(1, 65, dtype=np.float64) / 64 + 2.0**-9 + 2.0**-12 + 2.0**-20
     values[:8:2] *= 2.0**-30  # too small for float16 beside the others of their row
     a = values.astype(np.float32).reshape(8, 8)
-    results = {
-        oracles.round_to(a, mode, -1).tobytes() for mode in ("fp32", *oracles.ROUNDING_MODES)
-    }
+    results = {oracles.round_to(a, mode, -1).tobytes() for mode in ("fp32", *oracles.ROUNDING_MODES)}
     assert len(results) == 4
     return a, np.eye(8, dtype=np.float32)
 
@@ -73,9 +71,7 @@ def expected(a: np.ndarray, mode: str) -> np.ndarray:
         return oracles.product(oracles.round_to(a, mode, -1), np.eye(a.shape[1])).astype(np.float32)
 
 
-def wrong_results(
-    way: str, mode: str, calls: int, a: np.ndarray, b: np.ndarray, out: np.ndarray
-) -> int:
+def wrong_results(way: str, mode: str, calls: int, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> int:
     want = expected(a, mode).tobytes()
     wrong = 0
     with asked(way, mode) as keywords:
@@ -135,9 +131,7 @@ def test_threads_on_matrices_that_share_the_workers(rng: np.random.Generator) ->
 
     def work(mode: str) -> int:
         want = np.roll(oracles.round_to(a, mode, -1), 1, axis=1)
-        return sum(
-            not np.array_equal(lowprec.matmul(a, shift, math_mode=mode), want) for _ in range(10)
-        )
+        return sum(not np.array_equal(lowprec.matmul(a, shift, math_mode=mode), want) for _ in range(10))
 
     modes = [oracles.ALL_MODES[i % len(oracles.ALL_MODES)] for i in range(THREADS)]
     assert run_together([lambda m=m: work(m) for m in modes]) == [0] * THREADS
@@ -151,9 +145,7 @@ def test_a_thread_does_not_inherit_a_scope(operands: tuple[np.ndarray, np.ndarra
     np.testing.assert_array_equal(inside, a)
 
 
-def test_the_default_of_the_process_reaches_all_threads(
-    operands: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_the_default_of_the_process_reaches_all_threads(operands: tuple[np.ndarray, np.ndarray]) -> None:
     a, b = operands
     lowprec.set_math_mode("bf16")
     try:
@@ -181,9 +173,7 @@ def test_tasks_each_in_their_own_mode(operands: tuple[np.ndarray, np.ndarray]) -
     assert asyncio.run(main()) == [0] * (len(WAYS) * 3)
 
 
-def test_a_task_inherits_the_scope_that_it_was_started_in(
-    operands: tuple[np.ndarray, np.ndarray],
-) -> None:
+def test_a_task_inherits_the_scope_that_it_was_started_in(operands: tuple[np.ndarray, np.ndarray]) -> None:
     a, b = operands
 
     async def child() -> np.ndarray:

@@ -57,18 +57,13 @@ def weights() -> dict[str, np.ndarray]:
 def activations(weights: dict[str, np.ndarray]) -> np.ndarray:
     """Return the normalised embeddings of 128 seeded tokens, what the first layer gets; shape (128, 384)."""
     tokens = np.random.default_rng(20240229).integers(1000, 30000, 128)
-    x = (
-        weights["embeddings.word_embeddings.weight"][tokens]
-        + weights["embeddings.position_embeddings.weight"][:128]
-    )
+    x = weights["embeddings.word_embeddings.weight"][tokens] + weights["embeddings.position_embeddings.weight"][:128]
     x = (x - x.mean(axis=1, keepdims=True)) / x.std(axis=1, keepdims=True)
     scale, shift = (weights[f"embeddings.LayerNorm.{name}"] for name in ("weight", "bias"))
     return (x * scale + shift).astype(np.float32)
 
 
-def layer_of(
-    weights: dict[str, np.ndarray], number: int, layer: str
-) -> tuple[np.ndarray, np.ndarray]:
+def layer_of(weights: dict[str, np.ndarray], number: int, layer: str) -> tuple[np.ndarray, np.ndarray]:
     prefix = f"encoder.layer.{number}.{layer}"
     return weights[f"{prefix}.weight"], weights[f"{prefix}.bias"]
 
@@ -85,9 +80,7 @@ def test_the_reader(weights: dict[str, np.ndarray]) -> None:
 @pytest.mark.sampled(3)
 @every_mode
 @every_layer
-def test_a_layer_on_activations(
-    mode: str, layer: str, weights: dict[str, np.ndarray], activations: np.ndarray
-) -> None:
+def test_a_layer_on_activations(mode: str, layer: str, weights: dict[str, np.ndarray], activations: np.ndarray) -> None:
     weight, _ = layer_of(weights, 0, layer)
     x = np.tile(activations, (1, 4)) if weight.shape[1] == 1536 else activations
     result = lowprec.matmul(x, weight.T, math_mode=mode)
@@ -98,9 +91,7 @@ def test_a_layer_on_activations(
 @pytest.mark.sampled(6)
 @every_mode
 @pytest.mark.parametrize("number", range(6))
-def test_layers_multiplied_by_each_other(
-    mode: str, number: int, weights: dict[str, np.ndarray]
-) -> None:
+def test_layers_multiplied_by_each_other(mode: str, number: int, weights: dict[str, np.ndarray]) -> None:
     up, _ = layer_of(weights, number, "intermediate.dense")
     down, _ = layer_of(weights, number, "output.dense")
     query, _ = layer_of(weights, number, "attention.self.query")
@@ -112,9 +103,7 @@ def test_layers_multiplied_by_each_other(
 
 
 @every_mode
-def test_a_feed_forward_block(
-    mode: str, weights: dict[str, np.ndarray], activations: np.ndarray
-) -> None:
+def test_a_feed_forward_block(mode: str, weights: dict[str, np.ndarray], activations: np.ndarray) -> None:
     up, up_bias = layer_of(weights, 0, "intermediate.dense")
     hidden = lowprec.matmul(activations, up.T, bias=up_bias, activation="gelu", math_mode=mode)
     then = oracles.Epilogue(bias=up_bias, activation="gelu")
@@ -126,9 +115,7 @@ def test_a_feed_forward_block(
 
 
 @every_mode
-def test_attention_scores_of_all_heads(
-    mode: str, weights: dict[str, np.ndarray], activations: np.ndarray
-) -> None:
+def test_attention_scores_of_all_heads(mode: str, weights: dict[str, np.ndarray], activations: np.ndarray) -> None:
     def heads(layer: str) -> np.ndarray:
         weight, bias = layer_of(weights, 0, layer)
         projected = lowprec.matmul(activations, weight.T, bias=bias, math_mode=mode)
@@ -141,9 +128,7 @@ def test_attention_scores_of_all_heads(
 
 
 @pytest.mark.parametrize("dtype", ["float16", oracles.bfloat16], ids=lambda d: np.dtype(d).name)
-def test_weights_stored_in_16_bits(
-    dtype: Any, weights: dict[str, np.ndarray], activations: np.ndarray
-) -> None:
+def test_weights_stored_in_16_bits(dtype: Any, weights: dict[str, np.ndarray], activations: np.ndarray) -> None:
     weight, _ = layer_of(weights, 3, "intermediate.dense")
     x, w = activations.astype(dtype), weight.astype(dtype)
     oracles.assert_within_bound(lowprec.matmul(x, w.T), x, w.T)
@@ -152,9 +137,6 @@ def test_weights_stored_in_16_bits(
 
 def test_weights_quantised_to_int8(weights: dict[str, np.ndarray], activations: np.ndarray) -> None:
     weight, _ = layer_of(weights, 3, "intermediate.dense")
-    x, w = (
-        np.clip(np.rint(v / np.abs(v).max() * 127), -128, 127).astype(np.int8)
-        for v in (activations, weight)
-    )
+    x, w = (np.clip(np.rint(v / np.abs(v).max() * 127), -128, 127).astype(np.int8) for v in (activations, weight))
     result = lowprec.matmul(x, w.T)
     oracles.assert_equal(result, (x.astype(np.int64) @ w.T.astype(np.int64)).astype(np.int32))

@@ -81,9 +81,7 @@ def test_a_batch_is_bounded_as_a_whole(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(("shape_a", "shape_b"), [((5,), (5,)), ((3, 5), (5,)), ((5,), (5, 4))])
-def test_vectors(
-    rng: np.random.Generator, shape_a: tuple[int, ...], shape_b: tuple[int, ...]
-) -> None:
+def test_vectors(rng: np.random.Generator, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:
     a = rng.standard_normal(shape_a, dtype=np.float32)
     b = rng.standard_normal(shape_b, dtype=np.float32)
     result = np.asarray(lowprec.matmul(a, b))
@@ -117,9 +115,7 @@ def test_zeros_have_no_error() -> None:
 # -- verdicts -------------------------------------------------------------------------------------
 
 
-def test_an_error_above_the_bound_is_found(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_above_the_bound_is_found(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     right = dispatch.matmul
 
     def wrong(a: Any, b: Any, **how: Any) -> Any:
@@ -172,9 +168,7 @@ def test_operands_that_are_no_numbers(value: float) -> None:
 
 
 def test_distributions_are_what_their_words_say() -> None:
-    drawn = {
-        n: operand(np.random.default_rng(1), (200, 200), DType.FLOAT32, n) for n in DISTRIBUTIONS
-    }
+    drawn = {n: operand(np.random.default_rng(1), (200, 200), DType.FLOAT32, n) for n in DISTRIBUTIONS}
     normal, positive, wide = drawn["normal"], drawn["positive"], drawn["wide"]
     # 40,000 samples: the mean and the variance are within 5 standard errors (0.005 and 0.007).
     assert abs(normal.mean()) < 0.025

@@ -20,11 +20,7 @@ Command = Callable[..., Any]
 module = importlib.import_module("lowprec.cli.commands.autotune")
 
 WORDS = ("autotune", "--shapes", "32x16", "16x8")
-TIMED = (
-    AlgorithmTiming(2, 0.5, "id 66"),
-    AlgorithmTiming(1, 0.75, "id 7"),
-    AlgorithmTiming(0, 1.0, "id 21"),
-)
+TIMED = (AlgorithmTiming(2, 0.5, "id 66"), AlgorithmTiming(1, 0.75, "id 7"), AlgorithmTiming(0, 1.0, "id 21"))
 
 
 def _gpu(**facts: Any) -> Callable[[], dict[str, Any]]:
@@ -51,9 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]
 # -- no GPU ---------------------------------------------------------------------------------------
 
 
-def test_without_a_gpu_there_is_nothing_to_tune(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_there_is_nothing_to_tune(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "info", _gpu())
     done = command(*WORDS)
     assert done == (0, "nothing to tune: no NVIDIA driver was found\n", "")
@@ -62,9 +56,7 @@ def test_without_a_gpu_there_is_nothing_to_tune(
     assert (done.code, json.loads(done.out), done.err) == (0, found, "")
 
 
-def test_a_gpu_that_cannot_be_used_is_an_error(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_cannot_be_used_is_an_error(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "arrays on a GPU need nvmath-python"
     monkeypatch.setattr(module, "info", _gpu(driver="NVRM version 580", reason=reason))
     assert reason in refused(*WORDS)
@@ -81,9 +73,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error(
         ((*WORDS[1:], "--mode", "tf23"), "'tf23' is not a math mode"),
     ],
 )
-def test_mistakes_are_told_on_any_machine(
-    refused: Callable[..., str], words: tuple[str, ...], said: str
-) -> None:
+def test_mistakes_are_told_on_any_machine(refused: Callable[..., str], words: tuple[str, ...], said: str) -> None:
     assert said in refused("autotune", *words)
 
 
@@ -105,17 +95,13 @@ def _absent() -> Any:
     raise ImportError("no such module")
 
 
-def test_the_first_library_that_sees_a_gpu_makes_the_arrays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_library_that_sees_a_gpu_makes_the_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     makers = {"torch": lambda: None, "cupy": lambda: np.zeros, "third": _absent}
     monkeypatch.setattr(module, "_MAKERS", makers)
     assert module._maker() is np.zeros
 
 
-def test_no_library_for_arrays_is_an_error(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_library_for_arrays_is_an_error(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "info", _gpu(used=True))
     monkeypatch.setattr(module, "_MAKERS", {"torch": lambda: None, "cupy": _absent})
     said = refused(*WORDS)
@@ -143,9 +129,7 @@ def test_torch_makes_every_element_type(monkeypatch: pytest.MonkeyPatch, element
 # -- what is shown --------------------------------------------------------------------------------
 
 
-def test_the_table_shows_first_choice_and_taken(
-    command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]]
-) -> None:
+def test_the_table_shows_first_choice_and_taken(command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]]) -> None:
     done = command(*WORDS, "8x4x4", "8x4x4", "--mode", "tf32", "--candidates", "9")
     assert (done.code, done.err) == (0, "")
     title, _, first, second = done.out.splitlines()
@@ -160,9 +144,7 @@ def test_the_table_shows_first_choice_and_taken(
     assert (str(options["math_mode"]), options["candidates"]) == ("tf32", 9)
 
 
-def test_json_holds_all_that_was_measured(
-    command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]]
-) -> None:
+def test_json_holds_all_that_was_measured(command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]]) -> None:
     found = json.loads(command(*WORDS, "--dtype", "bfloat16", "--json").out)
     assert found["device"] == "cuda:0: NVIDIA Something"
     (result,) = found["results"]
@@ -174,11 +156,7 @@ def test_json_holds_all_that_was_measured(
 
 
 def test_a_device_without_a_choice_says_so(
-    command: Command,
-    gpu: list[tuple[Any, Any, dict[str, Any]]],
-    monkeypatch: pytest.MonkeyPatch,
+    command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        module.tuning, "autotune", lambda a, b, **_: AutotuneResult("a product", "cuda:0", ())
-    )
+    monkeypatch.setattr(module.tuning, "autotune", lambda a, b, **_: AutotuneResult("a product", "cuda:0", ()))
     assert command(*WORDS).out.splitlines()[-1].endswith("nothing to choose")

@@ -22,16 +22,7 @@ from machines import ROWS
 Files = tuple[Path, Path]
 Command = Callable[..., Any]
 
-MACHINE_KEYS = {
-    "lowprec",
-    "python",
-    "machine",
-    "load_average",
-    "tile_units",
-    "units",
-    "blas",
-    "versions",
-}
+MACHINE_KEYS = {"lowprec", "python", "machine", "load_average", "tile_units", "units", "blas", "versions"}
 
 
 def _json(outcome: Any) -> Any:
@@ -100,9 +91,7 @@ def test_plan_within_rtol_lists_the_candidates(command: Command) -> None:
 
 
 @pytest.mark.parametrize("mode", [str(m) for m in available_modes()])
-def test_matmul_writes_the_product(
-    command: Command, tmp_path: Path, files: Files, mode: str
-) -> None:
+def test_matmul_writes_the_product(command: Command, tmp_path: Path, files: Files, mode: str) -> None:
     a, b = map(np.load, files)
     c = tmp_path / "C.npy"
     done = command("matmul", *files, "-o", c, "--mode", mode)
@@ -134,9 +123,7 @@ def test_matmul_of_converted_operands(command: Command, tmp_path: Path, files: F
     np.testing.assert_array_equal(np.load(c), lowprec.matmul(a, b, out_dtype="float32"))
 
 
-def test_a_bfloat16_result_can_be_an_operand(
-    command: Command, tmp_path: Path, files: Files
-) -> None:
+def test_a_bfloat16_result_can_be_an_operand(command: Command, tmp_path: Path, files: Files) -> None:
     c, d = tmp_path / "C.npy", tmp_path / "D.npy"
     done = command("matmul", *files, "-o", c, "--dtype", "bfloat16")
     assert done.code == 0
@@ -167,9 +154,7 @@ def test_matmul_without_elements(command: Command, tmp_path: Path, m: int, k: in
     np.testing.assert_array_equal(np.load(c), np.zeros((m, n), np.float32))
 
 
-def test_a_forced_mode_is_told(
-    command: Command, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forced_mode_is_told(command: Command, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "bf16")
     done = command("matmul", *files, "-o", tmp_path / "C.npy", "--mode", "fp32")
     assert done.code == 0
@@ -312,20 +297,14 @@ def test_a_busy_machine_is_reported(command: Command, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("label", ["fp32_pedantic", "fp32_pedantic, ran tf32"])
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_row_is_a_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    width: int,
-    label: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, label: str
 ) -> None:
     a = np.ones((8, 8), np.float32)
     found = lowprec.check(a, a, modes=["fp32_pedantic"], rounds=1)
     # The widest of everything.
     row = dataclasses.replace(found.rows[1], timing=Timing((31.51e-3,) * 4), speedup=123.45)
     row = dataclasses.replace(
-        row,
-        plan=dataclasses.replace(
-            row.plan, kernel_row=ROWS["amx_bf16_pair"], fallback=ROWS["numpy"]
-        ),
+        row, plan=dataclasses.replace(row.plan, kernel_row=ROWS["amx_bf16_pair"], fallback=ROWS["numpy"])
     )
     if label != "fp32_pedantic":
         assert row.plan.resolved is not None

@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("shtab", reason="shtab is not installed")
-pytestmark = pytest.mark.skipif(
-    shutil.which("bash") is None or os.name != "posix", reason="bash is not installed"
-)
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None or os.name != "posix", reason="bash is not installed")
 
 
 @pytest.fixture
@@ -68,9 +66,7 @@ def test_bash(script: Callable[[str], Path], tmp_path: Path, line: str, found: l
         f"$function lowprec {shlex.quote(words[-1])} {shlex.quote(words[-2])}\n"
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(
-        ["bash", "--norc", "-c", code], capture_output=True, text=True, check=True, cwd=folder
-    )
+    done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, check=True, cwd=folder)
     assert done.stderr == ""
     assert done.stdout.split() == found
 
@@ -117,9 +113,7 @@ def test_every_shell_that_is_there_takes_its_script(script: Callable[[str], Path
         assert done.stdout.split()[0] == "tf32"
 
 
-def test_a_missing_shtab_is_named(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_shtab_is_named(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert 'pip install "lowprec[cli]"' in refused("completion", "bash")
 

@@ -35,9 +35,7 @@ def test_csv_has_the_rows_of_json(command: Command, tmp_path: Path, words: tuple
 
 @pytest.mark.parametrize("words", [CHECK, SIZES])
 @pytest.mark.parametrize(("suffix", "begins"), [("svg", b"<?xml"), ("PNG", b"\x89PNG")])
-def test_plot(
-    command: Command, tmp_path: Path, words: tuple[str, ...], suffix: str, begins: bytes
-) -> None:
+def test_plot(command: Command, tmp_path: Path, words: tuple[str, ...], suffix: str, begins: bytes) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / f"out.{suffix}"
     assert command(*words, "--plot", path).code == 0
@@ -96,9 +94,7 @@ def test_every_mode_is_compared_and_drawn_apart(
         ("--csv", ".", "it is a folder"),
     ],
 )
-def test_refused_before_anything_is_measured(
-    refused: Callable[..., str], option: str, path: str, says: str
-) -> None:
+def test_refused_before_anything_is_measured(refused: Callable[..., str], option: str, path: str, says: str) -> None:
     assert says in refused("check", option, path)
 
 

@@ -62,9 +62,7 @@ def test_raw_elements_need_a_dtype(tmp_path: Path, dtype: DType) -> None:
 def test_other_elements_are_converted(tmp_path: Path) -> None:
     path = str(tmp_path / "a.npy")
     np.save(path, np.array([1.0, 1 + 2**-9, 1e300]))
-    np.testing.assert_array_equal(
-        files.read_array(path, DType.BFLOAT16).astype(np.float64), [1.0, 1.0, np.inf]
-    )
+    np.testing.assert_array_equal(files.read_array(path, DType.BFLOAT16).astype(np.float64), [1.0, 1.0, np.inf])
     np.save(path, np.array([-128, 0, 127]))
     assert files.read_array(path, DType.INT8).tolist() == [-128, 0, 127]
 
@@ -88,9 +86,7 @@ def test_what_cannot_be_an_operand_is_refused(
     path = str(tmp_path / "a.npy")
     with open(path, "wb") as file:
         # The version that names beyond Latin-1 need; save would warn about it.
-        np.lib.format.write_array(
-            file, array, version=(3, 0) if "größe" in str(array.dtype) else None
-        )
+        np.lib.format.write_array(file, array, version=(3, 0) if "größe" in str(array.dtype) else None)
     with pytest.raises(CommandError, match=words):
         files.read_array(path, dtype)
 
@@ -172,9 +168,7 @@ _SHAPED = "{'descr': '<f4', 'fortran_order': False, 'shape': %s, }"
 )
 @pytest.mark.parametrize("version", [b"\x01\x00", b"\x02\x00"])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_damaged_header_is_reported_in_a_few_words(
-    tmp_path: Path, header: str, version: bytes, mapped: bool
-) -> None:
+def test_a_damaged_header_is_reported_in_a_few_words(tmp_path: Path, header: str, version: bytes, mapped: bool) -> None:
     path = _with_header(tmp_path / "a.npy", header, version)
     with pytest.raises(CommandError, match=r"cannot read .*a\.npy") as found:
         files.read_array(path, mapped=mapped)
@@ -233,11 +227,7 @@ def test_a_failing_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monk
     [(_FullDisk(), CommandError, "No space left"), (_Interrupt(), KeyboardInterrupt, "Ctrl-C")],
 )
 def test_a_failing_write_keeps_the_old_file(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    failure: object,
-    error: type[BaseException],
-    words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: object, error: type[BaseException], words: str
 ) -> None:
     path = tmp_path / "C.npy"
     path.write_bytes(b"precious")
@@ -260,9 +250,7 @@ def test_a_disk_that_is_full_is_told_in_its_own_words(tmp_path: Path) -> None:
     assert _names(tmp_path) == []
 
 
-def test_a_failing_rename_leaves_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_rename_leaves_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "C.npy"
     path.write_bytes(b"precious")
 
@@ -369,9 +357,7 @@ def test_a_full_device_is_told() -> None:
         files.write_array("/dev/full", np.ones(2))
 
 
-def test_a_folder_without_write_permission_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_write_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Asked of the system, so that it holds for root as well.
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     with pytest.raises(CommandError, match="not writable"):

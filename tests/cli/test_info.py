@@ -62,9 +62,7 @@ def test_versions_are_those_installed() -> None:
         except metadata.PackageNotFoundError:
             assert _named(libraries, name)["status"] in ("missing", "loaded")
             continue
-        assert (
-            str(_named(libraries, name)["version"]).partition("+")[0] == version.partition("+")[0]
-        )
+        assert str(_named(libraries, name)["version"]).partition("+")[0] == version.partition("+")[0]
 
 
 def test_the_cpu_is_this_one() -> None:
@@ -158,26 +156,17 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
     found = info()
     sets = found["devices"][0]["instruction_sets"]
     assert _named(sets, "avx2")["present"] is True
-    assert _named(sets, "amx_bf16") == {
-        "name": "amx_bf16",
-        "present": False,
-        "used": False,
-        "by": "",
-    }
+    assert _named(sets, "amx_bf16") == {"name": "amx_bf16", "present": False, "used": False, "by": ""}
     assert any("no tile units (AMX): amx_bf16 is missing" in w for w in found["warnings"])
 
 
-@pytest.mark.parametrize(
-    "able", [machines.AVX512, machines.OPENBLAS], ids=["vector units", "FP32 units"]
-)
+@pytest.mark.parametrize("able", [machines.AVX512, machines.OPENBLAS], ids=["vector units", "FP32 units"])
 def test_modes_on_vector_units_are_named_where_there_are_no_tile_units(
     able: Capabilities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that a plan gives vector units for bfloat16, and no others."""
     monkeypatch.setattr(
-        cpu_module,
-        "obstacle",
-        lambda unit: "" if unit.name in able.features else f"{unit.name} is missing",
+        cpu_module, "obstacle", lambda unit: "" if unit.name in able.features else f"{unit.name} is missing"
     )
     x = OperandSpec.contiguous(DType.FLOAT32, (1024, 1024))
     plans = [plan_gemm(GemmProblem(x, x), able, mode) for mode in MathMode]
@@ -189,9 +178,7 @@ def test_modes_on_vector_units_are_named_where_there_are_no_tile_units(
 
 @pytest.mark.usefixtures("x86_64")
 def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = KernelRow(
-        "mine", "my units", "m:f", requires="openblas", instruction_sets=("avx512_vnni",)
-    )
+    row = KernelRow("mine", "my units", "m:f", requires="openblas", instruction_sets=("avx512_vnni",))
     monkeypatch.setattr(cpu_module, "KERNELS", (row,))
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx512_vnni"}))
     for found in (frozenset({"openblas"}), frozenset()):
@@ -254,11 +241,7 @@ def test_without_openblas_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_blas_below_the_machine(
-    flags: frozenset[str],
-    core_type: str | None,
-    held: str | None,
-    says: str | None,
-    monkeypatch: pytest.MonkeyPatch,
+    flags: frozenset[str], core_type: str | None, held: str | None, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: flags)
     monkeypatch.setattr(cpu_module, "_numpys_core_type", lambda: core_type)
@@ -284,9 +267,7 @@ def test_the_kernels_of_numpys_blas_are_those_that_threadpoolctl_finds() -> None
     assert found == set() if core_type is None else found == {core_type}
 
 
-def test_an_nvidia_driver_that_is_of_no_use(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_nvidia_driver_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     driver = tmp_path / "version"
     driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65\nGCC version:\n")
     monkeypatch.setattr(module, "_NVIDIA_DRIVER", driver)
@@ -312,9 +293,7 @@ def test_the_command_shows_a_device_of_which_little_is_known(
     assert "3.0 GiB" in shown
 
 
-def test_the_command_shows_the_switches(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_the_switches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = (
         SwitchRow("torch", "get_float32_matmul_precision()", "medium", "process"),
         SwitchRow("cupy", None, None, "process", "OSError: no driver"),

@@ -131,9 +131,7 @@ def test_what_the_environment_says_already(
         ("--guard script.py/x", "lowprec: cannot read script.py/x: Not a directory"),
     ],
 )
-def test_mistakes(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: str, says: str
-) -> None:
+def test_mistakes(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: str, says: str) -> None:
     monkeypatch.setattr(run_command, "start", None)
     write("")
     assert says in refused("run", *words.split())
@@ -148,9 +146,7 @@ def test_a_bad_variable_is_refused_before_anything_runs(
     assert f"{variable}: " in refused("run", *TF32, write(""))
 
 
-def test_a_script_that_must_not_be_read(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_must_not_be_read(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*how: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -173,9 +169,7 @@ def test_a_pipe_is_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the launcher ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("option", "flag"), [("-I", "isolated"), ("-E", "ignore_environment"), ("-S", "no_site")]
-)
+@pytest.mark.parametrize(("option", "flag"), [("-I", "isolated"), ("-E", "ignore_environment"), ("-S", "no_site")])
 def test_a_python_that_ignores_the_environment_is_refused(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, option: str, flag: str
 ) -> None:
@@ -223,9 +217,7 @@ def test_interpreter_options(words: str, options: str) -> None:
     assert run_command.interpreter_options(words.split()) == options.split()
 
 
-def test_an_interpreter_that_cannot_be_started(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interpreter_that_cannot_be_started(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "execve", REPLACE)
     monkeypatch.setattr(run_command, "python_command", lambda program: ["./missing", *program])
     message = refused("run", *TF32, write(""))

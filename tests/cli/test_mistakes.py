@@ -127,14 +127,7 @@ def test_output(refused: Refused, monkeypatch: pytest.MonkeyPatch, output: str, 
 
 
 @pytest.mark.parametrize("variable", ["LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        PRODUCT,
-        ("plan", "A.npy", "B.npy"),
-        ("check", "A.npy", "B.npy"),
-    ],
-)
+@pytest.mark.parametrize("words", [PRODUCT, ("plan", "A.npy", "B.npy"), ("check", "A.npy", "B.npy")])
 def test_environment_variable(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, variable: str, words: tuple[str, ...]
 ) -> None:

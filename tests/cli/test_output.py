@@ -114,9 +114,7 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
     variables = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     words = ("info",)
     with open(tmp_path / "err", "wb") as err, open(master, "rb", 0) as reader:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lowprec", *words], stdout=slave, stderr=err, env=variables
-        )
+        process = subprocess.Popen([sys.executable, "-m", "lowprec", *words], stdout=slave, stderr=err, env=variables)
         os.close(slave)
         chunks = []
         while True:
@@ -135,14 +133,7 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0.0, "0.00 us"),
-        (2.5e-6, "2.50 us"),
-        (1e-3, "1.00 ms"),
-        (0.1234, "123 ms"),
-        (250.0, "250 s"),
-    ],
+    ("value", "shown"), [(0.0, "0.00 us"), (2.5e-6, "2.50 us"), (1e-3, "1.00 ms"), (0.1234, "123 ms"), (250.0, "250 s")]
 )
 def test_seconds(value: float, shown: str) -> None:
     assert seconds(value) == shown
@@ -155,9 +146,7 @@ def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_optional_columns_give_way(
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, rich: bool
-) -> None:
+def test_optional_columns_give_way(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, rich: bool) -> None:
     if rich:
         pytest.importorskip("rich", reason="rich is not installed")
     else:

@@ -36,17 +36,13 @@ def _operands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     np.save("E.npy", np.ones((2048, 4), np.float32))
 
 
-def test_the_programs_print_what_the_page_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_programs_print_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (program,) = re.findall(r"^```python\n(# train.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     Path("train.py").write_text(program)
     assert len(LAUNCHES) == 3
     for words in LAUNCHES:
-        done = subprocess.run(
-            [sys.executable, "-m", "lowprec", *words], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, "-m", "lowprec", *words], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert f"$ lowprec {shlex.join(words)}\n{done.stdout}" in PAGE
 
@@ -60,13 +56,7 @@ def _listed(heading: str) -> set[str]:
 @pytest.mark.usefixtures("_operands")
 def test_the_commands_run(command: Callable[..., Any]) -> None:
     # In order: one writes what another reads.
-    assert {words[0] for words in COMMANDS} == {
-        "info",
-        "plan",
-        "matmul",
-        "check",
-        "autotune",
-    }
+    assert {words[0] for words in COMMANDS} == {"info", "plan", "matmul", "check", "autotune"}
     codes = [command(*words, *QUICK.get(words[0], [])).code for words in COMMANDS]
     # The page begins with two mistakes.
     assert codes == [2, 2] + [0] * (len(COMMANDS) - 2)
@@ -88,9 +78,7 @@ def test_the_mistakes_say_what_the_page_says(command: Callable[..., Any]) -> Non
         ("autotune", ["autotune", "--shapes", "8x8", "8x8"], "results"),
     ],
 )
-def test_the_keys_are_listed(
-    command: Callable[..., Any], heading: str, words: list[str], inner: str | None
-) -> None:
+def test_the_keys_are_listed(command: Callable[..., Any], heading: str, words: list[str], inner: str | None) -> None:
     found = json.loads(command(*words, "--json").out)
     keys = set(found)
     for item in found[inner] if inner else []:

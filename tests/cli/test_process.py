@@ -41,9 +41,7 @@ def test_from_files_to_file(tmp_path: Path, files: tuple[Path, Path]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "tf32" in done.stdout
     a, b = map(np.load, files)
-    np.testing.assert_array_equal(
-        np.load(tmp_path / "C.npy"), lowprec.matmul(a, b, math_mode="tf32")
-    )
+    np.testing.assert_array_equal(np.load(tmp_path / "C.npy"), lowprec.matmul(a, b, math_mode="tf32"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["A.npy", "B.npy", "C.npy"]
 
 
@@ -59,9 +57,7 @@ def test_a_result_on_standard_output_is_alone_there(files: tuple[Path, Path]) ->
 
 def test_from_standard_input_to_standard_output(files: tuple[Path, Path]) -> None:
     words = ["matmul", "-", str(files[1]), "-o", "-"]
-    done = subprocess.run(
-        [*MODULE, *words], input=files[0].read_bytes(), capture_output=True, check=True
-    )
+    done = subprocess.run([*MODULE, *words], input=files[0].read_bytes(), capture_output=True, check=True)
     a, b = map(np.load, files)
     np.testing.assert_array_equal(np.load(io.BytesIO(done.stdout)), lowprec.matmul(a, b))
 
@@ -79,9 +75,7 @@ def test_a_reader_of_the_result_that_went_away(files: tuple[Path, Path]) -> None
     reader, writer = os.pipe()
     os.close(reader)
     words = ["matmul", *map(str, files), "-o", "/dev/stdout"]
-    done = subprocess.run(
-        [*MODULE, *words], stdout=writer, stderr=subprocess.PIPE, text=True, check=False
-    )
+    done = subprocess.run([*MODULE, *words], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -92,9 +86,7 @@ def test_a_warning_is_one_line() -> None:
         "info.run = lambda options: warnings.warn('of two\\nlines', lowprec.LowprecWarning) or 0\n"
         "main(['info'])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == "lowprec: warning: of two lines\n"
 
 
@@ -106,9 +98,7 @@ def test_the_installed_script_is_the_same_program() -> None:
     assert done.stdout == f"lowprec {lowprec.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    "name", ["", "info", "plan", "matmul", "check", "autotune", "run", "completion"]
-)
+@pytest.mark.parametrize("name", ["", "info", "plan", "matmul", "check", "autotune", "run", "completion"])
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*filter(None, [name]), "--help"]) == 0
     out, err = capsys.readouterr()
@@ -142,9 +132,7 @@ def test_info_imports_no_framework() -> None:
 
 
 #: Buffered output fails at the end, unbuffered output at once.
-BUFFERING = pytest.mark.parametrize(
-    "variables", [{"PYTHONUNBUFFERED": x} for x in ("", "1")], ids=str
-)
+BUFFERING = pytest.mark.parametrize("variables", [{"PYTHONUNBUFFERED": x} for x in ("", "1")], ids=str)
 
 
 #: Each says something on standard output.
@@ -156,14 +144,9 @@ TALKING = pytest.mark.parametrize(
 @TALKING
 @BUFFERING
 @pytest.mark.sampled(2)
-def test_a_reader_that_goes_away_is_no_defect(
-    words: tuple[str, ...], variables: Mapping[str, str]
-) -> None:
+def test_a_reader_that_goes_away_is_no_defect(words: tuple[str, ...], variables: Mapping[str, str]) -> None:
     with subprocess.Popen(
-        [*MODULE, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **variables},
+        [*MODULE, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **variables}
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -176,9 +159,7 @@ def test_a_reader_that_goes_away_is_no_defect(
 @TALKING
 @BUFFERING
 @pytest.mark.sampled(2)
-def test_a_full_disk_behind_standard_output_is_told(
-    words: tuple[str, ...], variables: Mapping[str, str]
-) -> None:
+def test_a_full_disk_behind_standard_output_is_told(words: tuple[str, ...], variables: Mapping[str, str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [*MODULE, *words],
@@ -240,9 +221,7 @@ def test_a_result_on_standard_output_is_alone_there_with_nobody_to_tell(
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8:strict", "ascii", "latin-1"])
 @pytest.mark.parametrize("name", [b"\xff.npy", "\u2200.npy".encode()])
 @pytest.mark.sampled(3)
-def test_a_name_that_cannot_be_printed(
-    tmp_path: Path, files: tuple[Path, Path], encoding: str, name: bytes
-) -> None:
+def test_a_name_that_cannot_be_printed(tmp_path: Path, files: tuple[Path, Path], encoding: str, name: bytes) -> None:
     try:
         os.rename(os.fsencode(files[0]), os.fsencode(tmp_path) + b"/" + name)
     except OSError:

@@ -42,10 +42,7 @@ ENDS = {
         "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()",
         0,
     ),
-    "a child": (
-        "import os, subprocess, sys\nprint(subprocess.call([sys.executable, '-c', '1/0']))",
-        0,
-    ),
+    "a child": ("import os, subprocess, sys\nprint(subprocess.call([sys.executable, '-c', '1/0']))", 0),
 }
 
 
@@ -66,9 +63,7 @@ def test_a_killed_program() -> None:
 def test_ctrl_c() -> None:
     # It is ready once its main thread sleeps, so another thread says so, a while later.
     script = write(
-        "import threading, time\n"
-        "threading.Timer(0.5, print, ['ready'], {'flush': True}).start()\n"
-        "time.sleep(60)"
+        "import threading, time\nthreading.Timer(0.5, print, ['ready'], {'flush': True}).start()\ntime.sleep(60)"
     )
 
     def interrupted(*words: str) -> Seen:
@@ -98,13 +93,7 @@ print(sorted(sys.modules), list(sys.path_importer_cache))
 
 @pytest.mark.parametrize(
     "options",
-    [
-        (),
-        ("-W", "error"),
-        ("-Wdefault", "-Xdev", "-X", "utf8", "-u"),
-        ("-OO", "-bb", "-P"),
-        ("-sB",),
-    ],
+    [(), ("-W", "error"), ("-Wdefault", "-Xdev", "-X", "utf8", "-u"), ("-OO", "-bb", "-P"), ("-sB",)],
     ids=" ".join,
 )
 def test_a_script_sees_itself(options: Sequence[str]) -> None:
@@ -130,9 +119,7 @@ def test_a_folder_and_an_archive_see_themselves() -> None:
     same("archive.zip", "argument")
 
 
-@pytest.mark.parametrize(
-    "words", [("-m", "missing_module"), ("empty",), ("-m", "lowprec.missing")], ids=" ".join
-)
+@pytest.mark.parametrize("words", [("-m", "missing_module"), ("empty",), ("-m", "lowprec.missing")], ids=" ".join)
 def test_what_python_refuses_it_refuses_in_its_own_words(words: Sequence[str]) -> None:
     Path("empty").mkdir()
     assert same(*words).code != 0

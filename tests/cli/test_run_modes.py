@@ -46,9 +46,7 @@ def test_a_library_shows_its_own_loader() -> None:
 
 def test_a_folder_with_the_name_of_a_library_is_none() -> None:
     Path("paddle").mkdir()
-    assert (
-        same(write("import paddle; print(paddle.__path__, paddle.__file__)"), under=GUARD).code == 0
-    )
+    assert same(write("import paddle; print(paddle.__path__, paddle.__file__)"), under=GUARD).code == 0
 
 
 def test_the_user_s_own_sitecustomize_runs() -> None:
@@ -132,10 +130,7 @@ def test_a_library_that_the_guard_cannot_hold_is_not_imported() -> None:
     ("under", "told"),
     [
         (TF32, "lowprec run --mode tf32 does not reach tensorflow (ImportError: none here); "),
-        (
-            GUARD,
-            "ImportError: lowprec run --guard cannot hold tensorflow at full FP32: ImportError",
-        ),
+        (GUARD, "ImportError: lowprec run --guard cannot hold tensorflow at full FP32: ImportError"),
     ],
     ids=["mode", "guard"],
 )
@@ -168,9 +163,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("under", "told"), [(TF32, "tf32 True"), (GUARD, "fp32 False")], ids=["mode", "guard"]
-)
+@pytest.mark.parametrize(("under", "told"), [(TF32, "tf32 True"), (GUARD, "fp32 False")], ids=["mode", "guard"])
 def test_children_are_under_the_mode(under: Sequence[str], told: str) -> None:
     write(LIBRARY, "tensorflow.py")
     places = [*multiprocessing.get_all_start_methods(), "subprocess", "grandchild"]
@@ -222,11 +215,7 @@ def test_a_program_under_the_guard_starts_none_below_it() -> None:
 
 @pytest.mark.parametrize(
     ("under", "modes"),
-    [
-        (TF32, "tf32 bf16 fp16 fp32"),
-        ((*TF32, "--force"), "tf32 tf32 tf32 fp32"),
-        (GUARD, "fp32 fp32 fp32 fp32"),
-    ],
+    [(TF32, "tf32 bf16 fp16 fp32"), ((*TF32, "--force"), "tf32 tf32 tf32 fp32"), (GUARD, "fp32 fp32 fp32 fp32")],
     ids=["mode", "force", "guard"],
 )
 def test_what_the_program_can_choose(under: Sequence[str], modes: str) -> None:
@@ -326,10 +315,7 @@ def test_pytorch_set_by_the_program_under_the_guard() -> None:
 
 @pytest.mark.parametrize(
     ("under", "word"),
-    [
-        pytest.param(("--mode", "bf16"), "bfloat16", marks=pytest.mark.sweep),
-        (GUARD, "highest"),
-    ],
+    [pytest.param(("--mode", "bf16"), "bfloat16", marks=pytest.mark.sweep), (GUARD, "highest")],
     ids=["mode", "guard"],
 )
 def test_jax(under: Sequence[str], word: str) -> None:

@@ -49,9 +49,7 @@ for line in range(1, 1000):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_at_any_line_leaves_one_whole_file(
-    tmp_path: Path, files: tuple[Path, Path], name: str
-) -> None:
+def test_a_signal_at_any_line_leaves_one_whole_file(tmp_path: Path, files: tuple[Path, Path], name: str) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     words = ("matmul", *map(str, files), "-o", str(folder / "C.npy"))

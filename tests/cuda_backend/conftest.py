@@ -98,9 +98,7 @@ def gpu(request: pytest.FixtureRequest) -> device_fixture.Gpu:
 
 
 @pytest.fixture
-def cupy(
-    software: device_fixture.SoftwareGpu, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[software_cuda.Cupy]:
+def cupy(software: device_fixture.SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[software_cuda.Cupy]:
     """A CuPy on the software devices."""
     made = software_cuda.Cupy(software.software.runtime)
     monkeypatch.setitem(sys.modules, "cupy", made)

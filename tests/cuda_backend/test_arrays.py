@@ -206,10 +206,7 @@ def test_a_copy_for_a_consumer_comes_after_the_work(gpu: Gpu) -> None:
 
 def test_an_export_that_cannot_wait_is_refused(gpu: Gpu) -> None:
     array = DeviceArray((N,), DType.FLOAT32, GPU, memory.own_stream(GPU))
-    with (
-        gpu.recorder.fail("cudaStreamWaitEvent"),
-        pytest.raises(BackendError, match="cudaStreamWaitEvent failed"),
-    ):
+    with gpu.recorder.fail("cudaStreamWaitEvent"), pytest.raises(BackendError, match="cudaStreamWaitEvent failed"):
         array.__dlpack__(stream=gpu.second)
 
 
@@ -280,9 +277,7 @@ def test_another_librarys_stream_waits_afterwards(gpu: Gpu, streamed: StreamedLi
     np.testing.assert_array_equal(gpu.read(address_of(result), stream, 2 * N), both)
 
 
-def test_a_result_on_the_first_operands_stream_reaches_the_other_library(
-    gpu: Gpu, streamed: StreamedLibrary
-) -> None:
+def test_a_result_on_the_first_operands_stream_reaches_the_other_library(gpu: Gpu, streamed: StreamedLibrary) -> None:
     a = DeviceArray((N,), DType.FLOAT32, GPU, 1)
     gpu.write(address_of(a), numbers(0), 1)
     b = Streamed(gpu, numbers(100), gpu.first)
@@ -292,9 +287,7 @@ def test_a_result_on_the_first_operands_stream_reaches_the_other_library(
     np.testing.assert_array_equal(gpu.read(address_of(result), gpu.first, 2 * N), both)
 
 
-def test_a_product_that_fails_half_way_has_read_what_it_read(
-    gpu: Gpu, streamed: StreamedLibrary
-) -> None:
+def test_a_product_that_fails_half_way_has_read_what_it_read(gpu: Gpu, streamed: StreamedLibrary) -> None:
     """One copy is queued, then it fails: the operand that the copy reads must still be held, and be waited for."""
 
     def fails(arguments: Arguments) -> None:
@@ -339,9 +332,7 @@ def test_the_calls_that_may_fail(gpu: Gpu, streamed: StreamedLibrary, kind: type
 
 
 @pytest.mark.parametrize(("kind", "at"), list(failures()))
-def test_any_call_may_fail(
-    gpu: Gpu, streamed: StreamedLibrary, kind: type[Foreign], at: int
-) -> None:
+def test_any_call_may_fail(gpu: Gpu, streamed: StreamedLibrary, kind: type[Foreign], at: int) -> None:
     """Whichever call of the runtime fails, the operands of what was queued are held, and the next call works."""
     a, b = kind(gpu, numbers(0), gpu.first), Foreign(gpu, numbers(100), gpu.second)
     x, y = library_of(a).view(a), library_of(b).view(b)

@@ -152,9 +152,7 @@ def test_progress_and_the_number_of_candidates(software: Gpu) -> None:
     assert seen[-1][0] == seen[-1][1]
 
 
-def test_the_variable_zero_leaves_the_cache_alone(
-    software: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_variable_zero_leaves_the_cache_alone(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     x = software.put(A)
     first = chosen(x)
     lowprec.autotune(x, x)
@@ -212,9 +210,7 @@ def test_a_damaged_entry_counts_as_none(software: Gpu, cache: Path, damage: Any)
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 99, "devices": {}}', '{"format": 1, "devices": []}']
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99, "devices": {}}', '{"format": 1, "devices": []}'])
 def test_a_damaged_file_is_never_fatal(software: Gpu, cache: Path, text: str) -> None:
     (cache / "autotune.json").write_text(text)
     restart()
@@ -226,8 +222,7 @@ def test_a_damaged_file_is_never_fatal(software: Gpu, cache: Path, text: str) ->
 
 
 @pytest.mark.parametrize(
-    "inner",
-    ["5", "[]", "null", '{"a product": 5}', '{"a product": {"algorithm": 5}}', '"' + "[" * 9 + '"'],
+    "inner", ["5", "[]", "null", '{"a product": 5}', '{"a product": {"algorithm": 5}}', '"' + "[" * 9 + '"']
 )
 def test_what_is_no_choice_counts_as_none(software: Gpu, cache: Path, inner: str) -> None:
     x = software.put(A)
@@ -274,9 +269,7 @@ def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
 
 
-def test_where_no_candidate_runs_the_reason_is_told(
-    software: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_candidate_runs_the_reason_is_told(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that there is no algorithm, which would also send the product another way."""
 
     def refuse(*_: object) -> None:

@@ -35,9 +35,7 @@ class Hashable(SimpleNamespace):
 def runtime(capability: tuple[int, int] = (9, 0)) -> Hashable:
     """Return CUDA's runtime on a machine with one device, of which nothing but its properties is asked."""
     major, minor = capability
-    found = SimpleNamespace(
-        name="GPU", major=major, minor=minor, totalGlobalMem=1 << 30, multiProcessorCount=4
-    )
+    found = SimpleNamespace(name="GPU", major=major, minor=minor, totalGlobalMem=1 << 30, multiProcessorCount=4)
     return Hashable(
         cudaError_t=SimpleNamespace(cudaSuccess=0),
         cudaDeviceAttr=SimpleNamespace(cudaDevAttrClockRate=13),
@@ -101,16 +99,7 @@ class Loaded(tuple[str, bytes]):
         return KERNELS.index(self[0])
 
 
-KERNELS = (
-    "epilogue",
-    "pack_elements",
-    "pack_groups",
-    "pack_maxima",
-    "pack_rows",
-    "pack_tiles",
-    "recompute",
-    "unscale",
-)
+KERNELS = ("epilogue", "pack_elements", "pack_groups", "pack_maxima", "pack_rows", "pack_tiles", "recompute", "unscale")
 
 
 @pytest.fixture
@@ -310,9 +299,7 @@ def test_another_process_finds_it_on_disk(core: Compiler, cache: Path) -> None:
     assert core.loaded == [code, code]
 
 
-def test_another_version_compiles_anew(
-    core: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_compiles_anew(core: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (
         lambda: None,
         lambda: setattr(core, "__version__", "2"),
@@ -365,18 +352,14 @@ def test_a_kernel_that_the_driver_refuses_is_set_aside(core: Compiler, cache: Pa
     assert len(core.compiled) == 2
 
 
-def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(
-    core: Compiler, cache: Path
-) -> None:
+def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: Compiler, cache: Path) -> None:
     forget()
     _, code = kernel(A=1)
     (path,) = files(cache)
     path.unlink()
     core.refuses = (code,)
     forget()
-    with pytest.raises(
-        BackendError, match=r"epilogue for sm_90 is not loaded by the driver: CUDA_ERROR_INVALID"
-    ):
+    with pytest.raises(BackendError, match=r"epilogue for sm_90 is not loaded by the driver: CUDA_ERROR_INVALID"):
         kernel(A=1)
     assert files(cache) == []
 
@@ -386,9 +369,7 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
 ) -> None:
     cache.write_text("a file where the folder should be")
     forget()
-    with pytest.warns(
-        LowprecWarning, match="cannot write to its cache .*LOWPREC_CACHE_DIR"
-    ) as found:
+    with pytest.warns(LowprecWarning, match="cannot write to its cache .*LOWPREC_CACHE_DIR") as found:
         kernel(A=1)
     kernel(A=2)
     assert len(found) == 1
@@ -425,10 +406,7 @@ for i in range(150):
 
 
 def test_two_processes_at_once(cache: Path) -> None:
-    pair = [
-        subprocess.Popen([sys.executable, "-c", WRITER], stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+    pair = [subprocess.Popen([sys.executable, "-c", WRITER], stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in pair:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
@@ -447,9 +425,7 @@ def test_a_product_needs_no_cache(core: Compiler, monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     forget()
-    with pytest.warns(
-        LowprecWarning, match="pip install platformdirs, or set LOWPREC_CACHE_DIR"
-    ) as found:
+    with pytest.warns(LowprecWarning, match="pip install platformdirs, or set LOWPREC_CACHE_DIR") as found:
         kernel(A=1)
     kernel(A=2)
     assert len(found) == 1

@@ -155,9 +155,7 @@ CAPTURED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.feature("CUDA graph of {library}, prepared operand")
 @pytest.mark.parametrize("warm", [True, False])
-def test_captured_products_of_a_prepared_operand_replay(
-    library: StreamedLibrary, warm: bool
-) -> None:
+def test_captured_products_of_a_prepared_operand_replay(library: StreamedLibrary, warm: bool) -> None:
     """What is there when the graph is captured is the graph's for good, what is not is made by the graph."""
     with library.stream():
         a, b = library.late(A), library.late(B)
@@ -166,9 +164,7 @@ def test_captured_products_of_a_prepared_operand_replay(
         library.get(eager)
         out = {} if library.allocates_while_capturing else {"out": eager}
         lowprec.matmul(a, prepared if warm else other, math_mode="bf16", **out)
-        replay, result = library.capture(
-            lambda: lowprec.matmul(a, prepared, math_mode="bf16", **out)
-        )
+        replay, result = library.capture(lambda: lowprec.matmul(a, prepared, math_mode="bf16", **out))
         assert bool(prepared.packed_bytes) == warm
         prepared.release()
         library.write(b, draw(5, N, N))
@@ -257,9 +253,7 @@ def test_a_profile_takes_times_by_events(gpu: Gpu, rng: np.random.Generator) -> 
 
 @pytest.mark.feature("`autotune`, and its choice on disk")
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_a_measured_choice(
-    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_a_measured_choice(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     reset()
     x, y = gpu.put(A), gpu.put(B)

@@ -63,9 +63,7 @@ CASES = {
     "several calls": Case((STACK, np.stack([[B] * 3] * 2)), plain, oracles.product(STACK, B)),
     "int8": Case((A.astype(np.int8), B[:, :7].astype(np.int8)), plain, TRUE[:, :7]),
     "no inner dimension": Case(
-        (A[:, :0], B[:0], BIAS),
-        lambda x, y, z: lowprec.matmul(x, y, bias=z),
-        np.broadcast_to(BIAS, (16, 16)),
+        (A[:, :0], B[:0], BIAS), lambda x, y, z: lowprec.matmul(x, y, bias=z), np.broadcast_to(BIAS, (16, 16))
     ),
     "another device": Case((A, B), plain, TRUE, device=1),
     "out over an operand": Case((A, B), lambda x, y: lowprec.matmul(x, y, out=x), TRUE),
@@ -145,27 +143,20 @@ def test_errors_name_the_product(software: Gpu) -> None:
     start_anew()
     with (
         software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=13),
-        pytest.raises(
-            lowprec.BackendError,
-            match=r"cuBLASLt 13\.1\.0 cannot prepare float32 \(16, 16\) @",
-        ),
+        pytest.raises(lowprec.BackendError, match=r"cuBLASLt 13\.1\.0 cannot prepare float32 \(16, 16\) @"),
     ):
         run(software, CASES["as they lie"])
     software.forgive()
     with (
         software.failing_call("cublas_lt.matmul", status=14),
-        pytest.raises(
-            lowprec.BackendError, match=r"cannot run float32 \(16, 16\) @ float32 \(16, 16\)"
-        ),
+        pytest.raises(lowprec.BackendError, match=r"cannot run float32 \(16, 16\) @ float32 \(16, 16\)"),
     ):
         run(software, CASES["as they lie"])
     software.forgive()
     start_anew()
     with (
         software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=15),
-        pytest.raises(
-            lowprec.UnsupportedError, match="has no algorithm on this device for float32"
-        ),
+        pytest.raises(lowprec.UnsupportedError, match="has no algorithm on this device for float32"),
     ):
         run(software, CASES["as they lie"])
     software.forgive()

@@ -71,9 +71,7 @@ def strike(multiply: Products, step: int) -> int:
 # Products that rewrite their operands run kernels on the software devices, which takes time.
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 1), ("bf16", 3), ("fp16", 7)])
 @pytest.mark.sampled(3)
-def test_a_handler_that_multiplies_in_the_middle(
-    software: SoftwareGpu, mode: str, step: int
-) -> None:
+def test_a_handler_that_multiplies_in_the_middle(software: SoftwareGpu, mode: str, step: int) -> None:
     assert strike(Products(software, mode), step) > 30
 
 
@@ -90,9 +88,7 @@ def test_a_handler_that_multiplies_in_the_middle_of_a_first_product(
 @pytest.mark.parametrize(("mode", "step"), [("fp32", 1), ("bf16", 3), ("fp16", 7)])
 @pytest.mark.sampled(3)
 @pytest.mark.sweep
-def test_after_an_interrupt_the_next_product_is_right(
-    interrupted_gpu: SoftwareGpu, mode: str, step: int
-) -> None:
+def test_after_an_interrupt_the_next_product_is_right(interrupted_gpu: SoftwareGpu, mode: str, step: int) -> None:
     multiply = Products(interrupted_gpu, mode)
     multiply()
     came = []

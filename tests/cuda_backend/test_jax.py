@@ -36,9 +36,7 @@ TRUE = oracles.product(A, B)
 
 
 @pytest.fixture(params=[True, False], ids=["streams", "no streams"])
-def jax(
-    software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Iterator[Jax]:
+def jax(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Jax]:
     """A JAX on the software devices, whose client tells others a stream, or tells none."""
     made = Jax(software.software.runtime, tells_streams=request.param)
     monkeypatch.setitem(sys.modules, "jax", made)
@@ -176,9 +174,7 @@ def test_an_operand_can_be_donated_without_another_call(jax: Jax, device: int) -
 
 
 @pytest.mark.usefixtures("waiting_thread")
-def test_an_operand_that_nobody_else_has_goes_without_another_call(
-    jax: Jax, software: SoftwareGpu
-) -> None:
+def test_an_operand_that_nobody_else_has_goes_without_another_call(jax: Jax, software: SoftwareGpu) -> None:
     gone = threading.Event()
     a = jax.asarray(A)
     weakref.finalize(a.buffer, gone.set)
@@ -193,9 +189,7 @@ def test_the_thread_outlives_a_device_that_fails(jax: Jax, software: SoftwareGpu
     failing = software.failing_call("cudaEventQuery")
     with failing as failure:
         a = jax.asarray(A)
-        with contextlib.suppress(
-            lowprec.BackendError
-        ):  # whoever asks first, the thread or the call itself
+        with contextlib.suppress(lowprec.BackendError):  # whoever asks first, the thread or the call itself
             lowprec.matmul(a, a)
     assert failure.happened
     b = jax.asarray(B)

@@ -44,14 +44,7 @@ from lowprec.backends.cuda.staging import epilogue, packing
 from lowprec.errors import LowprecError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, available_modes
-from lowprec.planning import (
-    Activation,
-    GemmPlan,
-    GemmProblem,
-    MatrixStack,
-    OperandSpec,
-    plan_gemm,
-)
+from lowprec.planning import Activation, GemmPlan, GemmProblem, MatrixStack, OperandSpec, plan_gemm
 from machines import gpu
 from software_cuda import compiler, install, uninstall
 
@@ -157,9 +150,7 @@ FEW = [SIMPLE, ROWS_SCALED, BYTES, ROTATED]
 @pytest.mark.parametrize("layout", LAYOUTS)
 @each_of(FEW)
 @pytest.mark.parametrize("offset", [0, 1, 3])
-def test_layouts(
-    variant: tuple[Any, ...], layout: str, offset: int, rng: np.random.Generator
-) -> None:
+def test_layouts(variant: tuple[Any, ...], layout: str, offset: int, rng: np.random.Generator) -> None:
     """Batches, odd extents, sources and destinations that are not aligned."""
     for shape in ((3, 33, 65), (2, 2, 130, 16), (1, 100), (100, 1), (4, 8, 8), (2, 3, 3)):
         array = lay_out(random_bits(rng, variant[0], 1 << 15), shape, layout, offset)
@@ -193,9 +184,7 @@ def test_operands_that_are_broadcast(variant: tuple[Any, ...], rng: np.random.Ge
 
 @each_of(FEW)
 @pytest.mark.parametrize("layout", ["rows", "columns"])
-def test_more_work_than_blocks(
-    variant: tuple[Any, ...], layout: str, rng: np.random.Generator
-) -> None:
+def test_more_work_than_blocks(variant: tuple[Any, ...], layout: str, rng: np.random.Generator) -> None:
     # More for every kernel than the 32 blocks that the software device takes; the largest pieces are tiles of bytes, of
     # 128 each way, and strips of 32 rows by 512 columns, in which maxima are sought.
     array = lay_out(random_bits(rng, variant[0], 1 << 17), (9, 36, 518), layout)
@@ -274,9 +263,7 @@ def test_division_of_large_indices() -> None:
     config = core.LaunchConfig(grid=(1,), block=(8,))
     with DeviceCopies(STREAM) as device:
         arguments = (device.put(numbers), device.put(results), np.int64(len(numbers)))
-        core.launch(
-            SimpleNamespace(__cuda_stream__=lambda: (0, STREAM)), config, kernel, *arguments
-        )
+        core.launch(SimpleNamespace(__cuda_stream__=lambda: (0, STREAM)), config, kernel, *arguments)
         device.fetch()
     quotients, remainders = np.divmod(numbers[:, 0], numbers[:, 1])
     np.testing.assert_array_equal(results[:, 0], quotients)
@@ -396,9 +383,7 @@ def test_no_nan_is_lost_in_packing(variant: tuple[Any, ...], layout: str) -> Non
 # -- epilogues ------------------------------------------------------------------------------------
 
 
-def run_epilogue(
-    spec: Epilogue, arrays: Sequence[np.ndarray | None], alpha: complex, beta: complex
-) -> None:
+def run_epilogue(spec: Epilogue, arrays: Sequence[np.ndarray | None], alpha: complex, beta: complex) -> None:
     """Run it on product, out, c, bias and exponents, of which the last may be missing."""
     with DeviceCopies(STREAM) as device:
         addresses = [device.put(x) for x in (*arrays, *[None] * (6 - len(arrays)))]
@@ -442,9 +427,7 @@ def check_epilogue(
         OperandSpec(bias, (cols,), (bias_stride,)) if bias else None, activation, scaled,
     )  # fmt: skip
     exponents = row[..., :, None] + col[..., None, :] if scaled else None
-    run_epilogue(
-        spec, [memory, target, addend, added, *([row, col] if scaled else [])], alpha, beta
-    )
+    run_epilogue(spec, [memory, target, addend, added, *([row, col] if scaled else [])], alpha, beta)
     want = with_epilogue(spec, values[..., :rows, :cols], addend, added, exponents, alpha, beta)
     if activation == "gelu":
         # Two units in the last place of the result, and of 1 where 1 + tanh cancels.
@@ -504,9 +487,7 @@ def test_factors_addend_and_bias(product: DType, addend: DType, rng: np.random.G
 
 @pytest.mark.parametrize("c_layout", LAYOUTS)
 @pytest.mark.parametrize(("offset", "c_offset"), [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_addends_lie_anyhow(
-    c_layout: str, offset: int, c_offset: int, rng: np.random.Generator
-) -> None:
+def test_addends_lie_anyhow(c_layout: str, offset: int, c_offset: int, rng: np.random.Generator) -> None:
     for out_layout in ("rows", "rows apart", "columns"):
         for shape in ((2, 19, 24), (1, 40), (40, 1), (3, 7, 5)):
             check_epilogue(
@@ -518,9 +499,7 @@ def test_addends_lie_anyhow(
 def test_an_addend_that_is_broadcast(rng: np.random.Generator) -> None:
     product = random_numbers(rng, D.FLOAT32, 2 * 8 * 16).reshape(2, 8, 16)
     for c_shape in ((16,), (8, 1), (2, 1, 1), (1, 8, 16)):
-        c = np.broadcast_to(
-            random_numbers(rng, D.FLOAT32, int(np.prod(c_shape))).reshape(c_shape), product.shape
-        )
+        c = np.broadcast_to(random_numbers(rng, D.FLOAT32, int(np.prod(c_shape))).reshape(c_shape), product.shape)
         out = np.zeros_like(product)
         spec = Epilogue(D.FLOAT32, 16, stack_of(out, D.FLOAT32), stack_of(c, D.FLOAT32))
         run_epilogue(spec, [product, out, c], 1.0, 2.0)
@@ -547,9 +526,7 @@ def test_c_may_be_the_result(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("product", [D.FLOAT32, D.COMPLEX64])
 @pytest.mark.parametrize("out_layout", ["rows", "columns"])
-def test_powers_of_two_are_taken_back(
-    product: DType, out_layout: str, rng: np.random.Generator
-) -> None:
+def test_powers_of_two_are_taken_back(product: DType, out_layout: str, rng: np.random.Generator) -> None:
     """With exponents whose sum is beyond float32's, results that overflow and results that underflow."""
     factors: list[complex] = [1, -0.3, 1e30, 1e-30, 0.0]
     for alpha in factors + ([2 - 0.7j] if product.is_complex else []):
@@ -564,9 +541,7 @@ def test_powers_of_two_are_taken_back(
 @pytest.mark.parametrize("out", [D.FLOAT32, D.FLOAT16, D.BFLOAT16])
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("scaled", [False, True])
-def test_activations(
-    out: DType, activation: Activation, scaled: bool, rng: np.random.Generator
-) -> None:
+def test_activations(out: DType, activation: Activation, scaled: bool, rng: np.random.Generator) -> None:
     check_epilogue(rng, D.FLOAT32, out, None, out, activation=activation, alpha=2.5, scaled=scaled)
 
 
@@ -591,9 +566,7 @@ def test_integers_saturate(activation: Activation | None) -> None:
     bias = np.array(edges, np.int32)
     out = np.zeros_like(product)
     n = len(edges)
-    spec = Epilogue(
-        D.INT32, n, stack_of(out, D.INT32), None, OperandSpec(D.INT32, (n,), (1,)), activation
-    )
+    spec = Epilogue(D.INT32, n, stack_of(out, D.INT32), None, OperandSpec(D.INT32, (n,), (1,)), activation)
     run_epilogue(spec, [product, out, None, bias], 1.0, 0.0)
     want = np.clip(product.astype(np.int64) + bias, limits.min, limits.max)
     np.testing.assert_array_equal(out, np.maximum(want, 0) if activation else want)
@@ -630,9 +603,7 @@ def test_gelu_has_its_limits(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", [D.FLOAT32, D.FLOAT16, D.BFLOAT16], ids=str)
 @pytest.mark.parametrize("activation", [None, *Activation])
 @pytest.mark.parametrize("layout", ["rows", "every third"])
-def test_no_nan_is_lost_in_a_result(
-    dtype: DType, activation: Activation | None, layout: str
-) -> None:
+def test_no_nan_is_lost_in_a_result(dtype: DType, activation: Activation | None, layout: str) -> None:
     nans = oracles.nans(np.float32)
     product = np.ones((len(nans), 8), np.float32)
     product[:, 3] = nans
@@ -695,9 +666,7 @@ def every_plan(mode: MathMode) -> Iterator[GemmPlan]:
         return OperandSpec(dtype, shape, (2 * shape[-1], 2)[-len(shape) :])
 
     operands = [dtype for dtype in D if dtype.results]
-    for a, b, out, addend, activation in product(
-        operands, operands, D, (None, *D), (None, *Activation)
-    ):
+    for a, b, out, addend, activation in product(operands, operands, D, (None, *D), (None, *Activation)):
         c = spec(addend, 6, 8) if addend and a is not D.INT8 else None
         problem = GemmProblem(
             spec(a, 6, 10), spec(b, 10, 8), out, spec(out, 6, 8), c, spec(addend, 8) if addend else None,

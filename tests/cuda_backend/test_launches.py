@@ -78,9 +78,7 @@ def test_what_a_warm_product_calls(software: SoftwareGpu, cupy: Cupy, name: str)
     ],
 )
 @pytest.mark.sampled(2)
-def test_each_call_has_its_own_factors_and_arrays(
-    software: SoftwareGpu, mode: str, name: str, dtype: Any
-) -> None:
+def test_each_call_has_its_own_factors_and_arrays(software: SoftwareGpu, mode: str, name: str, dtype: Any) -> None:
     x, y = software.put(A.astype(dtype)), software.put(B.astype(dtype))
     for alpha in (1.0, 2.0, -0.5, 1.0):
         given: dict[str, Any] = {}

@@ -31,9 +31,7 @@ def cache(software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # -- the host -------------------------------------------------------------------------------------
 
 
-def test_a_slow_host_is_not_measured(
-    software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_host_is_not_measured(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     software.same_speed()
     monkeypatch.setattr(machine, "_HOST_CALL_MS", 0.007)  # and products take 0.02
     x = software.put(A)
@@ -93,9 +91,7 @@ def test_spinning_that_is_over_too_early_is_repeated_for_longer(
     assert 0 < first < second < third
 
 
-def test_spinning_has_an_end(
-    software: SoftwareGpu, simulated_time: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spinning_has_an_end(software: SoftwareGpu, simulated_time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_HOST_CALL_MS", 5.0)
     cycles = spied(monkeypatch)
     monkeypatch.setattr(runtime, "event_is_done", lambda event: True)
@@ -121,15 +117,11 @@ def test_a_kernel_that_cannot_be_compiled_is_told(software: SoftwareGpu) -> None
 # -- the cache ------------------------------------------------------------------------------------
 
 
-def turns_of(
-    monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], check: Callable[..., None]
-) -> None:
+def turns_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], check: Callable[..., None]) -> None:
     """Autotune, with a contest that only looks at the operands of its products."""
 
     class Looks:
-        def __init__(
-            self, invocation: Invocation, handle: int, stream: int, turns: Any, *_: Any
-        ) -> None:
+        def __init__(self, invocation: Invocation, handle: int, stream: int, turns: Any, *_: Any) -> None:
             self.invocation, self.turns = invocation, turns
 
         def results(self, found: Any, progress: Any) -> Any:
@@ -199,9 +191,7 @@ def test_no_product_reads_what_one_before_has_read(
 
 
 @pytest.mark.parametrize("why", ["large", "too little memory"])
-def test_operands_that_are_not_copied(
-    software: SoftwareGpu, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operands_that_are_not_copied(software: SoftwareGpu, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "large":
         monkeypatch.setattr(runtime, "attribute", lambda name, index: 1000)
     else:

@@ -64,9 +64,7 @@ class Runtime:
     cudaError_t = Status
     cudaStreamCaptureStatus = CaptureStatus
     cudaStreamCaptureMode = CaptureMode
-    cudaDeviceAttr = types.SimpleNamespace(
-        cudaDevAttrClockRate=13, cudaDevAttrMemoryPoolsSupported=115
-    )
+    cudaDeviceAttr = types.SimpleNamespace(cudaDevAttrClockRate=13, cudaDevAttrMemoryPoolsSupported=115)
     cudaMemAllocationType = types.SimpleNamespace(cudaMemAllocationTypePinned=1)
     cudaMemLocationType = types.SimpleNamespace(cudaMemLocationTypeDevice=1)
     cudaMemPoolAttr = types.SimpleNamespace(cudaMemPoolAttrReleaseThreshold=4)
@@ -283,10 +281,7 @@ def test_temporary_memory_goes_back_in_the_order_of_its_stream(runtime: Runtime)
     for n, stream in enumerate((LEGACY, FIRST, CAPTURED), 1):
         with memory.temporary(1000 * n, 0, stream) as address:
             assert address in runtime.allocated
-        assert runtime.log == [
-            ("cudaMallocFromPoolAsync", 1000 * n, stream),
-            ("cudaFreeAsync", address, stream),
-        ]
+        assert runtime.log == [("cudaMallocFromPoolAsync", 1000 * n, stream), ("cudaFreeAsync", address, stream)]
         runtime.log.clear()
     assert runtime.allocated == {}
 
@@ -295,10 +290,7 @@ def test_what_fails_between_does_not_hide_behind_what_is_given_back(runtime: Run
     runtime.fails = {"cudaFreeAsync"}
     with pytest.raises(ValueError, match="first"), memory.temporary(10, 0, FIRST):
         raise ValueError("first")
-    with (
-        pytest.raises(BackendError, match="cudaFreeAsync failed"),
-        memory.temporary(10, 0, FIRST),
-    ):
+    with pytest.raises(BackendError, match="cudaFreeAsync failed"), memory.temporary(10, 0, FIRST):
         pass
     # Neither is lost.
     assert len(runtime.allocated) == 2
@@ -332,9 +324,7 @@ def test_a_pool_is_open_to_the_devices_that_reach_it(runtime: Runtime) -> None:
     assert runtime.access == {0: [1]}
 
 
-def test_a_wait_that_fails_loses_no_bytes(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_that_fails_loses_no_bytes(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_LIMIT_BYTES", 3 * MIB)
     for _ in range(4):
         memory.allocate(MIB, GPU, FIRST)
@@ -349,10 +339,7 @@ def test_a_wait_that_fails_loses_no_bytes(
 
 def test_a_failed_capture_leaves_no_address_to_free(warm: Runtime) -> None:
     warm.fails = {"cudaFreeAsync"}
-    with (
-        pytest.raises(BackendError, match="cudaFreeAsync failed"),
-        memory.temporary(10, 0, CAPTURED) as address,
-    ):
+    with pytest.raises(BackendError, match="cudaFreeAsync failed"), memory.temporary(10, 0, CAPTURED) as address:
         pass
     memory.release()
     assert ("cudaFree", address) not in warm.log
@@ -368,9 +355,7 @@ def test_memory_is_found_by_giving_back_what_is_unused(runtime: Runtime) -> None
         memory.allocate(12 * MIB, GPU, FIRST)
 
 
-def test_arrays_that_died_wait_for_the_whole_device(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_that_died_wait_for_the_whole_device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_LIMIT_BYTES", 3 * MIB)
     addresses = {memory.allocate(MIB, GPU, FIRST).address for _ in range(4)}
     assert runtime.count("cudaMalloc") == 0
@@ -378,9 +363,7 @@ def test_arrays_that_died_wait_for_the_whole_device(
     memory.allocate(10, GPU, SECOND)  # more than the limit: one wait for all four
     names = [entry[0] for entry in runtime.log]
     assert names[4:] == ["cudaMalloc", *["cudaFree"] * 5, "cudaMallocFromPoolAsync"]
-    assert (
-        runtime.log[5][1] not in addresses
-    )  # memory of cudaMalloc, which the device finishes its work for
+    assert runtime.log[5][1] not in addresses  # memory of cudaMalloc, which the device finishes its work for
     assert not addresses & runtime.allocated.keys()
 
 
@@ -421,9 +404,7 @@ def test_nothing_is_waited_for_while_capturing(warm: Runtime) -> None:
     assert warm.log == []
 
 
-def test_arrays_that_died_wait_while_capturing(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arrays_that_died_wait_while_capturing(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for the device would end the capture here, too."""
     monkeypatch.setattr(memory, "_LIMIT_BYTES", MIB)
     blocks = [memory.allocate(MIB, GPU, FIRST) for _ in range(2)]
@@ -528,10 +509,7 @@ def test_a_block_may_die_inside_the_pools_lock(runtime: Runtime) -> None:
 
 def test_one_stream_waits_for_another(runtime: Runtime) -> None:
     memory.order(LEGACY, FIRST, OTHER_GPU)
-    assert runtime.log == [
-        ("cudaEventRecord", 1, LEGACY),
-        ("cudaStreamWaitEvent", 1, FIRST, LEGACY),
-    ]
+    assert runtime.log == [("cudaEventRecord", 1, LEGACY), ("cudaStreamWaitEvent", 1, FIRST, LEGACY)]
     memory.order(FIRST, FIRST, GPU)
     assert len(runtime.log) == 2
     assert runtime.device == 0
@@ -557,10 +535,7 @@ def test_a_join_that_fails_is_reported_and_loses_no_event(runtime: Runtime, func
 def test_a_device_has_one_stream_of_lowprecs(runtime: Runtime) -> None:
     streams = [memory.own_stream(device) for device in (GPU, OTHER_GPU, GPU, OTHER_GPU)]
     assert streams[:2] == streams[2:]
-    assert runtime.streams == [
-        (0, runtime.cudaStreamNonBlocking),
-        (1, runtime.cudaStreamNonBlocking),
-    ]
+    assert runtime.streams == [(0, runtime.cudaStreamNonBlocking), (1, runtime.cudaStreamNonBlocking)]
 
 
 def test_a_copy_of_nothing_is_none(runtime: Runtime) -> None:

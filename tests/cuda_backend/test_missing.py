@@ -75,9 +75,7 @@ def refuse(error: type[Exception], words: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-@pytest.mark.parametrize(
-    "missing", ["nvmath.bindings.cublasLt", "cuda.bindings.runtime", "cuda.core"]
-)
+@pytest.mark.parametrize("missing", ["nvmath.bindings.cublasLt", "cuda.bindings.runtime", "cuda.core"])
 def test_python_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     refuse(lowprec.BackendError, r'need nvmath-python.*pip install "lowprec\[cuda13\]"')
@@ -105,10 +103,7 @@ def test_python_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
             Runtime("cudaErrorSystemNotReady"),
             r"cannot be used \(cudaErrorSystemNotReady: system not yet initialized\); check nvi",
         ),
-        (
-            Runtime("cudaErrorStubLibrary"),
-            r"cannot be used \(cudaErrorStubLibrary: CUDA driver is a stub library\)",
-        ),
+        (Runtime("cudaErrorStubLibrary"), r"cannot be used \(cudaErrorStubLibrary: CUDA driver is a stub library\)"),
     ],
     ids=["no device", "0 devices", "no driver", "old driver", "forked", "not ready", "stub"],
 )

@@ -151,9 +151,7 @@ IN_THE_CALL: dict[str, Callable[[CublasLtCall], CublasLtCall]] = {
     "batch cut short": lambda c: replace(c, offsets=c.offsets[:1]),
     "TF32 for full FP32": lambda c: replace(
         c,
-        compute_type=ComputeType.COMPUTE_32F_FAST_TF32
-        if c.compute_type is ComputeType.COMPUTE_32F
-        else c.compute_type,
+        compute_type=ComputeType.COMPUTE_32F_FAST_TF32 if c.compute_type is ComputeType.COMPUTE_32F else c.compute_type,
     ),
     "compute type of another type": lambda c: replace(c, compute_type=ComputeType.COMPUTE_64F),
     "scale type": lambda c: replace(c, scale_dtype=DType.FLOAT64),
@@ -179,17 +177,13 @@ def bias_on_the_wrong_axis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def missing_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
     number = invocation.number
-    monkeypatch.setattr(
-        invocation, "number", lambda value, dtype: number(1.0 if value == -0.5 else value, dtype)
-    )
+    monkeypatch.setattr(invocation, "number", lambda value, dtype: number(1.0 if value == -0.5 else value, dtype))
 
 
 def sums_in_any_type(monkeypatch: pytest.MonkeyPatch) -> None:
     make = invocation.bindings.preference
     every = ["INPLACE", "COMPUTE_TYPE", "OUTPUT_TYPE"]
-    monkeypatch.setattr(
-        invocation.bindings, "preference", lambda space, aligned, _: make(space, aligned, every)
-    )
+    monkeypatch.setattr(invocation.bindings, "preference", lambda space, aligned, _: make(space, aligned, every))
 
 
 def promised_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,9 +244,7 @@ def test_a_mistake_elsewhere(software: Gpu, monkeypatch: pytest.MonkeyPatch, nam
 # -- one source of facts --------------------------------------------------------------------------
 
 
-def test_the_plan_and_the_descriptor_follow_the_mode_row(
-    software: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_and_the_descriptor_follow_the_mode_row(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     make = invocation.bindings.create
 

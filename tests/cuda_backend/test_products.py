@@ -20,9 +20,7 @@ from lowprec.formats import DType
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
-F16, F32, F64, C64, C128, I8 = map(
-    np.dtype, ("float16", "float32", "float64", "complex64", "complex128", "int8")
-)
+F16, F32, F64, C64, C128, I8 = map(np.dtype, ("float16", "float32", "float64", "complex64", "complex128", "int8"))
 
 FLOATS = (F64, F32, F16, BF16, C64, C128)
 MODES = ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16")
@@ -143,11 +141,7 @@ def test_a_batch_in_another_order_than_memory(gpu: Gpu, rng: Any) -> None:
 
 
 @pytest.mark.feature("batches, and one dimension")
-@named(
-    "shapes",
-    [((7,), (7,)), ((7,), (7, 3)), ((3, 7), (7,)), ((2, 3, 7), (7,)), ((7,), (2, 7, 3))],
-    ids=str,
-)
+@named("shapes", [((7,), (7,)), ((7,), (7, 3)), ((3, 7), (7,)), ((2, 3, 7), (7,)), ((7,), (2, 7, 3))], ids=str)
 def test_vectors(gpu: Gpu, rng: Any, shapes: Any) -> None:
     a, b = (integers(rng, shape, F32) for shape in shapes)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode="bf16"))
@@ -156,9 +150,7 @@ def test_vectors(gpu: Gpu, rng: Any, shapes: Any) -> None:
 
 
 @pytest.mark.feature("size zero")
-@named(
-    "shapes", [((0, 3), (3, 4)), ((2, 0), (0, 4)), ((2, 3), (3, 0)), ((0, 2, 3), (3, 4))], ids=str
-)
+@named("shapes", [((0, 3), (3, 4)), ((2, 0), (0, 4)), ((2, 3), (3, 0)), ((0, 2, 3), (3, 4))], ids=str)
 @named("dtype", [F32, BF16, I8, C64], ids=lambda d: d.name)
 def test_nothing_to_do(gpu: Gpu, shapes: Any, dtype: Any) -> None:
     a, b = (np.ones(shape, dtype) for shape in shapes)
@@ -167,11 +159,7 @@ def test_nothing_to_do(gpu: Gpu, shapes: Any, dtype: Any) -> None:
 
 
 @pytest.mark.feature("two types in one product")
-@named(
-    "pair",
-    [(F32, F16), (BF16, F32), (BF16, F16), (F64, F32), (C64, F32), (C128, F16), (E5M2, E4M3)],
-    ids=str,
-)
+@named("pair", [(F32, F16), (BF16, F32), (BF16, F16), (F64, F32), (C64, F32), (C128, F16), (E5M2, E4M3)], ids=str)
 @named("mode", ["fp32", "bf16", "fp16"])
 def test_two_element_types(gpu: Gpu, rng: Any, pair: Any, mode: str) -> None:
     a, b = integers(rng, (6, 16), pair[0]), integers(rng, (16, 5), pair[1])
@@ -181,11 +169,7 @@ def test_two_element_types(gpu: Gpu, rng: Any, pair: Any, mode: str) -> None:
 
 
 @pytest.mark.feature("a result of another type")
-@named(
-    ("dtype", "out"),
-    [(F16, F32), (BF16, F32), (F32, F16), (F32, BF16), (E4M3, F32), (E4M3, F16)],
-    ids=str,
-)
+@named(("dtype", "out"), [(F16, F32), (BF16, F32), (F32, F16), (F32, BF16), (E4M3, F32), (E4M3, F16)], ids=str)
 @named("mode", ["fp32", "bf16"])
 def test_out_dtype(gpu: Gpu, rng: Any, dtype: Any, out: Any, mode: str) -> None:
     a, b = integers(rng, (6, 16), dtype), integers(rng, (16, 5), dtype)
@@ -229,12 +213,7 @@ def is_defined(dtype: np.dtype[Any], epilogue: dict[str, Any]) -> bool:
 @pytest.mark.feature("`alpha`, `beta`, `c`, `out`", "`bias`, `relu`, `gelu`")
 @named(
     ("dtype", "mode", "epilogue"),
-    [
-        (*case, epilogue)
-        for case in CASES
-        for epilogue in EPILOGUES
-        if is_defined(case[0], epilogue)
-    ],
+    [(*case, epilogue) for case in CASES for epilogue in EPILOGUES if is_defined(case[0], epilogue)],
     ids=lambda x: text(x) if isinstance(x, dict) else getattr(x, "name", x),
 )
 @named("batch", [(), (3,)], ids=str)
@@ -264,9 +243,7 @@ def test_epilogues(gpu: Gpu, rng: Any, dtype: Any, mode: str, epilogue: Any, bat
 @pytest.mark.feature("`alpha`, `beta`, `c`, `out`")
 @named("shape", [(12, 8), (8,), (12, 1), (1, 8), (1, 1), ()], ids=str)
 @named("dtype", [F32, BF16, F16], ids=lambda d: d.name)
-def test_addends_broadcast_and_may_be_of_another_type(
-    gpu: Gpu, rng: Any, shape: Any, dtype: Any
-) -> None:
+def test_addends_broadcast_and_may_be_of_another_type(gpu: Gpu, rng: Any, shape: Any, dtype: Any) -> None:
     a, b = integers(rng, (3, 12, 16), BF16), integers(rng, (16, 8), BF16)
     c = integers(rng, shape, dtype)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), c=gpu.put(c), beta=2.0))
@@ -286,9 +263,7 @@ def test_a_bias_of_every_type(gpu: Gpu, rng: Any, dtype: Any) -> None:
 def test_complex_factors(gpu: Gpu, rng: Any) -> None:
     for dtype, mode in ((C64, "fp32"), (C64, "bf16"), (C64, "fp16"), (C128, "fp32")):
         a, b, c = (integers(rng, s, dtype) for s in ((5, 8), (8, 6), (5, 6)))
-        found = lowprec.matmul(
-            gpu.put(a), gpu.put(b), c=gpu.put(c), alpha=1 - 2j, beta=3j, math_mode=mode
-        )
+        found = lowprec.matmul(gpu.put(a), gpu.put(b), c=gpu.put(c), alpha=1 - 2j, beta=3j, math_mode=mode)
         check_exact(gpu.get(found), (1 - 2j) * true_product(a, b) + 3j * c)
 
 
@@ -310,9 +285,7 @@ def apart(x: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.feature("odd extents and addresses")
-@named(
-    ("dtype", "out"), [(BF16, BF16), (F32, F32), (E4M3, BF16), (I8, np.dtype(np.int32))], ids=str
-)
+@named(("dtype", "out"), [(BF16, BF16), (F32, F32), (E4M3, BF16), (I8, np.dtype(np.int32))], ids=str)
 def test_a_bias_at_an_odd_address(gpu: Gpu, rng: Any, dtype: Any, out: Any) -> None:
     a, b = integers(rng, (32, 16), dtype), integers(rng, (16, 48), dtype)
     for start in (0, 1, 3):
@@ -416,13 +389,7 @@ SIZES = [(512, 512, 512), (528, 640, 2048)] if has_real_gpu() else [(24, 40, 17)
 @pytest.mark.feature("mode {mode}")
 @named(
     ("dtype", "mode"),
-    [
-        *((F32, m) for m in MODES),
-        *((C64, m) for m in MODES),
-        (F16, "fp32"),
-        (BF16, "fp32"),
-        (F64, "fp32"),
-    ],
+    [*((F32, m) for m in MODES), *((C64, m) for m in MODES), (F16, "fp32"), (BF16, "fp32"), (F64, "fp32")],
     ids=str,
 )
 @named("one_sign", [False, True], ids=["N(0,1)", "U(0,1)"])
@@ -439,17 +406,13 @@ def test_errors_are_within_the_plan_s_bound(
     a, b = a.astype(dtype), b.astype(dtype)
     x, y = gpu.put(a), gpu.put(b)
     bound = lowprec.plan(x, y, math_mode=mode).bound
-    error = np.linalg.norm(
-        oracles.widen(gpu.get(lowprec.matmul(x, y, math_mode=mode))) - true_product(a, b)
-    )
+    error = np.linalg.norm(oracles.widen(gpu.get(lowprec.matmul(x, y, math_mode=mode))) - true_product(a, b))
     norms = [float(np.linalg.norm(oracles.widen(v))) for v in (a, b)]
     limit = bound.frobenius(*norms, m, n)
     assert error <= limit
     if mode in ("tf32", "bf16", "fp16") and dtype in (F32, C64):
         # It is the mode's rounding that was done, and not a better one: at least a hundredth of its unit.
-        assert error >= 0.01 * 2.0 ** -(8 if mode == "bf16" else 11) * float(
-            np.linalg.norm(true_product(a, b))
-        )
+        assert error >= 0.01 * 2.0 ** -(8 if mode == "bf16" else 11) * float(np.linalg.norm(true_product(a, b)))
 
 
 @pytest.mark.feature("mode fp16 beyond float16's range")
@@ -459,18 +422,14 @@ def test_float16_is_scaled_where_its_range_is_left(gpu: Gpu, rng: Any) -> None:
     found = oracles.widen(gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode="fp16")))
     true = true_product(a, b)
     # Row and column by row and column: scaling makes the error relative to each.
-    magnitude = (
-        np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(b.astype(float), axis=0)[None, :]
-    )
+    magnitude = np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(b.astype(float), axis=0)[None, :]
     assert np.all(np.abs(found - true) <= 2.5 * 2.0**-11 * magnitude)
 
 
 @pytest.mark.feature("mode fp16 beyond float16's range")
 @named("order", ["C", "F"])
 @named("size", [12, 64])
-def test_float16_is_rounded_alike_on_both_devices(
-    gpu: Gpu, rng: Any, order: Any, size: int
-) -> None:
+def test_float16_is_rounded_alike_on_both_devices(gpu: Gpu, rng: Any, order: Any, size: int) -> None:
     """A permutation shows the rounded numbers, of rows of every exponent and spread, zeros, subnormals, Inf and NaN."""
     m = 18
     spread = np.where(np.arange(m) % 3 == 0, 0, rng.integers(-60, 1, (size, m))).T

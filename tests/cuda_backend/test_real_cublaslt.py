@@ -45,9 +45,7 @@ def real() -> Real:
         pytest.skip("libcublasLt is not installed (nvidia-cublas, 400 MB and more)")
     library = Real(found)
     if library.version < VERSIONS[0]:
-        pytest.skip(
-            f"libcublasLt is not installed in a version that the software knows: {library.version}"
-        )
+        pytest.skip(f"libcublasLt is not installed in a version that the software knows: {library.version}")
     return library
 
 
@@ -83,9 +81,7 @@ def test_names_of_statuses(real: Real) -> None:
 def test_every_attribute(both: Software, real: Real, kind: str, value: int | None) -> None:
     """Known and unknown ones, set or new, with every size: the same status, the same bytes."""
     lt: Any = both.cublas_lt
-    create, destroy, getter = (
-        getattr(lt, f"{kind}_{x}") for x in ("create", "destroy", "get_attribute")
-    )
+    create, destroy, getter = (getattr(lt, f"{kind}_{x}") for x in ("create", "destroy", "get_attribute"))
     setter = getattr(CublasLt, f"{kind}_set_attribute")
     data = (ctypes.c_uint64 * 32)(*[value or 0] * 32)
     for number, nbytes in itertools.product(numbers(kind, real.version), SIZES):
@@ -128,9 +124,7 @@ def test_null_pointers(both: Software, real: Real, kind: str) -> None:
         ("matrix_layout", (0, 4, 5, -6)),
     ],
 )  # fmt: skip
-def test_what_is_nonsense_is_made_all_the_same(
-    both: Software, kind: str, arguments: tuple[int, ...]
-) -> None:
+def test_what_is_nonsense_is_made_all_the_same(both: Software, kind: str, arguments: tuple[int, ...]) -> None:
     """The libraries look at it when they are to multiply."""
     lt = both.cublas_lt
     getattr(lt, f"{kind}_destroy")(getattr(lt, f"{kind}_create")(*arguments))

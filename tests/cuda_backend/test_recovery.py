@@ -20,11 +20,7 @@ def operands(rng: np.random.Generator, dtype: Any, *shapes: tuple[int, ...]) -> 
     made = []
     for shape in shapes:
         x = rng.standard_normal(shape)
-        made.append(
-            (x + 1j * rng.standard_normal(shape)).astype(dtype)
-            if dtype == np.complex64
-            else x.astype(dtype)
-        )
+        made.append((x + 1j * rng.standard_normal(shape)).astype(dtype) if dtype == np.complex64 else x.astype(dtype))
     return made
 
 

@@ -42,9 +42,7 @@ def given(software: SoftwareGpu, name: str) -> dict[str, Any]:
 @each_epilogue
 @pytest.mark.parametrize("status", REFUSALS)
 @pytest.mark.parametrize("function", ["matmul_algo_get_heuristic", "matmul"])
-def test_what_is_not_fused_is_done_by_a_kernel(
-    software: SoftwareGpu, name: str, status: int, function: str
-) -> None:
+def test_what_is_not_fused_is_done_by_a_kernel(software: SoftwareGpu, name: str, status: int, function: str) -> None:
     x, y, keywords = software.put(A), software.put(B), given(software, name)
     with software.failing_call(f"cublas_lt.{function}", status=status):
         found = lowprec.matmul(x, y, **keywords)

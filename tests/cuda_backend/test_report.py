@@ -41,9 +41,7 @@ def load(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         if name.partition(".")[0] in ("gpu", "common", "machine", "timing"):
             del sys.modules[name]
             package, _, module = name.rpartition(".")
-            if (
-                package in sys.modules
-            ):  # of a run by the report itself, which has imported it before
+            if package in sys.modules:  # of a run by the report itself, which has imported it before
                 vars(sys.modules[package]).pop(module, None)
 
 
@@ -86,10 +84,7 @@ def test_what_is_not_told_loses_no_result(
 
 def test_rounding(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     rules = {(r["compute_type"], r["rule"]) for r in rows("rounding")}
-    assert rules == {
-        ("COMPUTE_32F_FAST_TF32", "to nearest, ties away from zero"),
-        ("COMPUTE_32F", "not rounded"),
-    }
+    assert rules == {("COMPUTE_32F_FAST_TF32", "to nearest, ties away from zero"), ("COMPUTE_32F", "not rounded")}
 
 
 def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
@@ -124,9 +119,7 @@ def test_extents(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     assert len(in_place) == 6
 
 
-def test_a_wrong_sum_in_place_is_noticed(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_sum_in_place_is_noticed(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = load("gpu.raw")
     plain = raw.LtProduct.bound
     monkeypatch.setattr(raw.LtProduct, "bound", lambda self, algorithm, **_: plain(self, algorithm))

@@ -18,9 +18,7 @@ SIXTEEN_BITS = [mode for mode in schedules.TWO_PARTS if not mode.startswith("tf3
 @pytest.mark.parametrize("mode", SIXTEEN_BITS)
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_pair_of_parts_is_multiplied_and_summed(
-    gpu: Gpu, mode: Any, dtype: Any, transposed: bool
-) -> None:
+def test_every_pair_of_parts_is_multiplied_and_summed(gpu: Gpu, mode: Any, dtype: Any, transposed: bool) -> None:
     x, summed = schedules.TWO_PARTS[mode]
     a, b = (schedules.constant(x, *shape).astype(dtype) for shape in ((40, 8), (8, 30)))
     if transposed:
@@ -36,13 +34,9 @@ def test_every_pair_of_parts_is_multiplied_and_summed(
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("order", ["nn", "nt", "tn", "tt"])
 @pytest.mark.sampled(2)
-def test_chunks_of_the_inner_dimension_are_summed(
-    gpu: Gpu, mode: str, dtype: Any, order: str
-) -> None:
+def test_chunks_of_the_inner_dimension_are_summed(gpu: Gpu, mode: str, dtype: Any, order: str) -> None:
     rng = np.random.default_rng(0)
-    a, b, c = (
-        rng.integers(-3, 4, shape).astype(dtype) for shape in ((3, 20, 50), (3, 50, 30), (30,))
-    )
+    a, b, c = (rng.integers(-3, 4, shape).astype(dtype) for shape in ((3, 20, 50), (3, 50, 30), (30,)))
     if order[0] == "t":
         a = np.ascontiguousarray(a.swapaxes(1, 2)).swapaxes(1, 2)
     if order[1] == "t":

@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 
 from software_cuda import DeviceModel, Refusal, Software
-from software_cuda.probing import (
-    LEGACY,
-    NON_BLOCKING,
-    copy,
-    event,
-    peek,
-    refused,
-    stream,
-    value,
-    write,
-)
+from software_cuda.probing import LEGACY, NON_BLOCKING, copy, event, peek, refused, stream, value, write
 from software_cuda.runtime import host_bytes
 
 
@@ -62,9 +52,7 @@ def test_memory_ends(cuda: Software) -> None:
     ("offset", "nbytes", "words"),
     [(0, 65, "over the end"), (60, 8, "over the end"), (-4, 4, "nothing is allocated"), (64, 1, "nothing")],
 )  # fmt: skip
-def test_an_illegal_address_is_an_error_that_stays(
-    cuda: Software, offset: int, nbytes: int, words: str
-) -> None:
+def test_an_illegal_address_is_an_error_that_stays(cuda: Software, offset: int, nbytes: int, words: str) -> None:
     address = value(cuda.runtime.cudaMalloc(64))
     value(cuda.runtime.cudaMemsetAsync(address + offset, 0, nbytes, LEGACY))
     refused(cuda.runtime.cudaStreamSynchronize(LEGACY), "cudaErrorIllegalAddress")
@@ -89,11 +77,7 @@ def test_freed_memory_is_noticed(cuda: Software) -> None:
 
 
 def test_freeing_waits_for_the_device(cuda: Software) -> None:
-    source, target, on = (
-        value(cuda.runtime.cudaMalloc(64)),
-        value(cuda.runtime.cudaMalloc(64)),
-        stream(cuda),
-    )
+    source, target, on = (value(cuda.runtime.cudaMalloc(64)), value(cuda.runtime.cudaMalloc(64)), stream(cuda))
     write(cuda, source, 3.0, on)
     copy(cuda, target, source, on)
     value(cuda.runtime.cudaFree(source))
@@ -138,9 +122,7 @@ def test_a_missing_wait_gives_poison(cuda: Software, joined: bool) -> None:
 
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("order", ["lazy", "all", 0, 1, 2])
-def test_a_missing_wait_lets_a_later_writer_come_first(
-    cuda: Software, order: Any, joined: bool
-) -> None:
+def test_a_missing_wait_lets_a_later_writer_come_first(cuda: Software, order: Any, joined: bool) -> None:
     """The reader is asked for last: in some order that the streams allow it comes too late."""
     cuda.runtime.scheduler.use(order)
     wrong = 0
@@ -162,9 +144,7 @@ def test_a_missing_wait_lets_a_later_writer_come_first(
 
 
 @pytest.mark.parametrize(("flags", "ordered"), [(0, True), (NON_BLOCKING, False)])
-def test_the_legacy_stream_and_those_that_block_wait_for_each_other(
-    cuda: Software, flags: int, ordered: bool
-) -> None:
+def test_the_legacy_stream_and_those_that_block_wait_for_each_other(cuda: Software, flags: int, ordered: bool) -> None:
     a, b = value(cuda.runtime.cudaMalloc(16)), value(cuda.runtime.cudaMalloc(16))
     other = stream(cuda, flags)
     write(cuda, b, 0.0, other)
@@ -312,9 +292,7 @@ def test_capture_modes(cuda: Software, captures: str, allowed: bool) -> None:
     assert (found[0] == 0) is allowed
     cuda.faults.clear()
     modes = cuda.runtime.cudaStreamCaptureMode
-    before = value(
-        cuda.runtime.cudaThreadExchangeStreamCaptureMode(modes.cudaStreamCaptureModeRelaxed)
-    )
+    before = value(cuda.runtime.cudaThreadExchangeStreamCaptureMode(modes.cudaStreamCaptureModeRelaxed))
     value(cuda.runtime.cudaMalloc(8))
     value(cuda.runtime.cudaThreadExchangeStreamCaptureMode(before))
     assert before == modes.cudaStreamCaptureModeGlobal

@@ -15,14 +15,7 @@ from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import import_array
 from lowprec.formats import DType
 from software_cuda import DeviceModel, Software, compiler
-from software_cuda.probing import (
-    LEGACY,
-    copy,
-    peek,
-    refused,
-    stream,
-    value,
-)
+from software_cuda.probing import LEGACY, copy, peek, refused, stream, value
 from software_cuda.runtime import host_bytes
 
 
@@ -118,9 +111,7 @@ def test_threads_meet_at_barriers(cuda: Software, races: bool) -> None:
         ("write before", (0, -4), "illegal write of 4 bytes"),
     ],
 )
-def test_kernels_stay_inside_their_memory(
-    cuda: Software, name: str, at: tuple[int, int], words: str
-) -> None:
+def test_kernels_stay_inside_their_memory(cuda: Software, name: str, at: tuple[int, int], words: str) -> None:
     x, y = two_arrays(cuda)
     launch(cuda, kernel(cuda, "twice"), x + at[0], y + at[1], np.int64(40), np.float64(1), grid=2)
     refused(cuda.runtime.cudaDeviceSynchronize(), "cudaErrorIllegalAddress")

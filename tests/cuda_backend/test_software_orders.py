@@ -68,9 +68,7 @@ def test_arrays_known_only_by_dlpack(cuda: software.Software, mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_out_is_written_in_the_order_of_the_default_stream(
-    cuda: software.Software, mode: str
-) -> None:
+def test_out_is_written_in_the_order_of_the_default_stream(cuda: software.Software, mode: str) -> None:
     out = cuda.array(np.ones((16, 32), np.float32))
     lowprec.matmul(cuda.array(A), cuda.array(B), out=out, c=out, beta=2.0, math_mode=mode)
     np.testing.assert_array_equal(out.to_numpy(), A @ B + 2)
@@ -81,15 +79,11 @@ def test_products_of_products(cuda: software.Software, mode: str) -> None:
     square = A @ A.T % 5
     x = cuda.array(square)
     found = lowprec.matmul(lowprec.matmul(x, x, math_mode=mode), x, math_mode=mode)
-    assert np.linalg.norm(cuda.read(found) - square @ square @ square) < 1e-2 * np.linalg.norm(
-        square @ square @ square
-    )
+    assert np.linalg.norm(cuda.read(found) - square @ square @ square) < 1e-2 * np.linalg.norm(square @ square @ square)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_cupy_on_two_streams_and_an_array_of_another_library(
-    cuda: software.Software, cupy: Any, mode: str
-) -> None:
+def test_cupy_on_two_streams_and_an_array_of_another_library(cuda: software.Software, cupy: Any, mode: str) -> None:
     results = []
     streams = [cupy.cuda.Stream() for _ in range(3)]
     for turn, own in enumerate(streams):
@@ -104,9 +98,7 @@ def test_cupy_on_two_streams_and_an_array_of_another_library(
             np.testing.assert_array_equal(cupy.asnumpy(found), np.maximum((A + turn) @ B + 1, 0))
 
 
-def test_an_operand_that_is_overwritten_by_its_library_afterwards(
-    cuda: software.Software, cupy: Any
-) -> None:
+def test_an_operand_that_is_overwritten_by_its_library_afterwards(cuda: software.Software, cupy: Any) -> None:
     """The other library's later work on its current stream comes after the product."""
     y = cuda.array(B, stream=1)
     with cupy.cuda.Stream() as own:

@@ -16,15 +16,7 @@ from oracles import round_to
 from software_cuda import DeviceModel, Software, tables
 from software_cuda.arithmetic import round_tf32
 from software_cuda.asking import Asked, Data, check, of_types, prepared
-from software_cuda.tables import (
-    C_32F,
-    NO_EPILOGUE,
-    R_8I,
-    R_16BF,
-    R_16F,
-    R_32I,
-    ROWS,
-)  # fmt: skip
+from software_cuda.tables import C_32F, NO_EPILOGUE, R_8I, R_16BF, R_16F, R_32I, ROWS  # fmt: skip
 
 LEGACY = 1
 INVALID_VALUE, NOT_SUPPORTED = 7, 15
@@ -73,21 +65,10 @@ DIMENSION = st.integers(1, 20)
     ops=st.tuples(st.integers(0, 1), st.integers(0, 1)),
     gap=st.tuples(*[st.integers(0, 5)] * 4),
     order=st.tuples(*[st.integers(0, 1)] * 4),
-    row=st.sampled_from(
-        [x for x in ROWS if x.a not in tables.FLOAT8 and x.a != R_8I and x.scale != R_16F]
-    ),
+    row=st.sampled_from([x for x in ROWS if x.a not in tables.FLOAT8 and x.a != R_8I and x.scale != R_16F]),
 )
 def test_layouts(
-    shared: Software,
-    data: Any,
-    m: int,
-    n: int,
-    k: int,
-    batch: int,
-    ops: Any,
-    gap: Any,
-    order: Any,
-    row: tables.Row,
+    shared: Software, data: Any, m: int, n: int, k: int, batch: int, ops: Any, gap: Any, order: Any, row: tables.Row
 ) -> None:
     asked = of_types(
         row,
@@ -126,9 +107,7 @@ def test_integers_wrap(shared: Software) -> None:
     asked = Asked(op_a=1, compute=72, scale=R_32I, a=R_8I, b=R_8I, c=R_32I, d=R_32I, beta=1.0)
     data = Data(shared, asked, 0)
     data.matrix(2)[...] = 2**31 - 1
-    want = (
-        data.matrix(0).astype(np.int64).swapaxes(1, 2) @ data.matrix(1).astype(np.int64) + 2**31 - 1
-    )
+    want = data.matrix(0).astype(np.int64).swapaxes(1, 2) @ data.matrix(1).astype(np.int64) + 2**31 - 1
     with prepared(shared, asked) as product:
         product.run(product.search(0)[0], tuple(data.addresses), 0)
         shared.drain()
@@ -153,16 +132,9 @@ def product_of(cuda: Software, asked: Asked, x: Array, y: Array, index: int = 0)
     return found
 
 
-@pytest.mark.parametrize(
-    ("compute", "mode"), [(68, "fp32"), (69, "fp32"), (77, "tf32"), (74, "fp16"), (75, "bf16")]
-)
-def test_what_compute_types_do_to_the_operands(
-    shared: Software, rng: Any, compute: int, mode: str
-) -> None:
-    x, y = (
-        rng.standard_normal((32, 1)).astype(np.float32),
-        rng.standard_normal((1, 16)).astype(np.float32),
-    )
+@pytest.mark.parametrize(("compute", "mode"), [(68, "fp32"), (69, "fp32"), (77, "tf32"), (74, "fp16"), (75, "bf16")])
+def test_what_compute_types_do_to_the_operands(shared: Software, rng: Any, compute: int, mode: str) -> None:
+    x, y = (rng.standard_normal((32, 1)).astype(np.float32), rng.standard_normal((1, 16)).astype(np.float32))
     found = product_of(shared, Asked(k=1, compute=compute), x, y)
     want = round_to(x, mode).astype(np.float64) @ round_to(y, mode).astype(np.float64)
     np.testing.assert_array_equal(found, want.astype(np.float32))
@@ -170,25 +142,18 @@ def test_what_compute_types_do_to_the_operands(
 
 def test_tf32_rounds_as_the_oracle(rng: Any) -> None:
     bits = np.concatenate(
-        [
-            rng.integers(0, 1 << 32, 20000),
-            [0x7F800000, 0x7F800001, 0xFFC00000, 0x7F7FFFFF, 0x3F801000, 0x3F803000],
-        ]
+        [rng.integers(0, 1 << 32, 20000), [0x7F800000, 0x7F800001, 0xFFC00000, 0x7F7FFFFF, 0x3F801000, 0x3F803000]]
     )
     x = bits.astype(np.uint32).view(np.float32)
     np.testing.assert_array_equal(round_tf32(x), round_to(x, "tf32"))
 
 
 @pytest.mark.parametrize(("mask", "coarse"), [(7, True), (3, True), (2, False), (0, False)])
-def test_sums_of_parts_in_the_type_of_the_result(
-    shared: Software, rng: Any, mask: int, coarse: bool
-) -> None:
+def test_sums_of_parts_in_the_type_of_the_result(shared: Software, rng: Any, mask: int, coarse: bool) -> None:
     x = rng.standard_normal((32, 512)).astype(ml_dtypes.bfloat16)
     y = rng.standard_normal((512, 16)).astype(ml_dtypes.bfloat16)
     asked = Asked(k=512, a=R_16BF, b=R_16BF, c=R_16BF, d=R_16BF, mask=mask)
-    once = (
-        (x.astype(np.float64) @ y.astype(np.float64)).astype(np.float32).astype(ml_dtypes.bfloat16)
-    )
+    once = (x.astype(np.float64) @ y.astype(np.float64)).astype(np.float32).astype(ml_dtypes.bfloat16)
     with prepared(shared, asked) as product:
         count = len(product.search())
     differ = [(product_of(shared, asked, x, y, i) != once).mean() > 0.05 for i in range(count)]
@@ -207,9 +172,7 @@ def test_parts_that_are_summed_in_the_type_of_the_result(shared: Software, rng: 
     np.testing.assert_array_equal(found, total.astype(ml_dtypes.bfloat16))
 
 
-@pytest.mark.parametrize(
-    ("text", "units"), [("0", "FMA float32"), ("1", "HMMA tf32"), (None, "HMMA tf32")]
-)
+@pytest.mark.parametrize(("text", "units"), [("0", "FMA float32"), ("1", "HMMA tf32"), (None, "HMMA tf32")])
 def test_the_override_of_tf32_is_read_at_the_first_handle(
     cuda: Software, monkeypatch: pytest.MonkeyPatch, text: str | None, units: str
 ) -> None:
@@ -221,13 +184,8 @@ def test_the_override_of_tf32_is_read_at_the_first_handle(
         flags = np.zeros(1, np.uint64)
         data = np.frombuffer(product.search()[0][0], np.uint8).copy()
         name = cuda.cublas_lt.MatmulAlgoCapAttribute.NUMERICAL_IMPL_FLAGS
-        cuda.cublas_lt.matmul_algo_cap_get_attribute(
-            data.ctypes.data, name, flags.ctypes.data, 8, 0
-        )
+        cuda.cublas_lt.matmul_algo_cap_get_attribute(data.ctypes.data, name, flags.ctypes.data, 8, 0)
         cuda.cublas_lt.destroy(second)
     number = int(flags[0])
-    names = (
-        {tables.FMA: "FMA", tables.HMMA: "HMMA"},
-        {tables.INPUT_32F: "float32", tables.INPUT_TF32: "tf32"},
-    )
+    names = ({tables.FMA: "FMA", tables.HMMA: "HMMA"}, {tables.INPUT_32F: "float32", tables.INPUT_TF32: "tf32"})
     assert " ".join(next(v for k, v in x.items() if number & k) for x in names) == units

@@ -88,12 +88,7 @@ def test_every_other_combination_of_types_is_refused(cuda: Software) -> None:
             assert (found.status, "no such combination" in str(found)) == (NOT_SUPPORTED, True)
             tried += 1
     assert tried > 400
-    for changes in (
-        {"b": R_16F},
-        {"c": R_16F},
-        {"a": R_16F, "b": R_16BF},
-        {"a": R_8F_E5M2, "b": R_8F_E5M2},
-    ):
+    for changes in ({"b": R_16F}, {"c": R_16F}, {"a": R_16F, "b": R_16BF}, {"a": R_8F_E5M2, "b": R_8F_E5M2}):
         assert refusal(cuda, replace(Asked(op_a=1), **changes)).status == NOT_SUPPORTED
 
 
@@ -151,9 +146,7 @@ def test_extents_must_fit(cuda: Software) -> None:
             product.search()
 
 
-@pytest.mark.parametrize(
-    ("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]
-)
+@pytest.mark.parametrize(("capability", "fits"), [((8, 0), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)])
 def test_float8_needs_its_devices(capability: tuple[int, int], fits: bool) -> None:
     cuda = Software([DeviceModel(capability=capability)], "lazy", 130100)
     if fits:
@@ -200,9 +193,7 @@ def test_defaults_of_a_preference_are_no_workspace_and_256_bytes(cuda: Software)
         results, returned = lt.MatmulHeuristicResult(8), np.zeros(1, np.int32)
         arguments = (product.handle, product.operation, *product.layouts, wanted)
         lt.matmul_algo_get_heuristic(*arguments, 8, results.ptr, returned.ctypes.data)
-        assert [int(x) for x in np.atleast_1d(results.workspace_size)[: returned[0]]] == [
-            0
-        ] * returned[0]
+        assert [int(x) for x in np.atleast_1d(results.workspace_size)[: returned[0]]] == [0] * returned[0]
         assert returned[0] >= 3
         with pytest.raises(lt.cuBLASLtError, match="0 algorithms"):
             lt.matmul_algo_get_heuristic(*arguments, 0, results.ptr, returned.ctypes.data)
@@ -311,9 +302,7 @@ def test_an_algorithm_is_for_its_types_and_its_device(cuda: Software) -> None:
             check_it(other.handle, other.operation, *other.layouts, data.ctypes.data, result.ptr)
         data[:] = 0
         with pytest.raises(cuda.cublas_lt.cuBLASLtError, match="no algorithm of this library"):
-            check_it(
-                product.handle, product.operation, *product.layouts, data.ctypes.data, result.ptr
-            )
+            check_it(product.handle, product.operation, *product.layouts, data.ctypes.data, result.ptr)
 
 
 def test_the_first_algorithm_is_not_the_fastest(cuda: Software) -> None:
@@ -387,9 +376,7 @@ def test_the_configuration_of_64_zeros_is_zero(cuda: Software) -> None:
     lt, zeros = cuda.cublas_lt, np.zeros(64, np.uint8)
     for member in lt.MatmulAlgoConfigAttribute:
         number = np.full(1, 7, lt.get_matmul_algo_config_attribute_dtype(member))
-        lt.matmul_algo_config_get_attribute(
-            zeros.ctypes.data, member, number.ctypes.data, number.nbytes, 0
-        )
+        lt.matmul_algo_config_get_attribute(zeros.ctypes.data, member, number.ctypes.data, number.nbytes, 0)
         assert number[0] == 0
     with pytest.raises(lt.cuBLASLtError, match="no algorithm of this library") as caught:
         lt.matmul_algo_cap_get_attribute(
@@ -475,10 +462,7 @@ def test_a_call_that_is_made_to_fail(cuda: Software) -> None:
     assert caught.value.status == 1
     assert cuda.live()["handles"] == 0
     operation = cuda.cublas_lt.matmul_desc_create(68, 0)
-    with (
-        cuda.fail("matmul_desc_destroy"),
-        pytest.raises(cuda.cublas_lt.cuBLASLtError, match="INTERNAL_ERROR"),
-    ):
+    with cuda.fail("matmul_desc_destroy"), pytest.raises(cuda.cublas_lt.cuBLASLtError, match="INTERNAL_ERROR"):
         cuda.cublas_lt.matmul_desc_destroy(operation)
     assert cuda.live()["descriptors"] == 0
 
@@ -486,9 +470,7 @@ def test_a_call_that_is_made_to_fail(cuda: Software) -> None:
 # -- cuBLAS ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("mode", "rounded"), [(0, "fp32"), (2, "fp32"), (3, "tf32"), (19, "tf32"), (16, "fp32")]
-)
+@pytest.mark.parametrize(("mode", "rounded"), [(0, "fp32"), (2, "fp32"), (3, "tf32"), (19, "tf32"), (16, "fp32")])
 def test_math_modes_of_cublas(cuda: Software, rng: Any, mode: int, rounded: str) -> None:
     blas = cuda.cublas
     handle = blas.create()
@@ -497,10 +479,7 @@ def test_math_modes_of_cublas(cuda: Software, rng: Any, mode: int, rounded: str)
     for wrong in (5, 7, 32, 64):
         with pytest.raises(blas.cuBLASError, match="there is no math mode"):
             blas.set_math_mode(handle, wrong)
-    x, y = (
-        rng.standard_normal((8, 1)).astype(np.float32),
-        rng.standard_normal((1, 4)).astype(np.float32),
-    )
+    x, y = (rng.standard_normal((8, 1)).astype(np.float32), rng.standard_normal((1, 4)).astype(np.float32))
     addresses = [cuda.runtime.cudaMalloc(n)[1] for n in (32, 16, 128)]
     for address, values in zip(addresses, (x, y), strict=False):
         cuda.runtime.cudaMemcpyAsync(address, values.ctypes.data, values.nbytes, 4, LEGACY)

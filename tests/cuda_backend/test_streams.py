@@ -60,16 +60,12 @@ def test_out_of_a_library_that_tells_no_stream(software: SoftwareGpu) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16x3"])
-def test_what_is_kept_of_a_prepared_operand_is_ready_for_every_stream(
-    library: StreamedLibrary, mode: str
-) -> None:
+def test_what_is_kept_of_a_prepared_operand_is_ready_for_every_stream(library: StreamedLibrary, mode: str) -> None:
     with library.stream():
         b = library.late(B)
         want = library.get(lowprec.matmul(library.late(A), b, math_mode=mode))
         prepared = lowprec.prepare(b, math_mode=mode)
-        first = lowprec.matmul(
-            library.late(A), prepared, math_mode=mode
-        )  # packs it, and is not waited for
+        first = lowprec.matmul(library.late(A), prepared, math_mode=mode)  # packs it, and is not waited for
         with library.stream():
             second = library.get(lowprec.matmul(library.late(A), prepared, math_mode=mode))
         np.testing.assert_array_equal(second, want)
@@ -105,9 +101,7 @@ def test_a_thread_that_ends_leaves_its_handle(software: SoftwareGpu, cupy: Cupy)
 
 
 @pytest.mark.parametrize("epilogue", [False, True], ids=["plain", "epilogue"])
-def test_a_warm_call_is_one_call_of_cublaslt(
-    software: SoftwareGpu, cupy: Cupy, epilogue: bool
-) -> None:
+def test_a_warm_call_is_one_call_of_cublaslt(software: SoftwareGpu, cupy: Cupy, epilogue: bool) -> None:
     a, b, out, bias = (cupy.asarray(x) for x in (A, B, C, C[0]))
     keywords = {"bias": bias, "activation": "relu"} if epilogue else {}
     lowprec.matmul(a, b, out=out, **keywords)
@@ -155,9 +149,7 @@ def test_graphs_do_not_share_a_workspace(software: SoftwareGpu, cupy: Cupy) -> N
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 @pytest.mark.parametrize("cold", ["all", "executor", "alignment", "thread"])
-def test_a_first_product_is_not_captured(
-    software: SoftwareGpu, cupy: Cupy, cold: str, mode: str
-) -> None:
+def test_a_first_product_is_not_captured(software: SoftwareGpu, cupy: Cupy, cold: str, mode: str) -> None:
     """It is refused before anything is queued; the capture stays valid."""
     runtime = software.software.runtime
     with cupy.cuda.Stream() as stream, ThreadPoolExecutor(1) as other:
@@ -213,9 +205,7 @@ def test_arrays_of_another_library_are_not_captured(
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])
-def test_results_are_not_handed_to_a_capture(
-    software: SoftwareGpu, cupy: Cupy, non_blocking: bool
-) -> None:
+def test_results_are_not_handed_to_a_capture(software: SoftwareGpu, cupy: Cupy, non_blocking: bool) -> None:
     """Nor multiplied again on the legacy default stream, where that would end the capture."""
     runtime = software.software.runtime
     result = lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B))
@@ -235,10 +225,7 @@ def test_results_are_not_handed_to_a_capture(
 
 def test_a_plan_shows_what_cublaslt_chose(cupy: Cupy) -> None:
     a, b = cupy.asarray(A), cupy.asarray(B)
-    told = {
-        mode: dict(lowprec.plan(a, b, math_mode=mode).algorithm)
-        for mode in ("fp32", "tf32", "bf16")
-    }
+    told = {mode: dict(lowprec.plan(a, b, math_mode=mode).algorithm) for mode in ("fp32", "tf32", "bf16")}
     assert told["fp32"]["units"].endswith("no tensor cores")
     assert told["tf32"]["units"] == "HMMA on tf32, summed in float32: tensor cores"
     assert told["bf16"]["units"] == "HMMA on bfloat16, summed in float32: tensor cores"

@@ -43,9 +43,7 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_thread_has_a_default_stream_of_its_own(
-    software: SoftwareGpu, cupy: Cupy, mode: str
-) -> None:
+def test_each_thread_has_a_default_stream_of_its_own(software: SoftwareGpu, cupy: Cupy, mode: str) -> None:
     """Stream 2 is another in each thread: what one thread's work has used, the other's may not have yet."""
     software.software.runtime.scheduler.use("all")
     lowprec.matmul(cupy.asarray(A), cupy.asarray(B), math_mode=mode)  # compiles
@@ -231,12 +229,7 @@ def test_release_memory_loads_nothing() -> None:
 CALLS = {
     "fp32": ["matmul"],
     "bf16": ["cuLaunchKernel"] * 2 + ["matmul"],
-    "fp16": [
-        *["cuLaunchKernel", "cudaMemsetAsync"],
-        *["cuLaunchKernel"] * 2,
-        "matmul",
-        "cuLaunchKernel",
-    ],
+    "fp16": [*["cuLaunchKernel", "cudaMemsetAsync"], *["cuLaunchKernel"] * 2, "matmul", "cuLaunchKernel"],
 }
 
 

@@ -201,9 +201,7 @@ def test_an_event_that_cannot_be_recorded_comes_back(runtime: Runtime) -> None:
     assert runtime.alive == []
 
 
-def test_events_come_back_where_the_time_cannot_be_read(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_come_back_where_the_time_cannot_be_read(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(event: Event) -> tuple[Status]:
         return (Status.cudaErrorInvalidResourceHandle,)
 

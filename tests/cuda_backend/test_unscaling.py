@@ -33,9 +33,7 @@ def divided(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.mark.feature("gradients of a scaled loss, `LossScaler`")
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("bad", [None, "inf", "nan"])
-def test_every_element_is_divided_and_looked_at(
-    library: StreamedLibrary, bad: str | None, in_place: bool
-) -> None:
+def test_every_element_is_divided_and_looked_at(library: StreamedLibrary, bad: str | None, in_place: bool) -> None:
     # PyTorch takes no bfloat16 of NumPy's.
     types = TYPES[:2] if isinstance(library, Torch) else TYPES
     rng = np.random.default_rng(3)
@@ -107,9 +105,7 @@ def test_an_out_that_overlaps_partly(cupy: Cupy) -> None:
     np.testing.assert_array_equal(cupy.asnumpy(x[1:]), divided(host[:-1]))
 
 
-def test_cupy_without_the_packages_that_launch_kernels(
-    cupy: Cupy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cupy_without_the_packages_that_launch_kernels(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own functions take over; here it is enough that they are asked."""
     from lowprec.amp import unscaling as by_library
 

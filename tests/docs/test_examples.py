@@ -23,9 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 _FENCE = re.compile(r"^```python *(?P<flag>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-_FRAMEWORK = re.compile(
-    r"^\s*(?:import|from)\s+(?:lowprec\.)?(torch|jax|cupy|matplotlib|rich)\b", re.MULTILINE
-)
+_FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(?:lowprec\.)?(torch|jax|cupy|matplotlib|rich)\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class Block:
 def blocks_of(page: Path, text: str) -> list[Block]:
     """Return the Python blocks of one page, in order."""
     return [
-        Block(page, text.count("\n", 0, m.start()) + 1, m["flag"].strip(), m["code"])
-        for m in _FENCE.finditer(text)
+        Block(page, text.count("\n", 0, m.start()) + 1, m["flag"].strip(), m["code"]) for m in _FENCE.finditer(text)
     ]
 
 
@@ -93,9 +90,7 @@ def _label(block: Block) -> str:
 
 
 @pytest.mark.parametrize("block", RUNNABLE, ids=_label)
-def test_block_runs(
-    block: Block, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_runs(block: Block, pages: Pages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if block.missing:
         pytest.skip(f"{', '.join(block.missing)} not installed")
     monkeypatch.chdir(tmp_path)
@@ -119,10 +114,7 @@ def test_reference_names_everything_public() -> None:
 
 
 def test_a_wrong_block_fails() -> None:
-    text = (
-        "words\n\n```python\nx = 1\n```\n\n```python no-run\nboom\n```\n\n"
-        "```python\n\nraise ValueError(x)\n```\n"
-    )
+    text = "words\n\n```python\nx = 1\n```\n\n```python no-run\nboom\n```\n\n```python\n\nraise ValueError(x)\n```\n"
     first, shown, last = blocks_of(ROOT / "README.md", text)
     assert (first.line, shown.flag, last.flag) == (3, "no-run", "")
     namespace: dict[str, object] = {}

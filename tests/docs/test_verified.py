@@ -74,9 +74,7 @@ def test_what_does_not_count(verified: ModuleType, rows: list[dict[str, Any]], s
 
 def test_a_measurement_shows_a_feature(verified: ModuleType) -> None:
     feature = verified.Measured("exact", "sums", (("question", "split"),))
-    rows = [{"question": "split", "ok": ok} for ok in (True, None)] + [
-        {"question": "", "ok": False}
-    ]
+    rows = [{"question": "split", "ok": ok} for ok in (True, None)] + [{"question": "", "ok": False}]
     assert verified.seen(feature, [_report(*rows, part="sums")]) == "NVIDIA H200, 2030-01-02"
     assert verified.seen(feature, [_report(*rows)]) == "not yet seen on a GPU"
     rows[0]["ok"] = False

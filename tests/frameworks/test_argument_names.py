@@ -31,10 +31,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         ("a", "b", "out", "c", "bias"),
     ),
     "linear": (lowprec.linear, ("x", "weight", "bias")),
-    "einsum": (
-        lambda *x: lowprec.einsum("ij,jk,kl->il", *x),
-        ("operands[0]", "operands[1]", "operands[2]"),
-    ),
+    "einsum": (lambda *x: lowprec.einsum("ij,jk,kl->il", *x), ("operands[0]", "operands[1]", "operands[2]")),
     "tensordot": (lambda a, b: lowprec.tensordot(a, b, axes=1), ("a", "b")),
     "vecdot": (lowprec.vecdot, ("a", "b")),
     "solve": (linalg.solve, ("a", "b")),
@@ -158,9 +155,7 @@ def test_two_devices_are_told_by_the_names_of_the_function_called() -> None:
         lowprec.matmul(F32, elsewhere)
     with pytest.raises(lowprec.DeviceError, match=r"^x is on cpu and weight on cuda:0"):
         lowprec.linear(F32, elsewhere)
-    with pytest.raises(
-        lowprec.DeviceError, match=r"^operands\[0\] is on cpu and operands\[2\] on cuda:0"
-    ):
+    with pytest.raises(lowprec.DeviceError, match=r"^operands\[0\] is on cpu and operands\[2\] on cuda:0"):
         lowprec.einsum("ij,jk,kl->il", F32, F32, elsewhere)
 
 

@@ -19,15 +19,7 @@ import pytest
 import lowprec
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
-from lowprec.arrays import (
-    CPU,
-    NUMPY_DTYPES,
-    ArrayView,
-    Device,
-    DLPackArray,
-    libraries,
-    library_of,
-)
+from lowprec.arrays import CPU, NUMPY_DTYPES, ArrayView, Device, DLPackArray, libraries, library_of
 from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import _Tensor, _Versioned, import_array, view_of_capsule
 from lowprec.arrays.numpy_library import NumpyLibrary
@@ -260,9 +252,7 @@ def test_torch_lazy_conjugate_and_negative_are_carried_out(torch: Any) -> None:
     ],
     ids=["coo", "csr", "mkldnn", "meta", "nested", "int64", "bool"],
 )
-def test_torch_tensors_without_plain_memory_are_refused(
-    torch: Any, make: Any, error: type, message: str
-) -> None:
+def test_torch_tensors_without_plain_memory_are_refused(torch: Any, make: Any, error: type, message: str) -> None:
     array = make(torch, torch.ones(3, 3))
     with pytest.raises(error, match=message):
         library_of(array).view(array)
@@ -390,9 +380,7 @@ def test_jax_uncommitted_results_are_arrays_like_any_other(jax: Any) -> None:
 
 @pytest.mark.parametrize("transform", ["jit", "vmap", "grad", "linearize", "make_jaxpr"])
 @pytest.mark.parametrize("place", ["scale_a", "alpha"])
-def test_jax_tracers_are_refused_where_they_are_factors(
-    jax: Any, place: str, transform: str
-) -> None:
+def test_jax_tracers_are_refused_where_they_are_factors(jax: Any, place: str, transform: str) -> None:
     x = jax.numpy.eye(3, dtype=jax.numpy.float32)
 
     def call(tracer: Any) -> Any:
@@ -596,9 +584,7 @@ def test_flags_of_a_versioned_capsule(memory: np.ndarray) -> None:
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )
 @pytest.mark.sampled(3)
-def test_bad_capsules_are_refused(
-    memory: np.ndarray, changes: dict[str, Any], error: type, message: str
-) -> None:
+def test_bad_capsules_are_refused(memory: np.ndarray, changes: dict[str, Any], error: type, message: str) -> None:
     producer = Capsules(memory, **changes)
     with pytest.raises(error, match=message):
         library_of(producer).view(producer)
@@ -621,19 +607,14 @@ def test_consumed_capsules_and_other_objects_are_refused(memory: np.ndarray) -> 
     gc.collect()
     assert producer.deleted == 1
     for other in ({}, None, type("PyCapsule", (), {})()):
-        with pytest.raises(
-            ArrayError, match=r"returned a (dict|NoneType|PyCapsule), not a capsule"
-        ):
+        with pytest.raises(ArrayError, match=r"returned a (dict|NoneType|PyCapsule), not a capsule"):
             view_of_capsule(other)
     other = datetime.datetime_CAPI  # a capsule of Python's own
     with pytest.raises(ArrayError, match=r"named b'datetime.datetime_CAPI'"):
         view_of_capsule(other)
 
 
-@pytest.mark.parametrize(
-    ("device_type", "device"),
-    [(2, Device(2, 1)), (13, Device(2, 1)), (3, CPU), (11, CPU)],
-)
+@pytest.mark.parametrize(("device_type", "device"), [(2, Device(2, 1)), (13, Device(2, 1)), (3, CPU), (11, CPU)])
 def test_devices_of_capsules(memory: np.ndarray, device_type: int, device: Device) -> None:
     producer = Capsules(memory, device_type=device_type, device_id=1)
     view = library_of(producer).view(producer)
@@ -694,9 +675,7 @@ def test_a_producers_type_error_says_nothing_of_its_version(memory: np.ndarray) 
 
 
 @pytest.mark.parametrize("make", [OldCapsules, lambda m: DLPackOnly(OldCapsules(m))])
-def test_producers_without_versions_are_asked_twice_each_time(
-    memory: np.ndarray, make: Any
-) -> None:
+def test_producers_without_versions_are_asked_twice_each_time(memory: np.ndarray, make: Any) -> None:
     """Also behind another object that passes the keywords on."""
     producer = make(memory)
     for _ in range(2):
@@ -729,11 +708,7 @@ def test_nested_producers_are_asked_once_each(memory: np.ndarray) -> None:
     assert len(calls) == 12
 
 
-@pytest.mark.parametrize(
-    "device",
-    [("cpu", 0), (1,), (1, 0, 0), None, 1, (1.5, 0), (None, None), ("2", 0)],
-    ids=str,
-)
+@pytest.mark.parametrize("device", [("cpu", 0), (1,), (1, 0, 0), None, 1, (1.5, 0), (None, None), ("2", 0)], ids=str)
 def test_devices_that_are_none_are_refused(memory: np.ndarray, device: Any) -> None:
     producer = Capsules(memory)
     producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: device})
@@ -745,9 +720,7 @@ def test_devices_that_are_none_are_refused(memory: np.ndarray, device: Any) -> N
 
 
 @pytest.mark.parametrize(("says", "is_on"), [(1, 2), (2, 1), (2, 10)])
-def test_a_device_that_is_not_that_of_the_memory_is_refused(
-    memory: np.ndarray, says: int, is_on: int
-) -> None:
+def test_a_device_that_is_not_that_of_the_memory_is_refused(memory: np.ndarray, says: int, is_on: int) -> None:
     """The one decides which stream the data are ready on, the other which memory is read."""
     producer = Capsules(memory, device_type=is_on)
     producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: (says, 0)})
@@ -819,9 +792,7 @@ class Passing:
         return getattr(self._inner, name)
 
 
-def test_what_stands_for_another_array_is_looked_up_each_time(
-    memory: np.ndarray, xp: ArrayNamespace
-) -> None:
+def test_what_stands_for_another_array_is_looked_up_each_time(memory: np.ndarray, xp: ArrayNamespace) -> None:
     """One type of proxy stands for arrays of every type."""
     masked = np.ma.array(memory)
     for wrap in (weakref.proxy, Passing):

@@ -44,9 +44,7 @@ def operands_of(subscripts: str, dtype: Any = np.float32) -> list[Any]:
     found = []
     for i, text in enumerate(subscripts.partition("->")[0].split(",")):
         start, dots, end = text.partition("...")
-        lengths = (
-            [LENGTHS[c] for c in start] + ([1 + i, 2] if dots else []) + [LENGTHS[c] for c in end]
-        )
+        lengths = [LENGTHS[c] for c in start] + ([1 + i, 2] if dots else []) + [LENGTHS[c] for c in end]
         found.append(draw(i, *lengths, dtype=dtype))
     return found
 
@@ -85,9 +83,7 @@ def test_einsum_of_anything(data: st.DataObject) -> None:
     output = data.draw(st.lists(st.sampled_from(used), unique=True) if used else st.just([]))
     subscripts = f"{','.join(inputs)}->{''.join(output)}"
     operands = operands_of(subscripts, np.float64)
-    np.testing.assert_array_equal(
-        lowprec.einsum(subscripts, *operands), np.einsum(subscripts, *operands)
-    )
+    np.testing.assert_array_equal(lowprec.einsum(subscripts, *operands), np.einsum(subscripts, *operands))
 
 
 @pytest.mark.parametrize("subscripts", ["ab,bc->ac", "ab->a", "ab,cb->", "ab,ab->ab"])
@@ -246,9 +242,7 @@ def test_vecdot_refuses_what_is_no_axis() -> None:
 @with_namespace
 def test_vecdot_tells_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
     a, b = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 5, 6))
-    with pytest.raises(
-        lowprec.ShapeError, match=r"along axis -1 of shapes \(3, 4\) and \(5, 6\) lie 4 and 6"
-    ):
+    with pytest.raises(lowprec.ShapeError, match=r"along axis -1 of shapes \(3, 4\) and \(5, 6\) lie 4 and 6"):
         lowprec.vecdot(a, b)
     with pytest.raises(lowprec.ShapeError, match=r"\(3, 4\) and \(2, 4\) do not broadcast"):
         lowprec.vecdot(a, xp.asarray(draw(0, 2, 4)))
@@ -257,13 +251,9 @@ def test_vecdot_tells_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
 @with_namespace
 def test_linear_tells_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
     x, weight = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 2, 4))
-    with pytest.raises(
-        lowprec.ShapeError, match=r"x has shape \(3, 4\), but the weight takes \(..., 6\)"
-    ):
+    with pytest.raises(lowprec.ShapeError, match=r"x has shape \(3, 4\), but the weight takes \(..., 6\)"):
         lowprec.linear(x, xp.asarray(draw(0, 5, 6)))
-    with pytest.raises(
-        lowprec.ShapeError, match=r"bias has shape \(3,\), but the weight gives \(2,\)"
-    ):
+    with pytest.raises(lowprec.ShapeError, match=r"bias has shape \(3,\), but the weight gives \(2,\)"):
         lowprec.linear(x, weight, xp.asarray(draw(0, 3)))
 
 
@@ -331,9 +321,7 @@ CONTRACTIONS = [
 
 
 @pytest.mark.parametrize("contract", CONTRACTIONS, ids=["einsum", "tensordot", "vecdot", "linear"])
-def test_bound_and_k_chunk_reach_the_products(
-    contract: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bound_and_k_chunk_reach_the_products(contract: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
     def spy(a: Any, b: Any, **keywords: Any) -> Any:
@@ -356,9 +344,7 @@ def test_bound_and_k_chunk_reach_the_products(
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize(
-    "subscripts", ["ij,k->k", "ij,jk->k", "ij,jk,kl->il", "ij,ij->ij", "ij->j"]
-)
+@pytest.mark.parametrize("subscripts", ["ij,k->k", "ij,jk->k", "ij,jk,kl->il", "ij,ij->ij", "ij->j"])
 def test_mixed_types_are_promoted_first(subscripts: str, seed: int) -> None:
     """Within the roundings of the common type, of each step's result to it, relative to the sum of magnitudes."""
     rng = np.random.default_rng(seed)
@@ -396,9 +382,7 @@ def test_intermediates_neither_overflow_nor_take_a_mode() -> None:
     assert (found == 4 * (1 + 2.0**-20)).all()
 
 
-@pytest.mark.parametrize(
-    "subscripts", ["ab,bc->ac", "ab,bc,ce->ae", "ab->a", "ab,ab->ab", "ab->ba"]
-)
+@pytest.mark.parametrize("subscripts", ["ab,bc->ac", "ab,bc,ce->ae", "ab->a", "ab,ab->ab", "ab->ba"])
 @with_namespace
 def test_einsum_out_dtype(xp: ArrayNamespace, subscripts: str) -> None:
     plain = operands_of(subscripts, np.float16)

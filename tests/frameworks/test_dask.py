@@ -36,12 +36,7 @@ SHAPES = [
     ((2, 1, 6, 4), (3, 4, 5), 2, 2),
     ((0, 4), (4, 5), 2, 2),
     ((3, 0), (0, 5), 2, 2),
-    (
-        (1, 6, 4),
-        (3, 4, 5),
-        ((0, 1), 2, (0, 2, 0, 2)),
-        2,
-    ),  # chunks without elements, as of a selection
+    ((1, 6, 4), (3, 4, 5), ((0, 1), 2, (0, 2, 0, 2)), 2),  # chunks without elements, as of a selection
 ]
 
 
@@ -92,9 +87,7 @@ def test_the_order_of_the_sum_is_that_of_the_chunks() -> None:
                     lowprec.matmul(
                         x[i : i + 10, k : k + 10],
                         y[k : k + 10, j : j + 10],
-                        **{
-                            n: v[i : i + 10, j : j + 10] if n == "c" else v for n, v in more.items()
-                        },
+                        **{n: v[i : i + 10, j : j + 10] if n == "c" else v for n, v in more.items()},
                     )
                     for j in range(0, 40, 10)
                 ]
@@ -160,9 +153,7 @@ def test_processes_get_the_mode_and_the_same_bits() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with (
-            distributed.LocalCluster(
-                n_workers=2, threads_per_worker=1, dashboard_address=None
-            ) as cluster,
+            distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
             distributed.Client(cluster),
         ):
             found = lazy.compute()
@@ -298,17 +289,13 @@ def test_what_is_refused() -> None:
         matmul(x, x, math_mode="bf17")
     with pytest.raises(lowprec.ShapeError, match="compute_chunk_sizes"):
         matmul(x[x[:, 0] > 0], x)
-    with pytest.raises(
-        lowprec.ArrayError, match="a is no array that Dask can split into chunks, but list"
-    ):
+    with pytest.raises(lowprec.ArrayError, match="a is no array that Dask can split into chunks, but list"):
         matmul([1.0], x)
     masked = np.ma.masked_array(np.ones((4, 4), np.float32), mask=True)
     for given in (masked, da.from_array(masked, chunks=2)):
         with pytest.raises(lowprec.ArrayError, match="cannot carry its mask"):
             matmul(x, given)
-    with pytest.raises(
-        lowprec.UnsupportedError, match="bias= cannot be used here: a: a Dask array"
-    ):
+    with pytest.raises(lowprec.UnsupportedError, match="bias= cannot be used here: a: a Dask array"):
         lowprec.matmul(x, x, bias=np.ones(4, np.float32))
     with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
         lowprec.matmul(x, x, out=np.ones((4, 4), np.float32))
@@ -342,10 +329,7 @@ def test_a_tensor_beside_a_dask_array_is_refused_by_type() -> None:
 def test_a_numpy_operand_is_cut_along_k_as_its_partner_is(a: Any, b: Any) -> None:
     """Were it one chunk, each task would need the whole of k of the other."""
     x, y = draw(0, *a), draw(1, *b)
-    for found in (
-        matmul(x, da.from_array(y, chunks=3)),
-        matmul(da.from_array(x, chunks=3), y),
-    ):
+    for found in (matmul(x, da.from_array(y, chunks=3)), matmul(da.from_array(x, chunks=3), y)):
         products = (len(v) for k, v in found.dask.layers.items() if k.startswith("lowprec-matmul"))
         assert sum(products) == 4 * found.npartitions
         np.testing.assert_array_equal(found.compute(scheduler="sync"), x @ y)

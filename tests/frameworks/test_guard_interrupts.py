@@ -35,9 +35,7 @@ def core() -> Iterator[Any]:
         found._set_float32_matmul_precision("highest")
         found._set_cudnn_allow_tf32(True)
         for pair in PAIRS:
-            found._set_fp32_precision_setter(
-                *pair, "tf32" if pair in (("cuda", "conv"), ("cuda", "rnn")) else "none"
-            )
+            found._set_fp32_precision_setter(*pair, "tf32" if pair in (("cuda", "conv"), ("cuda", "rnn")) else "none")
 
     reset()
     yield found

@@ -126,9 +126,7 @@ def test_every_start_state_of_pytorch_comes_back(switches: Torch) -> None:
     """After the guard, PyTorch is as without it: as read, and in what each later step makes of it."""
     states = [(), *((a,) for a in STEPS), *itertools.permutations(STEPS, 2)]
     bad = [
-        steps
-        for steps in states
-        if history(switches, steps, guarded=False) != history(switches, steps, guarded=True)
+        steps for steps in states if history(switches, steps, guarded=False) != history(switches, steps, guarded=True)
     ]
     assert bad == []
 
@@ -137,28 +135,21 @@ def test_mixed_states_of_many_steps_come_back(switches: Torch) -> None:
     rng = random.Random(0)
     states = [tuple(rng.choices(list(STEPS), k=rng.randint(3, 8))) for _ in range(300)]
     bad = [
-        steps
-        for steps in states
-        if history(switches, steps, guarded=False) != history(switches, steps, guarded=True)
+        steps for steps in states if history(switches, steps, guarded=False) != history(switches, steps, guarded=True)
     ]
     assert bad == []
 
 
 def test_what_the_user_sets_inside_is_kept(switches: Torch) -> None:
     old("medium")(switches)
-    with (
-        pytest.warns(LowprecWarning, match=r"mkldnn\.matmul\.fp32_precision = 'tf32'.*kept"),
-        fp32_guard(),
-    ):
+    with pytest.warns(LowprecWarning, match=r"mkldnn\.matmul\.fp32_precision = 'tf32'.*kept"), fp32_guard():
         switches.put("mkldnn", "matmul", "tf32")
     read = switches.read()
     assert (read["cuda.matmul"], read["mkldnn.matmul"]) == ("tf32", "tf32")
     assert read["cuda.conv"] == "tf32"
 
 
-@pytest.mark.parametrize(
-    ("mode", "word", "onednn"), [("tf32", "high", "tf32"), ("bf16", "medium", "bf16")]
-)
+@pytest.mark.parametrize(("mode", "word", "onednn"), [("tf32", "high", "tf32"), ("bf16", "medium", "bf16")])
 def test_a_mode_sets_pytorch(switches: Torch, mode: str, word: str, onednn: str) -> None:
     before = switches.read()
     with math_mode(mode, frameworks=["torch"]):
@@ -170,9 +161,7 @@ def test_a_mode_sets_pytorch(switches: Torch, mode: str, word: str, onednn: str)
     assert switches.read() == before
 
 
-def test_pytorch_tells_whether_its_switch_has_an_effect(
-    switches: Torch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pytorch_tells_whether_its_switch_has_an_effect(switches: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowprec.policy import effects
 
     def reason() -> str:
@@ -228,22 +217,13 @@ def _normal_equations(torch: Any, a: Any, b: Any) -> Any:
 
 CASES: dict[str, tuple[Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]], Any]] = {
     "matmul": (lambda rng: tuple(rng.standard_normal((2, N, N))), lambda torch, a, b: a @ b),
-    "cdist": (
-        lambda rng: tuple(rng.standard_normal((2, N, N))),
-        lambda torch, a, b: torch.cdist(a, b),
-    ),
+    "cdist": (lambda rng: tuple(rng.standard_normal((2, N, N))), lambda torch, a, b: torch.cdist(a, b)),
     "matrix_exp": (
         lambda rng: (rng.standard_normal((N, N)) / np.sqrt(N), np.zeros((N, 1))),
         lambda torch, a, b: torch.linalg.matrix_exp(a),
     ),
-    "conjugate gradients": (
-        lambda rng: (_spd(rng), rng.standard_normal((N, 64))),
-        _conjugate_gradients,
-    ),
-    "normal equations": (
-        lambda rng: (_spd(rng), rng.standard_normal((N, 64))),
-        _normal_equations,
-    ),
+    "conjugate gradients": (lambda rng: (_spd(rng), rng.standard_normal((N, 64))), _conjugate_gradients),
+    "normal equations": (lambda rng: (_spd(rng), rng.standard_normal((N, 64))), _normal_equations),
 }
 
 
@@ -410,10 +390,7 @@ def precisions(jax: Any, function: Callable[..., Any]) -> set[str]:
     text = jax.jit(function).lower(x, x).as_text()
     lines = [line for line in text.splitlines() if "dot_general" in line]
     assert lines
-    return {
-        line.split("precision = [")[1].split("]")[0] if "precision = [" in line else "DEFAULT"
-        for line in lines
-    }
+    return {line.split("precision = [")[1].split("]")[0] if "precision = [" in line else "DEFAULT" for line in lines}
 
 
 @pytest.mark.parametrize("form", ["@", "einsum", "jit"])
@@ -494,9 +471,7 @@ def test_what_info_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("keeps cuBLAS" in w for w in info()["warnings"])
 
 
-def test_variables_that_disagree(
-    monkeypatch: pytest.MonkeyPatch, switches: Torch, jax: Any
-) -> None:
+def test_variables_that_disagree(monkeypatch: pytest.MonkeyPatch, switches: Torch, jax: Any) -> None:
     def told() -> list[str]:
         return [w for w in info()["warnings"] if " now" in w]
 

@@ -22,9 +22,7 @@ PAGE = mmap.PAGESIZE
 
 def _flags(address: int) -> str:
     """Return what the system notes of the memory at an address."""
-    for area in re.split(
-        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
-    ):
+    for area in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE):
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", area):
             first, end = (int(x, 16) for x in found.groups())
             if first <= address < end:

@@ -119,31 +119,23 @@ FUNCTIONS: dict[str, Callable[[Any, Callable[[Any], Any], Any], Any]] = {
     "grad of grad": lambda jax, f, x: jax.jit(jax.grad(lambda y: jax.grad(f)(y).sum()))(x),
     "vjp": lambda jax, f, x: jax.vjp(f, x)[1](np.float64(2))[0],
     "jvp": lambda jax, f, x: jax.jvp(f, (x,), (jax.numpy.sin(x),))[1],
-    "jvp of jvp": lambda jax, f, x: jax.jvp(
-        lambda y: jax.jvp(f, (y,), (jax.numpy.sin(x),))[1], (x,), (x,)
-    )[1],
+    "jvp of jvp": lambda jax, f, x: jax.jvp(lambda y: jax.jvp(f, (y,), (jax.numpy.sin(x),))[1], (x,), (x,))[1],
     "linearize": lambda jax, f, x: jax.linearize(f, x)[1](jax.numpy.cos(x)),
     "jacfwd of jacfwd": lambda jax, f, x: jax.jit(jax.jacfwd(jax.jacfwd(f)))(x),
     "hessian": lambda jax, f, x: jax.jit(jax.hessian(f))(x),
     "jacrev of jacfwd": lambda jax, f, x: jax.jit(jax.jacrev(jax.jacfwd(f)))(x),
     "jacrev of jacrev": lambda jax, f, x: jax.jit(jax.jacrev(jax.jacrev(f)))(x),
     "vmap": lambda jax, f, x: jax.vmap(f)(jax.numpy.stack([x, 2 * x])),
-    "vmap of vmap": lambda jax, f, x: jax.vmap(jax.vmap(f))(
-        jax.numpy.array([[x, 2 * x], [x.T, -x]])
-    ),
+    "vmap of vmap": lambda jax, f, x: jax.vmap(jax.vmap(f))(jax.numpy.array([[x, 2 * x], [x.T, -x]])),
     "vmap of grad": lambda jax, f, x: jax.jit(jax.vmap(jax.grad(f)))(jax.numpy.stack([x, 2 * x])),
     "jacrev of vmap": lambda jax, f, x: jax.jacrev(jax.vmap(f))(jax.numpy.stack([x, 2 * x])),
     "checkpoint": lambda jax, f, x: jax.jit(jax.grad(jax.checkpoint(f)))(x),
-    "scan": lambda jax, f, x: jax.lax.scan(
-        lambda y, _: (y * jax.numpy.tanh(f(y)), f(y)), x, None, 3
-    ),
+    "scan": lambda jax, f, x: jax.lax.scan(lambda y, _: (y * jax.numpy.tanh(f(y)), f(y)), x, None, 3),
     "grad of scan": lambda jax, f, x: jax.grad(
         lambda y: jax.lax.scan(lambda z, _: (z * jax.numpy.tanh(f(z)), None), y, None, 3)[0].sum()
     )(x),
     "while": lambda jax, f, x: jax.lax.fori_loop(0, 3, lambda _, y: y * jax.numpy.tanh(f(y)), x),
-    "cond": lambda jax, f, x: jax.jit(
-        lambda y: jax.lax.cond(y[0, 0] > 9, lambda z: f(z), lambda z: f(2 * z), y)
-    )(x),
+    "cond": lambda jax, f, x: jax.jit(lambda y: jax.lax.cond(y[0, 0] > 9, lambda z: f(z), lambda z: f(2 * z), y))(x),
     "map": lambda jax, f, x: jax.lax.map(f, jax.numpy.stack([x, 2 * x])),
     "custom_vjp": lambda jax, f, x: with_custom_vjp(jax, f, x),
     "export": exported,
@@ -189,9 +181,7 @@ def test_transformed(jax: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0), (1, 2), (2, 1), (2, None)])
-@pytest.mark.parametrize(
-    ("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4, 4, 4), (4, 4, 4)), ((4, 4, 4), (4, 4, 4, 4))]
-)
+@pytest.mark.parametrize(("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4, 4, 4), (4, 4, 4)), ((4, 4, 4), (4, 4, 4, 4))])
 def test_vmap(jax: Any, a: Any, b: Any, in_axes: Any) -> None:
     x, y = operands(a, b)
     found = jax.vmap(lowprec.matmul, in_axes=in_axes)(x, y)
@@ -219,10 +209,7 @@ def test_linear_transpose(jax: Any) -> None:
 def test_exported_with_sizes_known_by_name(jax: Any) -> None:
     x, y = operands((3, 4), (4, 2))
     shapes = jax.export.symbolic_shape("m, k, n")
-    args = [
-        jax.ShapeDtypeStruct(shapes[:2], np.float32),
-        jax.ShapeDtypeStruct(shapes[1:], np.float32),
-    ]
+    args = [jax.ShapeDtypeStruct(shapes[:2], np.float32), jax.ShapeDtypeStruct(shapes[1:], np.float32)]
     made = jax.export.export(jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode="fp16x3")))(*args)
     found = made.call(x.astype(np.float32), y.astype(np.float32))
     np.testing.assert_allclose(found, x @ y, rtol=1e-5, atol=1e-5)
@@ -283,10 +270,7 @@ def at_once(jax: Any, f: Any, a: Any, b: Any) -> Products:
     return [(found, a, b), (pull(found)[0], np.asarray(found), b.T)]
 
 
-CELLS = {
-    f.__name__: f
-    for f in (in_jit, in_vmap, in_grad, in_jvp, in_scan, in_checkpoint, in_export, at_once)
-}
+CELLS = {f.__name__: f for f in (in_jit, in_vmap, in_grad, in_jvp, in_scan, in_checkpoint, in_export, at_once)}
 
 
 def within_bound(found: Any, a: Any, b: Any, mode: str) -> None:
@@ -512,9 +496,7 @@ def test_what_follows_is_computed_in_float32_and_rounded_once(jax: Any, dtype: s
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta"])
-def test_a_complex_factor_of_real_operands_is_refused_where_it_is_traced(
-    jax: Any, name: str
-) -> None:
+def test_a_complex_factor_of_real_operands_is_refused_where_it_is_traced(jax: Any, name: str) -> None:
     x = np.eye(3, dtype=np.float32)
     with pytest.raises(lowprec.DTypeError, match=f"{name} is complex, but the operands are"):
         jax.jit(lambda x, s: lowprec.matmul(x, x, c=x, **{name: s}))(x, 1j)
@@ -583,9 +565,7 @@ class Counted:
         x = np.array([[1 + 2.0**-9 + 2.0**-12]], np.float32)
         found = float(self._call(x)[0, 0])
         known = {"bf16": 1.0, "tf32": 1 + 2.0**-9, "fp32": float(x[0, 0])}
-        return next(
-            (mode for mode, value in known.items() if found == np.float32(value**2)), str(found)
-        )
+        return next((mode for mode, value in known.items() if found == np.float32(value**2)), str(found))
 
 
 def test_a_scope_recompiles_once_and_is_left_again(jax: Any) -> None:
@@ -645,9 +625,7 @@ def test_a_scope_in_the_traced_function(jax: Any) -> None:
     assert [float(y[0, 0]) for y in f(x)] == [1.0, np.float32(float(x[0, 0]) ** 2)]
 
 
-def test_the_environment_is_seen_where_it_is_read_again(
-    jax: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_is_seen_where_it_is_read_again(jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     f = Counted(jax)
     assert f.mode() == "fp32"
     try:
@@ -713,11 +691,7 @@ def test_an_interrupt_leaves_no_mode_with_jax(jax: Any, error: type[BaseExceptio
 @pytest.fixture
 def modes_of(jax: Any) -> Iterator[Any]:
     def found(f: Any, *x: Any) -> list[str]:
-        return [
-            str(e.params["mode"])
-            for e in jax.make_jaxpr(f)(*x).eqns
-            if "lowprec" in str(e.primitive)
-        ]
+        return [str(e.params["mode"]) for e in jax.make_jaxpr(f)(*x).eqns if "lowprec" in str(e.primitive)]
 
     return found
 
@@ -749,9 +723,7 @@ def test_backward_mode(jax: Any, modes_of: Any) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_gpu_is_asked_for(jax: Any, mode: str) -> None:
     a, b = operands((3, 4), (4, 2), "float32")
-    made = jax.export.export(
-        jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode)), platforms=["cuda"]
-    )(a, b)
+    made = jax.export.export(jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode)), platforms=["cuda"])(a, b)
     dots = [line for line in made.mlir_module().splitlines() if "stablehlo.dot_general" in line]
     found = row(MathMode(mode))
     if found.operand_format is formats.FLOAT16:
@@ -763,9 +735,7 @@ def test_what_a_gpu_is_asked_for(jax: Any, mode: str) -> None:
         assert "tensor<3x4xf64>, tensor<4x2xf64>) -> tensor<3x2xf64>" in dot
         return
     kind, count = (
-        {"F32": "f32", "TF32": "tf32", "BF16": "bf16"}[
-            (found.jax_preset or "F32_F32_F32").split("_")[0]
-        ],
+        {"F32": "f32", "TF32": "tf32", "BF16": "bf16"}[(found.jax_preset or "F32_F32_F32").split("_")[0]],
         found.products,
     )
     assert f"lhs_precision_type = {kind}" in dot
@@ -851,10 +821,7 @@ def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: An
         jax.jit(lambda x: lowprec.jax.matmul(x, [[1.0]]))(x)
     f = Counted(jax)
     assert f.mode() == "fp32"
-    with (
-        lowprec.emulate("hopper"),
-        pytest.raises(lowprec.UnsupportedError, match=r"lowprec.emulate"),
-    ):
+    with lowprec.emulate("hopper"), pytest.raises(lowprec.UnsupportedError, match=r"lowprec.emulate"):
         f.mode()
 
 

@@ -123,9 +123,7 @@ def real(dtype: str) -> str:
 @batches
 @pytest.mark.parametrize("columns", [None, 1, 4])
 @pytest.mark.sampled(2)
-def test_solve(
-    xp: ArrayNamespace, dtype: str, batch: Any, columns: int | None, rng: np.random.Generator
-) -> None:
+def test_solve(xp: ArrayNamespace, dtype: str, batch: Any, columns: int | None, rng: np.random.Generator) -> None:
     n = 12
     a = make(rng, *batch, n, n, dtype=dtype)
     b = make(rng, n, dtype=dtype) if columns is None else make(rng, *batch, n, columns, dtype=dtype)
@@ -162,9 +160,7 @@ def test_inv(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generato
 @single
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
 @pytest.mark.parametrize("columns", [None, 3])
-def test_lstsq(
-    xp: ArrayNamespace, dtype: str, shape: Any, columns: int | None, rng: np.random.Generator
-) -> None:
+def test_lstsq(xp: ArrayNamespace, dtype: str, shape: Any, columns: int | None, rng: np.random.Generator) -> None:
     m, n = shape
     a = make(rng, m, n, dtype=dtype)
     b = make(rng, m, dtype=dtype) if columns is None else make(rng, m, columns, dtype=dtype)
@@ -189,9 +185,7 @@ def test_lstsq(
 
 
 @single
-def test_lstsq_ignores_singular_values_below_rtol(
-    xp: ArrayNamespace, dtype: str, rng: np.random.Generator
-) -> None:
+def test_lstsq_ignores_singular_values_below_rtol(xp: ArrayNamespace, dtype: str, rng: np.random.Generator) -> None:
     a = np.diag([4.0, 2.0, 1e-3]).astype(dtype)
     b = np.ones(3, dtype)
     found = linalg.lstsq(xp.asarray(a), xp.asarray(b), rtol=1e-2)
@@ -204,9 +198,7 @@ def test_lstsq_ignores_singular_values_below_rtol(
 @batches
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
 @pytest.mark.sampled(2)
-def test_pinv(
-    xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, rng: np.random.Generator
-) -> None:
+def test_pinv(xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, rng: np.random.Generator) -> None:
     m, n = shape
     a = make(rng, *batch, m, n, dtype=dtype)
     x = accept(xp, linalg.pinv(xp.asarray(a)), (*batch, n, m), dtype)
@@ -248,9 +240,7 @@ def test_cholesky(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Gen
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
 @pytest.mark.parametrize("mode", ["reduced", "complete"])
 @pytest.mark.sampled(2)
-def test_qr(
-    xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, mode: str, rng: np.random.Generator
-) -> None:
+def test_qr(xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, mode: str, rng: np.random.Generator) -> None:
     m, n = shape
     k = m if mode == "complete" else min(m, n)
     a = make(rng, *batch, m, n, dtype=dtype)
@@ -286,9 +276,7 @@ def test_eigh(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generat
 @batches
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.sampled(2)
-def test_svd(
-    xp: ArrayNamespace, dtype: str, batch: Any, full: bool, rng: np.random.Generator
-) -> None:
+def test_svd(xp: ArrayNamespace, dtype: str, batch: Any, full: bool, rng: np.random.Generator) -> None:
     m, n = 9, 5
     a = make(rng, *batch, m, n, dtype=dtype)
     found = linalg.svd(xp.asarray(a), full_matrices=full)
@@ -314,9 +302,7 @@ def determinant_error(a: Array, dtype: str) -> Array:
 
 @single
 @batches
-def test_det_and_slogdet(
-    xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator
-) -> None:
+def test_det_and_slogdet(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
     a = make(rng, *batch, 8, 8, dtype=dtype)
     bound = determinant_error(a, dtype)
     want = np.linalg.det(wide(a))
@@ -336,9 +322,7 @@ def test_det_and_slogdet(
 @batches
 @pytest.mark.parametrize("n", [5, 1, 0, -2])
 @pytest.mark.sampled(2)
-def test_matrix_power(
-    xp: ArrayNamespace, dtype: str, batch: Any, n: int, rng: np.random.Generator
-) -> None:
+def test_matrix_power(xp: ArrayNamespace, dtype: str, batch: Any, n: int, rng: np.random.Generator) -> None:
     m = 12
     a = make(rng, *batch, m, m, dtype=dtype) + 8 * np.eye(m, dtype=dtype)
     found = accept(xp, linalg.matrix_power(xp.asarray(a), n), a.shape, dtype)
@@ -370,9 +354,7 @@ def test_matrix_rank(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.
 @batches
 @pytest.mark.parametrize("size", [0.3, 2.0])
 @pytest.mark.sampled(2)
-def test_expm(
-    xp: ArrayNamespace, dtype: str, batch: Any, size: float, rng: np.random.Generator
-) -> None:
+def test_expm(xp: ArrayNamespace, dtype: str, batch: Any, size: float, rng: np.random.Generator) -> None:
     need_scipy(xp)
     n = 10
     a = make(rng, *batch, n, n, dtype=dtype)
@@ -472,9 +454,7 @@ def test_results_are_named_tuples_of_the_library(function: str, xp: ArrayNamespa
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("function", [f for f in FUNCTIONS if f not in SCIPYS])
-def test_wide_types_are_the_librarys_own_result(
-    function: str, dtype: str, xp: ArrayNamespace
-) -> None:
+def test_wide_types_are_the_librarys_own_result(function: str, dtype: str, xp: ArrayNamespace) -> None:
     result = call(function, xp, operands(function, dtype))
     library = {"dlpack_only": "numpy"}.get(xp.name, xp.name)
     # lstsq and pinv are called with lowprec's tolerance, and with the driver that gives all results.
@@ -568,9 +548,7 @@ AFFECTED = {
 
 @pytest.mark.parametrize("units", ["of this machine", "imitated"])
 @pytest.mark.parametrize("function", AFFECTED)
-def test_torch_computes_in_full_fp32(
-    function: str, units: str, medium: Any, rng: np.random.Generator
-) -> None:
+def test_torch_computes_in_full_fp32(function: str, units: str, medium: Any, rng: np.random.Generator) -> None:
     a = medium.tensor(make(rng, 128, 128) / 12)
     arguments = {"cdist": (a,), "matrix_power": (5,)}.get(function, ())
     with imitated_units(medium) if units == "imitated" else contextlib.nullcontext():
@@ -637,30 +615,22 @@ def test_jax_transforms_take_it(jax: Any, rng: np.random.Generator) -> None:
 def test_other_types_are_refused(function: str, dtype: str, xp: ArrayNamespace) -> None:
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     arrays = tuple(x.astype(narrow) for x in operands(function))
-    with pytest.raises(
-        lowprec.DTypeError, match=rf"^{function} takes float32, .*, and a is {dtype}; convert"
-    ):
+    with pytest.raises(lowprec.DTypeError, match=rf"^{function} takes float32, .*, and a is {dtype}; convert"):
         call(function, xp, arrays)
 
 
 def test_distances_of_complex_points_are_refused(xp: ArrayNamespace) -> None:
-    with pytest.raises(
-        lowprec.DTypeError, match="cdist takes float32, float64, and a is complex64"
-    ):
+    with pytest.raises(lowprec.DTypeError, match="cdist takes float32, float64, and a is complex64"):
         call("cdist", xp, operands("cdist", "complex64"))
 
 
 @pytest.mark.parametrize("function", TWO)
-def test_two_libraries_are_refused(
-    function: str, xp: ArrayNamespace, other_xp: ArrayNamespace
-) -> None:
+def test_two_libraries_are_refused(function: str, xp: ArrayNamespace, other_xp: ArrayNamespace) -> None:
     if xp.name == other_xp.name:
         return
     a, b = operands(function)
     names = [n.removesuffix("_only") for n in (xp.name, other_xp.name)]
-    with pytest.raises(
-        lowprec.ArrayError, match=f"^{function} takes .* one library, got {names[0]} and {names[1]}"
-    ):
+    with pytest.raises(lowprec.ArrayError, match=f"^{function} takes .* one library, got {names[0]} and {names[1]}"):
         getattr(linalg, function)(xp.asarray(a), other_xp.asarray(b))
 
 
@@ -698,17 +668,13 @@ def test_without_scipy(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] == "scipy"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(
-        lowprec.UnsupportedError, match=rf"{function} of numpy arrays is scipy\..*pip install scipy"
-    ):
+    with pytest.raises(lowprec.UnsupportedError, match=rf"{function} of numpy arrays is scipy\..*pip install scipy"):
         call(function, Backend.NUMPY.load(), operands(function))
 
 
 def test_an_old_version_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(np.linalg, "pinv")
-    with pytest.raises(
-        lowprec.UnsupportedError, match=r"^numpy \d.* has no numpy\.linalg\.pinv; install a later"
-    ):
+    with pytest.raises(lowprec.UnsupportedError, match=r"^numpy \d.* has no numpy\.linalg\.pinv; install a later"):
         linalg.pinv(np.eye(2))
 
 
@@ -766,9 +732,7 @@ def function_of_cupy(name: str, *parameters: str) -> Callable[..., Any]:
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     required = dict.fromkeys(("a", "b", "M"), inspect.Parameter.empty)
-    signature = inspect.Signature(
-        [inspect.Parameter(p, kind, default=required.get(p)) for p in parameters]
-    )
+    signature = inspect.Signature([inspect.Parameter(p, kind, default=required.get(p)) for p in parameters])
     return stand_in
 
 

@@ -104,10 +104,7 @@ def test_shapes(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.Gene
 @pytest.mark.parametrize("shapes", EMPTY_SHAPES, ids=str)
 def test_zero_size(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.Generator) -> None:
     a, b = (make(rng, *s, dtype=dtype) for s in shapes)
-    like = np.zeros(
-        np.matmul(np.zeros(shapes[0]), np.zeros(shapes[1])).shape,
-        np.int32 if dtype == "int8" else a.dtype,
-    )
+    like = np.zeros(np.matmul(np.zeros(shapes[0]), np.zeros(shapes[1])).shape, np.int32 if dtype == "int8" else a.dtype)
     got = assert_result(xp, lowprec.matmul(xp.asarray(a), xp.asarray(b)), like)
     assert (got == 0).all()
 
@@ -115,13 +112,7 @@ def test_zero_size(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.G
 def test_an_empty_sum_leaves_the_epilogue(xp: ArrayNamespace, rng: np.random.Generator) -> None:
     a, b, c, bias = make(rng, 2, 0), make(rng, 0, 3), make(rng, 2, 3), make(rng, 3)
     got = lowprec.matmul(
-        xp.asarray(a),
-        xp.asarray(b),
-        c=xp.asarray(c),
-        beta=2.0,
-        bias=xp.asarray(bias),
-        activation="relu",
-        alpha=3.0,
+        xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=2.0, bias=xp.asarray(bias), activation="relu", alpha=3.0
     )
     # 2 c is exact, so that the sum is rounded once.
     np.testing.assert_array_equal(xp.to_numpy(got), np.maximum(2 * c + bias, 0))
@@ -144,9 +135,7 @@ def test_modes(xp: ArrayNamespace, mode: str, dtype: str, rng: np.random.Generat
 
 
 @every_mode
-def test_a_scope_is_an_argument_for_all_calls(
-    xp: ArrayNamespace, mode: str, rng: np.random.Generator
-) -> None:
+def test_a_scope_is_an_argument_for_all_calls(xp: ArrayNamespace, mode: str, rng: np.random.Generator) -> None:
     a, b = xp.asarray(make(rng, 20, 30)), xp.asarray(make(rng, 30, 25))
     argument = xp.to_numpy(lowprec.matmul(a, b, math_mode=mode))
     with lowprec.math_mode(mode):
@@ -182,9 +171,7 @@ VIEWS = {
     "a batch of one": lambda x: x[None, :20, :30],
     "a batch of columns": lambda x: np.moveaxis(x[:60, :30].reshape(20, 3, 30), 1, 0),
     "a batch, reversed": lambda x: x[:60, :30].reshape(3, 20, 30)[::-1],
-    "a batch as the last axis": lambda x: np.moveaxis(
-        x[:60, :60].reshape(60, 20, 3)[:30], 2, 0
-    ).swapaxes(1, 2),
+    "a batch as the last axis": lambda x: np.moveaxis(x[:60, :60].reshape(60, 20, 3)[:30], 2, 0).swapaxes(1, 2),
     "one matrix repeated": lambda x: np.broadcast_to(x[:20, :30], (4, 20, 30)),
 }
 
@@ -193,9 +180,7 @@ VIEWS = {
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64", "int8"])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.sampled(2)
-def test_strides(
-    xp: ArrayNamespace, mode: str, dtype: str, view: str, rng: np.random.Generator
-) -> None:
+def test_strides(xp: ArrayNamespace, mode: str, dtype: str, view: str, rng: np.random.Generator) -> None:
     base = make(rng, 64, 64, dtype=dtype)
     x = VIEWS[view](base)
     assert x.shape[-2:] == (20, 30)
@@ -247,9 +232,7 @@ def test_the_result_belongs_to_the_library_of_a(
     oracles.assert_within_bound(assert_result(xp, got, like), a, b)
 
 
-def test_out_of_another_library(
-    xp: ArrayNamespace, other_xp: ArrayNamespace, rng: np.random.Generator
-) -> None:
+def test_out_of_another_library(xp: ArrayNamespace, other_xp: ArrayNamespace, rng: np.random.Generator) -> None:
     a, b = make(rng, 4, 5), make(rng, 5, 6)
     memory = np.full((4, 6), 7.0, np.float32)
     out = other_xp.asarray(memory)
@@ -300,9 +283,7 @@ EPILOGUES = {
 }
 
 
-def epilogue_of(
-    name: str, xp: ArrayNamespace, dtype: str, rng: np.random.Generator
-) -> tuple[Epilogue, dict[str, Any]]:
+def epilogue_of(name: str, xp: ArrayNamespace, dtype: str, rng: np.random.Generator) -> tuple[Epilogue, dict[str, Any]]:
     """Return an epilogue as the oracle takes it, and as ``matmul`` takes it."""
     plain = dict(EPILOGUES[name])
     for key in ("c", "bias"):
@@ -317,9 +298,7 @@ def epilogue_of(
 def test_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Generator) -> None:
     a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
     then, given = epilogue_of(name, xp, dtype, rng)
-    got = assert_result(
-        xp, lowprec.matmul(xp.asarray(a), xp.asarray(b), **given), np.empty((20, 25), a.dtype)
-    )
+    got = assert_result(xp, lowprec.matmul(xp.asarray(a), xp.asarray(b), **given), np.empty((20, 25), a.dtype))
     oracles.assert_expression(got, a, b, then=then)
 
 
@@ -327,9 +306,7 @@ def test_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Gen
 @every_mode
 @pytest.mark.parametrize("name", EPILOGUES)
 @pytest.mark.parametrize("size", [(20, 25, 30), (260, 250, 255)], ids=str)
-def test_epilogues_in_every_mode(
-    mode: str, name: str, size: Any, machine: str, rng: np.random.Generator
-) -> None:
+def test_epilogues_in_every_mode(mode: str, name: str, size: Any, machine: str, rng: np.random.Generator) -> None:
     m, n, k = size
     a, b = make(rng, m, k), make(rng, k, n)
     plain = {key: v for key, v in EPILOGUES[name].items() if key not in ("c", "bias")}
@@ -341,15 +318,10 @@ def test_epilogues_in_every_mode(
 
 @pytest.mark.parametrize("name", ["alpha", "beta", "bias and relu", "everything"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_epilogues_of_large_products(
-    name: str, dtype: str, machine: str, rng: np.random.Generator
-) -> None:
+def test_epilogues_of_large_products(name: str, dtype: str, machine: str, rng: np.random.Generator) -> None:
     shapes = {"c": (260, 250), "bias": (250,)}
     a, b = make(rng, 260, 255, dtype=dtype), make(rng, 255, 250, dtype=dtype)
-    given = {
-        k: make(rng, *shapes[k], dtype=dtype) if k in shapes else v
-        for k, v in EPILOGUES[name].items()
-    }
+    given = {k: make(rng, *shapes[k], dtype=dtype) if k in shapes else v for k, v in EPILOGUES[name].items()}
     oracles.assert_expression(lowprec.matmul(a, b, **given), a, b, then=Epilogue(**given))
 
 
@@ -380,9 +352,7 @@ def test_a_sum_of_int8_and_bias_beyond_int32_saturates(
     product = a.astype(np.int64) @ b.astype(np.int64)
     assert abs(product).max() > 2**31 - 2**25
     top, bottom = 2**31 - 1, -(2**31)
-    bias = np.array(
-        [0, 1, -1, 16383, 16384, 20000, top, top - 1, bottom, bottom + 1, -(2**24), 2**24]
-    )
+    bias = np.array([0, 1, -1, 16383, 16384, 20000, top, top - 1, bottom, bottom + 1, -(2**24), 2**24])
     want = saturated(product + bias)
     assert (want != product + bias).sum() >= 2
     with on(machine):
@@ -402,9 +372,7 @@ def test_int8_refuses_what_is_no_integer(name: str, rng: np.random.Generator) ->
 
 @pytest.mark.parametrize("name", ["alpha", "beta", "bias"])
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_complex_epilogues(
-    xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Generator
-) -> None:
+def test_complex_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Generator) -> None:
     a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
     then, given = epilogue_of(name, xp, dtype, rng)
     got = xp.to_numpy(lowprec.matmul(xp.asarray(a), xp.asarray(b), **given))
@@ -416,28 +384,20 @@ def test_complex_factors(rng: np.random.Generator) -> None:
     then = Epilogue(alpha=0.5 - 2j, beta=1j, c=c)
     got = lowprec.matmul(a, b, alpha=then.alpha, beta=then.beta, c=c)
     # A complex product takes three roundings per part instead of one; 4 units of the magnitudes more.
-    size = abs(then.alpha) * 2 * (
-        oracles.magnitude(a) @ oracles.magnitude(b)
-    ) + 2 * oracles.magnitude(c)
+    size = abs(then.alpha) * 2 * (oracles.magnitude(a) @ oracles.magnitude(b)) + 2 * oracles.magnitude(c)
     want = then.alpha * oracles.product(a, b) + then.beta * oracles.widen(c)
-    allowed = (
-        2.1 * 2 * oracles.accumulation_bound(a, b, "fp32") + oracles.gamma(10, 2.0**-24) * size
-    )
+    allowed = 2.1 * 2 * oracles.accumulation_bound(a, b, "fp32") + oracles.gamma(10, 2.0**-24) * size
     oracles.assert_close(got, want, allowed)
 
 
 @pytest.mark.parametrize("a_shape", [(30,), (4, 20, 30), (20, 30)], ids=str)
 @pytest.mark.parametrize("b_shape", [(30, 25), (4, 30, 25)], ids=str)
-def test_c_and_bias_broadcast(
-    xp: ArrayNamespace, a_shape: Any, b_shape: Any, rng: np.random.Generator
-) -> None:
+def test_c_and_bias_broadcast(xp: ArrayNamespace, a_shape: Any, b_shape: Any, rng: np.random.Generator) -> None:
     a, b = make(rng, *a_shape), make(rng, *b_shape)
     shape = np.matmul(a, b).shape
     bias = make(rng, 25)
     for c in (make(rng, *shape), make(rng, 25), np.broadcast_to(np.float32(2), shape)):
-        got = lowprec.matmul(
-            xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=0.5, bias=xp.asarray(bias)
-        )
+        got = lowprec.matmul(xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=0.5, bias=xp.asarray(bias))
         then = Epilogue(beta=0.5, c=np.broadcast_to(c, shape), bias=bias)
         oracles.assert_expression(xp.to_numpy(got), a, b, then=then)
 
@@ -471,9 +431,7 @@ OUT_DTYPES = [
 
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), OUT_DTYPES)
-def test_out_dtype(
-    xp: ArrayNamespace, dtype: str, out_dtype: str, rng: np.random.Generator
-) -> None:
+def test_out_dtype(xp: ArrayNamespace, dtype: str, out_dtype: str, rng: np.random.Generator) -> None:
     a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
     want = np.dtype(getattr(ml_dtypes, out_dtype, out_dtype))
     got = lowprec.matmul(xp.asarray(a), xp.asarray(b), out_dtype=out_dtype)
@@ -501,9 +459,7 @@ def writable(request: pytest.FixtureRequest) -> ArrayNamespace:
 
 
 @every_dtype
-def test_out_is_filled_and_returned(
-    writable: ArrayNamespace, dtype: str, rng: np.random.Generator
-) -> None:
+def test_out_is_filled_and_returned(writable: ArrayNamespace, dtype: str, rng: np.random.Generator) -> None:
     a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
     memory = np.full((20, 25), 7, a.dtype)
     out = writable.asarray(memory)
@@ -534,26 +490,17 @@ def test_out_of_any_strides(mode: str, view: str, machine: str, rng: np.random.G
 
 @pytest.mark.parametrize("size", [20, 260])
 @every_mode
-def test_large_outs_of_any_strides(
-    mode: str, size: int, machine: str, rng: np.random.Generator
-) -> None:
+def test_large_outs_of_any_strides(mode: str, size: int, machine: str, rng: np.random.Generator) -> None:
     a, b = make(rng, size, size), make(rng, size, size)
     base = np.full((2 * size, 2 * size), 7, np.float32)
-    for out in (
-        base.T[:size, :size],
-        base[::2, 1::2],
-        base[size:, size:],
-        base[::-1, ::-1][:size, :size],
-    ):
+    for out in (base.T[:size, :size], base[::2, 1::2], base[size:, size:], base[::-1, ::-1][:size, :size]):
         base[...] = 7
         lowprec.matmul(a, b, out=out, math_mode=mode, alpha=0.5)
         oracles.assert_expression(out, a, b, mode, Epilogue(alpha=0.5))
         assert (base == 7).sum() == base.size - out.size, "something beside out was written"
 
 
-@pytest.mark.parametrize(
-    "shapes", [((3,), (3,)), ((3,), (3, 4)), ((2, 3), (3,)), ((5, 2, 3), (3, 4))], ids=str
-)
+@pytest.mark.parametrize("shapes", [((3,), (3,)), ((3,), (3, 4)), ((2, 3), (3,)), ((5, 2, 3), (3, 4))], ids=str)
 def test_out_of_every_rank(writable: ArrayNamespace, shapes: Any, rng: np.random.Generator) -> None:
     a, b = (make(rng, *s) for s in shapes)
     out = writable.asarray(np.full(np.matmul(a, b).shape, 7, np.float32))
@@ -604,12 +551,8 @@ def test_out_may_share_memory_with_an_operand(
     oracles.assert_within_bound(out, a_before, b_before, mode)
 
 
-@pytest.mark.parametrize(
-    "overlap", ["out is a", "out is b", "out is a and b", "out shares rows with a"]
-)
-def test_out_may_share_memory_in_any_library(
-    writable: ArrayNamespace, overlap: str, rng: np.random.Generator
-) -> None:
+@pytest.mark.parametrize("overlap", ["out is a", "out is b", "out is a and b", "out shares rows with a"])
+def test_out_may_share_memory_in_any_library(writable: ArrayNamespace, overlap: str, rng: np.random.Generator) -> None:
     base, other = make(rng, 12, 12), make(rng, 6, 6)
     a, b, out = OVERLAPS[overlap](base, other, 6)
     a_before, b_before = a.copy(), b.copy()
@@ -619,9 +562,7 @@ def test_out_may_share_memory_in_any_library(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "where", ["c is out", "c is out transposed", "c is out shifted", "bias in out", "all"]
-)
+@pytest.mark.parametrize("where", ["c is out", "c is out transposed", "c is out shifted", "bias in out", "all"])
 @pytest.mark.parametrize("n", [6, 260])
 @every_mode
 def test_out_may_share_memory_with_c_and_bias(
@@ -640,9 +581,7 @@ def test_out_may_share_memory_with_c_and_bias(
 
 
 @pytest.mark.parametrize("n", [6, 260])
-def test_out_may_share_the_memory_of_another_dtype(
-    n: int, machine: str, rng: np.random.Generator
-) -> None:
+def test_out_may_share_the_memory_of_another_dtype(n: int, machine: str, rng: np.random.Generator) -> None:
     a, b = make(rng, 3, n, n, dtype="float16"), make(rng, 3, n, n, dtype="float16")
     memory = np.zeros(2 * a.size, np.float16)
     inside = memory[: a.size].reshape(a.shape)
@@ -690,9 +629,7 @@ def test_a_view_that_blas_can_read_is_not_copied(rng: np.random.Generator) -> No
     ],
     ids=str,
 )
-def test_shapes_that_do_not_fit(
-    xp: ArrayNamespace, shapes: Any, match: str, rng: np.random.Generator
-) -> None:
+def test_shapes_that_do_not_fit(xp: ArrayNamespace, shapes: Any, match: str, rng: np.random.Generator) -> None:
     a, b = (xp.asarray(np.ones(s, np.float32)) for s in shapes)
     with pytest.raises(lowprec.ShapeError, match=match):
         lowprec.matmul(a, b)
@@ -733,9 +670,7 @@ BAD_CALLS = [
 @pytest.mark.parametrize(("name", "value", "error", "match"), BAD_CALLS, ids=str)
 def test_bad_arguments(name: str, value: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        lowprec.matmul(
-            ones(2, 3), ones(3, 4), **{name: value, **({"beta": 1.0} if name == "c" else {})}
-        )
+        lowprec.matmul(ones(2, 3), ones(3, 4), **{name: value, **({"beta": 1.0} if name == "c" else {})})
 
 
 UNSUPPORTED = ["int64", "int32", "int16", "uint8", "bool"]
@@ -791,9 +726,7 @@ def test_jax_tracer() -> None:
     jax = pytest.importorskip("jax", reason="jax is not installed")
     x = jax.numpy.ones((2, 2))
     assert (jax.jit(lambda y: lowprec.matmul(y, y))(x) == 2).all()
-    with pytest.raises(
-        lowprec.UnsupportedError, match=r"rtol= cannot be used here: a: a JAX tracer"
-    ):
+    with pytest.raises(lowprec.UnsupportedError, match=r"rtol= cannot be used here: a: a JAX tracer"):
         jax.jit(lambda y: lowprec.matmul(y, y, rtol=0.1))(x)
 
 
@@ -828,10 +761,7 @@ def test_a_failed_call_leaves_out_alone(writable: ArrayNamespace) -> None:
     out = writable.asarray(np.full((2, 4), 7, np.float32))
     with pytest.raises(lowprec.ShapeError, match="bias"):
         lowprec.matmul(
-            writable.asarray(ones(2, 3)),
-            writable.asarray(ones(3, 4)),
-            out=out,
-            bias=writable.asarray(ones(9)),
+            writable.asarray(ones(2, 3)), writable.asarray(ones(3, 4)), out=out, bias=writable.asarray(ones(9))
         )
     assert (writable.to_numpy(out) == 7).all()
 
@@ -852,12 +782,8 @@ def test_axes_of_length_one_may_have_any_stride(math_mode: str) -> None:
 def test_more_bytes_than_addresses_are_refused(math_mode: str) -> None:
     torch = load_or_skip(Backend.TORCH).torch
     one = torch.ones(1, 1)
-    with pytest.raises(
-        lowprec.ShapeError, match=r"a of shape .* has more bytes than memory has addresses"
-    ):
+    with pytest.raises(lowprec.ShapeError, match=r"a of shape .* has more bytes than memory has addresses"):
         lowprec.matmul(one.expand(1, 2**61), one.expand(2**61, 1), math_mode=math_mode)
     empty = np.empty((2**33, 0), np.float32)
-    with pytest.raises(
-        lowprec.ShapeError, match=r"the result of shape .* has more bytes than memory has"
-    ):
+    with pytest.raises(lowprec.ShapeError, match=r"the result of shape .* has more bytes than memory has"):
         lowprec.matmul(empty, empty.T, math_mode=math_mode)

@@ -67,14 +67,8 @@ class TestNumPysMatmul(test_multiarray.TestMatmul):
         monkeypatch.setattr(test_multiarray, "np", NumPyWith(calls))
         self.matmul = calls.matmul
         yield
-        exceptions_alone = {
-            "test_exceptions",
-            "test_matmul_exception_multiply",
-            "test_matmul_exception_add",
-        }
-        assert calls.count or self._name in exceptions_alone, (
-            "lowprec computed nothing in this test"
-        )
+        exceptions_alone = {"test_exceptions", "test_matmul_exception_multiply", "test_matmul_exception_add"}
+        assert calls.count or self._name in exceptions_alone, "lowprec computed nothing in this test"
 
     @pytest.fixture(autouse=True)
     def remember_the_name(self, request: pytest.FixtureRequest) -> None:
@@ -103,9 +97,4 @@ def test_the_list_is_short() -> None:
     assert set(EXCLUDED) <= original, "NumPy has no such tests"
     kept = original - set(EXCLUDED)
     assert len(kept) >= 2 * len(EXCLUDED)
-    assert {
-        "test_shapes",
-        "test_matrix_matrix_values",
-        "test_dot_equivalent",
-        "test_out_contiguous",
-    } <= kept
+    assert {"test_shapes", "test_matrix_matrix_values", "test_dot_equivalent", "test_out_contiguous"} <= kept

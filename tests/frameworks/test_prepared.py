@@ -91,9 +91,7 @@ def test_dask() -> None:
 def test_where_elements_are_asked_for() -> None:
     """Whatever is no product refuses it, in words; so does NumPy's own product, which would take it for a scalar."""
     a, prepared = draw(20, 128), lowprec.prepare(draw(128, 96))
-    message = (
-        "got a prepared operand, which stands only for b of matmul and for the weight of linear"
-    )
+    message = "got a prepared operand, which stands only for b of matmul and for the weight of linear"
     for call in (
         lambda: lowprec.einsum("ij,jk->ik", a, prepared),
         lambda: lowprec.tensordot(a, prepared, axes=1),

@@ -35,9 +35,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def numbers(seed: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Return seeded numbers over a few binades, with zeros among them."""
     rng = np.random.default_rng(seed)
-    x = np.ldexp(rng.standard_normal(shape), rng.integers(-6, 6, shape)) * (
-        rng.random(shape) > 0.05
-    )
+    x = np.ldexp(rng.standard_normal(shape), rng.integers(-6, 6, shape)) * (rng.random(shape) > 0.05)
     if dtype.kind == "c":
         x = x + 1j * rng.standard_normal(shape)
     return x.astype(dtype)
@@ -52,9 +50,7 @@ def views(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
     whole = [n * abs(s) + margin for n, s, margin in zip(shape, strides, margins, strict=True)]
     base = numbers(draw(seeds), tuple(whole[i] for i in order), dtype).transpose(np.argsort(order))
     cut = tuple(slice(margin, None) for margin in margins)
-    stepped = base[cut][tuple(slice(None, None, s) for s in strides)][
-        tuple(slice(0, n) for n in shape)
-    ]
+    stepped = base[cut][tuple(slice(None, None, s) for s in strides)][tuple(slice(0, n) for n in shape)]
     assert stepped.shape == shape
     if shape and draw(st.integers(0, 7)) == 0:
         axis = draw(st.integers(0, len(shape) - 1))
@@ -72,10 +68,7 @@ def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     skip_a, skip_b = draw(st.integers(0, len(batch))), draw(st.integers(0, len(batch)))
     a = [1 if one else size for one, size in zip(ones_a, batch, strict=False)][skip_a:]
     b = [1 if one else size for one, size in zip(ones_b, batch, strict=False)][skip_b:]
-    left, right = (
-        draw(st.sampled_from([(m, k), (m, k), (k,)])),
-        draw(st.sampled_from([(k, n), (k, n), (k,)])),
-    )
+    left, right = (draw(st.sampled_from([(m, k), (m, k), (k,)])), draw(st.sampled_from([(k, n), (k, n), (k,)])))
     return (*(a if len(left) > 1 else ()), *left), (*(b if len(right) > 1 else ()), *right)
 
 
@@ -120,9 +113,7 @@ def test_a_product_lies_within_its_bound(
 
 
 @st.composite
-def expressions(
-    draw: st.DrawFn,
-) -> tuple[NDArray[Any], NDArray[Any], Epilogue, NDArray[Any] | None]:
+def expressions(draw: st.DrawFn) -> tuple[NDArray[Any], NDArray[Any], Epilogue, NDArray[Any] | None]:
     """Draw two operands, what follows their product, and perhaps an array for the result."""
     m, n, k = draw(st.integers(1, 9)), draw(st.integers(1, 9)), draw(inner_extents)
     batch = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
@@ -160,14 +151,7 @@ def test_an_expression_lies_within_its_bound(
     x, y = a.copy(), b.copy()
     with on(machine):
         result = lowprec.matmul(
-            a,
-            b,
-            out=out,
-            math_mode=mode,
-            alpha=then.alpha,
-            beta=then.beta,
-            activation=then.activation,
-            **given_arrays,
+            a, b, out=out, math_mode=mode, alpha=then.alpha, beta=then.beta, activation=then.activation, **given_arrays
         )
     assert out is None or result is out
     if np.isfinite(np.asarray(result, np.float64)).all():
@@ -186,10 +170,7 @@ def test_a_plan_from_shapes_is_the_plan_from_arrays(
     out_dtype = "float32" if wide and name in ("float16", "bfloat16") else None
     a, b = np.zeros(shape_a, dtype), np.zeros(shape_b, dtype)
     described = lowprec.plan(
-        lowprec.ShapeDtype(shape_a, name),
-        lowprec.ShapeDtype(shape_b, name),
-        math_mode=mode,
-        out_dtype=out_dtype,
+        lowprec.ShapeDtype(shape_a, name), lowprec.ShapeDtype(shape_b, name), math_mode=mode, out_dtype=out_dtype
     )
     made = lowprec.plan(a, b, math_mode=mode, out_dtype=out_dtype)
     assert (described.out_shape, described.out_dtype) == (made.out_shape, made.out_dtype)
@@ -199,10 +180,6 @@ def test_a_plan_from_shapes_is_the_plan_from_arrays(
     result = lowprec.matmul(a, b, math_mode=mode, out_dtype=out_dtype)
     assert (np.shape(result), result.dtype.name) == (made.out_shape, str(made.out_dtype))
     real_products = 8 if dtype.kind == "c" else 2
-    m, n, k = (
-        (shape_a[-2] if len(shape_a) > 1 else 1),
-        (shape_b[-1] if len(shape_b) > 1 else 1),
-        shape_a[-1],
-    )
+    m, n, k = ((shape_a[-2] if len(shape_a) > 1 else 1), (shape_b[-1] if len(shape_b) > 1 else 1), shape_a[-1])
     batch = np.broadcast_shapes(shape_a[:-2], shape_b[:-2])
     assert made.flops == real_products * m * n * k * int(np.prod(batch, dtype=int))

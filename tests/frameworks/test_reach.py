@@ -166,9 +166,7 @@ with ProcessPoolExecutor(1, mp_context=fork) as pool:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not forked")
 def test_processes() -> None:
     module("torch")
-    done = subprocess.run(
-        [sys.executable, "-c", _PROCESSES], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", _PROCESSES], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines() == [
         "forked (True, True)",
         "loader (True, True)",

@@ -41,10 +41,7 @@ SHAPES = [
 
 def operands(torch: Any, a: Any, b: Any, dtype: Any = None, grad: bool = True) -> Any:
     made = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(s, generator=made, dtype=dtype or torch.float64).requires_grad_(grad)
-        for s in (a, b)
-    ]
+    return [torch.randn(s, generator=made, dtype=dtype or torch.float64).requires_grad_(grad) for s in (a, b)]
 
 
 def close(torch: Any, found: Any, true: Any) -> None:
@@ -56,13 +53,7 @@ def close(torch: Any, found: Any, true: Any) -> None:
 
 
 #: Without elements: an inner dimension, a result, a batch.
-EMPTY = [
-    ((3, 0), (0, 2)),
-    ((2, 3, 0), (0, 2)),
-    ((2, 3, 4), (4, 0)),
-    ((0, 3, 4), (4, 2)),
-    ((2, 3, 0), (0,)),
-]
+EMPTY = [((3, 0), (0, 2)), ((2, 3, 0), (0, 2)), ((2, 3, 4), (4, 0)), ((0, 3, 4), (4, 2)), ((2, 3, 0), (0,))]
 
 
 @pytest.mark.parametrize(("a", "b"), EMPTY)
@@ -138,17 +129,13 @@ ROADS = ("without gradients", "with gradients", "vmap", "compiled")
 
 @pytest.mark.parametrize("road", ROADS)
 @pytest.mark.parametrize("storage", ["float16", "float32"])
-def test_what_follows_a_product_of_16_bits_is_added_in_float32(
-    torch: Any, road: str, storage: str
-) -> None:
+def test_what_follows_a_product_of_16_bits_is_added_in_float32(torch: Any, road: str, storage: str) -> None:
     """The product, 2 * 300 * 300, is beyond float16, and the result is not."""
     x = torch.full((2, 2), 300.0, dtype=getattr(torch, storage), requires_grad=True)
     bias = torch.full((2,), -178000.0)
 
     def call(x: Any, b: Any) -> Any:
-        return lowprec.matmul(
-            x, b, bias=bias, c=x, beta=-3.0, activation="relu", out_dtype="float16"
-        )
+        return lowprec.matmul(x, b, bias=bias, c=x, beta=-3.0, activation="relu", out_dtype="float16")
 
     found = all_roads(torch)[road](call, x, x.detach())
     assert found.dtype == torch.float16
@@ -166,9 +153,7 @@ def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch: Any, 
         found.sum().backward()
     assert found.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
     assert [{r.a_dtype, r.b_dtype} for r in profile.records] == [{"bfloat16"}] * 3
-    torch.testing.assert_close(
-        x.grad, layer.weight.detach().sum(0).expand(3, 4), rtol=2**-8, atol=0
-    )
+    torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(3, 4), rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("road", ["without gradients", "compiled"])
@@ -225,9 +210,7 @@ def test_transformed(torch: Any, row: Row, column: str) -> None:
 
 
 @pytest.mark.parametrize("in_dims", [(0, 0), (0, None), (None, 0), (1, 2), (2, 1)])
-@pytest.mark.parametrize(
-    ("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4), (4, 4, 4)), ((4, 4), (4, 4))]
-)
+@pytest.mark.parametrize(("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4), (4, 4, 4)), ((4, 4), (4, 4))])
 def test_vmap(torch: Any, a: Any, b: Any, in_dims: Any) -> None:
     x, y = operands(torch, a, b, grad=False)
     if max(in_dims[0] or 0, 0) >= x.ndim or max(in_dims[1] or 0, 0) >= y.ndim:
@@ -307,9 +290,7 @@ def test_a_graph_is_made_again_for_another_mode_and_kept(torch: Any, counting: A
 
 def test_the_guard_reaches_a_graph_that_was_compiled_before(torch: Any, counting: Any) -> None:
     x = torch.full((4, 4), ABOVE_ONE)
-    compiled = torch.compile(
-        lambda x: lowprec.matmul(x, x, math_mode="bf16"), fullgraph=True, backend=counting
-    )
+    compiled = torch.compile(lambda x: lowprec.matmul(x, x, math_mode="bf16"), fullgraph=True, backend=counting)
     assert float(compiled(x)[0, 0]) == 4
     with lowprec.fp32_guard(frameworks=False):
         assert float(compiled(x)[0, 0]) > 4
@@ -452,9 +433,7 @@ def test_the_product_itself_is_compiled_per_mode(torch: Any, counting: Any) -> N
     ],
     ids=["einsum", "sums", "tensordot", "vecdot", "linear"],
 )
-def test_contractions_in_graphs(
-    torch: Any, counting: Any, contraction: Any, dynamic: bool | None
-) -> None:
+def test_contractions_in_graphs(torch: Any, counting: Any, contraction: Any, dynamic: bool | None) -> None:
     pytest.importorskip("opt_einsum")
     compiled = torch.compile(contraction, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for n in (4, 5):
@@ -573,9 +552,7 @@ def test_rtol_chooses_the_mode_of_forward_and_backward(torch: Any, column: str) 
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(
-    torch: Any, counting: Any, dynamic: bool | None
-) -> None:
+def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(torch: Any, counting: Any, dynamic: bool | None) -> None:
     x, y = operands(torch, (8, 64), (64, 4), torch.float32, grad=False)
     compiled = torch.compile(
         lambda x, y: lowprec.matmul(x, y, rtol=ONLY_FP64),
@@ -622,17 +599,13 @@ def test_wrong_operands_are_told_by_type(torch: Any) -> None:
             lowprec.matmul(x, x, c=x, **{name: "1"})
     with pytest.raises(lowprec.ShapeError, match="there is no c for it to multiply"):
         lowprec.matmul(x, x, beta=1.0)
-    with pytest.raises(
-        lowprec.ShapeError, match=r"weight has shape \(2,\); linear expects \(n, k\)"
-    ):
+    with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(2,\); linear expects \(n, k\)"):
         lt.linear(x, x[0])
     with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number"):
         lt.Linear(2, 2, rtol=0)
     with pytest.raises(lowprec.ModeError, match="bound"):
         lt.Linear(2, 2, rtol=0.1, bound="likely")
-    with pytest.raises(
-        lowprec.UnsupportedError, match="activation 'tanh' is none of 'relu', 'gelu'"
-    ):
+    with pytest.raises(lowprec.UnsupportedError, match="activation 'tanh' is none of 'relu', 'gelu'"):
         lowprec.matmul(x, x, activation="tanh")
     with pytest.raises(lowprec.UnsupportedError, match=r"activation \['relu'\] is none of"):
         lowprec.matmul(x, x, activation=["relu"])
@@ -653,8 +626,7 @@ def test_batched_gradients(torch: Any, a: Any, b: Any, dtype: str) -> None:
     out = lowprec.matmul(x, y)
     gradients = torch.randn(5, *out.shape, dtype=out.dtype)
     found, true = (
-        torch.autograd.grad(f(x, y), (x, y), gradients, is_grads_batched=True)
-        for f in (lowprec.matmul, torch.matmul)
+        torch.autograd.grad(f(x, y), (x, y), gradients, is_grads_batched=True) for f in (lowprec.matmul, torch.matmul)
     )
     close(torch, found, true)
 
@@ -678,10 +650,7 @@ def test_vectorised_derivatives(torch: Any) -> None:
 @pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
 def test_operands_that_no_gradient_uses_are_not_saved(torch: Any, needed: Any) -> None:
     """A weight may be updated between two backward passes; frozen weights keep no activations."""
-    x, w = (
-        t.requires_grad_(n)
-        for t, n in zip(operands(torch, (3, 4), (4, 2), grad=False), needed, strict=True)
-    )
+    x, w = (t.requires_grad_(n) for t, n in zip(operands(torch, (3, 4), (4, 2), grad=False), needed, strict=True))
     out = lowprec.matmul(x, w)
     saved = [t is not None for t in out.grad_fn.saved_tensors]
     assert saved == [needed[1], needed[0]]

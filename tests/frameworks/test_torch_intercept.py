@@ -69,26 +69,18 @@ PRODUCTS: dict[str, tuple[Callable[[Any, Any, Any], Any], tuple[str, ...]]] = {
     "addmm": (lambda t, a, b: t.addmm(b, a, b, beta=0.5, alpha=2), ("addmm",)),
     "addmm, a column": (lambda t, a, b: t.addmm(b[:, :1], a, b), ("addmm",)),
     "addmm, a number": (lambda t, a, b: t.addmm(b[0, 0], a, b), ("addmm",)),
-    "addmm, nothing added": (
-        lambda t, a, b: t.addmm(t.full_like(b, t.nan), a, b, beta=0),
-        ("addmm",),
-    ),
+    "addmm, nothing added": (lambda t, a, b: t.addmm(t.full_like(b, t.nan), a, b, beta=0), ("addmm",)),
     "addmm_": (lambda t, a, b: b.clone().addmm_(a, b), ("addmm",)),
     "addmm, out": (lambda t, a, b: t.addmm(b[0], a, b, out=a.new_empty(4, 4)), ("addmm",)),
     "baddbmm": (lambda t, a, b: t.baddbmm(b[None], a[None], b[None], alpha=3), ("baddbmm",)),
     "addmv": (lambda t, a, b: t.addmv(b[0], a, b[1], alpha=2), ("addmv",)),
-    "addbmm": (
-        lambda t, a, b: t.addbmm(b, t.stack([a, b]), t.stack([b, a]), beta=2),
-        ("addbmm",),
-    ),
+    "addbmm": (lambda t, a, b: t.addbmm(b, t.stack([a, b]), t.stack([b, a]), beta=2), ("addbmm",)),
     "linear": (lambda t, a, b: t.nn.functional.linear(a, b, b[0]), ("addmm",)),
     "einsum": (lambda t, a, b: t.einsum("ij,jk->ki", a, b), ("bmm",)),
     "tensordot": (lambda t, a, b: t.tensordot(a, b, 1), ("mm",)),
     "chain": (lambda t, a, b: t.linalg.multi_dot([a, b, a]), ("mm",)),
     "attention": (
-        lambda t, a, b: t.nn.functional.scaled_dot_product_attention(
-            a[None, None], b[None, None], a[None, None]
-        ),
+        lambda t, a, b: t.nn.functional.scaled_dot_product_attention(a[None, None], b[None, None], a[None, None]),
         ("bmm",),
     ),
     "conjugated": (lambda t, a, b: t.complex(a, b).mH @ t.complex(b, a), ("mm",)),
@@ -142,11 +134,7 @@ PASSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "mm",
         r"refused by lowprec: .*layout torch.sparse_coo; pass tensor.to_dense\(\)",
     ),
-    "lstm": (
-        lambda t: t.nn.LSTM(2, 2)(t.ones(1, 1, 2)),
-        "mkldnn_rnn_layer",
-        "recurrent layers in one kernel",
-    ),
+    "lstm": (lambda t: t.nn.LSTM(2, 2)(t.ones(1, 1, 2)), "mkldnn_rnn_layer", "recurrent layers in one kernel"),
 }
 
 
@@ -174,9 +162,7 @@ def test_wrong_shapes_are_told_by_torch(torch: Any, intercept: Any) -> None:
 
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", ["pinv", "lstsq"])
-def test_complex_solvers_conjugate_inside_the_block(
-    torch: Any, intercept: Any, name: str, inference: bool
-) -> None:
+def test_complex_solvers_conjugate_inside_the_block(torch: Any, intercept: Any, name: str, inference: bool) -> None:
     """PyTorch's kernels conjugate lazily, which it excludes below a mode."""
     leaves = [draw(torch, 3, n, dtype=torch.complex64, seed=n).requires_grad_() for n in (3, 2)]
 
@@ -243,10 +229,7 @@ def test_a_function_is_decorated(torch: Any, intercept: Any) -> None:
 
 #: What PyTorch refuses, and lowprec would take.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "bmm broadcasts": (
-        lambda t: t.bmm(t.ones(1, 2, 2), t.ones(3, 2, 2)),
-        "Expected size for first",
-    ),
+    "bmm broadcasts": (lambda t: t.bmm(t.ones(1, 2, 2), t.ones(3, 2, 2)), "Expected size for first"),
     "mm of a stack": (lambda t: t.mm(t.ones(3, 2, 2), t.ones(2, 2)), "must be a matrix"),
     "out of another type": (
         lambda t: t.mm(t.ones(2, 2), t.ones(2, 2), out=t.ones(2, 2, dtype=t.float64)),
@@ -256,10 +239,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda t: t.addmm(t.ones(2, dtype=t.float16), t.ones(2, 2), t.ones(2, 2)),
         "must have the same dtype",
     ),
-    "in place of another shape": (
-        lambda t: t.ones(3).addmm_(t.ones(2, 4), t.ones(4, 3)),
-        "Bad in-place call",
-    ),
+    "in place of another shape": (lambda t: t.ones(3).addmm_(t.ones(2, 4), t.ones(4, 3)), "Bad in-place call"),
 }
 
 
@@ -371,9 +351,7 @@ def test_forward_derivatives_checkpoints_and_transforms(torch: Any, intercept: A
         "jvp": lambda: torch.func.jvp(f, (x,), (v,))[1],
         "jacrev": lambda: torch.func.jacrev(f)(x),
         "vmap": lambda: torch.vmap(f)(torch.stack([x, v])),
-        "checkpoint": lambda: torch.autograd.grad(
-            checkpoint(f, leaf, use_reentrant=False).sum(), leaf
-        )[0],
+        "checkpoint": lambda: torch.autograd.grad(checkpoint(f, leaf, use_reentrant=False).sum(), leaf)[0],
     }
     leaf = x.clone().requires_grad_()
     for call in made.values():
@@ -508,9 +486,9 @@ def passes_alone(mode: str) -> Any:
     def backend(graph: Any, inputs: Any) -> Any:
         options["pre_grad_custom_pass"](graph.graph)
         graph.recompile()
-        return aot_autograd(
-            fw_compiler=half, bw_compiler=half, inference_compiler=whole, partition_fn=partition
-        )(graph, inputs)
+        return aot_autograd(fw_compiler=half, bw_compiler=half, inference_compiler=whole, partition_fn=partition)(
+            graph, inputs
+        )
 
     return backend
 
@@ -553,9 +531,7 @@ def test_what_a_compiled_graph_leaves_to_torch_is_told(torch: Any) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_inductor_takes_the_options_and_knows_the_mode(
-    torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inductor_takes_the_options_and_knows_the_mode(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
     import lowprec.torch as lt

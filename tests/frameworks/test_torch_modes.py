@@ -107,9 +107,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("interceptor", INTERCEPTORS)
-def test_real_tensors_are_refused_where_torch_is_intercepted(
-    torch: Any, interceptor: str, place: str
-) -> None:
+def test_real_tensors_are_refused_where_torch_is_intercepted(torch: Any, interceptor: str, place: str) -> None:
     run, message = INTERCEPTORS[interceptor]
     host = np.ones((1, 1) if place == "bias" else (3, 3), np.float32)
     real = torch.full((1,) if place == "bias" else (3, 3), 7.0)
@@ -189,11 +187,7 @@ def test_a_dispatch_mode_may_multiply_with_lowprec(torch: Any) -> None:
 
     class Replacing(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            return (
-                lowprec.matmul(*args)
-                if func.overloadpacket is torch.ops.aten.mm
-                else NotImplemented
-            )
+            return lowprec.matmul(*args) if func.overloadpacket is torch.ops.aten.mm else NotImplemented
 
     a, b = torch.full((2, 2), 3.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     with Replacing(), lowprec.profile() as profile:

@@ -31,12 +31,7 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
 
 def placements(mesh: DeviceMesh) -> None:
     """Every pair of placements, forward and backward."""
-    for shapes in (
-        ((4, 6), (6, 8)),
-        ((2, 4, 6), (6, 8)),
-        ((2, 4, 6), (2, 6, 8)),
-        ((2, 4, 6), (1, 6, 8)),
-    ):
+    for shapes in (((4, 6), (6, 8)), ((2, 4, 6), (6, 8)), ((2, 4, 6), (2, 6, 8)), ((2, 4, 6), (1, 6, 8))):
         a, b = (draw(i, *shape) for i, shape in enumerate(shapes))
         gradient = draw(2, *(a @ b).shape)
         for of_a in [Replicate(), *map(Shard, range(a.ndim))]:
@@ -47,9 +42,7 @@ def placements(mesh: DeviceMesh) -> None:
                 assert isinstance(out, DTensor)
                 assert torch.equal(out.full_tensor(), a @ b)
                 (out * distribute_tensor(gradient, mesh, [Replicate()])).sum().backward()
-                assert torch.equal(
-                    x.grad.full_tensor(), gradient @ b.mT.expand(*a.shape[:-2], 8, 6)
-                )
+                assert torch.equal(x.grad.full_tensor(), gradient @ b.mT.expand(*a.shape[:-2], 8, 6))
                 true = (a.mT @ gradient).sum_to_size(b.shape)
                 assert torch.equal(y.grad.full_tensor(), true)
 
@@ -94,9 +87,7 @@ def tensor_parallel_layer(mesh: DeviceMesh) -> None:
     with lowprec.math_mode("fp32"), lowprec.profile() as profile:
         found = step(net)
     equal(found, step(model(nn.Linear)))
-    assert (
-        len(profile) == 5
-    )  # two forward; three backward, since nobody asks for the gradient of the input
+    assert len(profile) == 5  # two forward; three backward, since nobody asks for the gradient of the input
 
 
 def tensor_parallel_and_intercepted(mesh: DeviceMesh) -> None:
@@ -130,9 +121,7 @@ PARTS = (
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2
-    )
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for part in PARTS:
         part(mesh)

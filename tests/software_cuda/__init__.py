@@ -68,9 +68,7 @@ class Software:
         self.cublas = Cublas(self.recorder, self.runtime, version)
         self.core = Core(self.recorder, self.runtime, version // 10000)
         self.driver = Driver(self.recorder, self.core)
-        self.libraries = Libraries(
-            self.cublas_lt, self.cublas, self.runtime, self.core, self.driver
-        )
+        self.libraries = Libraries(self.cublas_lt, self.cublas, self.runtime, self.core, self.driver)
 
     @property
     def calls(self) -> list[str]:
@@ -85,9 +83,7 @@ class Software:
         counted = Counter(self.calls)
         return sum(n for name, n in counted.items() if function in (name, name.partition(".")[2]))
 
-    def fail(
-        self, function: str, *, at: int = 1, status: Any = None
-    ) -> AbstractContextManager[Any]:
+    def fail(self, function: str, *, at: int = 1, status: Any = None) -> AbstractContextManager[Any]:
         """Have the ``at``-th call of a function from now on report an error instead of acting."""
         return self.recorder.fail(function, at=at, status=status)
 
@@ -122,11 +118,7 @@ _replaced: list[Libraries | None] = []
 
 
 def install(
-    devices: int | Sequence[DeviceModel] = 2,
-    *,
-    order: Policy = "lazy",
-    version: int = 130100,
-    **model: Any,
+    devices: int | Sequence[DeviceModel] = 2, *, order: Policy = "lazy", version: int = 130100, **model: Any
 ) -> Software:
     """Stand software in for NVIDIA's libraries.
 

@@ -95,9 +95,7 @@ class Call:
         a = _operand(strided(memory, x.a, self.a, self.device), x.op_a, algorithm.flags)
         b = _operand(strided(memory, x.b, self.b, self.device), x.op_b, algorithm.flags)
         cuts = np.linspace(0, x.k, algorithm.split_k + 1).astype(int)
-        parts = [
-            np.matmul(a[:, :, i:j], b[:, i:j, :]).astype(accumulator) for i, j in pairwise(cuts)
-        ]
+        parts = [np.matmul(a[:, :, i:j], b[:, i:j, :]).astype(accumulator) for i, j in pairwise(cuts)]
         passes = x.d.dtype if algorithm.reduction in (INPLACE, OUTPUT_TYPE) else accumulator
         total = parts[0].astype(passes).astype(accumulator)
         for part in parts[1:]:

@@ -32,9 +32,7 @@ class Tenancy:
         On which it is given back, after the work that the stream holds then; None for at once.
     """
 
-    def __init__(
-        self, runtime: Runtime, device: int, nbytes: int, stream: Stream | None = None
-    ) -> None:
+    def __init__(self, runtime: Runtime, device: int, nbytes: int, stream: Stream | None = None) -> None:
         with runtime.lock:
             self.address = runtime.memory.allocate(device, max(nbytes, 1))
             assert self.address, "the device has not that much memory"
@@ -95,9 +93,7 @@ class DeviceArray:
         values = np.asarray(values)
         self.runtime = runtime
         self.device = device
-        self.producer = (
-            new_stream(runtime, device) if stream is None else runtime.stream_of(device, stream)
-        )
+        self.producer = new_stream(runtime, device) if stream is None else runtime.stream_of(device, stream)
         self.memory = _on_device(runtime, values, device, offset_bytes)
         self.memory.flags.writeable = not read_only
         fill(runtime, self.producer, self.memory, values)
@@ -161,11 +157,7 @@ def make_wait(runtime: Runtime, producer: Stream, device: int, consumer: Any) ->
 
 
 def _on_device(
-    runtime: Runtime,
-    values: NDArray[Any],
-    device: int,
-    offset_bytes: int = 0,
-    stream: Stream | None = None,
+    runtime: Runtime, values: NDArray[Any], device: int, offset_bytes: int = 0, stream: Stream | None = None
 ) -> NDArray[Any]:
     """Return an array like this one on memory of a device."""
     first, end = span(values)
@@ -174,9 +166,7 @@ def _on_device(
     return np.ndarray(values.shape, values.dtype, buffer, -first, values.strides)
 
 
-def empty(
-    runtime: Runtime, shape: tuple[int, ...], dtype: Any, device: int, stream: Stream
-) -> NDArray[Any]:
+def empty(runtime: Runtime, shape: tuple[int, ...], dtype: Any, device: int, stream: Stream) -> NDArray[Any]:
     """Return a row-major array on memory of a device, given back in the order of a stream."""
     like: NDArray[Any] = np.ndarray(shape, dtype, memory_at(256, None))
     return _on_device(runtime, like, device, 0, stream)

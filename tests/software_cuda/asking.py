@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 
 from software_cuda import Software, tables
-from software_cuda.tables import (
-    R_8I,
-    R_32F,
-)  # fmt: skip
+from software_cuda.tables import R_8I, R_32F  # fmt: skip
 
 LEGACY = 1
 INVALID_VALUE, NOT_SUPPORTED = 7, 15
@@ -81,11 +78,7 @@ class Prepared:
         self.lt = lt = cuda.cublas_lt
         self.handle = lt.create()
         self.operation = lt.matmul_desc_create(asked.compute, asked.scale)
-        for name, number in (
-            ("TRANSA", asked.op_a),
-            ("TRANSB", asked.op_b),
-            ("EPILOGUE", asked.epilogue),
-        ):
+        for name, number in (("TRANSA", asked.op_a), ("TRANSB", asked.op_b), ("EPILOGUE", asked.epilogue)):
             self.set("matmul_desc", self.operation, name, number)
         if asked.bias_type is not None:
             self.set("matmul_desc", self.operation, "BIAS_DATA_TYPE", asked.bias_type)
@@ -102,9 +95,7 @@ class Prepared:
         member = getattr(self.lt, ENUMERATIONS[kind])[name]
         dtype = getattr(self.lt, f"get_{kind}_attribute_dtype")(member)
         data = np.array([number], dtype)
-        getattr(self.lt, f"{kind}_set_attribute")(
-            target, int(member), data.ctypes.data, data.nbytes
-        )
+        getattr(self.lt, f"{kind}_set_attribute")(target, int(member), data.ctypes.data, data.nbytes)
 
     def search(self, workspace: int = 1 << 20) -> list[tuple[bytes, int]]:
         """Return algorithms and their workspaces."""
@@ -127,8 +118,7 @@ class Prepared:
     def run(self, algorithm: tuple[bytes, int], pointers: tuple[int, ...], workspace: int) -> None:
         dtype = tables.DTYPES[self.asked.scale]
         alpha, beta = (
-            np.array([x if dtype.kind == "c" else np.real(x)], dtype)
-            for x in (self.asked.alpha, self.asked.beta)
+            np.array([x if dtype.kind == "c" else np.real(x)], dtype) for x in (self.asked.alpha, self.asked.beta)
         )
         data = np.frombuffer(algorithm[0], np.uint8).copy()
         a, b, c, d = pointers
@@ -167,9 +157,7 @@ class Data:
         generator = np.random.default_rng(seed)
         for i, data_type in enumerate((asked.a, asked.b, asked.c, asked.d)):
             dtype = tables.DTYPES[data_type]
-            span = asked.ld(i) * asked.shapes[i][1 - asked.order[i]] + abs(asked.stride(i)) * (
-                asked.batch - 1
-            )
+            span = asked.ld(i) * asked.shapes[i][1 - asked.order[i]] + abs(asked.stride(i)) * (asked.batch - 1)
             self.addresses.append(self.new(span * dtype.itemsize + asked.offset) + asked.offset)
             if i < 3:
                 shape = (asked.batch, *asked.shapes[i])
@@ -204,17 +192,13 @@ class Data:
         dtype = tables.DTYPES[(x.a, x.b, x.c, x.d)[i]]
         steps = [x.stride(i), *((x.ld(i), 1) if x.order[i] else (1, x.ld(i)))]
         data = self.whole(i)[x.offset :]
-        return np.ndarray(
-            (x.batch, *x.shapes[i]), dtype, data, 0, [s * dtype.itemsize for s in steps]
-        )
+        return np.ndarray((x.batch, *x.shapes[i]), dtype, data, 0, [s * dtype.itemsize for s in steps])
 
     def expected(self) -> Array:
         x = self.asked
         wide = np.complex128 if tables.DTYPES[x.d].kind == "c" else np.float64
         a, b, c = (self.matrix(i).astype(wide) for i in range(3))
-        value = x.alpha * (
-            (a.swapaxes(1, 2) if x.op_a else a) @ (b.swapaxes(1, 2) if x.op_b else b)
-        )
+        value = x.alpha * ((a.swapaxes(1, 2) if x.op_a else a) @ (b.swapaxes(1, 2) if x.op_b else b))
         value = value + x.beta * c
         if x.epilogue & BIAS:
             value = value + self.bias_values.astype(wide)[:, None]
@@ -222,11 +206,7 @@ class Data:
             value = np.maximum(value, 0)
         if x.epilogue & GELU:
             value = 0.5 * value * (1 + np.tanh(np.sqrt(2 / np.pi) * (value + 0.044715 * value**3)))
-        return (
-            value.astype(tables.DTYPES[x.d])
-            if wide is np.complex128
-            else value.real.astype(tables.DTYPES[x.d])
-        )
+        return value.astype(tables.DTYPES[x.d]) if wide is np.complex128 else value.real.astype(tables.DTYPES[x.d])
 
     def free(self) -> None:
         for address in {*self.addresses}:
@@ -250,15 +230,11 @@ def check(cuda: Software, asked: Asked, seed: int = 0, workspace_bytes: int = 1 
             assert cuda.runtime.cudaStreamSynchronize(LEGACY)[0] == 0, cuda.faults
             found = data.matrix(3).copy()
             tolerance = 1e-2 if asked.epilogue & GELU else 0
-            np.testing.assert_allclose(
-                found.astype(complex), want.astype(complex), tolerance, tolerance
-            )
+            np.testing.assert_allclose(found.astype(complex), want.astype(complex), tolerance, tolerance)
             # Everything but D's own elements is as it was.
             data.matrix(3)[...] = data.before[3][asked.offset :].view(want.dtype).reshape(-1)[:1]
             clean = data.before[3].copy()
-            np.ndarray(want.shape, want.dtype, clean[asked.offset :], 0, data.matrix(3).strides)[
-                ...
-            ] = data.matrix(3)
+            np.ndarray(want.shape, want.dtype, clean[asked.offset :], 0, data.matrix(3).strides)[...] = data.matrix(3)
             np.testing.assert_array_equal(data.whole(3), clean)
             if not asked.in_place:
                 for i in range(3):

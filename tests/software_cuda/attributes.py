@@ -34,12 +34,7 @@ class Attribute(NamedTuple):
 
 
 _NO_TYPE = 0xFFFFFFFF
-DESCRIPTOR, LAYOUT, PREFERENCE, CONFIG = (
-    "matmul_desc",
-    "matrix_layout",
-    "matmul_preference",
-    "matmul_algo_config",
-)
+DESCRIPTOR, LAYOUT, PREFERENCE, CONFIG = ("matmul_desc", "matrix_layout", "matmul_preference", "matmul_algo_config")
 
 _ROWS: Mapping[str, tuple[Attribute, ...]] = {
     DESCRIPTOR: (

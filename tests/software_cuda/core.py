@@ -186,9 +186,7 @@ class _Program:
             raise NVRTCError("NVRTC_ERROR_COMPILATION: compile was made to fail")
         assert target_type == "cubin"
         if self._arch in ("sm_70", "sm_72") and core.cuda_major >= 13:
-            raise NVRTCError(
-                "NVRTC_ERROR_INVALID_OPTION: invalid value for --gpu-architecture (-arch)"
-            )
+            raise NVRTCError("NVRTC_ERROR_INVALID_OPTION: invalid value for --gpu-architecture (-arch)")
         library = _compiled(self._code)
         digest = hashlib.sha256(library).hexdigest()
         header = json.dumps({"arch": self._arch, "digest": digest}).encode()
@@ -332,8 +330,7 @@ class _Kernel:
         if kinds != [kind for kind, _ in wanted]:
             raise TypeError(f"kernel {self.name} takes {self._letters!r}, not {kinds}")
         return [
-            kind(x.item() if isinstance(x, np.generic) else x)
-            for x, (_, kind) in zip(arguments, wanted, strict=True)
+            kind(x.item() if isinstance(x, np.generic) else x) for x, (_, kind) in zip(arguments, wanted, strict=True)
         ]
 
     def read(self, parameters: int) -> list[Any]:

@@ -39,9 +39,7 @@ class SoftwareError(real.cuBLASError):
     def __init__(self, status: int, why: str = "") -> None:
         self.status = status
         name = real.Status(int(status)).name
-        Exception.__init__(
-            self, f"CUBLAS_STATUS_{name} ({int(status)})" + (f": {why}" if why else "")
-        )
+        Exception.__init__(self, f"CUBLAS_STATUS_{name} ({int(status)})" + (f": {why}" if why else ""))
 
 
 class _CublasHandle(Handle):

@@ -100,19 +100,12 @@ class CublasLt(Objects):
         if requested <= 0:
             raise SoftwareLtError(INVALID_VALUE, f"{requested} algorithms were asked for")
         me = threading.get_ident()
-        if self.version >= _NO_SEARCH_IN_CAPTURE and any(
-            x.thread == me for x in self.runtime.captures
-        ):
+        if self.version >= _NO_SEARCH_IN_CAPTURE and any(x.thread == me for x in self.runtime.captures):
             raise SoftwareLtError(INTERNAL_ERROR, "a search during a capture")
         with Use(self.handle(handle), self.recorder):
             try:
                 asked = self._problem(operation, a, b, c, d)
-                found = search(
-                    asked,
-                    wanted,
-                    self._device_name(),
-                    tf32_forbidden=bool(self.tf32_forbidden),
-                )[:requested]
+                found = search(asked, wanted, self._device_name(), tf32_forbidden=bool(self.tf32_forbidden))[:requested]
             except LtRefusal as refusal:
                 raise SoftwareLtError(refusal.status, refusal.why) from None
         for i, algorithm in enumerate(found):
@@ -197,9 +190,7 @@ class CublasLt(Objects):
                     raise NotImplementedError("the software cuBLASLt wants an algorithm")
                 algorithm = self._algorithm(algo, asked)
                 scale = tables.DTYPES[asked.scale]
-                factors = [
-                    np.frombuffer(read_host(x, scale.itemsize), scale)[0] for x in (alpha, beta)
-                ]
+                factors = [np.frombuffer(read_host(x, scale.itemsize), scale)[0] for x in (alpha, beta)]
                 if c == d and c_layout != d_layout and self.version >= _ONE_LAYOUT_IN_PLACE:
                     raise LtRefusal(INVALID_VALUE, "C is D, by another descriptor")
                 call = Call(asked, algorithm, *factors, a, b, c, d, used.device)
@@ -221,10 +212,7 @@ class CublasLt(Objects):
             if not pointer:
                 raise LtRefusal(INVALID_VALUE, f"{name} is null")
             if pointer % wanted:
-                raise LtRefusal(
-                    INVALID_VALUE,
-                    f"{name} at {pointer:#x}: the algorithm wants multiples of {wanted}",
-                )
+                raise LtRefusal(INVALID_VALUE, f"{name} at {pointer:#x}: the algorithm wants multiples of {wanted}")
         if x.scale == tables.R_32I and not {int(call.alpha), int(call.beta)} <= {0, 1}:
             raise LtRefusal(NOT_SUPPORTED, "alpha and beta are 0 or 1 for integers")
         if call.beta != 0 and call.c == call.d and x.c.strides != x.d.strides:
@@ -254,8 +242,7 @@ class CublasLt(Objects):
     def _check_workspace(self, algorithm: Algorithm, address: int, nbytes: int) -> None:
         if nbytes < algorithm.workspace:
             raise LtRefusal(
-                INVALID_VALUE,
-                f"the algorithm wants {algorithm.workspace} bytes of workspace, not {nbytes}",
+                INVALID_VALUE, f"the algorithm wants {algorithm.workspace} bytes of workspace, not {nbytes}"
             )
         if algorithm.workspace and (not address or address % _WORKSPACE_ALIGNMENT):
             raise LtRefusal(INVALID_VALUE, f"the workspace at {address:#x} is not aligned to 256")
@@ -316,9 +303,7 @@ class _Halves:
 
     def _bytes(self) -> Any:
         size = self._call.algorithm.workspace
-        return self._memory.at(
-            self._workspace, size, self._call.device, "cublasLtMatmul, workspace"
-        )
+        return self._memory.at(self._workspace, size, self._call.device, "cublasLtMatmul, workspace")
 
     def begin(self) -> None:
         self._value = self._call.multiply(self._memory)

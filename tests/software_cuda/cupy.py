@@ -47,10 +47,7 @@ class Cupy(ModuleType):
 
         self.ndarray = Array
         self.cuda = SimpleNamespace(
-            Device=OwnDevice,
-            Stream=OwnStream,
-            get_current_stream=self.current,
-            runtime=SimpleNamespace(is_hip=False),
+            Device=OwnDevice, Stream=OwnStream, get_current_stream=self.current, runtime=SimpleNamespace(is_hip=False)
         )
 
     def current(self, device: int | None = None) -> _Stream:
@@ -120,10 +117,7 @@ class _Device:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.cupy.runtime.cudaSetDevice(self._before)
 
@@ -132,12 +126,7 @@ class _Stream:
     cupy: Cupy
 
     def __init__(
-        self,
-        *,
-        null: bool = False,
-        ptds: bool = False,
-        non_blocking: bool = True,
-        device: int | None = None,
+        self, *, null: bool = False, ptds: bool = False, non_blocking: bool = True, device: int | None = None
     ) -> None:
         runtime = self.cupy.runtime
         self.device_id = runtime.device if device is None else device
@@ -154,10 +143,7 @@ class _Stream:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.cupy.streams(self.device_id).pop()
 

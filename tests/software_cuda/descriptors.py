@@ -38,11 +38,7 @@ _STATUS_NAMES = {
 #: Bytes that a handle keeps on its device.
 _HANDLE_BYTES = 4096
 DESCRIPTOR, LAYOUT, PREFERENCE = "matmul descriptor", "matrix layout", "preference"
-_ATTRIBUTES_OF = {
-    DESCRIPTOR: "matmul_desc",
-    LAYOUT: "matrix_layout",
-    PREFERENCE: "matmul_preference",
-}
+_ATTRIBUTES_OF = {DESCRIPTOR: "matmul_desc", LAYOUT: "matrix_layout", PREFERENCE: "matmul_preference"}
 
 
 class SoftwareLtError(real.cuBLASLtError):
@@ -67,13 +63,7 @@ class Objects(Part):
     cuBLASLtError = real.cuBLASLtError
     harmless = frozenset(
         f"get_{x}_attribute_dtype"
-        for x in (
-            "matmul_desc",
-            "matrix_layout",
-            "matmul_preference",
-            "matmul_algo_config",
-            "matmul_algo_cap",
-        )
+        for x in ("matmul_desc", "matrix_layout", "matmul_preference", "matmul_algo_config", "matmul_algo_cap")
     )
 
     def __init__(self, recorder: Recorder, runtime: Runtime, version: int = 130100) -> None:
@@ -136,9 +126,7 @@ class Objects(Part):
     def handle(self, handle: int) -> Handle:
         found: Handle = self.get(handle, "handle")
         if found.device != self.runtime.device:
-            self.recorder.faults.append(
-                f"a handle of device {found.device} is used on {self.runtime.device}"
-            )
+            self.recorder.faults.append(f"a handle of device {found.device} is used on {self.runtime.device}")
             raise SoftwareLtError(INVALID_VALUE, "the handle is another device's")
         return found
 

@@ -205,13 +205,7 @@ class _Array:
     jax: Jax
 
     def __init__(
-        self,
-        aval: Any,
-        sharding: Any,
-        arrays: list[Any],
-        *,
-        committed: bool,
-        _skip_checks: bool = False,
+        self, aval: Any, sharding: Any, arrays: list[Any], *, committed: bool, _skip_checks: bool = False
     ) -> None:
         (buffer,) = arrays
         self.buffer: Any = getattr(buffer, "buffer", buffer)
@@ -243,9 +237,7 @@ class _Array:
         if stream is None:
             self.block_until_ready()
         elif not self.jax.tells_streams:
-            raise RuntimeError(
-                "UNIMPLEMENTED: WaitUntilBufferReadyOnStream is only implemented for GPU."
-            )
+            raise RuntimeError("UNIMPLEMENTED: WaitUntilBufferReadyOnStream is only implemented for GPU.")
         elif ready is not None:
             with runtime.lock:
                 consumer = runtime.stream_of(self.device.id, stream)

@@ -123,9 +123,7 @@ class Machine(Part):
         See :data:`software_cuda.streams.Policy`.
     """
 
-    def __init__(
-        self, recorder: Recorder, devices: Sequence[DeviceModel], order: Policy = "lazy"
-    ) -> None:
+    def __init__(self, recorder: Recorder, devices: Sequence[DeviceModel], order: Policy = "lazy") -> None:
         super().__init__("runtime", real, recorder)
         self.lock = threading.RLock()
         self.devices = tuple(devices)
@@ -225,12 +223,7 @@ class Machine(Part):
     # -- work -------------------------------------------------------------------------------------
 
     def enqueue(
-        self,
-        stream: Stream,
-        label: str,
-        run: Callable[[], None],
-        cost_ms: float = 0.0,
-        after: Sequence[Op] = (),
+        self, stream: Stream, label: str, run: Callable[[], None], cost_ms: float = 0.0, after: Sequence[Op] = ()
     ) -> Op:
         """Queue work that may fault."""
         self.check_capture(stream)

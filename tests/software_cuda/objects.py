@@ -133,15 +133,11 @@ def read_host(address: int, nbytes: int) -> bytes:
     return ctypes.string_at(address, nbytes)
 
 
-def set_attribute(
-    target: Object, known: Mapping[int, Attribute], attribute: int, address: int, nbytes: int
-) -> None:
+def set_attribute(target: Object, known: Mapping[int, Attribute], attribute: int, address: int, nbytes: int) -> None:
     """Read the value of an attribute, which must be known and have this size."""
     row = known_attribute(known, attribute)
     if nbytes != row.nbytes:
-        raise LtRefusal(
-            INVALID_VALUE, f"attribute {attribute} has {row.nbytes} bytes, not {nbytes}"
-        )
+        raise LtRefusal(INVALID_VALUE, f"attribute {attribute} has {row.nbytes} bytes, not {nbytes}")
     data = read_host(address, nbytes)
     if row.most is not None and int.from_bytes(data, "little") > row.most:
         raise LtRefusal(INVALID_VALUE, f"attribute {attribute} is {row.most} at most")

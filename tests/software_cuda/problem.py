@@ -12,9 +12,7 @@ from software_cuda import tables
 from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal, Object
 
 _DESC, _LAYOUT = real.MatmulDescAttribute, real.MatrixLayoutAttribute
-_EPILOGUES = frozenset(
-    int(real.Epilogue[x]) for x in ("DEFAULT", "RELU", "BIAS", "RELU_BIAS", "GELU", "GELU_BIAS")
-)
+_EPILOGUES = frozenset(int(real.Epilogue[x]) for x in ("DEFAULT", "RELU", "BIAS", "RELU_BIAS", "GELU", "GELU_BIAS"))
 _BIAS, _RELU, _GELU = 4, 2, 32
 
 
@@ -257,9 +255,7 @@ def _validate_int8(x: Problem) -> None:
     if (x.op_a, x.op_b) != (1, 0) or {x.a.order, x.b.order, x.d.order} != {0}:
         raise LtRefusal(NOT_SUPPORTED, "int8 kernels are TN in column-major terms")
     if any(y.ld % 4 for y in (x.a, x.b, x.c, x.d)) or x.m % 4 or x.k % 4:
-        raise LtRefusal(
-            NOT_SUPPORTED, "int8 kernels want leading dimensions, m and k in multiples of 4"
-        )
+        raise LtRefusal(NOT_SUPPORTED, "int8 kernels want leading dimensions, m and k in multiples of 4")
 
 
 def _validate_float8(x: Problem, capability: tuple[int, int]) -> None:
@@ -270,9 +266,7 @@ def _validate_float8(x: Problem, capability: tuple[int, int]) -> None:
     if {x.a.order, x.b.order, x.c.order, x.d.order} != {0}:
         raise LtRefusal(NOT_SUPPORTED, "FP8 kernels are column-major")
     if any(y.alignment() < 16 for y in (x.a, x.b, x.c, x.d)):
-        raise LtRefusal(
-            NOT_SUPPORTED, "FP8 kernels want leading dimensions in multiples of 16 bytes"
-        )
+        raise LtRefusal(NOT_SUPPORTED, "FP8 kernels want leading dimensions in multiples of 16 bytes")
     sizes = (x.k, x.k, x.m * x.c.dtype.itemsize, x.m * x.d.dtype.itemsize)
     if any(size % 16 for size in sizes):
         raise LtRefusal(NOT_SUPPORTED, "FP8 kernels want k and the rows of D in steps of 16 bytes")

@@ -84,13 +84,9 @@ class Real:
 
     def set(self, kind: str, made: int, attribute: int, address: int, nbytes: int) -> int:
         types = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
-        return int(
-            self._function(f"{_C[kind]}SetAttribute", *types)(made, attribute, address, nbytes)
-        )
+        return int(self._function(f"{_C[kind]}SetAttribute", *types)(made, attribute, address, nbytes))
 
-    def get(
-        self, kind: str, made: int, attribute: int, address: int, nbytes: int, written: int
-    ) -> int:
+    def get(self, kind: str, made: int, attribute: int, address: int, nbytes: int, written: int) -> int:
         types = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         function = self._function(f"{_C[kind]}GetAttribute", *types)
         return int(function(made, attribute, address, nbytes, written))
@@ -193,11 +189,7 @@ def _compared(kind: str) -> None:
     def set_attribute(self: Compared, *arguments: int) -> None:
         self.set_both(kind, arguments)
 
-    for name, function in (
-        ("create", create),
-        ("destroy", destroy),
-        ("set_attribute", set_attribute),
-    ):
+    for name, function in (("create", create), ("destroy", destroy), ("set_attribute", set_attribute)):
         setattr(Compared, f"{kind}_{name}", function)
 
 

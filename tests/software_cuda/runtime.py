@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 from cuda.bindings import runtime as real
 
-from software_cuda.machine import (
-    GLOBAL,
-    DeviceModel,
-    Graph,
-    Refusal,
-    Status,
-    api,
-)
+from software_cuda.machine import GLOBAL, DeviceModel, Graph, Refusal, Status, api
 from software_cuda.pools import Pools
 from software_cuda.streams import Event, Op, Stream, nothing
 
@@ -111,9 +104,7 @@ class Runtime(Pools):
         return self.memory.limits[self.device] - self.memory.used[self.device]
 
     @api()
-    def cudaMemcpyAsync(
-        self, target: int, source: int, nbytes: int, kind: Any, stream: Any
-    ) -> None:
+    def cudaMemcpyAsync(self, target: int, source: int, nbytes: int, kind: Any, stream: Any) -> None:
         found = self.stream(stream)
         to_host = self.memory.find(int(target)) is None
         from_host = self.memory.find(int(source)) is None

@@ -39,17 +39,7 @@ class Op:
         The capture that records it; it does not run then.
     """
 
-    __slots__ = (
-        "after",
-        "capture",
-        "cost_ms",
-        "done",
-        "enqueued_ms",
-        "finish_ms",
-        "label",
-        "run",
-        "stream",
-    )
+    __slots__ = ("after", "capture", "cost_ms", "done", "enqueued_ms", "finish_ms", "label", "run", "stream")
 
     def __init__(
         self,
@@ -85,9 +75,7 @@ class Stream:
         Whether it waits for the legacy default stream, and that for it.
     """
 
-    def __init__(
-        self, handle: int, device: int, *, blocking: bool, is_legacy: bool = False
-    ) -> None:
+    def __init__(self, handle: int, device: int, *, blocking: bool, is_legacy: bool = False) -> None:
         self.handle = handle
         self.device = device
         self.blocking = blocking
@@ -158,12 +146,7 @@ class Scheduler:
         self._random = np.random.default_rng(policy if isinstance(policy, int) else 0)
 
     def enqueue(
-        self,
-        stream: Stream,
-        label: str,
-        run: Callable[[], None],
-        cost_ms: float = 0.0,
-        after: Sequence[Op] = (),
+        self, stream: Stream, label: str, run: Callable[[], None], cost_ms: float = 0.0, after: Sequence[Op] = ()
     ) -> Op:
         """Put work on a stream, or into the graph that it is being captured into."""
         capture = stream.capture

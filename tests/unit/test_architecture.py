@@ -27,10 +27,7 @@ ABOVE = {"torch", "jax", "dask", "amp", "linalg", "contractions", "profiling", "
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 ENVIRONMENT_READER = "policy/environment.py"
 #: Read it too: the start-up hook runs in programs that may never import lowprec; what is set for C is put back.
-OTHER_READERS = {
-    "policy/variables.py",
-    "cli/commands/run/startup/sitecustomize.py",
-}
+OTHER_READERS = {"policy/variables.py", "cli/commands/run/startup/sitecustomize.py"}
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
@@ -94,9 +91,7 @@ def function_lengths(source: str) -> Iterator[tuple[str, int]]:
 
 def machine_paths(source: str) -> Iterator[str]:
     """Yield absolute paths in strings and comments, other than those every Linux machine has."""
-    path = re.compile(
-        r"(?<![\w/.:<\]})*])(?:[A-Z]:\\|/)(?!proc/|sys/|dev/|etc/)[A-Za-z_][\w.-]*/[\w.-]+"
-    )
+    path = re.compile(r"(?<![\w/.:<\]})*])(?:[A-Z]:\\|/)(?!proc/|sys/|dev/|etc/)[A-Za-z_][\w.-]*/[\w.-]+")
     wanted = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in wanted:
@@ -106,9 +101,7 @@ def machine_paths(source: str) -> Iterator[str]:
 def loaded_by(statement: str) -> set[str]:
     """Return the top-level modules that a fresh interpreter holds after `statement`."""
     code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     return set(done.stdout.split())
 
 
@@ -123,9 +116,7 @@ def _name(path: Path) -> str:
 def test_source_follows_the_house_rules(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
     lines = source.count("\n")
-    assert lines <= MAX_FILE_LINES, (
-        f"{lines} lines: a file that outgrows {MAX_FILE_LINES} is two ideas"
-    )
+    assert lines <= MAX_FILE_LINES, f"{lines} lines: a file that outgrows {MAX_FILE_LINES} is two ideas"
     long = {n: k for n, k in function_lengths(source) if k > MAX_FUNCTION_LINES}
     assert not long, f"functions over {MAX_FUNCTION_LINES} lines: {long}"
     assert not list(machine_paths(source)), "a path that exists on one machine only"
@@ -135,9 +126,7 @@ def test_source_follows_the_house_rules(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [path for path in SOURCES if _name(path).partition("/")[0].removesuffix(".py") in ABOVE],
-    ids=_name,
+    "path", [path for path in SOURCES if _name(path).partition("/")[0].removesuffix(".py") in ABOVE], ids=_name
 )
 def test_no_string_names_a_backend_above_the_core(path: Path) -> None:
     """As import-linter sees no import by name."""
@@ -192,9 +181,7 @@ def test_function_length_leaves_the_docstring_out() -> None:
     documented = 'def f():\n    """One.\n\n    Two.\n    """\n    x = 1\n'
     assert dict(function_lengths(f"def f():\n{body}\n")) == {"f": MAX_FUNCTION_LINES + 1}
     assert dict(function_lengths(documented)) == {"f": 2}
-    assert dict(function_lengths("class C:\n    async def g(self):\n        return 1\n")) == {
-        "g": 2
-    }
+    assert dict(function_lengths("class C:\n    async def g(self):\n        return 1\n")) == {"g": 2}
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(FileExistsError, match=f"not a regular file: .*{name}"):
             atomic.write_file(tmp_path / name, _half)
     after = {p.name: p.lstat() for p in tmp_path.iterdir()}
-    assert {n: (s.st_ino, s.st_mode) for n, s in after.items()} == {
-        n: (s.st_ino, s.st_mode) for n, s in before.items()
-    }
+    assert {n: (s.st_ino, s.st_mode) for n, s in after.items()} == {n: (s.st_ino, s.st_mode) for n, s in before.items()}
 
 
 def test_a_long_name_has_room_for_the_temporary_one(tmp_path: Path) -> None:

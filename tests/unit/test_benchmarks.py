@@ -124,20 +124,12 @@ def test_order_depends_on_the_seed_alone(load: Load) -> None:
 
 @pytest.mark.parametrize(
     ("value", "at_most", "met"),
-    [
-        (2.0, False, True),
-        (0.5, False, False),
-        (0.5, True, True),
-        (2.0, True, False),
-        (None, False, None),
-    ],
+    [(2.0, False, True), (0.5, False, False), (0.5, True, True), (2.0, True, False), (None, False, None)],
 )
 def test_claim(load: Load, value: float | None, at_most: bool, met: bool | None) -> None:
     claim = load("common").claim("something", value, 1.0, at_most=at_most, more="kept")
     assert (claim["met"], claim["more"]) == (met, "kept")
-    assert load("common").claim_rows([claim])[0][-1] == {True: "met", False: "MISSED"}.get(
-        met, "not measured"
-    )
+    assert load("common").claim_rows([claim])[0][-1] == {True: "met", False: "MISSED"}.get(met, "not measured")
 
 
 def _row(variant: str, n: int, **speed: float) -> dict[str, Any]:
@@ -161,26 +153,15 @@ def test_speed_claims_take_the_geometric_mean_over_squares(load: Load) -> None:
 def test_claims_about_schemes(load: Load) -> None:
     bench = load("bench_gemm")
     fast, slow = {"numpy_float32": 2.0}, {"numpy_float32": 1.0}
-    speeds = {
-        "bf16x3": fast,
-        "bf16x6": slow,
-        "fp32_emulated": {**fast, "lowprec_float32_fp32": 0.96},
-    }
+    speeds = {"bf16x3": fast, "bf16x6": slow, "fp32_emulated": {**fast, "lowprec_float32_fp32": 0.96}}
     rows = [
-        {
-            **_row(f"lowprec float32 {mode}", n, **speed),
-            "operands": "float32",
-            "relative_error": 2e-7,
-        }
+        {**_row(f"lowprec float32 {mode}", n, **speed), "operands": "float32", "relative_error": 2e-7}
         for mode, speed in speeds.items()
         for n in (1024, 2048)
     ]
     numpy = _row("numpy float32", 1024), _row("numpy float32", 2048)
     errors = 4e-7, 1e-7
-    rows += [
-        {**row, "operands": "float32", "relative_error": e}
-        for row, e in zip(numpy, errors, strict=True)
-    ]
+    rows += [{**row, "operands": "float32", "relative_error": e} for row, e in zip(numpy, errors, strict=True)]
     weight = _row("lowprec float32 bf16x3, prepared", 1024, **fast)
     rows.append({**weight, "m": 256, "operands": bench.PREPARED, "relative_error": 1e-5})
     everywhere = bench.scheme_claims(rows, False)
@@ -213,9 +194,7 @@ def test_cost_is_the_inverse_of_speed(load: Load) -> None:
     assert (claim["value"], claim["met"]) == (1.25, True)
 
 
-def test_a_variant_without_a_kernel_is_left_out(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variant_without_a_kernel_is_left_out(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("bench_gemm")
     # A clock that each call moves on by as much as it is said to take.
     now = 0.0
@@ -262,9 +241,7 @@ def test_file_appears_only_when_complete(load: Load, tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
 
 
-def test_a_failed_write_leaves_the_old_file(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = load("common")
     path = tmp_path / "result.json"
     common.write_text(path, "old")
@@ -291,12 +268,7 @@ def test_a_failed_write_leaves_the_old_file(
     ],
 )
 def test_slug(
-    load: Load,
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
-    family: int | None,
-    flags: list[str],
-    slug: str,
+    load: Load, monkeypatch: pytest.MonkeyPatch, model: str, family: int | None, flags: list[str], slug: str
 ) -> None:
     machine = load("machine")
     monkeypatch.setattr(cpuinfo, "cpu_family", lambda: family)
@@ -320,10 +292,7 @@ def test_generated_files(
 ) -> None:
     generated = load("generated")
     monkeypatch.setattr(generated, "ROOT", tmp_path)
-    path, old = (
-        tmp_path / "page.md",
-        "<!-- generated: x -->\nold\n<!-- end of generated -->\nmore\n",
-    )
+    path, old = (tmp_path / "page.md", "<!-- generated: x -->\nold\n<!-- end of generated -->\nmore\n")
     path.write_text(old)
     wanted = {path: generated.filled(path, "x", "new\n"), tmp_path / "new" / "a.md": "a\n"}
     assert wanted[path] == old.replace("old", "new")
@@ -350,9 +319,7 @@ def test_nothing_measured_is_said(load: Load, tmp_path: Path) -> None:
     assert set(made.values()) == {render.MISSING}
 
 
-def test_committed_tables_and_charts_are_current(
-    load: Load, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_committed_tables_and_charts_are_current(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("render").check() == 0, capsys.readouterr().err
 
 
@@ -414,9 +381,7 @@ def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> N
     assert not plot.is_current(result_file)
 
 
-@pytest.mark.parametrize(
-    "benchmark", ["accuracy", "gemm", "gemm-no-extras", "overhead", "recovery", "tradeoff"]
-)
+@pytest.mark.parametrize("benchmark", ["accuracy", "gemm", "gemm-no-extras", "overhead", "recovery", "tradeoff"])
 def test_every_colour_of_a_chart_has_a_dark_twin(load: Load, benchmark: str) -> None:
     plot, render = load("plot"), load("render")
     assert benchmark in plot.CHARTS
@@ -630,27 +595,20 @@ def test_accuracy_runs(tmp_path: Path) -> None:
 
 def test_truncation_shows_in_one_piece_and_chunks_cure_it(load: Load) -> None:
     """Tensor cores round toward zero, so errors add up over k; FP32, to nearest, adds the chunks."""
-    rows = {
-        r["scheme"]: r["largest_error"]
-        for r in load("recovery").measure("Hopper", "[-1, 1] x [-1, 1]", 2048, 0)
-    }
+    rows = {r["scheme"]: r["largest_error"] for r in load("recovery").measure("Hopper", "[-1, 1] x [-1, 1]", 2048, 0)}
     assert rows["scaled"] > 4 * rows["scaled, chunks of 256"]
     assert rows["normal"] > 10 * rows["scaled"]
     assert rows["scaled, chunks of 256"] < 2 * rows["fp32"]
 
 
-def test_weights_are_read_where_they_are_installed(
-    load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_weights_are_read_where_they_are_installed(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real_input = load("real_input")
     monkeypatch.setattr(real_input, "PACKAGE", "a_package_that_is_not_installed")
     assert [name for name, _ in real_input.pairs(0)] == ["Hilbert", "Vandermonde"]
     model = tmp_path / "some_weights" / "model"
     model.mkdir(parents=True)
     (model.parent / "__init__.py").touch()
-    header = (
-        b'{"__metadata__": {}, "x": {"dtype": "F32", "shape": [1, 2], "data_offsets": [4, 12]}}'
-    )
+    header = b'{"__metadata__": {}, "x": {"dtype": "F32", "shape": [1, 2], "data_offsets": [4, 12]}}'
     values = np.array([9, 1, 2], np.float32)
     file = len(header).to_bytes(8, "little") + header + values.tobytes()
     (model / "model.safetensors").write_bytes(file)
@@ -665,12 +623,7 @@ def test_full_precision_in_disguise_is_noticed(load: Load, monkeypatch: pytest.M
     product = bench.lowprec.matmul
     monkeypatch.setattr(bench.lowprec, "matmul", lambda a, b, math_mode: product(a, b))
     rows = bench.measure("normal", 64, 0)
-    assert {r["mode"]: r["shows_rounding"] for r in rows} == {
-        "fp32": None,
-        "tf32": False,
-        "bf16": False,
-        "fp16": False,
-    }
+    assert {r["mode"]: r["shows_rounding"] for r in rows} == {"fp32": None, "tf32": False, "bf16": False, "fp16": False}
     assert not all(c["met"] for c in bench.accuracy_claims(rows))
 
 

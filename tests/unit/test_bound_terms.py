@@ -30,9 +30,7 @@ def joint(*errors: float) -> float:
     return prod(1 + x for x in errors) - 1
 
 
-def check(
-    bound: ErrorBound, relative: float, operand_loss: float, result_loss: float, components: int = 1
-) -> None:
+def check(bound: ErrorBound, relative: float, operand_loss: float, result_loss: float, components: int = 1) -> None:
     """Compare with losses that are carried through the roundings that follow, and count in each component."""
     carried = (1 + relative) * components
     expected = (relative, carried * operand_loss, carried * result_loss)
@@ -164,9 +162,7 @@ def test_parts_in_one_pass_over_vector_units(k: int) -> None:
     high, low = 1 + 2.0**-8, 2.0**-8
     fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
     counts = [products * length + added for products in (3, 2, 1)]
-    relative = (
-        fixed + high * low * (gamma(counts[0]) + gamma(counts[1])) + high**2 * gamma(counts[2])
-    )
+    relative = fixed + high * low * (gamma(counts[0]) + gamma(counts[1])) + high**2 * gamma(counts[2])
     bound = error_bound(MathMode.BF16X3, F32, F32, k, ROWS["avx512_bf16_parts"])
     check(bound, relative, 2 * NORMAL, (3 * k + 2) * NORMAL)
 

@@ -120,10 +120,7 @@ def test_the_bound_is_nearly_reached(mode):
 
 def test_the_bound_tells_the_modes_apart():
     """An FP32 result would miss half of what rounding bfloat16 operands must cost; the bounds are far apart."""
-    relative = {
-        mode: error_bound(mode, DType.FLOAT32, DType.FLOAT32, 256, ROWS["numpy"]).relative
-        for mode in ROUND
-    }
+    relative = {mode: error_bound(mode, DType.FLOAT32, DType.FLOAT32, 256, ROWS["numpy"]).relative for mode in ROUND}
     assert relative[MathMode.FP32] < relative[MathMode.TF32] / 50
     assert relative[MathMode.TF32] == pytest.approx(relative[MathMode.FP16], rel=1e-5)
     assert relative[MathMode.TF32] < relative[MathMode.BF16] / 7
@@ -216,9 +213,7 @@ def test_the_complex_bound_is_nearly_reached():
     assert 0.95 * bound.relative < error / abs(part + 1j * part) ** 2 <= bound.relative
 
 
-@pytest.mark.parametrize(
-    ("out", "numpy_dtype"), [(DType.FLOAT16, np.float16), (DType.BFLOAT16, ml_dtypes.bfloat16)]
-)
+@pytest.mark.parametrize(("out", "numpy_dtype"), [(DType.FLOAT16, np.float16), (DType.BFLOAT16, ml_dtypes.bfloat16)])
 def test_a_narrow_result_is_rounded_once_more(out, numpy_dtype, rng):
     k = 40
     for scale in (1.0, 2.0**-12):
@@ -241,9 +236,7 @@ def test_what_scaling_leaves_to_underflow_is_in_the_bound_of_the_norms(rng):
 
 def test_operands_that_are_exact_are_not_rounded():
     one = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, ROWS["numpy"], a_exact=True)
-    both = error_bound(
-        MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, ROWS["numpy"], a_exact=True, b_exact=True
-    )
+    both = error_bound(MathMode.BF16, DType.FLOAT32, DType.FLOAT32, 1, ROWS["numpy"], a_exact=True, b_exact=True)
     # k = 1 leaves one rounding of the product: gamma_1 is a hair above u.
     assert one.relative == pytest.approx(2.0**-8, rel=1e-3)
     assert both.relative == pytest.approx(2.0**-24, rel=1e-3)
@@ -273,10 +266,7 @@ def test_formulas_of_storage_that_modes_leave_alone(compute, out, kernel, formul
 
 def test_int8_sums_fit_int32_up_to_the_stated_length():
     assert MAX_K_INT8 * 128 * 128 < 2**31 <= (MAX_K_INT8 + 1) * 128 * 128
-    assert (
-        error_bound(MathMode.FP32, DType.INT8, DType.INT32, 5, ROWS["numpy"]).frobenius(1, 1, 2, 2)
-        == 0
-    )
+    assert error_bound(MathMode.FP32, DType.INT8, DType.INT32, 5, ROWS["numpy"]).frobenius(1, 1, 2, 2) == 0
 
 
 def test_small_float64_bounds_keep_their_digits():

@@ -55,9 +55,7 @@ def test_every_mode_has_a_row(a: np.ndarray) -> None:
     for row in found.rows:
         plan = lowprec.plan(a, a, math_mode=row.name)
         assert row.plan == plan
-        error = np.linalg.norm(
-            lowprec.matmul(a, a, math_mode=row.name) - a.astype(np.float64) @ a.astype(np.float64)
-        )
+        error = np.linalg.norm(lowprec.matmul(a, a, math_mode=row.name) - a.astype(np.float64) @ a.astype(np.float64))
         scale = np.linalg.norm(a.astype(np.float64)) ** 2
         assert row.errors.normalised == pytest.approx(error / scale)
         assert plan.bound.relative <= row.errors.bound
@@ -138,11 +136,7 @@ def test_arrays_of_other_libraries(a: np.ndarray) -> None:
     [
         ({"rounds": 0}, lowprec.UnsupportedError, "rounds must be an integer of at least 1, got 0"),
         ({"rounds": True}, lowprec.UnsupportedError, "rounds"),
-        (
-            {"rounds": 1.5},
-            lowprec.UnsupportedError,
-            "rounds must be an integer of at least 1, got 1.5",
-        ),
+        ({"rounds": 1.5}, lowprec.UnsupportedError, "rounds must be an integer of at least 1, got 1.5"),
         ({"budget": "2"}, lowprec.UnsupportedError, "budget must be a number of seconds, got '2'"),
         ({"modes": 3}, lowprec.ModeError, "modes must be a sequence of math modes, got 3"),
         ({"budget": -1}, lowprec.UnsupportedError, "budget must be a number of seconds"),

@@ -20,14 +20,7 @@ import pytest
 from lowprec.errors import LowprecWarning, UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
-from lowprec.policy import (
-    entries,
-    environment,
-    fp32_guard,
-    get_math_mode,
-    math_mode,
-    switch_report,
-)
+from lowprec.policy import entries, environment, fp32_guard, get_math_mode, math_mode, switch_report
 from lowprec.policy.protocol import Tier
 from made_up import Library
 
@@ -114,18 +107,14 @@ def test_a_library_that_is_not_loaded_is_left_alone(load: Load) -> None:
     assert library.calls == []
 
 
-def test_a_blocked_import_is_not_a_loaded_library(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blocked_import_is_not_a_loaded_library(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     library = load(loaded=False)
     monkeypatch.setitem(sys.modules, library.module, None)
     with fp32_guard():
         assert library.calls == []
 
 
-def test_a_library_imported_inside_waits_for_the_next_entry(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_imported_inside_waits_for_the_next_entry(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     library = load(loaded=False)
     with fp32_guard() as guard:
         monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
@@ -181,10 +170,7 @@ def test_a_report_outside_the_block(load: Load) -> None:
 
 
 def test_what_the_user_sets_inside_is_kept_and_told(library: Library) -> None:
-    with (
-        pytest.warns(LowprecWarning, match=r"one: products = 'mine' was set inside.*kept"),
-        fp32_guard(),
-    ):
+    with pytest.warns(LowprecWarning, match=r"one: products = 'mine' was set inside.*kept"), fp32_guard():
         library.values["products"] = "mine"
     assert library.values == {"products": "mine", "convolutions": "lower"}
     library.values["products"] = "low"
@@ -222,10 +208,7 @@ def test_a_library_that_fails_is_told_and_the_others_act(load: Load, step: str) 
 def test_a_library_that_cannot_be_put_back_is_told(load: Load) -> None:
     bad, good = load("bad"), load("good")
     bad.fails["restore"] = OSError("gone")
-    with (
-        pytest.warns(LowprecWarning, match="bad could not be restored: OSError: gone"),
-        fp32_guard(),
-    ):
+    with pytest.warns(LowprecWarning, match="bad could not be restored: OSError: gone"), fp32_guard():
         pass
     assert good.is_as_before
     bad.fails.clear()
@@ -500,9 +483,7 @@ def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(
     assert library.is_as_before
 
 
-def test_the_floor_holds_for_a_library_imported_inside(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_floor_holds_for_a_library_imported_inside(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     library = load(loaded=False)
     with fp32_guard():
         monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
@@ -605,23 +586,13 @@ def test_cupy_without_a_driver(cupy: SimpleNamespace) -> None:
         ("CUPY_TF32", "1", 1, "CUPY_TF32=1, while cupy's"),
         ("CUPY_TF32", "0", 7, "CUPY_TF32=0, while cupy's"),
         ("CUPY_TF32", "1", 7, None),
-        (
-            "NVIDIA_TF32_OVERRIDE",
-            "0",
-            7,
-            "NVIDIA_TF32_OVERRIDE=0 keeps cuBLAS from TF32, while cupy",
-        ),
+        ("NVIDIA_TF32_OVERRIDE", "0", 7, "NVIDIA_TF32_OVERRIDE=0 keeps cuBLAS from TF32, while cupy"),
         ("NVIDIA_TF32_OVERRIDE", "0", 1, None),
         ("NVIDIA_TF32_OVERRIDE", "1", 7, None),
     ],
 )
 def test_a_variable_and_a_switch(
-    cupy: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    variable: str,
-    text: str,
-    value: int,
-    said: str | None,
+    cupy: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, variable: str, text: str, value: int, said: str | None
 ) -> None:
     cupy.value = value
     assert switch_report.disagreements(switch_report.switch_rows()) == ()
@@ -635,10 +606,7 @@ def test_a_variable_and_a_switch(
 def test_mlx_has_no_switch_to_set(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     assert switch_report.disagreements(switch_report.switch_rows()) == ()
     monkeypatch.setitem(sys.modules, "mlx.core", ModuleType("mlx.core"))
-    assert (
-        "start the process with MLX_ENABLE_TF32=0"
-        in switch_report.disagreements(switch_report.switch_rows())[0]
-    )
+    assert "start the process with MLX_ENABLE_TF32=0" in switch_report.disagreements(switch_report.switch_rows())[0]
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
     assert switch_report.disagreements(switch_report.switch_rows()) == ()
 

@@ -160,17 +160,13 @@ def test_capsules_of_every_type_and_shape(
 
 
 @pytest.mark.parametrize(("stream", "waits"), [(1, 1), (2, 2), (0x7F00, 0x7F00), (7, 7)])
-def test_the_consumers_stream_waits_for_the_producers(
-    memory: Memory, stream: int, waits: int
-) -> None:
+def test_the_consumers_stream_waits_for_the_producers(memory: Memory, stream: int, waits: int) -> None:
     device_array(sample(DType.FLOAT32)).__dlpack__(stream=stream)
     assert memory.orders() == [(7, waits)]
 
 
 @pytest.mark.parametrize("keywords", [{}, {"stream": None}], ids=str)
-def test_for_a_consumer_that_names_no_stream_the_host_waits(
-    memory: Memory, keywords: dict[str, None]
-) -> None:
+def test_for_a_consumer_that_names_no_stream_the_host_waits(memory: Memory, keywords: dict[str, None]) -> None:
     """JAX names none where its client has none to tell, and does not work on the default stream then."""
     device_array(sample(DType.FLOAT32)).__dlpack__(**keywords)
     assert memory.calls[1:] == [("synchronize", 7, GPU)]
@@ -203,11 +199,7 @@ def test_a_copy_is_made_on_the_producers_stream(memory: Memory) -> None:
     view = view_of_capsule(array.__dlpack__(copy=True, max_version=(1, 0), stream=9))
     assert view.copied == "the array's library exported a copy"
     assert view.address != array._block.address
-    assert memory.calls[1:] == [
-        ("allocate", 30, GPU, 7),
-        ("copy", 30, GPU, 7),
-        ("order", 7, 9, GPU),
-    ]
+    assert memory.calls[1:] == [("allocate", 30, GPU, 7), ("copy", 30, GPU, 7), ("order", 7, 9, GPU)]
     _, twin = memory.blocks
     block = twin()
     assert block is not None
@@ -226,9 +218,7 @@ def test_an_export_keeps_the_block_until_its_consumer_is_done(memory: Memory) ->
     assert block() is None
 
 
-def test_a_wait_that_fails_leaves_no_capsule_behind(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_that_fails_leaves_no_capsule_behind(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise BackendError("the stream is gone")
 
@@ -269,9 +259,7 @@ class Producer:
     [(2, GPU, 1), (13, GPU, 1), (1, CPU, "none given"), (3, CPU, "none given")],
     ids=["cuda", "managed", "host", "pinned"],
 )
-def test_dlpack_arrays_are_asked_for_the_stream_of_their_device(
-    kind: int, device: Device, stream: Any
-) -> None:
+def test_dlpack_arrays_are_asked_for_the_stream_of_their_device(kind: int, device: Device, stream: Any) -> None:
     producer = Producer(sample(DType.FLOAT32), (kind, 1 if kind in (2, 13) else 0))
     library = library_of(producer)
     view = library.view(producer)

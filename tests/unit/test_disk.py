@@ -56,9 +56,7 @@ def test_a_file_that_others_can_write_is_not_read(kept: Path, mode: int) -> None
 @posix
 @pytest.mark.parametrize("name", ["cache", "cache/kernels"])
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
-def test_a_folder_that_others_can_write_is_not_used(
-    kept: Path, tmp_path: Path, name: str, mode: int
-) -> None:
+def test_a_folder_that_others_can_write_is_not_used(kept: Path, tmp_path: Path, name: str, mode: int) -> None:
     (tmp_path / name).chmod(mode)
     with pytest.warns(LowprecWarning, match=rf"{name}: others than you can write to it"):
         assert disk.read_bytes("kernels/x") is None
@@ -106,9 +104,7 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(kept: Path, tmp_path: Pat
 
 
 @posix
-def test_a_link_to_a_folder_is_judged_by_the_folder(
-    kept: Path, cache: Path, tmp_path: Path
-) -> None:
+def test_a_link_to_a_folder_is_judged_by_the_folder(kept: Path, cache: Path, tmp_path: Path) -> None:
     cache.rename(tmp_path / "scratch")
     cache.symlink_to(tmp_path / "scratch")
     assert disk.read_bytes("kernels/x") == b"good"
@@ -180,10 +176,7 @@ def _no_home_for_an_older_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_without_a_folder_there_is_one_warning_and_no_cache(
-    cache: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    absent: Callable[[pytest.MonkeyPatch], None],
-    words: str,
+    cache: Path, monkeypatch: pytest.MonkeyPatch, absent: Callable[[pytest.MonkeyPatch], None], words: str
 ) -> None:
     absent(monkeypatch)
     with pytest.warns(LowprecWarning, match=words):
@@ -199,9 +192,7 @@ def test_without_a_folder_there_is_one_warning_and_no_cache(
     assert effect == "no cache"
 
 
-def test_the_real_platformdirs_without_a_home(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_real_platformdirs_without_a_home(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("platformdirs", reason="platformdirs is not installed")
     pwd = pytest.importorskip("pwd", reason="homes of users are those of POSIX")
 

@@ -97,9 +97,7 @@ def test_what_cannot_be_told_is_asked_again(library: Library, answer: Any) -> No
     assert len(said("bf16")) == 1
 
 
-def test_an_answer_while_another_thread_changes_the_switch_does_not_count(
-    library: Library,
-) -> None:
+def test_an_answer_while_another_thread_changes_the_switch_does_not_count(library: Library) -> None:
     def interfere(mode: MathMode) -> str:
         library.word = "highest"
         return FULL

@@ -82,8 +82,7 @@ def test_blank_is_unset(name: str, blank: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("text", "mode"),
-    [("tf32", MathMode.TF32), (" BF16 ", MathMode.BF16), ("F16_F16_F32", MathMode.FP16)],
+    ("text", "mode"), [("tf32", MathMode.TF32), (" BF16 ", MathMode.BF16), ("F16_F16_F32", MathMode.FP16)]
 )
 def test_mode_variables(text: str, mode: MathMode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_MATH_MODE", text)
@@ -95,9 +94,7 @@ def test_mode_variables(text: str, mode: MathMode, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", MODE_VARIABLES)
-def test_a_bad_mode_names_variable_value_and_legal_values(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_mode_names_variable_value_and_legal_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "fp23")
     with pytest.raises(EnvironmentVariableError, match=f"{name}.*'fp23'.*unset") as caught:
         environment.snapshot()
@@ -124,12 +121,9 @@ def test_a_bad_value_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "off", "remarks"),
-    [("0", True, 0), (" 0 ", True, 0), ("1", False, 1), ("00", False, 1), ("off", False, 1)],
+    ("text", "off", "remarks"), [("0", True, 0), (" 0 ", True, 0), ("1", False, 1), ("00", False, 1), ("off", False, 1)]
 )
-def test_only_zero_turns_tf32_off(
-    text: str, off: bool, remarks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_zero_turns_tf32_off(text: str, off: bool, remarks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", text)
     assert environment.snapshot().tf32_off is off
     problems = environment.problems()
@@ -170,18 +164,11 @@ def test_a_guard_variable_that_says_nothing_is_an_error(monkeypatch: pytest.Monk
     [
         (MathMode.TF32, False, {"LOWPREC_MATH_MODE": "tf32", "LOWPREC_RUN": "tf32"}),
         (MathMode.BF16, True, {"LOWPREC_FORCE_MATH_MODE": "bf16", "LOWPREC_RUN": "bf16"}),
-        (
-            None,
-            False,
-            {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard", "MLX_ENABLE_TF32": "0"},
-        ),
+        (None, False, {"LOWPREC_FP32_GUARD": "1", "LOWPREC_RUN": "fp32_guard", "MLX_ENABLE_TF32": "0"}),
     ],
 )
 def test_the_environment_of_a_child(
-    mode: MathMode | None,
-    force: bool,
-    variables: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    mode: MathMode | None, force: bool, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     before = dict(os.environ)
@@ -209,9 +196,7 @@ def test_what_a_child_is_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
         ("one:startup:two", ["startup", "one", "two"]),
     ],
 )
-def test_the_hook_comes_first_and_once(
-    before: str, after: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hook_comes_first_and_once(before: str, after: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", before.replace(":", os.pathsep))
     found = environment.child_environment("startup", MathMode.TF32)
     assert found["PYTHONPATH"] == os.pathsep.join(after)
@@ -231,9 +216,7 @@ def test_thread_variables_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch)
     assert environment.problems() == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "value"), [(None, None), ("0", False), ("1", True), (" 1 ", True)]
-)
+@pytest.mark.parametrize(("text", "value"), [(None, None), ("0", False), ("1", True), (" 1 ", True)])
 def test_autotune(text: str | None, value: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if text is not None:
         monkeypatch.setenv("LOWPREC_AUTOTUNE", text)
@@ -257,11 +240,7 @@ def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_bad_value_does_not_break_the_import() -> None:
-    code = (
-        "import lowprec.policy as p\n"
-        "try: p.get_math_mode()\n"
-        "except ValueError as e: print(type(e).__name__)"
-    )
+    code = "import lowprec.policy as p\ntry: p.get_math_mode()\nexcept ValueError as e: print(type(e).__name__)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -273,8 +252,7 @@ def test_a_bad_value_does_not_break_the_import() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "limit"),
-    [(None, None), ("", None), ("3", 3), (" 2 ", 2), ("0", None), ("-1", None), ("many", None)],
+    ("text", "limit"), [(None, None), ("", None), ("3", 3), (" 2 ", 2), ("0", None), ("-1", None), ("many", None)]
 )
 def test_thread_limit(text: str | None, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)

@@ -10,14 +10,7 @@ import pytest
 
 from lowprec import formats
 from lowprec.errors import DTypeError
-from lowprec.formats import (
-    OPERAND_DTYPES,
-    DType,
-    dtype_from_dlpack,
-    dtype_from_name,
-    operand_names,
-    promote,
-)
+from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_dlpack, dtype_from_name, operand_names, promote
 
 REAL_FLOATS = [d for d in DType if d.format is not None and not d.is_complex]
 ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -148,9 +141,7 @@ PROMOTED = [d for d in DType if d.format is not None and not d.is_float8]
 
 def expected_promotion(a: DType, b: DType) -> DType:
     if {a, b} == {DType.BFLOAT16, DType.FLOAT16}:
-        return (
-            DType.FLOAT32
-        )  # NumPy with ml_dtypes gives up on this pair; JAX and torch agree on it
+        return DType.FLOAT32  # NumPy with ml_dtypes gives up on this pair; JAX and torch agree on it
     return dtype_from_name(np.promote_types(numpy_dtype(a), numpy_dtype(b)).name)
 
 

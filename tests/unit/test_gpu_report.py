@@ -49,9 +49,7 @@ def execute(load: Load, tmp_path: Path) -> Callable[..., Result]:
     def run(code: str, limit_s: float = 20.0) -> Result:
         path = tmp_path / "part.json"
         command = [sys.executable, "-c", code, str(path)]
-        return parts.execute(
-            command, tmp_path / "log", limit_s, dict(os.environ), lambda: parts.read(path)
-        )
+        return parts.execute(command, tmp_path / "log", limit_s, dict(os.environ), lambda: parts.read(path))
 
     return run
 
@@ -85,14 +83,11 @@ def test_a_signal_is_told(execute: Callable[..., Result]) -> None:
     assert found["error"] == "exit status -11; it wrote nothing"
 
 
-def test_a_part_that_hangs_is_stopped_with_its_children(
-    execute: Callable[..., Result], tmp_path: Path
-) -> None:
+def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., Result], tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     child = f"import time\nwhile True: open({str(alive)!r}, 'a').write('x'); time.sleep(0.02)"
     code = _part(rows=[{"ok": None}], complete=False) + (
-        f"import subprocess, time; subprocess.Popen([sys.executable, '-c', {child!r}])\n"
-        "time.sleep(600)"
+        f"import subprocess, time; subprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
     )
     begin = time.monotonic()
     found = execute(code, 1.5)
@@ -203,9 +198,7 @@ def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[s
     """Run the report with parts that only tell how they were run; return that, and the report."""
     report, out = load("gpu_report"), tmp_path / "out"
 
-    def run(
-        *names: str, gone_s: float = 0.0, gpu: bool = False, **told: Any
-    ) -> tuple[list[Any], Any]:
+    def run(*names: str, gone_s: float = 0.0, gpu: bool = False, **told: Any) -> tuple[list[Any], Any]:
         asked: list[tuple[str, float, str | None]] = []
 
         def execute(_: Any, log: Path, limit: float, variables: Any, reader: Any) -> Result:
@@ -214,12 +207,7 @@ def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[s
             asked.append((log.stem, limit, variables.get("LOWPREC_TEST_DEVICE")))
             assert variables.get("NVIDIA_TF32_OVERRIDE") == {"override-0": "0"}.get(log.stem)
             log.write_text(f"output of {log.stem}")
-            facts = {
-                "name": "here",
-                "gpu": {"cublas": "13.1"} if gpu else None,
-                "why_no_gpu": "no driver",
-                **told,
-            }
+            facts = {"name": "here", "gpu": {"cublas": "13.1"} if gpu else None, "why_no_gpu": "no driver", **told}
             if log.stem == told.get("broken"):
                 raise OSError("no more processes")
             return {
@@ -229,9 +217,7 @@ def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[s
         options = report._parser().parse_args(
             ["--quick", "--out", str(out), "--limit", "100", "--parts", ",".join(names)]
         )
-        path, content = report.run_all(
-            options, tmp_path, begin=time.monotonic() - gone_s, execute=execute
-        )
+        path, content = report.run_all(options, tmp_path, begin=time.monotonic() - gone_s, execute=execute)
         assert json.loads(path.read_text()) == content
         assert path.with_suffix(".log").read_text().count("output of") == len(asked)
         return asked, content
@@ -239,9 +225,7 @@ def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[s
     return run
 
 
-def test_parts_run_in_order_within_what_is_left(
-    run_all: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_run_in_order_within_what_is_left(run_all: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     asked, content = run_all("override-0", "override", "test_products", gone_s=90, gpu=True)
     assert [n for n, _, _ in asked] == ["device", "override-0", "override", "test_products"]
@@ -260,9 +244,7 @@ def test_what_does_not_fit_is_told(run_all: Callable[..., Any]) -> None:
     assert content["machine"]["name"] == "unknown"
 
 
-def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(
-    load: Load, run_all: Callable[..., Any]
-) -> None:
+def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load: Load, run_all: Callable[..., Any]) -> None:
     asked, content = run_all("test_products", "speed", "host")
     told = [(name, device) for name, _, device in asked]
     assert told == [("device", None), ("test_products", "software")]
@@ -271,9 +253,7 @@ def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(
     assert {c["met"] for c in content["claims"]} == {None}
 
 
-def test_lowprec_that_fails_to_describe_the_gpu_does_not_stop_the_rest(
-    run_all: Callable[..., Any],
-) -> None:
+def test_lowprec_that_fails_to_describe_the_gpu_does_not_stop_the_rest(run_all: Callable[..., Any]) -> None:
     """The parts show what is wrong."""
     asked, _ = run_all("test_products", "rounding", nvidia_smi={"name": "NVIDIA H200"})
     assert [(name, device) for name, _, device in asked] == [
@@ -316,9 +296,7 @@ def test_a_commit_may_be_told(load: Load) -> None:
     assert report.merge(found, options)["machine"]["commit"] == "def"
 
 
-def test_what_describes_the_machine_fails_alone(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_describes_the_machine_fails_alone(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device, parts = load("gpu.device"), load("gpu.parts")
 
     def broken(_: Any) -> None:
@@ -395,9 +373,7 @@ def test_it_runs_to_its_end_here(tmp_path: Path) -> None:
 # -- claims ---------------------------------------------------------------------------------------
 
 
-def _speed(
-    kind: str, n: int, ratio: float, *, tuned: bool = False, other: str = "torch"
-) -> dict[str, Any]:
+def _speed(kind: str, n: int, ratio: float, *, tuned: bool = False, other: str = "torch") -> dict[str, Any]:
     speed = {other: {"median": ratio, "q1": ratio, "q3": ratio}}
     return {"device": "gpu", "kind": kind, "n": n, "tuned": tuned, "speed": speed, "ok": True}
 
@@ -544,9 +520,7 @@ def test_short_calls_are_queued_behind_a_pause(load: Load) -> None:
         time.sleep(1e-4)
         ticks.taken += 1e-6
 
-    found = clock.contest(
-        {"tiny": clock.Variant(call)}, ticks, sets=1, rounds=3, budget_s=0.0, seed=0
-    )
+    found = clock.contest({"tiny": clock.Variant(call)}, ticks, sets=1, rounds=3, budget_s=0.0, seed=0)
     assert len(found.device_s["tiny"]) == load("timing").MIN_ROUNDS
     assert found.device_s["tiny"] == pytest.approx([1e-6] * 3)
     assert found.host_s["tiny"] > 1e-4
@@ -582,10 +556,7 @@ def test_host_times_tell_what_does_not_run(load: Load) -> None:
         raise OSError("gone")
 
     found, errors = host.seconds_per_call(
-        {"a": lambda: None, "b": lambda: sum(range(2000)), "c": broken},
-        lambda: waits.append(1),
-        count=20,
-        rounds=3,
+        {"a": lambda: None, "b": lambda: sum(range(2000)), "c": broken}, lambda: waits.append(1), count=20, rounds=3
     )
     assert errors == {"c": "OSError: gone"}
     assert {name: len(taken) for name, taken in found.items()} == {"a": 3, "b": 3}
@@ -634,17 +605,13 @@ def test_lowprec_that_does_not_run_has_failed(load: Load, small: Any, tmp_path: 
     assert (row["ok"], row["error"]) == (False, "OSError: gone")
 
 
-def test_a_library_that_cannot_be_called_is_told(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_cannot_be_called_is_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     speed, clock = load("gpu.speed"), load("gpu.clock")
 
     def broken() -> Any:
         raise AttributeError("no such switch")
 
-    found = clock.contest(
-        {"cupy": speed._made(broken)}, clock.HostClock(), sets=1, rounds=3, budget_s=0.0
-    )
+    found = clock.contest({"cupy": speed._made(broken)}, clock.HostClock(), sets=1, rounds=3, budget_s=0.0)
     assert found.errors == {"cupy": "AttributeError: no such switch"}
 
 
@@ -679,9 +646,7 @@ def test_an_error_beyond_its_bound_is_not_ok(load: Load, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_wide_products_are_checked_in_a_wider_type(
-    load: Load, rng: np.random.Generator, dtype: str
-) -> None:
+def test_wide_products_are_checked_in_a_wider_type(load: Load, rng: np.random.Generator, dtype: str) -> None:
     import lowprec
 
     accuracy = load("gpu.accuracy")
@@ -790,19 +755,14 @@ def test_split_sums_are_exact_in_fp32_alone(load: Load, dtype: str) -> None:
         ("1", "COMPUTE_32F_PEDANTIC", "float32"),
     ],
 )
-def test_what_the_override_must_do(
-    load: Load, value: str | None, what: str, wanted: str | None
-) -> None:
+def test_what_the_override_must_do(load: Load, value: str | None, what: str, wanted: str | None) -> None:
     assert load("gpu.override").expected(value, what) == wanted
 
 
 @pytest.mark.parametrize(
-    ("mode", "words"),
-    [("fp32", "float32"), ("tf32", "11 bits (TF32 or float16)"), ("bf16", "8 bits (bfloat16)")],
+    ("mode", "words"), [("fp32", "float32"), ("tf32", "11 bits (TF32 or float16)"), ("bf16", "8 bits (bfloat16)")]
 )
-def test_levels_are_those_of_the_modes(
-    load: Load, rng: np.random.Generator, mode: str, words: str
-) -> None:
+def test_levels_are_those_of_the_modes(load: Load, rng: np.random.Generator, mode: str, words: str) -> None:
     import lowprec
 
     a, b = rng.standard_normal((2, 256, 256), dtype=np.float32)
@@ -826,9 +786,7 @@ def test_first_choice_beside_the_best(load: Load) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "group", "bits"), [("bfloat16", 16, 25), ("float32", 4, 24)])
-def test_models_of_tensor_cores_are_told_apart(
-    load: Load, dtype: str, group: int, bits: int
-) -> None:
+def test_models_of_tensor_cores_are_told_apart(load: Load, dtype: str, group: int, bits: int) -> None:
     accumulation = load("gpu.accumulation")
     a, b = accumulation.model_operands(0, dtype, 48)
     a = a[:8]
@@ -857,9 +815,7 @@ def torch() -> Any:
 
 
 @pytest.mark.parametrize("distribution", ["normal", "uniform"])
-def test_split_products(
-    load: Load, torch: Any, distribution: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_split_products(load: Load, torch: Any, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     splits, clock = load("gpu.splits"), load("gpu.clock")
     monkeypatch.setattr(splits, "CHUNKS", (48, None, "plan"))
@@ -925,9 +881,7 @@ def test_a_scheme_must_be_as_exact_as_what_it_beats(
     assert (found[name]["value"], found[name]["met"]) == (value, met)
 
 
-@pytest.mark.parametrize(
-    "kind", ["bfloat16", "float32 fp32", "float32 bf16", "float32 times a vector"]
-)
+@pytest.mark.parametrize("kind", ["bfloat16", "float32 fp32", "float32 bf16", "float32 times a vector"])
 def test_speed_rows(load: Load, torch: Any, kind: str) -> None:
     import lowprec
 
@@ -956,9 +910,7 @@ def test_teardown(broken): pass
 """
 
 
-def _digest(
-    load: Load, folder: Path, conftest: str, left_s: float = 600, **files: str
-) -> dict[str, Any]:
+def _digest(load: Load, folder: Path, conftest: str, left_s: float = 600, **files: str) -> dict[str, Any]:
     """Run pytest on some modules with the plugin; return what the report makes of it."""
     reportlog, tests = load("gpu.reportlog"), load("gpu.tests")
     for name, text in {"conftest": conftest, **files}.items():

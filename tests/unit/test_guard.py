@@ -12,14 +12,7 @@ import pytest
 
 from lowprec.errors import LowprecWarning
 from lowprec.modes import MathMode, ModeSource
-from lowprec.policy import (
-    environment,
-    fp32_guard,
-    get_math_mode,
-    math_mode,
-    resolve,
-    set_math_mode,
-)
+from lowprec.policy import environment, fp32_guard, get_math_mode, math_mode, resolve, set_math_mode
 from lowprec.policy.state import FULL_FP32
 
 FP32, PEDANTIC = MathMode.FP32, MathMode.FP32_PEDANTIC

@@ -20,15 +20,7 @@ import made_up
 from interrupts import Late
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
-from lowprec.policy import (
-    entries,
-    environment,
-    fp32_guard,
-    get_math_mode,
-    math_mode,
-    process,
-    switches,
-)
+from lowprec.policy import entries, environment, fp32_guard, get_math_mode, math_mode, process, switches
 from lowprec.policy.protocol import Tier
 from made_up import Library
 
@@ -170,9 +162,7 @@ def test_a_library_that_fails_by_itself_does_not_take_the_exception(libraries: L
     assert interrupts.count(empty, look, Late, also=FILES) > 20
 
 
-def test_a_library_for_the_rest_of_the_process(
-    libraries: Libraries, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_for_the_rest_of_the_process(libraries: Libraries, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_guarded", {})
     monkeypatch.setattr(switches, "_process_stacks", {})
     name, values = libraries[0].name, dict(libraries[0].values)
@@ -189,9 +179,7 @@ def test_a_library_for_the_rest_of_the_process(
 # -- locks ----------------------------------------------------------------------------------------
 
 
-def test_a_handler_that_multiplies_while_the_environment_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_handler_that_multiplies_while_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs in the very thread that reads; both get the same values."""
     environment.refresh()
     take, seen = environment._take, []
@@ -249,7 +237,5 @@ print(lost, wrong)
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timers")
 def test_signals_arrive_and_leave_nothing_behind() -> None:
     """A timer interrupts blocks wherever it happens to go off."""
-    done = subprocess.run(
-        [sys.executable, "-c", _SIGNALS], capture_output=True, text=True, check=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", _SIGNALS], capture_output=True, text=True, check=True, timeout=300)
     assert (done.stdout, done.stderr) == ("0 0\n", "")

@@ -10,11 +10,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from lowprec.errors import ShapeError
 from lowprec.formats import DType
-from lowprec.planning.layout import (
-    MatrixStack,
-    OperandSpec,
-    gemm_layout,
-)
+from lowprec.planning.layout import MatrixStack, OperandSpec, gemm_layout
 
 extents = st.integers(0, 3)
 shapes = st.lists(extents, max_size=4).map(tuple)
@@ -29,9 +25,7 @@ def numbered(*shape: int) -> np.ndarray:
     return np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
 
 
-def read(
-    storage: np.ndarray, start: np.ndarray, o: MatrixStack, batch: tuple[int, ...]
-) -> np.ndarray:
+def read(storage: np.ndarray, start: np.ndarray, o: MatrixStack, batch: tuple[int, ...]) -> np.ndarray:
     """The matrices that a layout describes, read out of the operand's memory."""
     offset = (start.ctypes.data - storage.ctypes.data) // 4
     index = np.full((*batch, o.rows, o.cols), offset)
@@ -59,11 +53,7 @@ def test_result_shape_is_numpys(shape_a, shape_b):
         ((), (3,), r"input operand 0 does not have enough dimensions.*\(\) and \(3,\)"),
         ((3,), (), r"input operand 1 does not have enough dimensions.*\(3,\) and \(\)"),
         ((2, 3), (4, 5), r"size 4 is different from 3\): shapes \(2, 3\) and \(4, 5\)"),
-        (
-            (2, 2, 3),
-            (5, 3, 4),
-            r"could not be broadcast together with shapes \(2, 2, 3\) and \(5, 3, 4\)",
-        ),
+        ((2, 2, 3), (5, 3, 4), r"could not be broadcast together with shapes \(2, 2, 3\) and \(5, 3, 4\)"),
     ],
 )
 def test_wrong_shapes_are_named(shape_a, shape_b, words):
@@ -96,8 +86,7 @@ def test_the_layout_describes_the_product(views):
     storage_a, a, storage_b, b = views
     layout = gemm_layout(spec(a), spec(b))
     product = np.matmul(
-        read(storage_a, a, layout.a, layout.batch_shape),
-        read(storage_b, b, layout.b, layout.batch_shape),
+        read(storage_a, a, layout.a, layout.batch_shape), read(storage_b, b, layout.b, layout.batch_shape)
     )
     # Small integers: float32 sums of them are exact.
     np.testing.assert_array_equal(product.reshape(layout.out_shape), a @ b)
@@ -190,18 +179,12 @@ def test_batch_strides_are_zero_where_a_matrix_is_broadcast():
     assert layout.a.batch_strides == (8, 0)
     assert layout.b.batch_strides == (0, 8)
     # No single step walks either of them; the new result has one.
-    assert (layout.a.batch_stride, layout.b.batch_stride, layout.out.batch_stride) == (
-        None,
-        None,
-        4,
-    )
+    assert (layout.a.batch_stride, layout.b.batch_stride, layout.out.batch_stride) == (None, None, 4)
 
 
 def test_out_must_have_the_shape_of_the_result():
     a, b = spec(numbered(2, 3)), spec(numbered(3, 4))
-    with pytest.raises(
-        ShapeError, match=r"out has shape \(2, 5\), but the result has shape \(2, 4\)"
-    ):
+    with pytest.raises(ShapeError, match=r"out has shape \(2, 5\), but the result has shape \(2, 4\)"):
         gemm_layout(a, b, spec(numbered(2, 5)))
 
 

@@ -36,9 +36,7 @@ class Memory:
         self.flat: np.ndarray[Any, Any] = rng.integers(-4, 5, reach).astype(complex)
         if dtype.is_complex:
             self.flat += 1j * rng.integers(-4, 5, reach)
-        self.view = np.lib.stride_tricks.as_strided(
-            self.flat[self.start :], shape, [16 * s for s in strides]
-        )
+        self.view = np.lib.stride_tricks.as_strided(self.flat[self.start :], shape, [16 * s for s in strides])
         self.spec = OperandSpec(dtype, shape, strides)
 
 
@@ -73,9 +71,7 @@ def packed(pack: Pack, source: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return written.reshape(-1)
 
 
-def interpret(
-    call: CublasLtCall, first: Any, second: Any, c: Any, d: Any, alpha: complex, beta: complex
-) -> None:
+def interpret(call: CublasLtCall, first: Any, second: Any, c: Any, d: Any, alpha: complex, beta: complex) -> None:
     """Run a call: each argument is flat memory and where the array begins in it."""
     for offsets, batch in product(call.offsets, range(call.batch_count)):
         at = [
@@ -94,13 +90,7 @@ def interpret(
 
 
 def run(
-    a: Memory,
-    b: Memory,
-    mode: MathMode,
-    *,
-    out: Memory | None = None,
-    c: Memory | None = None,
-    aligned: bool = True,
+    a: Memory, b: Memory, mode: MathMode, *, out: Memory | None = None, c: Memory | None = None, aligned: bool = True
 ) -> tuple[CublasLtCall, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Plan and interpret a product; return the call, its result and the true one."""
     problem = GemmProblem(
@@ -221,10 +211,7 @@ def test_a_lowered_product_is_the_product(given_: dict[str, Any]) -> None:
 
 def test_plain_arrays_are_one_call_as_they_lie() -> None:
     for batch in ((), (4,), (2, 3)):
-        a, b = (
-            contiguous((*batch, 8, 16), DType.FLOAT32, 0),
-            contiguous((*batch, 16, 24), DType.FLOAT32, 1),
-        )
+        a, b = (contiguous((*batch, 8, 16), DType.FLOAT32, 0), contiguous((*batch, 16, 24), DType.FLOAT32, 1))
         call = check(a, b, MathMode.TF32)
         assert untouched(call)
         assert call.offsets == ((0, 0, 0, 0),)
@@ -320,18 +307,12 @@ EPILOGUES = [
 
 
 @pytest.mark.parametrize(("wanted", "epilogue", "fused"), EPILOGUES)
-def test_epilogues_are_fused_where_cublaslt_has_them(
-    wanted: dict[str, Any], epilogue: str, fused: bool
-) -> None:
+def test_epilogues_are_fused_where_cublaslt_has_them(wanted: dict[str, Any], epilogue: str, fused: bool) -> None:
     a = OperandSpec.contiguous(DType.BFLOAT16, (8, 16))
     b = OperandSpec.contiguous(DType.BFLOAT16, (16, 24))
-    bias = wanted.get("bias") and OperandSpec(
-        wanted["bias"], (24,), (wanted.get("bias_stride", 1),)
-    )
+    bias = wanted.get("bias") and OperandSpec(wanted["bias"], (24,), (wanted.get("bias_stride", 1),))
     c = wanted.get("c") and OperandSpec.contiguous(wanted["c"], (8, 24))
-    problem = GemmProblem(
-        a, b, bias=bias, c=c, has_beta=c is not None, activation=wanted.get("activation")
-    )
+    problem = GemmProblem(a, b, bias=bias, c=c, has_beta=c is not None, activation=wanted.get("activation"))
     call = plan_gemm(problem, GPU, MathMode.FP32).call
     assert call is not None
     assert (call.epilogue, not call.staged) == (epilogue, fused)
@@ -353,9 +334,7 @@ def test_misaligned_8_bit_operands_are_packed() -> None:
     from lowprec.planning.lowering import lower
 
     plan = plan_gemm(
-        GemmProblem(
-            OperandSpec.contiguous(DType.INT8, (32, 64)), OperandSpec(DType.INT8, (64, 48), (1, 64))
-        ),
+        GemmProblem(OperandSpec.contiguous(DType.INT8, (32, 64)), OperandSpec(DType.INT8, (64, 48), (1, 64))),
         GPU,
         MathMode.FP32,
     )
@@ -389,9 +368,7 @@ def test_float8_needs_units_and_a_pair_that_they_multiply() -> None:
     st.lists(st.integers(1, 4), max_size=4).map(tuple),
     st.lists(st.lists(st.integers(0, 40), min_size=4, max_size=4), min_size=1, max_size=3),
 )
-def test_split_batches_walks_every_matrix_once(
-    shape: tuple[int, ...], rows: list[list[int]]
-) -> None:
+def test_split_batches_walks_every_matrix_once(shape: tuple[int, ...], rows: list[list[int]]) -> None:
     stacks = [tuple(row[: len(shape)]) for row in rows]
     batches = split_batches(shape, stacks)
     walked = sorted(

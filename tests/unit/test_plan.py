@@ -12,14 +12,7 @@ from lowprec import modes
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import FLOAT8_E4M3FN, OPERAND_DTYPES, DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, available_modes
-from lowprec.planning import (
-    Activation,
-    Capabilities,
-    GemmProblem,
-    OperandSpec,
-    parse_activation,
-    plan_gemm,
-)
+from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, parse_activation, plan_gemm
 from lowprec.planning.bounds import MAX_K_INT8
 from machines import AMX, AVX512, BARE, OPENBLAS, ROWS, gpu
 
@@ -149,9 +142,7 @@ def test_what_takes_over_from_a_kernel_multiplies_by_a_blas():
 def test_a_small_product_goes_to_the_simple_kernel_and_says_why():
     small = plan(problem(F32, size=32), MathMode.BF16, AMX)
     assert small.kernel == "openblas"
-    assert "amx_bf16 pays from 8,000 elements of a, b and the result, here are 3,072" in (
-        small.kernel_reason
-    )
+    assert "amx_bf16 pays from 8,000 elements of a, b and the result, here are 3,072" in (small.kernel_reason)
     row = ROWS["amx_bf16"]._replace(minimum_elements=0)
     eager = dataclasses.replace(AMX, kernels=(row, *AMX.kernels))
     assert plan(problem(F32, size=32), MathMode.BF16, eager).kernel == "amx_bf16"
@@ -162,14 +153,9 @@ def test_tile_units_take_complex_matrices_that_are_wide_in_every_direction(exten
     m, k, n = extents
     narrow = plan(GemmProblem(array(C64, m, k), array(C64, k, n)), MathMode.BF16, AMX)
     assert narrow.kernel == "openblas"
-    assert "amx_bf16 pays from an inner dimension (complex: m, n and k) of 64" in (
-        narrow.kernel_reason
-    )
+    assert "amx_bf16 pays from an inner dimension (complex: m, n and k) of 64" in (narrow.kernel_reason)
     m, k, n = (max(x, 64) for x in extents)
-    assert (
-        plan(GemmProblem(array(C64, m, k), array(C64, k, n)), MathMode.BF16, AMX).kernel
-        == "amx_bf16"
-    )
+    assert plan(GemmProblem(array(C64, m, k), array(C64, k, n)), MathMode.BF16, AMX).kernel == "amx_bf16"
 
 
 def test_chunks_that_are_asked_for_go_to_a_kernel_that_does_not_choose_its_own():
@@ -212,13 +198,7 @@ def test_products_are_those_that_the_kernel_runs(dtype, mode, capabilities, prod
     [
         (F32, F32, MathMode.FP32, "float32, as it is", "float32, as it is"),
         (F32, F32, MathMode.BF16, "bfloat16, held in float32", "bfloat16, held in float32"),
-        (
-            BF16,
-            F32,
-            MathMode.BF16,
-            "bfloat16 values, unchanged, held in float32",
-            "bfloat16, held in float32",
-        ),
+        (BF16, F32, MathMode.BF16, "bfloat16 values, unchanged, held in float32", "bfloat16, held in float32"),
         (
             BF16,
             F32,
@@ -325,13 +305,7 @@ def test_the_longest_int8_product_is_planned():
     assert plan(p).bound.relative == 0
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"bias": array(I32, 512)},
-        {"bias": array(I8, 512), "activation": Activation.RELU},
-    ],
-)
+@pytest.mark.parametrize("kwargs", [{"bias": array(I32, 512)}, {"bias": array(I8, 512), "activation": Activation.RELU}])
 def test_int8_takes_what_integers_can_do(kwargs):
     assert plan(problem(I8, **kwargs)).out_dtype is I32
 
@@ -408,9 +382,7 @@ def test_everything_that_changes_the_result_is_in_the_key(change):
     assert dataclasses.replace(problem(F32), **change) != problem(F32)
 
 
-@pytest.mark.parametrize(
-    "shapes", [((0, 3), (3, 2)), ((2, 0), (0, 2)), ((0, 2, 3), (3, 2)), ((3,), (3,))]
-)
+@pytest.mark.parametrize("shapes", [((0, 3), (3, 2)), ((2, 0), (0, 2)), ((0, 2, 3), (3, 2)), ((3,), (3,))])
 @pytest.mark.parametrize("capabilities", [BARE, AMX])
 @pytest.mark.parametrize("dtype", ON_CPUS)
 def test_degenerate_sizes_are_planned_and_printed(shapes, capabilities, dtype):
@@ -447,9 +419,7 @@ def test_a_plan_prints_as_a_table():
     b = OperandSpec(F32, (1001, 256), (1, 1001))
     p = GemmProblem(a, b, bias=array(F32, 256), activation=Activation.RELU)
     resolved = ResolvedMode(
-        MathMode.TF32,
-        ModeSource.CONTEXT,
-        reasons=("with math_mode('tf32') is the innermost scope.",),
+        MathMode.TF32, ModeSource.CONTEXT, reasons=("with math_mode('tf32') is the innermost scope.",)
     )
     made = dataclasses.replace(plan(p, MathMode.TF32, AMX), resolved=resolved)
     vars(made)["advice"] = ("k = 1001 is odd: pad",)
@@ -493,9 +463,7 @@ float32 (8, 512, 1001) @ float32 (1001, 256) -> float32 (8, 512, 256)
 @pytest.mark.parametrize("dtype", ON_CPUS)
 def test_no_line_of_a_table_is_wider_than_80(dtype, capabilities):
     for mode in available_modes():
-        made = plan(
-            GemmProblem(array(dtype, 3, 5, 7), array(dtype, 2, 1, 7, 9)), mode, capabilities
-        )
+        made = plan(GemmProblem(array(dtype, 3, 5, 7), array(dtype, 2, 1, 7, 9)), mode, capabilities)
         assert max(map(len, str(made).splitlines())) <= 80
 
 
@@ -510,9 +478,7 @@ def test_a_device_without_a_kernel_for_the_numbers_says_so():
 
 def test_a_mode_of_another_format_is_told_by_the_formats_row(monkeypatch):
     """Its range and what holds it come from the format, whichever it is."""
-    row = dataclasses.replace(
-        modes.row(MathMode.BF16), operand_format=FLOAT8_E4M3FN, data=DType.FLOAT8_E4M3FN
-    )
+    row = dataclasses.replace(modes.row(MathMode.BF16), operand_format=FLOAT8_E4M3FN, data=DType.FLOAT8_E4M3FN)
     monkeypatch.setitem(modes._ROWS, MathMode.BF16, row)
     plan_gemm.cache_clear()
     try:

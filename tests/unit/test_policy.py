@@ -144,11 +144,7 @@ def case(mode: MathMode, source: ModeSource, requested: MathMode | None = None, 
     ],
 )  # fmt: skip
 def test_precedence(
-    settings: Settings,
-    mode: MathMode,
-    source: ModeSource,
-    requested: MathMode | None,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: Settings, mode: MathMode, source: ModeSource, requested: MathMode | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = settings.resolve(monkeypatch)
     assert (found.mode, found.source, found.requested) == (mode, source, requested)
@@ -198,9 +194,7 @@ def test_nothing_gets_below_the_guard(
         ),
     ],
 )
-def test_reasons(
-    settings: Settings, reasons: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reasons(settings: Settings, reasons: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings.resolve(monkeypatch).reasons == reasons
 
 
@@ -253,10 +247,7 @@ def test_a_wrong_variable_is_an_error_of_every_use(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_overriding_mode(
-    settings: Settings,
-    mode: MathMode | None,
-    source: ModeSource | None,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: Settings, mode: MathMode | None, source: ModeSource | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # `resolve` is called with everything in place; here the question is asked at the same point.
     monkeypatch.setattr(f"{__name__}.resolve", lambda argument: overriding_mode())

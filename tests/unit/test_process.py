@@ -95,9 +95,7 @@ def test_switches_of_a_thread_without_a_default_are_told() -> None:
     assert said == "library's switches belong to the thread"
 
 
-def test_a_mode_does_not_lower_inside_a_guard(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mode_does_not_lower_inside_a_guard(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     # The library is imported inside the block, which has not seen it.
     module = sys.modules.pop("library")
     with fp32_guard():
@@ -106,9 +104,7 @@ def test_a_mode_does_not_lower_inside_a_guard(
         assert library.default == "its own"
 
 
-def test_a_mode_does_not_lower_under_the_variable(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mode_does_not_lower_under_the_variable(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
     assert "nothing lowers it" in str(process.set_library("library", "tf32"))
     assert library.default == "its own"

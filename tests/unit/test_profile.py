@@ -297,9 +297,7 @@ def test_many_threads_lose_nothing() -> None:
             thread.join()
     assert reads == sorted(reads)
     assert [r.index for r in prof.records] == list(range(400))
-    assert sorted(r.label for r in prof.records) == sorted(
-        str(n) for n in range(50) for _ in "8" * 8
-    )
+    assert sorted(r.label for r in prof.records) == sorted(str(n) for n in range(50) for _ in "8" * 8)
     assert len(prof.ranges) == 400
 
 
@@ -518,9 +516,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> list[Watch]:
         return made[-1]
 
     monkeypatch.setattr(cpu, "stopwatch", start)
-    monkeypatch.setattr(
-        cpu, "execution_info", lambda plan, execute: ExecutionInfo(None, "algorithm 13")
-    )
+    monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: ExecutionInfo(None, "algorithm 13"))
     return made
 
 
@@ -533,9 +529,7 @@ def test_time_is_read_late_and_once(watches: list[Watch]) -> None:
     assert [r.elapsed_ms for r in prof.records] == [20.0, 30.0, None]
     assert [r.elapsed_ms for r in other.records] == [20.0, 30.0, None]
     assert [w.asked for w in watches] == [["stop", "elapsed_ms"]] * 3
-    assert {(r.stream, r.algorithm, r.units_used) for r in prof.records} == {
-        (7, "algorithm 13", None)
-    }
+    assert {(r.stream, r.algorithm, r.units_used) for r in prof.records} == {(7, "algorithm 13", None)}
     totals = prof.totals()
     assert (totals["untimed"], totals["elapsed_ms"]) == (1, 50.0)
     assert totals["flops"] == 2 * prof.records[0].flops, "of what has no time, no flops count"
@@ -605,13 +599,8 @@ def test_totals_are_sums(prof: lowprec.profile) -> None:
     assert totals["elapsed_ms"] == pytest.approx(sum(r.elapsed_ms or 0 for r in records))
     assert totals["tflops"] == pytest.approx(totals["flops"] / totals["elapsed_ms"] / 1e9)
     assert {m: v["products"] for m, v in totals["by_mode"].items()} == {"fp32": 3, "bf16": 3}
-    assert sum(v["elapsed_ms"] for v in totals["by_kernel"].values()) == pytest.approx(
-        totals["elapsed_ms"]
-    )
-    assert (
-        totals["units"]["share_of_flops"]
-        == sum(r.flops for r in records if r.units_used) / totals["flops"]
-    )
+    assert sum(v["elapsed_ms"] for v in totals["by_kernel"].values()) == pytest.approx(totals["elapsed_ms"])
+    assert totals["units"]["share_of_flops"] == sum(r.flops for r in records if r.units_used) / totals["flops"]
     assert totals["elapsed_ms"] <= totals["wall_ms"]
 
 
@@ -646,9 +635,7 @@ def test_table_by_range(prof: lowprec.profile) -> None:
 
 
 def test_a_long_table_is_cut_to_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (
-        "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
-    )
+    words = "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
     monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: ExecutionInfo(True, words))
     with lowprec.profile() as prof:
         lowprec.matmul(np.ones((2, 3), np.float64), np.ones((3, 2), np.float32))
@@ -661,10 +648,7 @@ def test_a_long_table_is_cut_to_the_width(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_empty_profile() -> None:
     prof = lowprec.profile("nothing")
-    assert str(prof).splitlines() == [
-        "lowprec.profile nothing",
-        "0 products in 0.000 ms of 0.000 ms",
-    ]
+    assert str(prof).splitlines() == ["lowprec.profile nothing", "0 products in 0.000 ms of 0.000 ms"]
     assert prof.totals()["tflops"] is None
     assert prof.totals()["units"]["share_of_flops"] is None
     assert repr(prof) == "<lowprec.profile 'nothing': 0 products, closed>"

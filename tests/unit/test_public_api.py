@@ -71,9 +71,7 @@ def test_every_name_exists() -> None:
 
 
 def test_nothing_else_looks_public() -> None:
-    extra = {
-        n for n, v in vars(lowprec).items() if not n.startswith("_") and not inspect.ismodule(v)
-    }
+    extra = {n for n, v in vars(lowprec).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert extra - set(NAMES) <= {"annotations"}
 
 
@@ -154,8 +152,6 @@ def test_the_package_is_typed() -> None:
 
 
 def test_importing_everything_starts_nothing() -> None:
-    code = (
-        "from lowprec import *; import threading; print(threading.active_count(), matmul.__name__)"
-    )
+    code = "from lowprec import *; import threading; print(threading.active_count(), matmul.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["1", "matmul"]

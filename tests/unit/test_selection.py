@@ -118,9 +118,7 @@ def test_the_plans_candidates_print():
     selection = select_mode(p, AMX, 2e-3)
     plan = dataclasses.replace(plan_gemm(p, AMX, selection.mode), candidates=selection.candidates)
     text = " ".join(str(plan).split())
-    assert (
-        "bf16x3, bound 3.74e-05, cost 0.46, taken: the cheapest whose bound is within rtol" in text
-    )
+    assert "bf16x3, bound 3.74e-05, cost 0.46, taken: the cheapest whose bound is within rtol" in text
 
 
 def test_a_bound_that_is_the_tolerance_is_within_it():
@@ -156,8 +154,7 @@ def test_the_ladder_has_no_missing_rung(able):
     """From 1e-2 to 1e-7 there is a mode at every k, and a smaller tolerance never takes one with a larger bound."""
     for k in (1, 64, 4096, 10**6):
         p = GemmProblem(
-            OperandSpec.contiguous(DType.FLOAT32, (2048, k)),
-            OperandSpec.contiguous(DType.FLOAT32, (k, 2048)),
+            OperandSpec.contiguous(DType.FLOAT32, (2048, k)), OperandSpec.contiguous(DType.FLOAT32, (k, 2048))
         )
         for bound in Bound:
             rungs = [select_mode(p, able, 10.0**-x, bound=bound) for x in (2, 3, 4, 5, 6, 7)]
@@ -205,7 +202,6 @@ def test_fp32_emulated_costs_no_more_than_fp32(per_flop, per_element, n):
     )
     machine = dataclasses.replace(AMX, kernels=rows)
     emulated, fp32 = (
-        plan_gemm(square(DType.FLOAT32, n), machine, mode)
-        for mode in (MathMode.FP32_EMULATED, MathMode.FP32)
+        plan_gemm(square(DType.FLOAT32, n), machine, mode) for mode in (MathMode.FP32_EMULATED, MathMode.FP32)
     )
     assert expected_cost(emulated) <= expected_cost(fp32)

@@ -71,10 +71,7 @@ def test_what_is_skipped_everywhere(
     is_fair: bool,
 ) -> None:
     monkeypatch.setattr(checker, "processor_flags", lambda: frozenset(flags))
-    files = [
-        results(tmp_path, "full", {"t": full}),
-        results(tmp_path, "minimal", {"t": minimal}),
-    ]
+    files = [results(tmp_path, "full", {"t": full}), results(tmp_path, "minimal", {"t": minimal})]
     assert checker.main(files) == (0 if is_fair else 1)
 
 

@@ -65,21 +65,10 @@ def cases(k: int, rng: np.random.Generator):
     m, n = 5, 4
     yield "normal", rng.standard_normal((m, k)), rng.standard_normal((k, n))
     yield "positive", rng.random((m, k)), rng.random((k, n))
-    yield (
-        "wide",
-        *(rng.standard_normal(s) * 2.0 ** rng.uniform(-30, 30, s) for s in ((m, k), (k, n))),
-    )
+    yield ("wide", *(rng.standard_normal(s) * 2.0 ** rng.uniform(-30, 30, s) for s in ((m, k), (k, n))))
     # Every term is just above half a unit of the sum, or its parts are as large as they can be.
-    yield (
-        "one sign",
-        np.full((m, k), 1 + 2.0**-8 - 2.0**-23),
-        np.full((k, n), 1 + 2.0**-8 - 2.0**-23),
-    )
-    yield (
-        "halves",
-        np.full((m, k), 1 + 2.0**-9 + 2.0**-17 - 2.0**-22),
-        np.full((k, n), 1 - 2.0**-12),
-    )
+    yield ("one sign", np.full((m, k), 1 + 2.0**-8 - 2.0**-23), np.full((k, n), 1 + 2.0**-8 - 2.0**-23))
+    yield ("halves", np.full((m, k), 1 + 2.0**-9 + 2.0**-17 - 2.0**-22), np.full((k, n), 1 - 2.0**-12))
     yield "fall", *(np.abs(rng.standard_normal(s)) + 2.0**-10 for s in ((m, k), (k, n)))
     signs = np.resize([1.0, -1.0], k)
     x = rng.random((m, k)) + 1
@@ -179,9 +168,7 @@ def test_tensor_cores_cut_their_sums():
     gpu = machines.ROWS["cublaslt"]
 
     def bound(chunk):
-        schedule = make_schedule(
-            row(MathMode.BF16X6), (True, True), 2**18, chunk, concatenates=True
-        )
+        schedule = make_schedule(row(MathMode.BF16X6), (True, True), 2**18, chunk, concatenates=True)
         return error_bound(
             MathMode.BF16X6, DType.FLOAT32, DType.FLOAT32, 2**18, gpu, schedule=schedule,
             capability=(9, 0), elements=1 << 20,
@@ -270,12 +257,5 @@ def test_fp32_emulated_leaves_other_types_alone():
 
 
 def test_parts_of_tf32_are_not_cut_again():
-    found = error_bound(
-        MathMode.TF32X3,
-        DType.FLOAT32,
-        DType.FLOAT32,
-        1,
-        machines.ROWS["cublaslt"],
-        capability=(9, 0),
-    )
+    found = error_bound(MathMode.TF32X3, DType.FLOAT32, DType.FLOAT32, 1, machines.ROWS["cublaslt"], capability=(9, 0))
     assert found.relative < 2 * 2.0 ** -(2 * TF32.precision) + 2.0**-18

@@ -123,10 +123,7 @@ def array(cls: type[Array], name: str = "") -> Array:
 
 
 def run(diary: Diary, a: Array, b: Array, **others: Any) -> None:
-    views = {
-        name: libraries.library_of(x).view(x) if isinstance(x, Array) else x
-        for name, x in others.items()
-    }
+    views = {name: libraries.library_of(x).view(x) if isinstance(x, Array) else x for name, x in others.items()}
     x, y = (libraries.library_of(operand).view(operand) for operand in (a, b))
     request = Request(**views)
     given = tuple(others.get(name) for name in ("out", "c", "bias", "scale_a", "scale_b"))
@@ -169,9 +166,7 @@ def test_each_stream_is_joined_once(diary: Diary) -> None:
     assert diary.entries == [("order", 22, 11), ("execute", 11), ("order", 11, 22)]
 
 
-def test_libraries_on_one_stream_do_not_wait_for_each_other(
-    diary: Diary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_libraries_on_one_stream_do_not_wait_for_each_other(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BETA, "stream", 11)
     run(diary, array(Alpha), array(Beta))
     assert diary.entries == [("execute", 11)]
@@ -182,18 +177,11 @@ def test_owners_are_held_after_everything_is_queued(diary: Diary) -> None:
     assert diary.entries == [("execute", 33), ("keep", ["a", "b", "c"], 33)]
     diary.entries.clear()
     run(diary, array(Alpha, "a"), array(Keeper, "b"))
-    assert diary.entries == [
-        ("order", 33, 11),
-        ("execute", 11),
-        ("order", 11, 33),
-        ("keep", ["b"], 11),
-    ]
+    assert diary.entries == [("order", 33, 11), ("execute", 11), ("order", 11, 33), ("keep", ["b"], 11)]
 
 
 @pytest.mark.parametrize("fails", [("execute", 11), ("order", 11, 22)], ids=["product", "join"])
-def test_a_failure_leaves_streams_joined_and_owners_held(
-    diary: Diary, fails: tuple[Any, ...]
-) -> None:
+def test_a_failure_leaves_streams_joined_and_owners_held(diary: Diary, fails: tuple[Any, ...]) -> None:
     diary.fails = fails
     with pytest.raises(BackendError, match=f"{fails[0]} failed"):
         run(diary, array(Alpha, "a"), array(Beta, "b"), c=array(Keeper, "c"))
@@ -215,9 +203,7 @@ def test_nothing_runs_before_its_operands_are_ready(diary: Diary) -> None:
     assert diary.entries[-2:] == [("order", 11, 22), ("keep", ["c"], 11)]
 
 
-def test_another_librarys_arrays_need_a_provider(
-    diary: Diary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_librarys_arrays_need_a_provider(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(device_memory._loaders, GPU.type)
     with pytest.raises(DeviceError, match="cuda:0, where lowprec has no memory"):
         run(diary, array(Alpha), array(Beta))
@@ -257,9 +243,7 @@ class HostBackend:
         return dtype
 
     @contextlib.contextmanager
-    def temporary(
-        self, shape: Any, dtype: DType, device: Device, stream: int
-    ) -> Iterator[ArrayView]:
+    def temporary(self, shape: Any, dtype: DType, device: Device, stream: int) -> Iterator[ArrayView]:
         self.diary.note("allocate", stream)
         values = np.empty(shape, np.float32)
         strides = contiguous_strides(shape)
@@ -281,15 +265,11 @@ def _on_host(x: Any) -> Any:
 def backend(diary: Diary, fresh_executors: None, monkeypatch: pytest.MonkeyPatch) -> HostBackend:
     stand_in = HostBackend(diary)
     original = registry._backend
-    monkeypatch.setattr(
-        registry, "_backend", lambda kind: stand_in if kind == GPU.type else original(kind)
-    )
+    monkeypatch.setattr(registry, "_backend", lambda kind: stand_in if kind == GPU.type else original(kind))
     return stand_in
 
 
-def test_matmul_runs_on_the_stream_of_its_library(
-    diary: Diary, backend: HostBackend, rng: np.random.Generator
-) -> None:
+def test_matmul_runs_on_the_stream_of_its_library(diary: Diary, backend: HostBackend, rng: np.random.Generator) -> None:
     a, b = rng.integers(-4, 5, (2, 3, 3)).astype(np.float32)
     result = lowprec.matmul(Alpha(a), Beta(b))
     assert type(result) is Alpha
@@ -315,9 +295,7 @@ def test_matmul_into_an_operand_stays_on_its_stream(
     ]
 
 
-def test_matmul_with_out_beside_the_operands(
-    diary: Diary, backend: HostBackend, rng: np.random.Generator
-) -> None:
+def test_matmul_with_out_beside_the_operands(diary: Diary, backend: HostBackend, rng: np.random.Generator) -> None:
     a, b = rng.integers(-4, 5, (2, 3, 3)).astype(np.float32)
     out = Alpha(np.zeros((3, 3), np.float32))
     assert lowprec.matmul(Alpha(a), Alpha(b), out=out, bias=Keeper(a[0], "bias")) is out

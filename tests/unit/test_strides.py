@@ -54,8 +54,7 @@ def test_overlaps_itself_against_a_count(rng: np.random.Generator) -> None:
         shape = tuple(int(n) for n in rng.integers(0, 4, 3))
         strides = tuple(int(s) for s in rng.integers(-12, 13, 3))
         offsets = [
-            sum(i * s for i, s in zip(index, strides, strict=True))
-            for index in itertools.product(*map(range, shape))
+            sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*map(range, shape))
         ]
         repeats = len(set(offsets)) < len(offsets)
         found = overlaps_itself(shape, strides)

@@ -9,10 +9,7 @@ import pytest
 
 from lowprec.arrays import CPU, NUMPY_DTYPES, ArrayView, Device, library_of, may_overlap
 from lowprec.arrays.base import check_writable
-from lowprec.arrays.view import (
-    _pointer_by_interface,
-    data_pointer,
-)
+from lowprec.arrays.view import _pointer_by_interface, data_pointer
 from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import DType
 
@@ -25,9 +22,7 @@ def view_of(array: np.ndarray) -> ArrayView:
 
 def by_address(view: ArrayView) -> ArrayView:
     """The same view without its NumPy owner's help: everything by address, shape and strides."""
-    return ArrayView(
-        view.dtype, view.shape, view.strides, view.device, view.owner, view.read_only, view.address
-    )
+    return ArrayView(view.dtype, view.shape, view.strides, view.device, view.owner, view.read_only, view.address)
 
 
 def layouts(dtype: DType) -> dict[str, np.ndarray]:
@@ -121,11 +116,7 @@ def test_data_pointer_is_the_interface_pointer(rng: np.random.Generator) -> None
 
 
 def test_device_names() -> None:
-    assert [str(d) for d in (CPU, Device(2, 3), Device(99, 0))] == [
-        "cpu",
-        "cuda:3",
-        "dlpack_device_99:0",
-    ]
+    assert [str(d) for d in (CPU, Device(2, 3), Device(99, 0))] == ["cpu", "cuda:3", "dlpack_device_99:0"]
 
 
 def misaligned(array: np.ndarray) -> np.ndarray:

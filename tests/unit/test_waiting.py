@@ -119,9 +119,7 @@ def test_a_stopped_one_looks_no_more(stopped: Any, monkeypatch: pytest.MonkeyPat
     assert len(started) == 1
 
 
-def test_threads_that_come_together_start_one(
-    stopped: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_come_together_start_one(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     started = count_starts(monkeypatch)
     work, together = Work(), threading.Barrier(8)
     waiter = stopped(work.look)
@@ -136,9 +134,7 @@ def test_threads_that_come_together_start_one(
     assert len(started) == 1
 
 
-def test_where_no_thread_can_be_started_nothing_happens(
-    stopped: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_thread_can_be_started_nothing_happens(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -183,11 +179,7 @@ def test_a_handler_that_wakes_in_the_middle(stopped: Any) -> None:
 
 def run(code: str) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LONG_S,
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=LONG_S
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -29,9 +29,7 @@ class Holder:
         return self, get_math_mode()
 
 
-@pytest.mark.parametrize(
-    ("scope", "mode"), [(math_mode("tf32"), MathMode.TF32), (fp32_guard(), MathMode.FP32)]
-)
+@pytest.mark.parametrize(("scope", "mode"), [(math_mode("tf32"), MathMode.TF32), (fp32_guard(), MathMode.FP32)])
 def test_a_wrapped_function_reaches_another_process(
     scope: Any, mode: MathMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,11 +100,7 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
 
 
 def tune(
-    execute: Executor,
-    arguments: Arguments,
-    *,
-    candidates: int,
-    progress: Callable[[int, int], None] | None,
+    execute: Executor, arguments: Arguments, *, candidates: int, progress: Callable[[int, int], None] | None
 ) -> tuple[AlgorithmTiming, ...]:
     """Return nothing: the CPU's kernels have no algorithms to choose from."""
     return ()

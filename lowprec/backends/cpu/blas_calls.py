@@ -14,12 +14,7 @@ import numpy as np
 
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import team, threads
-from lowprec.backends.cpu.panels import (
-    SMALLEST_PANEL,
-    panels_for_shape,
-    panels_for_threads,
-    rows_for_shape,
-)
+from lowprec.backends.cpu.panels import SMALLEST_PANEL, panels_for_shape, panels_for_threads, rows_for_shape
 from lowprec.planning import MatrixStack
 
 _ROW_MAJOR, _COLUMN_MAJOR, _NO_TRANS, _TRANS = 101, 102, 111, 112
@@ -106,9 +101,7 @@ class OpenBlas:
         m, n, k = a.rows, b.cols, a.cols
         if m * n * k >= 2 * SMALLEST_PANEL:
             product = self.product(a, b, out)
-            return lambda x: team.share(
-                lambda abc: product(*abc), list(zip(*x.tolist(), strict=True))
-            )
+            return lambda x: team.share(lambda abc: product(*abc), list(zip(*x.tolist(), strict=True)))
         if out.order != "row":
             whole = self.batch(b.transposed, a.transposed, out.transposed)
             return lambda x: whole(x[[1, 0, 2]])
@@ -167,8 +160,7 @@ class OpenBlas:
             return single
 
         a_row, b_column, out_row, out_column = (
-            step * dtype.itemsize
-            for step in (a.row_stride, b.col_stride, out.row_stride, out.col_stride)
+            step * dtype.itemsize for step in (a.row_stride, b.col_stride, out.row_stride, out.col_stride)
         )
         by_shape = (self.core_type, dtype.label) not in _SAME_BITS_IN_ANY_PANEL
         fixed = panels_for_shape(m, n, k) if by_shape else None
@@ -192,12 +184,7 @@ class OpenBlas:
         return self._shared(function, single, signature, table_of, m * n * k)
 
     def _shared(
-        self,
-        function: Callable[..., None],
-        single: Product,
-        signature: str,
-        table_of: Callable[[int], Any],
-        work: int,
+        self, function: Callable[..., None], single: Product, signature: str, table_of: Callable[[int], Any], work: int
     ) -> Product:
         """Return a product of so many multiplications in the calls of a table, which depends on the threads."""
 

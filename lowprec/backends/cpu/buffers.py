@@ -55,9 +55,7 @@ class _Buffers(list[_Buffer]):
 
 #: The free list of each thread, by its id.
 _all: dict[int, weakref.ref[_Buffers]] = {}
-_Buffers._all = (
-    _all  # of the class: when the interpreter ends, this module may be cleared before the lists
-)
+_Buffers._all = _all  # of the class: when the interpreter ends, this module may be cleared before the lists
 _free = _FreeList()
 
 

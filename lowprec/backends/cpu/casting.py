@@ -131,9 +131,7 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
     if pieces:
         for number, found in _run(pieces, elements):
             extrema[number] = merged(extrema[number], found)
-    return (
-        [lies_apart(found) for found in extrema] if to is FLOAT16_DIGITS else [False] * len(pairs)
-    )
+    return [lies_apart(found) for found in extrema] if to is FLOAT16_DIGITS else [False] * len(pairs)
 
 
 def lie_apart(arrays: Sequence[Any]) -> bool:
@@ -203,10 +201,7 @@ def _for_numpy(source: Any, out: Any, to: NumberFormat | None) -> tuple[Any, Any
     if to is None:
         return source, out
     # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
-    return (
-        source.reshape(-1, copy=False).view(np.float32),
-        out.reshape(-1, copy=False).view(np.float32),
-    )
+    return (source.reshape(-1, copy=False).view(np.float32), out.reshape(-1, copy=False).view(np.float32))
 
 
 def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:

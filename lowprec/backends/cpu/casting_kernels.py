@@ -19,15 +19,7 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.compilation import compile_kernel
-from lowprec.backends.cpu.packed.native import (
-    F32,
-    I8,
-    I16,
-    I32,
-    load,
-    pointer,
-    store,
-)
+from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, load, pointer, store
 from lowprec.backends.cpu.packed.vector_arithmetic import (
     INFINITY,
     SIGN,
@@ -199,9 +191,7 @@ def extrema_in(typing_context, scratch):
         for offset, name in ((0, "umax"), (64, "umin")):
             at = pointer(builder, builder.add(scratch, word(_EXTREMA + offset)), vector)
             function = cgutils.get_or_insert_function(
-                builder.module,
-                ir.FunctionType(I32, [vector]),
-                f"llvm.vector.reduce.{name}.v{LANES}i32",
+                builder.module, ir.FunctionType(I32, [vector]), f"llvm.vector.reduce.{name}.v{LANES}i32"
             )
             one = builder.call(function, [builder.load(at, align=1)])
             found.append(builder.zext(one, word))

@@ -55,10 +55,7 @@ def gelu(x: Any) -> Any:
     return x
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Any], Any]] = {
-    Activation.RELU: relu,
-    Activation.GELU: gelu,
-}
+_ACTIVATIONS: dict[Activation, Callable[[Any], Any]] = {Activation.RELU: relu, Activation.GELU: gelu}
 
 
 def _add_saturating(product: Any, addend: Any) -> None:
@@ -118,27 +115,19 @@ def apply(
             casting.narrow(rounded_to_odd(product) if twice else product, out)
 
 
-def _apply_native(
-    product: Any, out: Any, alpha: float, beta: float, c: Any, bias: Any, activation: str | None
-) -> None:
+def _apply_native(product: Any, out: Any, alpha: float, beta: float, c: Any, bias: Any, activation: str | None) -> None:
     """Apply the epilogue of the packed kernels, in threads where it pays."""
     c = c if beta else None
     arrays = [x for x in (product, out, c) if x is not None]
     wide = _ROW // product.shape[-1]
-    if (
-        wide > 1
-        and product.size % (wide * product.shape[-1]) == 0
-        and all(x.flags.c_contiguous for x in arrays)
-    ):
+    if wide > 1 and product.size % (wide * product.shape[-1]) == 0 and all(x.flags.c_contiguous for x in arrays):
         # Several rows as one, since blocks are as wide.
         shape = -1, wide * product.shape[-1]
         product, out = product.reshape(shape), out.reshape(shape)
         c = None if c is None else c.reshape(shape)
         bias = None if bias is None else np.tile(bias, wide)
     n = product.shape[-1]
-    vector = (
-        None if bias is None else (0, casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize)
-    )
+    vector = None if bias is None else (0, casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize)
     place = 0 if bias is None else data_pointer(bias)
 
     def run(piece: tuple[Any, ...]) -> None:

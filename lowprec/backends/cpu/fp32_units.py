@@ -79,21 +79,14 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
     if kept or stacks.out.ndim == 2:
         execute_stacks(plan, plan.kernel_row, arguments, stacks, kept)
     else:
-        team.share(
-            lambda x: execute_stacks(plan, plan.kernel_row, arguments, x, kept), _slices(stacks)
-        )
+        team.share(lambda x: execute_stacks(plan, plan.kernel_row, arguments, x, kept), _slices(stacks))
 
 
 def _slices(stacks: Stacks) -> list[Stacks]:
     """Return a batch of small products in slices which stay in the cache; other batches whole."""
     a, b, out, c, bias = stacks
     each = max([x.shape[-2] * x.shape[-1] for x in (a, b, out)])
-    if (
-        out.ndim < 3
-        or each > _SMALL_PRODUCT
-        or not a.ndim == b.ndim == out.ndim
-        or 1 in (len(a), len(b))
-    ):
+    if out.ndim < 3 or each > _SMALL_PRODUCT or not a.ndim == b.ndim == out.ndim or 1 in (len(a), len(b)):
         return [stacks]
     step = max(1, _SLICE * len(out) // max(1, a.size, b.size, out.size))
     found = []
@@ -104,28 +97,17 @@ def _slices(stacks: Stacks) -> list[Stacks]:
 
 
 def execute_stacks(
-    plan: GemmPlan,
-    kernel: KernelRow,
-    arguments: Arguments,
-    stacks: Stacks,
-    kept: PreparedView | None = None,
+    plan: GemmPlan, kernel: KernelRow, arguments: Arguments, stacks: Stacks, kept: PreparedView | None = None
 ) -> None:
     """Run a plan, or a slice of its batch, on the BLAS of a kernel: the plan's own, or its fallback.
 
     ``arguments`` give the factors, ``stacks`` the arrays in matrix form. ``kept`` is the view of a prepared ``b``,
     which keeps what is made of it.
     """
-    with_epilogue(
-        plan,
-        arguments,
-        stacks,
-        lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out, kept),
-    )
+    with_epilogue(plan, arguments, stacks, lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out, kept))
 
 
-def with_epilogue(
-    plan: GemmPlan, arguments: Arguments, stacks: Stacks, multiply: Callable[[Any], None]
-) -> None:
+def with_epilogue(plan: GemmPlan, arguments: Arguments, stacks: Stacks, multiply: Callable[[Any], None]) -> None:
     """Have ``multiply`` write the product of the stacks, in the accumulator's dtype, and apply the epilogue."""
     dtype = NUMPY_DTYPES[plan.accumulator]
     # ``c`` may be ``out`` itself, which the product must not overwrite before it was read.
@@ -140,9 +122,7 @@ def with_epilogue(
         apply_epilogue(plan, arguments, product, stacks)
 
 
-def _sum_products(
-    plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any, kept: PreparedView | None
-) -> None:
+def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any, kept: PreparedView | None) -> None:
     """Run the schedule of a plan into ``out``."""
     if a.shape[-1] == 0:
         out[...] = 0
@@ -165,9 +145,7 @@ def _sum_products(
     with Workspace() as workspace:
         split_a = split_operand(plan, a, 0, out.dtype, workspace)
         split_b = (
-            split_operand(plan, b, 1, out.dtype, workspace)
-            if kept is None
-            else _kept_split(plan, b, out.dtype, kept)
+            split_operand(plan, b, 1, out.dtype, workspace) if kept is None else _kept_split(plan, b, out.dtype, kept)
         )
         term = workspace.array(out.shape, out.dtype)
         for product in plan.schedule:
@@ -186,11 +164,7 @@ def _sum_products(
 
 
 def whole_operands(
-    plan: GemmPlan,
-    arrays: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    workspace: Workspace,
-    first: int = 0,
+    plan: GemmPlan, arrays: tuple[Any, ...], dtype: np.dtype[Any], workspace: Workspace, first: int = 0
 ) -> list[Split]:
     """Return operands in one part: ``a``, then ``b``, or ``b`` alone where ``first`` is 1."""
     if any(plan.scaled):
@@ -198,9 +172,7 @@ def whole_operands(
     return [Split([x]) for x in splitting.rounded(arrays, dtype, rounding_format(plan), workspace)]
 
 
-def split_operand(
-    plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any], workspace: Workspace
-) -> Split:
+def split_operand(plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any], workspace: Workspace) -> Split:
     """Return an operand (0 for ``a``, 1 for ``b``) as the plan splits it."""
     fmt = rounding_format(plan)
     axis = (-1, -2)[operand] if plan.scaled[operand] else None

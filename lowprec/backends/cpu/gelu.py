@@ -15,15 +15,7 @@ LOG2E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer
 COEFFICIENTS = tuple(
-    np.float32(c)
-    for c in (
-        1.9875691500e-4,
-        1.3981999507e-3,
-        8.3334519073e-3,
-        4.1665795894e-2,
-        1.6666665459e-1,
-        0.5,
-    )
+    np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 )
 LEAST_EXPONENT, LARGEST_EXPONENT = np.float32(-87), np.float32(88)
 OUTER, INNER = np.float32(0.7978845608028654), np.float32(0.044715)

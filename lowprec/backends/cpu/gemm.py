@@ -32,9 +32,7 @@ def _stack(dtype: np.dtype[Any], extents: _Extents, batch: tuple[int, ...] = ())
     *strides, row_stride, col_stride = (step // dtype.itemsize for step in steps)
     strides = [x if n > 1 else 0 for n, x in zip(own, strides, strict=True)]
     missing = [0] * (len(batch) - len(own))
-    return MatrixStack.of(
-        _DTYPES[dtype], rows, cols, row_stride, col_stride, batch, (*missing, *strides)
-    )
+    return MatrixStack.of(_DTYPES[dtype], rows, cols, row_stride, col_stride, batch, (*missing, *strides))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -82,9 +80,7 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
 @functools.lru_cache(maxsize=1024)
 def _openblas_product(dtype: np.dtype[Any], a: _Extents, b: _Extents, out: _Extents) -> _Call:
     batch = out[0][:-2]
-    return library_product(
-        _stack(dtype, a, batch), _stack(dtype, b, batch), _stack(dtype, out, batch)
-    )
+    return library_product(_stack(dtype, a, batch), _stack(dtype, b, batch), _stack(dtype, out, batch))
 
 
 def library_product(a: MatrixStack, b: MatrixStack, out: MatrixStack) -> _Call:

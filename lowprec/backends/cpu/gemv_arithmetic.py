@@ -11,14 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from lowprec.backends.cpu.casting_kernels import (
-    CASTS,
-    LANES,
-    Extrema,
-    cast_vector,
-    float_splat,
-    floats_of,
-)
+from lowprec.backends.cpu.casting_kernels import CASTS, LANES, Extrema, cast_vector, float_splat, floats_of
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, pointer
 
@@ -100,9 +93,7 @@ def _pair_sums(builder: Any, a: Any, b: Any) -> Any:
     """
     wide = ir.VectorType(I32, 2 * LANES)
     products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
-    even, odd = (
-        native.shuffle(builder, products, products, range(first, 2 * LANES, 2)) for first in (0, 1)
-    )
+    even, odd = (native.shuffle(builder, products, products, range(first, 2 * LANES, 2)) for first in (0, 1))
     return builder.add(even, odd)
 
 

@@ -37,15 +37,7 @@ from lowprec.backends.cpu.gemv_arithmetic import (
 )
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
-from lowprec.backends.cpu.packed.native import (
-    I8,
-    I16,
-    I32,
-    call,
-    load,
-    pointer,
-    store,
-)
+from lowprec.backends.cpu.packed.native import I8, I16, I32, call, load, pointer, store
 
 # The cache on disk knows a kernel by its name and by what it closes over.
 
@@ -88,9 +80,7 @@ def _dots(typing_context, index, count, width, source, steps, x, x_stride, sums,
             builder.store(numbers.zeros, total)
         with cgutils.for_range(builder, steps, intp=word) as loop:
             for i in runs:
-                number_at = builder.add(
-                    builder.mul(loop.index, word(numbers.step * len(runs))), word(numbers.step * i)
-                )
+                number_at = builder.add(builder.mul(loop.index, word(numbers.step * len(runs))), word(numbers.step * i))
                 from_ = builder.add(source, builder.mul(number_at, word(item)))
                 if i * numbers.step * item % 64 == 0:
                     _prefetch(builder, from_)
@@ -114,9 +104,7 @@ def _dots(typing_context, index, count, width, source, steps, x, x_stride, sums,
 
 
 @intrinsic(prefer_literal=True)
-def _axpys(
-    typing_context, index, cols, width, source, col_stride, steps, x, x_stride, y, y_stride, scratch
-):
+def _axpys(typing_context, index, cols, width, source, col_stride, steps, x, x_stride, y, y_stride, scratch):
     """Add to y, for each vector, the products of ``cols`` columns with as many numbers of it, 16 rows at each step."""
     number, count, vectors = index.literal_value, cols.literal_value, range(width.literal_value)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
@@ -154,9 +142,7 @@ def _copy_rest(source, source_stride, target, target_stride, width, count):
     """Copy fewer than 16 rows of each result."""
     for j in range(width):
         for i in range(0, 4 * count, 4):
-            store(
-                target + j * target_stride + i, load(source + j * source_stride + i, "u32"), "u32"
-            )
+            store(target + j * target_stride + i, load(source + j * source_stride + i, "u32"), "u32")
 
 
 @inlined(types.void)
@@ -184,9 +170,7 @@ def _rows_function(index: int, width: int) -> Any:
     step, factor_bytes = numbers.step, numbers.factor_bytes
     store_total = _store_integer_total if numbers is INTEGERS else _store_float_total
 
-    def gemv(
-        source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch
-    ):
+    def gemv(source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch):
         sums = scratch + SUMS
         if is_scaled:
             clear_extrema(scratch)
@@ -221,9 +205,7 @@ def _columns_function(index: int, width: int) -> Any:
     factor_bytes, pair = arithmetic(index).factor_bytes, arithmetic(index).pair
     group = max(2, min(4 * pair, 16 // width))  # of which the factors stay in registers
 
-    def gemv(
-        source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch
-    ):
+    def gemv(source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch):
         if is_scaled:
             clear_extrema(scratch)
         steps, rest = rows // 16, rows % 16

@@ -13,12 +13,7 @@ import numpy as np
 from lowprec.backends.cpu import cpuinfo, numba_import, openblas, team, threads
 from lowprec.backends.cpu.device import features
 from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.backends.cpu.packed.micro_kernels import (
-    AMX_BF16,
-    AVX512_BF16,
-    MICRO_KERNELS,
-    obstacle,
-)
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MICRO_KERNELS, obstacle
 from lowprec.errors import EnvironmentVariableError
 from lowprec.formats import BFLOAT16
 from lowprec.modes import MathMode
@@ -31,20 +26,14 @@ def info() -> dict[str, Any]:
     try:
         hidden = cpuinfo.hidden_flags()
     except EnvironmentVariableError:  # told with the variables; products raise it
-        device = {
-            **_device(),
-            "instruction_sets": [],
-            "units": [],
-        }
+        device = {**_device(), "instruction_sets": [], "units": []}
         return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
     no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
     warnings = [numba_import.failure()] if numba_import.failure() else []
     if no_tiles:
         on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
         modes = "modes" if obstacle(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
-        warnings.append(
-            f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32"
-        )
+        warnings.append(f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32")
     if library is None and sys.platform != "darwin":
         warnings.append(
             f'scipy-openblas64 {_why_not_openblas()} (pip install "lowprec[cpu]"): products that do not run on tile '
@@ -53,13 +42,7 @@ def info() -> dict[str, Any]:
     blas = _blas()
     warnings += _blas_below_the_machine(blas["core_type"])
     return {
-        "devices": [
-            {
-                **_device(),
-                "instruction_sets": _instruction_set_rows(hidden),
-                "units": _units(),
-            }
-        ],
+        "devices": [{**_device(), "instruction_sets": _instruction_set_rows(hidden), "units": _units()}],
         "versions": {"scipy_openblas64": None if library is None else library.version},
         "blas": blas,
         "warnings": warnings,

@@ -147,9 +147,7 @@ def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) 
         in_columns = b.strides[-2] == b.itemsize or b.strides[-1] != b.itemsize
         fmt, axis = (FLOAT16, -2) if is_scaled else (to, None)
         with Workspace() as workspace:
-            (part,), exponents = splitting.split(
-                b, np.dtype(np.float32), row(MathMode.FP16), fmt, 1, axis, workspace
-            )
+            (part,), exponents = splitting.split(b, np.dtype(np.float32), row(MathMode.FP16), fmt, 1, axis, workspace)
             rounded = np.ascontiguousarray(part.swapaxes(-1, -2) if in_columns else part)
             narrow = np.empty(rounded.shape, getattr(ml_dtypes, fmt.name, fmt.name))
             casting.narrow(rounded, narrow)
@@ -181,9 +179,7 @@ def _multiply(matrix: Any, vectors: Any, out: Any, *, to: NumberFormat | None) -
 
 def _multiply_scaled(matrix: Any, vectors: Any, out: Any) -> None:
     with Workspace() as workspace:
-        a, b = splitting.scaled_where_needed(
-            (matrix, vectors), out.dtype, row(MathMode.FP16), workspace
-        )
+        a, b = splitting.scaled_where_needed((matrix, vectors), out.dtype, row(MathMode.FP16), workspace)
         # In the order of `_multiply`, which that of the scaled numbers need not be.
         in_columns = matrix.strides[0] == matrix.itemsize != matrix.strides[1]
         scaled = (np.asfortranarray if in_columns else np.ascontiguousarray)(a.parts[0])
@@ -207,9 +203,7 @@ def _run(matrix: Any, vectors: Any, out: Any, to: NumberFormat | None) -> bool:
 _Piece = tuple[int, int, int, int, int]
 
 
-def _pieces(
-    g: _Geometry, width: int, by_rows: bool
-) -> tuple[list[_Piece], tuple[int, ...], tuple[int, int, int]]:
+def _pieces(g: _Geometry, width: int, by_rows: bool) -> tuple[list[_Piece], tuple[int, ...], tuple[int, int, int]]:
     """Return how a matrix is cut: offset, rows, columns and first column of each piece, the offset of its results.
 
     Then the shape (pieces of columns, vectors, m) of what these add, () where results are written in place; and their

@@ -24,13 +24,7 @@ from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed import run
 from lowprec.backends.cpu.packed.job import ACTIVATIONS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
-from lowprec.backends.cpu.packed.prepared_panels import (
-    Convert,
-    PackedAs,
-    Panels,
-    panels_of,
-    stack_of,
-)
+from lowprec.backends.cpu.packed.prepared_panels import Convert, PackedAs, Panels, panels_of, stack_of
 from lowprec.backends.cpu.splitting import Split
 from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, stacks_of
 from lowprec.backends.execution import Arguments, Executor, imported
@@ -59,9 +53,7 @@ def _is_split(plan: GemmPlan) -> bool:
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan whose kernel has a micro-kernel."""
     if _is_one_job(plan):
-        found = run.prepare(
-            _micro_kernel(plan), plan.layout, _rounding(plan), plan.problem, _find_panels(plan)
-        )
+        found = run.prepare(_micro_kernel(plan), plan.layout, _rounding(plan), plan.problem, _find_panels(plan))
         is_scaled = any(plan.scaled)
         if found is not None and (plan.fallback or is_scaled):
             return functools.partial(execute_job, plan, found, is_scaled)
@@ -70,9 +62,7 @@ def prepare(plan: GemmPlan) -> Executor:
     return functools.partial(execute, plan)
 
 
-def execute_job(
-    plan: GemmPlan, job: Callable[[Arguments], bool], is_scaled: bool, arguments: Arguments
-) -> None:
+def execute_job(plan: GemmPlan, job: Callable[[Arguments], bool], is_scaled: bool, arguments: Arguments) -> None:
     """Run the products of a plan as one job; product by product where one is to be scaled or computed again."""
     if is_scaled and any(_apart(plan, arguments, stacks_of(plan, arguments))):
         execute(plan, arguments)
@@ -147,10 +137,7 @@ def _singles(stacks: Stacks) -> list[Stacks]:
         return [stacks]
     a, b = (np.broadcast_to(x, batch + x.shape[-2:]) for x in (stacks.a, stacks.b))
     c, bias = stacks.c, stacks.bias
-    return [
-        Stacks(a[i], b[i], stacks.out[i], None if c is None else c[i], bias)
-        for i in np.ndindex(batch)
-    ]
+    return [Stacks(a[i], b[i], stacks.out[i], None if c is None else c[i], bias) for i in np.ndindex(batch)]
 
 
 def _micro_kernel(plan: GemmPlan) -> MicroKernel:
@@ -196,22 +183,16 @@ def _as_multiplied(plan: GemmPlan, x: Any, operand: int) -> Any:
     return x if casting.name_of(x.dtype) == name else x.astype(name)
 
 
-def _multiply(
-    plan: GemmPlan, arguments: Arguments, single: Stacks, out: Any, **epilogue: Any
-) -> bool:
+def _multiply(plan: GemmPlan, arguments: Arguments, single: Stacks, out: Any, **epilogue: Any) -> bool:
     panels = _panels(plan, arguments)
     a = _as_multiplied(plan, single.a, 0)
     b = single.b if panels else _as_multiplied(plan, single.b, 1)
-    return run.gemm(
-        _micro_kernel(plan), a, b, out, rounding=_rounding(plan), panels=panels, **epilogue
-    )
+    return run.gemm(_micro_kernel(plan), a, b, out, rounding=_rounding(plan), panels=panels, **epilogue)
 
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     # Elements of split operands' products may have to be computed again, before c is added.
-    fused = plan.problem.activation in ACTIVATIONS and not (
-        _is_split(plan) and single.c is not None
-    )
+    fused = plan.problem.activation in ACTIVATIONS and not (_is_split(plan) and single.c is not None)
     if fused:
         alpha, beta, activation = arguments.alpha.real, arguments.beta.real, plan.problem.activation
         epilogue = {"alpha": alpha, "beta": beta, "c": single.c, "bias": single.bias}
@@ -234,9 +215,7 @@ def _mend(plan: GemmPlan, single: Stacks, product: Any) -> bool:
     return True
 
 
-def _complex_product(
-    plan: GemmPlan, arguments: Arguments, single: Stacks, *, whole: bool = False
-) -> bool:
+def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks, *, whole: bool = False) -> bool:
     """Compute a complex product as four real ones, two where one operand is real; with ``whole`` always as four.
 
     Real and imaginary parts are taken apart first: the kernel reads contiguous numbers many times as fast as every
@@ -249,10 +228,7 @@ def _complex_product(
     with Workspace() as workspace:
         a = [_plane(single.a, i, workspace) for i in range(a_parts)]
         packed = [_panels(plan, arguments, i) for i in range(b_parts)]
-        b = [
-            single.b if panels else _plane(single.b, i, workspace)
-            for i, panels in enumerate(packed)
-        ]
+        b = [single.b if panels else _plane(single.b, i, workspace) for i, panels in enumerate(packed)]
         shape = (single.a.shape[0], single.b.shape[1])
         real, imag = sums = [workspace.array(shape, a[0].dtype) for _ in range(2)]
         begun, finite = [False, False], True
@@ -300,15 +276,11 @@ def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
     view = arguments.b
     if type(view) is not PreparedView or view.mode not in kept_modes(plan):
         return _lies_apart(b)
-    found: bool = view.form(
-        ("apart", data_pointer(b), b.shape, b.strides), lambda: Form(_lies_apart(b), 0)
-    )
+    found: bool = view.form(("apart", data_pointer(b), b.shape, b.strides), lambda: Form(_lies_apart(b), 0))
     return found
 
 
-def _scaled_product(
-    apart: tuple[bool, bool], plan: GemmPlan, arguments: Arguments, single: Stacks
-) -> bool:
+def _scaled_product(apart: tuple[bool, bool], plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     """Compute a product of which these operands are scaled."""
     if plan.compute_dtype.is_complex:
         return False

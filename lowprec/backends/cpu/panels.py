@@ -60,9 +60,7 @@ def rows_for_shape(m: int, k: int, *, by_rows: bool) -> list[tuple[int, int]]:
 _LONG_COLUMNS, _COLUMN_PIECES = 1 << 16, 16
 
 
-def columns_for_shape(
-    m: int, k: int, width: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+def columns_for_shape(m: int, k: int, width: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Cut rows and columns of an m x k matrix of contiguous columns, each piece as (first, length).
 
     ``width`` vectors are multiplied with it. Pieces of columns are passed through in sequence, but leave sums to be
@@ -98,6 +96,4 @@ def _cuts(extent: int, count: int) -> list[tuple[int, int]]:
     """
     bounds = sorted({round(extent * i / count / _GRAIN) * _GRAIN for i in range(count)})
     starts = [start for start in bounds if start < extent]
-    return [
-        (start, stop - start) for start, stop in zip(starts, [*starts[1:], extent], strict=True)
-    ]
+    return [(start, stop - start) for start, stop in zip(starts, [*starts[1:], extent], strict=True)]

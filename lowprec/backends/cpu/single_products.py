@@ -116,9 +116,7 @@ class _Product(NamedTuple):
 
     def cast_b(self, view: PreparedView) -> Form:
         """Return the form of a prepared operand: its numbers as they are cast; None where they have to be scaled."""
-        assert self.b.cast is not None, (
-            "nothing is kept of an operand that is multiplied where it is"
-        )
+        assert self.b.cast is not None, "nothing is kept of an operand that is multiplied where it is"
         memory = np.empty(self.b.nbytes + casting.SCRATCH_BYTES, np.uint8)
         address = data_pointer(memory)
         is_apart = self.b.cast(view.address, address, address + self.b.nbytes)
@@ -167,9 +165,7 @@ def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
     """Return the steps of a product; None where its epilogue has no kernel, or c is no matrix of the result's shape."""
     layout = plan.layout
     # Of a batch of one, its matrices.
-    left, right, out = (
-        replace(x, batch_shape=(), batch_strides=()) for x in (layout.a, layout.b, layout.out)
-    )
+    left, right, out = (replace(x, batch_shape=(), batch_strides=()) for x in (layout.a, layout.b, layout.out))
     a, b = _operand(left, to), _operand(right, to)
     finish, size = None, 0
     if plan.problem.has_epilogue or out.dtype is not DType.FLOAT32 or not out.blas_expressible:

@@ -73,12 +73,7 @@ def split(
     return Split(parts, exponents)
 
 
-def rounded(
-    arrays: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    fmt: NumberFormat | None,
-    workspace: Workspace,
-) -> list[Any]:
+def rounded(arrays: tuple[Any, ...], dtype: np.dtype[Any], fmt: NumberFormat | None, workspace: Workspace) -> list[Any]:
     """Return arrays in ``dtype``, their components rounded to ``fmt``; those in which nothing changes themselves."""
     results, pairs = _targets(arrays, dtype, fmt, workspace)
     casting.cast(pairs, fmt)
@@ -86,10 +81,7 @@ def rounded(
 
 
 def _targets(
-    arrays: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    fmt: NumberFormat | None,
-    workspace: Workspace,
+    arrays: tuple[Any, ...], dtype: np.dtype[Any], fmt: NumberFormat | None, workspace: Workspace
 ) -> tuple[list[Any], list[tuple[Any, Any]]]:
     """Return where rounded arrays will be, and which are to be cast into which."""
     results, pairs = [], []
@@ -107,22 +99,14 @@ def _targets(
 
 
 def scaled_where_needed(
-    arrays: tuple[Any, ...],
-    dtype: np.dtype[Any],
-    row: ModeRow,
-    workspace: Workspace,
-    first: int = 0,
+    arrays: tuple[Any, ...], dtype: np.dtype[Any], row: ModeRow, workspace: Workspace, first: int = 0
 ) -> list[Split]:
     """Return ``a``, then ``b``, or ``b`` alone where ``first`` is 1, in float16; scaled where it makes a difference."""
     results, pairs = _targets(arrays, dtype, FLOAT16_DIGITS, workspace)
     apart = casting.cast(pairs, FLOAT16_DIGITS)
     return [
-        split(x, dtype, row, row.operand_format, 1, -1 - operand, workspace)
-        if is_apart
-        else Split([result])
-        for operand, (x, result, is_apart) in enumerate(
-            zip(arrays, results, apart, strict=True), first
-        )
+        split(x, dtype, row, row.operand_format, 1, -1 - operand, workspace) if is_apart else Split([result])
+        for operand, (x, result, is_apart) in enumerate(zip(arrays, results, apart, strict=True), first)
     ]
 
 
@@ -148,9 +132,7 @@ def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tu
         casting.cast([(source, out)], None)
         read = numbers
     blocks = _blocks(len(numbers), rows, cols * dtype.itemsize // 4)
-    largest = np.zeros(
-        (len(numbers), rows, 1) if along_rows else (len(numbers), 1, cols), np.uint32
-    )
+    largest = np.zeros((len(numbers), rows, 1) if along_rows else (len(numbers), 1, cols), np.uint32)
     over = (2 if along_rows else 1, *([3] if components else []))
     found: list[tuple[tuple[slice, slice], Any]] = []
 
@@ -194,11 +176,7 @@ def _blocks(count: int, rows: int, row_numbers: int) -> list[tuple[slice, slice]
     """Return slices over matrices and over their rows which stay in the cache."""
     height = max(1, _BLOCK // max(1, row_numbers))
     step = max(1, height // max(1, rows))
-    return [
-        (slice(i, i + step), slice(j, j + height))
-        for i in range(0, count, step)
-        for j in range(0, rows, height)
-    ]
+    return [(slice(i, i + step), slice(j, j + height)) for i in range(0, count, step) for j in range(0, rows, height)]
 
 
 def unscale(out: Any, a: Split, b: Split) -> None:
@@ -220,9 +198,7 @@ def unscale(out: Any, a: Split, b: Split) -> None:
             wide = part if is_exact else part.astype(np.float64)
             with np.errstate(all="ignore"):
                 for x in scaled:
-                    wide *= np.ldexp(
-                        wide.dtype.type(1), -(x[..., rows, :] if x.shape[-2] > 1 else x)
-                    )
+                    wide *= np.ldexp(wide.dtype.type(1), -(x[..., rows, :] if x.shape[-2] > 1 else x))
                 if not is_exact:
                     part[...] = wide
 

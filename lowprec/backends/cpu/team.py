@@ -93,9 +93,7 @@ class _Team:
         words: Any = (ctypes.c_int64 * (len(memory) - TEAM_WORDS)).from_address(self.address)
         self._words = words
         self._workers = [TEAM_WORDS + WORKER_WORDS * i for i in range(count)]
-        made, functions = _semaphores(
-            [self.address + 8 * (at + _SEMAPHORE_MEMORY) for at in self._workers]
-        )
+        made, functions = _semaphores([self.address + 8 * (at + _SEMAPHORE_MEMORY) for at in self._workers])
         for at, semaphore in zip(self._workers, made, strict=True):
             self._words[at + SEMAPHORE], self._words[at + TEAM] = semaphore, self.address
         self._words[WAIT : YIELD + 1] = functions

@@ -132,12 +132,7 @@ def look(count):
     return 0
 
 
-_KERNELS: dict[str, Any] = {
-    "enter": (enter, 1),
-    "run": (run, 2),
-    "serve": (serve, 1),
-    "look": (look, 1),
-} | {
+_KERNELS: dict[str, Any] = {"enter": (enter, 1), "run": (run, 2), "serve": (serve, 1), "look": (look, 1)} | {
     "offer": (offer, 2),
     "finish": (finish, 2),
 }

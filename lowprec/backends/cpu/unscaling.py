@@ -65,9 +65,7 @@ def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
 
 def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
     loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
-    compiled = casting.has_kernels() and (
-        loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile())
-    )
+    compiled = casting.has_kernels() and (loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile()))
     kernel = _kernel(casting.name_of(pairs[0][0].dtype)) if compiled else None
     workers = threads.num_threads() if elements > _PAYS_TO_SHARE else 1
     run = _run_blocks if kernel is None else functools.partial(_run_kernel, kernel)

@@ -12,12 +12,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed.compilation import compile_kernel
-from lowprec.backends.cpu.packed.native import (
-    F32,
-    F64,
-    load,
-    pointer,
-)
+from lowprec.backends.cpu.packed.native import F32, F64, load, pointer
 
 #: By element type: what kernels call it.
 KINDS = {"float32": "f32", "float64": "f64"}

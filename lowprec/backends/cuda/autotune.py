@@ -24,9 +24,7 @@ _FILE = "autotune.json"
 _FORMAT = 1
 
 
-def choose(
-    invocation: Invocation, handle: int, stream: int, operands: Operands
-) -> Algorithm | None:
+def choose(invocation: Invocation, handle: int, stream: int, operands: Operands) -> Algorithm | None:
     """Return the algorithm for a product: a measured one, else the heuristics' first choice; None if there is none."""
     setting = environment.autotune()
     if setting is not False and (known := _known(invocation, handle)) is not None:

@@ -14,14 +14,7 @@ from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
-from lowprec.backends.execution import (
-    AlgorithmTiming,
-    Arguments,
-    ExecutionInfo,
-    Executor,
-    Stopwatch,
-    imported,
-)
+from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch, imported
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.util.strides import contiguous_strides
@@ -78,16 +71,12 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     rows = [("algorithm", info.text), ("units", info.units_text)]
     allows_tf32 = plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32
     if allows_tf32 and info.uses_tensor_cores is False:
-        note = (
-            "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"
-        )
+        note = "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"
         rows.append(("note", note))
     if executor.fallback:
         rows.append(("fallback", executor.fallback))
     elif call != plan.call:
-        reason = (
-            "a pointer is no multiple of 16 bytes: operands are packed, or the product is staged"
-        )
+        reason = "a pointer is no multiple of 16 bytes: operands are packed, or the product is staged"
         rows.append(("fallback", reason))
     return tuple(rows)
 
@@ -107,11 +96,7 @@ def stopwatch(arguments: Arguments) -> Stopwatch:
 
 
 def tune(
-    execute: Executor,
-    arguments: Arguments,
-    *,
-    candidates: int,
-    progress: Progress | None = None,
+    execute: Executor, arguments: Arguments, *, candidates: int, progress: Progress | None = None
 ) -> tuple[AlgorithmTiming, ...]:
     """Measure the algorithms of a product and use the fastest from now on, in this process and in later ones.
 
@@ -121,10 +106,7 @@ def tune(
         return ()
     with runtime.on_device(arguments.a.device.index):
         found = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
-        return tuple(
-            AlgorithmTiming(x.rank, x.median_ms, bindings.describe_algorithm(x.algorithm).text)
-            for x in found
-        )
+        return tuple(AlgorithmTiming(x.rank, x.median_ms, bindings.describe_algorithm(x.algorithm).text) for x in found)
 
 
 def release_memory() -> None:
@@ -133,9 +115,7 @@ def release_memory() -> None:
 
 
 @contextlib.contextmanager
-def temporary(
-    shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
-) -> Iterator[ArrayView]:
+def temporary(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> Iterator[ArrayView]:
     """Return a new row-major array in temporary memory, for a ``with`` block that queues work on a stream."""
     nbytes, index = prod(shape) * dtype.itemsize, device.index
     with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:
@@ -155,9 +135,7 @@ def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
     missing = max(2 - out.ndim, 0)
     shape, strides = (1,) * missing + out.shape, (0,) * missing + out.strides
     rows, cols = shape[-2:]
-    target = MatrixStack.of(
-        out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2]
-    )
+    target = MatrixStack.of(out.dtype, rows, cols, strides[-2], strides[-1], shape[:-2], strides[:-2])
     with runtime.on_device(out.device.index):
         launch = prepare_epilogue(Epilogue(source.dtype, cols, target), out.device.index)
         launch(source.address, out.address, 0, 0, 0, 0, 1.0, 0.0, stream)

@@ -124,17 +124,13 @@ def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -
     return made
 
 
-def matrix_layout(
-    data_type: int, rows: int, cols: int, leading_dimension: int, batch: tuple[int, int]
-) -> Descriptor:
+def matrix_layout(data_type: int, rows: int, cols: int, leading_dimension: int, batch: tuple[int, int]) -> Descriptor:
     """Return the layout of column-major matrices; ``batch`` is their number and the elements from one to the next."""
     attributes = {"BATCH_COUNT": batch[0], "STRIDED_BATCH_OFFSET": batch[1]} if batch[0] > 1 else {}
     return create("matrix_layout", (data_type, rows, cols, leading_dimension), attributes)
 
 
-def preference(
-    workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]
-) -> Descriptor:
+def preference(workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]) -> Descriptor:
     """Return the constraints of a search for algorithms.
 
     All are set, because the library's defaults are no workspace and pointers aligned to 256 bytes.
@@ -171,9 +167,7 @@ class MatmulDescriptors(NamedTuple):
         return tuple(x.pointer for x in self)
 
 
-def heuristics(
-    handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int
-) -> tuple[Algorithm, ...]:
+def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int) -> tuple[Algorithm, ...]:
     """Return up to ``count`` algorithms, the most promising first; may be empty."""
     cublas_lt = libraries().cublas_lt
     found = cublas_lt.MatmulHeuristicResult(count)
@@ -193,14 +187,10 @@ def _supported(found: Any, count: int) -> tuple[Algorithm, ...]:
     """Return the supported algorithms among the first structs of a ``MatmulHeuristicResult``."""
     dtype = libraries().cublas_lt.matmul_heuristic_result_dtype
     results = np.frombuffer(ctypes.string_at(found.ptr, count * dtype.itemsize), dtype)
-    return tuple(
-        Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in results if x["state"] == 0
-    )
+    return tuple(Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in results if x["state"] == 0)
 
 
-def check_algorithm(
-    handle: int, descriptors: MatmulDescriptors, algorithm: bytes
-) -> Algorithm | None:
+def check_algorithm(handle: int, descriptors: MatmulDescriptors, algorithm: bytes) -> Algorithm | None:
     """Return a stored algorithm if it can run this product here, None if it cannot."""
     cublas_lt = libraries().cublas_lt
     if len(algorithm) != cublas_lt.matmul_algo_dtype.itemsize:
@@ -234,19 +224,13 @@ class AlgorithmInfo:
     def text(self) -> str:
         """The configuration as text."""
         splits = f"split-K {self.split_k}" + (f" ({self.reduction})" if self.split_k > 1 else "")
-        return (
-            f"id {self.id}, tile {self.tile}, stages {self.stages}, {splits}, "
-            f"workspace {self.workspace_bytes} B"
-        )
+        return f"id {self.id}, tile {self.tile}, stages {self.stages}, {splits}, workspace {self.workspace_bytes} B"
 
     @property
     def units_text(self) -> str:
         """The arithmetic as text."""
         used = {True: ": tensor cores", False: ": no tensor cores", None: ""}
-        return (
-            f"{self.units} on {self.input_type}, summed in {self.accumulator}"
-            f"{used[self.uses_tensor_cores]}"
-        )
+        return f"{self.units} on {self.input_type}, summed in {self.accumulator}{used[self.uses_tensor_cores]}"
 
 
 #: ``cublasLtNumericalImplFlags_t``: the instruction, the accumulator and the input, by bit.
@@ -269,9 +253,7 @@ def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
     config = functools.partial(_get_attribute, "matmul_algo_config", pointer)
 
     def named(names: Mapping[int, str]) -> str:
-        return (
-            " and ".join(name for bit, name in names.items() if flags >> bit & 1) or "not reported"
-        )
+        return " and ".join(name for bit, name in names.items() if flags >> bit & 1) or "not reported"
 
     return AlgorithmInfo(
         id=config("ID"),

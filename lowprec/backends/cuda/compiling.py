@@ -164,9 +164,7 @@ def _text(file: str) -> str:
     return (resources.files("lowprec.backends.cuda") / "kernels" / file).read_text("utf-8")
 
 
-def _load(
-    core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]
-) -> Any:
+def _load(core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]) -> Any:
     """Return a kernel from the disk, else from the compiler."""
     source = source_text(file, definitions)
     path = _file_name(core, arch, name, source)

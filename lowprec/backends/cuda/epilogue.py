@@ -9,13 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from lowprec.backends.cuda.batching import (
-    LaunchBatch,
-    are_multiples,
-    batch_dimensions,
-    in_sequence,
-    launch_batches,
-)
+from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, batch_dimensions, in_sequence, launch_batches
 from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
@@ -42,9 +36,7 @@ class Epilogue:
     product_dtype: DType  # of the arithmetic, too
     leading_dimension: int  # of the product, which is row-major, matrix after matrix
     out: MatrixStack  # with the product's extents
-    c: MatrixStack | None = (
-        None  # with the shape of ``out``; strides are zero where it is broadcast
-    )
+    c: MatrixStack | None = None  # with the shape of ``out``; strides are zero where it is broadcast
     bias: OperandSpec | None = None  # one addend per column
     activation: Activation | None = None
     #: Whether the product is divided by 2^e, the sum of two int32 exponents, one per row, one per column.
@@ -91,28 +83,20 @@ def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
 class _EpilogueLaunch:
     """The kernel for the batch of one launch, compiled for each alignment of the pointers."""
 
-    def __init__(
-        self, spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, device: int
-    ) -> None:
+    def __init__(self, spec: Epilogue, rows: Dimension, cols: Dimension, batch: LaunchBatch, device: int) -> None:
         self._spec, self._rows, self._cols, self._batch = spec, rows, cols, batch
         self._device = device
         sizes = [spec.product_dtype.itemsize, spec.out.dtype.itemsize]
         c_size = spec.c.dtype.itemsize if spec.c else 0
         #: Index among the launcher's arguments, and bytes, of each array.
-        self._offsets = [
-            (_PRODUCT, batch.offsets[0] * sizes[0]),
-            (_OUT, batch.offsets[1] * sizes[1]),
-        ]
+        self._offsets = [(_PRODUCT, batch.offsets[0] * sizes[0]), (_OUT, batch.offsets[1] * sizes[1])]
         if spec.c:
             self._offsets.append((_C, batch.offsets[_C] * c_size))
         if spec.bias:
             self._offsets.append((_BIAS, 0))
         if spec.scaled:
             before = batch.before * _EXPONENT_BYTES
-            self._offsets += [
-                (_ROW_EXPONENTS, before * rows[0]),
-                (_COL_EXPONENTS, before * cols[0]),
-            ]
+            self._offsets += [(_ROW_EXPONENTS, before * rows[0]), (_COL_EXPONENTS, before * cols[0])]
         vector = max(1, _VECTOR_BYTES // min(sizes))
 
         def rows_aligned(array: int, nbytes: int, itemsize: int) -> bool:
@@ -121,8 +105,7 @@ class _EpilogueLaunch:
             return cols[1][array] == 1 and are_multiples(nbytes, itemsize, strides)
 
         regular = all(
-            rows_aligned(array, _VECTOR_BYTES, size)
-            for array, size in zip((_PRODUCT, _OUT), sizes, strict=True)
+            rows_aligned(array, _VECTOR_BYTES, size) for array, size in zip((_PRODUCT, _OUT), sizes, strict=True)
         )
         c_bytes = min(_VECTOR_BYTES, vector * c_size)
         self._c_mask = c_bytes - 1
@@ -187,9 +170,7 @@ def prepare_recomputing(
     step = a.rows * leading_dimension
     batch = batch_dimensions(a.batch_shape, step, a.batch_strides, b.batch_strides)
     parts = launch_batches(batch, 3)
-    return in_sequence(
-        [_recomputer(dtype, leading_dimension, a, b, part, device) for part in parts]
-    )
+    return in_sequence([_recomputer(dtype, leading_dimension, a, b, part, device) for part in parts])
 
 
 def _recomputer(
@@ -200,9 +181,7 @@ def _recomputer(
     constants += [a.row_stride, a.col_stride, b.row_stride, b.col_stride]
     constants += [batch.count, *batch.extents, *(x for array in batch.strides for x in array)]
     blocks = pick_blocks(-(-batch.count * a.rows * b.cols // _THREADS), device)
-    launch = Launch(
-        "recompute", "recompute.cu", definitions, device, blocks, (_THREADS,), 3, constants
-    )
+    launch = Launch("recompute", "recompute.cu", definitions, device, blocks, (_THREADS,), 3, constants)
     dtypes = (dtype, a.dtype, b.dtype)
     offsets = [at * x.itemsize for at, x in zip(batch.offsets, dtypes, strict=True)]
 

@@ -232,12 +232,7 @@ class _LoweredPlan:
             runtime.refuse_capture(arguments.stream, _ITS_ALGORITHM)
 
     def _multiply(
-        self,
-        device: int,
-        arguments: Arguments,
-        pointers: Pointers,
-        index: int = 0,
-        workspace: Workspace = NO_WORKSPACE,
+        self, device: int, arguments: Arguments, pointers: Pointers, index: int = 0, workspace: Workspace = NO_WORKSPACE
     ) -> Invocation:
         stream = arguments.stream
         found = self._is_alone and self.multiply_alone(device, stream, pointers, index, workspace)
@@ -249,12 +244,7 @@ class _LoweredPlan:
         return invocation
 
     def multiply_alone(
-        self,
-        device: int,
-        stream: int,
-        pointers: Pointers,
-        index: int = 0,
-        workspace: Workspace = NO_WORKSPACE,
+        self, device: int, stream: int, pointers: Pointers, index: int = 0, workspace: Workspace = NO_WORKSPACE
     ) -> Invocation | None:
         """Queue a product of which only the three addresses vary; return None for the first of its alignment."""
         (a, b, d), term = pointers, self._terms[index]
@@ -280,9 +270,7 @@ class _LoweredPlan:
         call, (a, b, d) = self._terms[0].call, _pointers(arguments)
         return 0 if call.pack_a else a, 0 if call.pack_b else b, 0 if call.staged else d
 
-    def tune(
-        self, arguments: Arguments, candidates: int, progress: Progress | None
-    ) -> tuple[Measured, ...]:
+    def tune(self, arguments: Arguments, candidates: int, progress: Progress | None) -> tuple[Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
         device, stream, pointers = arguments.a.device.index, arguments.stream, _pointers(arguments)
         with contextlib.ExitStack() as stack:
@@ -317,9 +305,7 @@ class _LoweredPlan:
         beta = arguments.beta if call.c else 0.0
         return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
 
-    def _prepared(
-        self, arguments: Arguments, pointers: Pointers, term: _Term
-    ) -> tuple[int, Operands, Invocation]:
+    def _prepared(self, arguments: Arguments, pointers: Pointers, term: _Term) -> tuple[int, Operands, Invocation]:
         """Return the handle, the operands, and the invocation for pointers of their alignment."""
         plan, stream = self._plan, arguments.stream
         handle = handles.handle(arguments.a.device.index, stream)
@@ -338,9 +324,7 @@ class _LoweredPlan:
         return handle, operands, found
 
 
-def _term(
-    whole: CublasLtCall, k: int, product: Product, invocations: dict[int, Invocation]
-) -> _Term:
+def _term(whole: CublasLtCall, k: int, product: Product, invocations: dict[int, Invocation]) -> _Term:
     """Return a product of the schedule of a plan whose inner dimension is ``k``."""
     pack_a, pack_b = whole.pack_a, whole.pack_b
     # The parts of ``a`` are in descending order.

@@ -129,9 +129,7 @@ class Invocation:
         """The properties of the algorithm."""
         return bindings.describe_algorithm(self.algorithm)
 
-    def run(
-        self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE
-    ) -> None:
+    def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
         """Queue the product; alpha and beta are read before this returns."""
         scale_dtype = self.call.scale_dtype
         alpha, beta = number(operands.alpha, scale_dtype), number(operands.beta, scale_dtype)
@@ -205,9 +203,7 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
         "TRANSB": _OPERATIONS[call.op_second],
         "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
     }
-    attributes |= {
-        x: address for x, address in zip(_POINTERS, operands.attributes, strict=True) if address
-    }
+    attributes |= {x: address for x, address in zip(_POINTERS, operands.attributes, strict=True) if address}
     types = (call.compute_type.value, call.scale_dtype.cuda_data_type)
     return bindings.create("matmul_desc", types, attributes)
 
@@ -220,9 +216,7 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
     d = layout(call.d)
     # Without an addend D is passed as C, which is then not read. cuBLASLt 13 refuses one matrix by two descriptors.
     c = layout(call.c) if call.c not in (None, call.d) else d
-    return MatmulDescriptors(
-        _operation(call, operands), layout(call.first), layout(call.second), c, d
-    )
+    return MatmulDescriptors(_operation(call, operands), layout(call.first), layout(call.second), c, d)
 
 
 def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:

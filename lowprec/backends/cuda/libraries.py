@@ -33,11 +33,7 @@ class Libraries(NamedTuple):
 
 
 _MODULES = Libraries(
-    "nvmath.bindings.cublasLt",
-    "nvmath.bindings.cublas",
-    "cuda.bindings.runtime",
-    "cuda.core",
-    "cuda.bindings.driver",
+    "nvmath.bindings.cublasLt", "nvmath.bindings.cublas", "cuda.bindings.runtime", "cuda.core", "cuda.bindings.driver"
 )
 
 _loaded: Libraries | None = None

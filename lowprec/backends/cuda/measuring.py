@@ -61,9 +61,7 @@ class Measured:
 class Contest:
     """Measures algorithms of one product in turn; ``turns`` yields the operands of each run."""
 
-    def __init__(
-        self, invocation: Invocation, handle: int, stream: int, turns: Iterator[Operands]
-    ) -> None:
+    def __init__(self, invocation: Invocation, handle: int, stream: int, turns: Iterator[Operands]) -> None:
         self._invocation, self._handle, self._stream = invocation, handle, stream
         self._turns = turns
         self._device = runtime.current_device()
@@ -71,9 +69,7 @@ class Contest:
         self._clock_khz = runtime.properties(self._device).clock_khz or _CLOCK_KHZ
         self._host_ms = _HOST_MS
 
-    def results(
-        self, found: tuple[Algorithm, ...], progress: Progress | None
-    ) -> tuple[Measured, ...]:
+    def results(self, found: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
         """Return the algorithms that run, the chosen one first and the others by their time.
 
         Raises the first one's error if none runs.
@@ -144,9 +140,7 @@ class _Offsets(NamedTuple):
 
 
 @contextlib.contextmanager
-def rotated(
-    invocation: Invocation, operands: Operands, device: int, stream: int
-) -> Iterator[Iterator[Operands]]:
+def rotated(invocation: Invocation, operands: Operands, device: int, stream: int) -> Iterator[Iterator[Operands]]:
     """Yield an iterator over copies of ``operands`` with the same alignment; ``operands`` themselves are only read.
 
     Where one product's arrays exceed the cache, or memory is short, only D is a copy.
@@ -181,9 +175,7 @@ def rotated(
         yield map(moved, starts)
 
 
-def _set_layout(
-    invocation: Invocation, operands: Operands, names: tuple[str, ...]
-) -> tuple[dict[str, _Offsets], int]:
+def _set_layout(invocation: Invocation, operands: Operands, names: tuple[str, ...]) -> tuple[dict[str, _Offsets], int]:
     """Return the offsets of arrays in a set of copies, and the bytes of a set."""
     call = invocation.call
     matrices = {"first": call.first, "second": call.second, "c": call.c or call.d, "d": call.d}

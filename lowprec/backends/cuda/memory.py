@@ -143,9 +143,7 @@ class _Pool:
                 self._dead_bytes += nbytes
                 raise
             while dead:
-                with contextlib.suppress(
-                    BackendError
-                ):  # the next call raises the error of a lost device
+                with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
                     runtime.free(dead.pop())
 
     # -- objects in use ---------------------------------------------------------------------------
@@ -292,9 +290,7 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
         return
     with runtime.on_device(device.index):
         captured = {x != LEGACY_STREAM and runtime.is_capturing(x) for x in streams}
-        ends = len(captured) > 1 or (
-            LEGACY_STREAM in streams and runtime.is_capturing(LEGACY_STREAM)
-        )
+        ends = len(captured) > 1 or (LEGACY_STREAM in streams and runtime.is_capturing(LEGACY_STREAM))
     if ends:
         raise BackendError(
             "this would end the capture of a CUDA graph: it joins streams of several libraries, or the legacy "

@@ -93,8 +93,7 @@ def _shape(packing: Packing) -> _Shape:
     rows, cols = source.rows, source.cols
     row_stride, col_stride = source.row_stride, source.col_stride
     dimensions: list[Dimension] = [
-        (extent, (stride,))
-        for extent, stride in zip(source.batch_shape, source.batch_strides, strict=True)
+        (extent, (stride,)) for extent, stride in zip(source.batch_shape, source.batch_strides, strict=True)
     ]
     # Without padding the target is contiguous, so the source alone decides which dimensions coalesce.
     if out_rows == rows and packing.parts == 1:
@@ -175,9 +174,7 @@ class _PackingLaunch:
         else:
             launch(stream, source, target)
 
-    def _launch(
-        self, name: str, wanted: int, block: tuple[int, ...], last: tuple[int, ...]
-    ) -> Launch:
+    def _launch(self, name: str, wanted: int, block: tuple[int, ...], last: tuple[int, ...]) -> Launch:
         """Return a kernel with ``last`` after the arguments that all of them have."""
         packing, shape, batch = self._packing, self._shape, self._batch
         definitions: dict[str, str | int] = {
@@ -199,18 +196,14 @@ class _PackingLaunch:
             *(batch.count, *batch.extents, *batch.strides[0], *last),
         )
         addresses = 2 + (self._takes_exponents and name != "pack_maxima")
-        return Launch(
-            name, "pack.cu", definitions, self._device, blocks, block, addresses, constants
-        )
+        return Launch(name, "pack.cu", definitions, self._device, blocks, block, addresses, constants)
 
     def _by_lines(self) -> None:
         """Adjacent threads take adjacent columns."""
         shape, batch = self._shape, self._batch
         vector = max(1, _VECTOR_BYTES // min(self._source_bytes, self._out_bytes))
         strides = [shape.row_stride if shape.rows > 1 else 0, *batch.strides[0]]
-        regular = shape.col_stride == 1 and are_multiples(
-            _VECTOR_BYTES, self._source_bytes, strides
-        )
+        regular = shape.col_stride == 1 and are_multiples(_VECTOR_BYTES, self._source_bytes, strides)
         if self._lines * self._packing.parts > 1:
             regular = regular and are_multiples(_VECTOR_BYTES, self._out_bytes, [shape.out_cols])
         self._source_mask = self._target_mask = _VECTOR_BYTES - 1
@@ -239,9 +232,7 @@ class _PackingLaunch:
         target_word = max(_WORD_BYTES, self._out_bytes)
         regular = (
             shape.row_stride == 1
-            and are_multiples(
-                source_word, self._source_bytes, [shape.col_stride, *batch.strides[0]]
-            )
+            and are_multiples(source_word, self._source_bytes, [shape.col_stride, *batch.strides[0]])
             and are_multiples(target_word, self._out_bytes, [shape.out_cols])
         )
         height = _TILE * source_word // self._source_bytes

@@ -7,13 +7,7 @@ from typing import Any, NamedTuple
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.backends.cuda import memory, runtime
-from lowprec.backends.cuda.epilogue import (
-    Epilogue,
-    EpilogueLauncher,
-    Recomputer,
-    prepare_epilogue,
-    prepare_recomputing,
-)
+from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
 from lowprec.backends.execution import Arguments
 from lowprec.modes import row
@@ -127,9 +121,7 @@ class Staging:
             memory.keep((found,), stream, view.device)
         return found
 
-    def fill(
-        self, block: int, arguments: Arguments, packed_b: KeptPacking | None = None
-    ) -> tuple[int, int, int]:
+    def fill(self, block: int, arguments: Arguments, packed_b: KeptPacking | None = None) -> tuple[int, int, int]:
         """Queue the packing, and return the addresses of ``a``, ``b`` and the product."""
         stream = arguments.stream
         for start, nbytes in self._zeros:
@@ -145,9 +137,7 @@ class Staging:
         product = arguments.out.address if self._product is None else block + self._product
         return pointers[0], pointers[1], product
 
-    def apply_epilogue(
-        self, block: int, arguments: Arguments, alpha: complex, packed_b: KeptPacking | None
-    ) -> None:
+    def apply_epilogue(self, block: int, arguments: Arguments, alpha: complex, packed_b: KeptPacking | None) -> None:
         """Queue the writing of the result, where the product is staged; ``alpha`` includes the operands' scales."""
         if self._write is None or self._product is None:
             return

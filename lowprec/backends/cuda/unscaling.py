@@ -37,11 +37,7 @@ def is_usable() -> bool:
 
 
 def unscale(
-    runs: Mapping[DType, Sequence[Run]],
-    inverse: float,
-    device: int,
-    stream: int,
-    upload: Callable[[Any], Any],
+    runs: Mapping[DType, Sequence[Run]], inverse: float, device: int, stream: int, upload: Callable[[Any], Any]
 ) -> Any:
     """Queue a kernel for each element type; return a device array whose first number is 1 if Inf or NaN was found.
 

@@ -51,10 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="shapes of the operands on the GPU, pair after pair; leading dimensions are a batch",
     )
     parser.add_argument(
-        "--dtype",
-        type=dtype,
-        default=DType.FLOAT32,
-        help="element type of the operands (default: float32)",
+        "--dtype", type=dtype, default=DType.FLOAT32, help="element type of the operands (default: float32)"
     )
     add_shared(parser, "--mode")
     parser.add_argument(
@@ -106,10 +103,7 @@ def run(options: argparse.Namespace) -> int:
         columns = (
             "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
         )  # fmt: skip
-        rows = [
-            (_product(a, b), str(element), mode or "-", *_cells(result))
-            for a, b, mode, result in results
-        ]
+        rows = [(_product(a, b), str(element), mode or "-", *_cells(result)) for a, b, mode, result in results]
         print_table(Table(f"products on {found.device}", columns, rows))
     return 0
 
@@ -189,6 +183,4 @@ def _maker() -> Make:
         if make is not None:
             return make
         reasons.append(f"{name} sees no GPU")
-    raise CommandError(
-        f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(reasons)}"
-    )
+    raise CommandError(f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(reasons)}")

@@ -67,15 +67,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="MODE,...",
         help=f"modes to compare with fp32 (default: {','.join(available_modes())})",
     )
-    parser.add_argument(
-        "--distribution",
-        choices=[*DISTRIBUTIONS, "all"],
-        help="of the random operands (default: all)",
-    )
+    parser.add_argument("--distribution", choices=[*DISTRIBUTIONS, "all"], help="of the random operands (default: all)")
     add_shared(parser, "--dtype")
-    parser.add_argument(
-        "--rounds", type=count, default=7, help="samples of each mode's time (default: 7)"
-    )
+    parser.add_argument("--rounds", type=count, default=7, help="samples of each mode's time (default: 7)")
     parser.add_argument(
         "--budget",
         type=budget,
@@ -84,9 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="begin no new round of samples of a case after this, once three are done (default: 1)",
     )
     parser.add_argument("--csv", metavar="FILE", help="write the rows as comma-separated values")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw error and bound against speed, as .png or .svg"
-    )
+    parser.add_argument("--plot", metavar="FILE", help="draw error and bound against speed, as .png or .svg")
     add_shared(parser, "--json")
 
 

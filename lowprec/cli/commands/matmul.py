@@ -34,16 +34,8 @@ _CHEAP = 2 * 10**10
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_operands(parser, required=True)
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="C.npy",
-        required=True,
-        help="file to write (- is standard output)",
-    )
-    add_shared(
-        parser, "--mode", "--rtol", "--bound", "--k-chunk", "--dtype", "--out-dtype", "--json"
-    )
+    parser.add_argument("-o", "--output", metavar="C.npy", required=True, help="file to write (- is standard output)")
+    add_shared(parser, "--mode", "--rtol", "--bound", "--k-chunk", "--dtype", "--out-dtype", "--json")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,9 +64,7 @@ def run(options: argparse.Namespace) -> int:
         loading = f"the first call, with loading and compiling: {seconds(first)}"
         print_text(f"{plan}\n{options.output}: {seconds(elapsed)} ({loading})")
     if result.dtype.kind == "V":
-        note(
-            f"{options.output} holds {plan.out_dtype} as raw {plan.out_dtype.itemsize}-byte elements"
-        )
+        note(f"{options.output} holds {plan.out_dtype} as raw {plan.out_dtype.itemsize}-byte elements")
     return 0
 
 

@@ -27,9 +27,7 @@ class JaxController:
     name = "jax"
     module = "jax"
     tier = Tier.THREAD
-    switches: Mapping[str, str] = {
-        _SWITCH: "products and convolutions that are traced in this thread"
-    }
+    switches: Mapping[str, str] = {_SWITCH: "products and convolutions that are traced in this thread"}
     # JAX's words, not the names of algorithms, which are errors on devices that lack them. The device decides what a
     # word means.
     _words: Mapping[MathMode, str] = {

@@ -61,10 +61,7 @@ class SwitchController:
 
     def save(self) -> dict[str, Any]:
         """Return the current value of each switch."""
-        return {
-            name: attribute(getter, self.label)(*self.arguments)
-            for name, (_, getter, _) in self.functions.items()
-        }
+        return {name: attribute(getter, self.label)(*self.arguments) for name, (_, getter, _) in self.functions.items()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
         """Set every switch, and check that it holds the new value."""
@@ -73,9 +70,7 @@ class SwitchController:
         found = self.save()
         for name, kept in found.items():
             if kept != value:
-                raise BackendError(
-                    f"{self.label} kept {name} = {kept!r} when it was set to {value!r}"
-                )
+                raise BackendError(f"{self.label} kept {name} = {kept!r} when it was set to {value!r}")
         return found
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -58,8 +58,7 @@ _WORDS: dict[MathMode, tuple[str, str, str]] = {
     MathMode.BF16: ("medium", "tf32", "bf16"),
 }
 _VALUES = {
-    mode: [cuda if backend == "cuda" else onednn for backend, _ in _PAIRS]
-    for mode, (_, cuda, onednn) in _WORDS.items()
+    mode: [cuda if backend == "cuda" else onednn for backend, _ in _PAIRS] for mode, (_, cuda, onednn) in _WORDS.items()
 }
 #: Per mode: the result of `save`.
 _SET = {
@@ -232,9 +231,7 @@ def _own(do: _Functions, leaves: list[str]) -> list[str]:
 
     # With "none" in a backend's switch, the one of all backends would be read, perhaps with the same value.
     passes_on |= _while_set(do, {_ALL: do.get(*_ALL)}, "none", below_backends)
-    return [
-        "none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)
-    ]
+    return ["none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)]
 
 
 def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pair]:

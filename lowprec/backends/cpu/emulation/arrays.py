@@ -14,9 +14,7 @@ from lowprec.formats import FLOAT32
 _BEYOND_FLOAT32 = np.int64((1 << 29) - 1)
 
 
-def accumulate(
-    a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic
-) -> None:
+def accumulate(a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic) -> None:
     """Compute ``c += a @ b`` for a block of c (float32), in place and group by group as a tensor core does."""
     total = c[rows, columns].astype(np.float64)
     for first in range(0, a.values.shape[1], arithmetic.group):

@@ -118,9 +118,7 @@ def _compiled(function: Any) -> Any:
     values, exponents, raw = (x[:, ::1] for x in (types.float64, types.int32, types.float32))
     operand, index = (values, exponents, raw), types.intp
     block = (index,) * 4
-    signature = types.void(
-        *operand, *operand, raw, *block, types.boolean, index, *(types.int32,) * 2
-    )
+    signature = types.void(*operand, *operand, raw, *block, types.boolean, index, *(types.int32,) * 2)
     options = {"nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(signature, cache=True, **options)(function)
@@ -133,9 +131,7 @@ def _compiled(function: Any) -> Any:
 _run = _compiled(_block_function())
 
 
-def accumulate(
-    a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic
-) -> None:
+def accumulate(a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic) -> None:
     """Compute ``c += a @ b`` for a block of c; see :func:`lowprec.backends.cpu.emulation.arrays.accumulate`."""
     _run(
         *a[:3], *b[:3], c,

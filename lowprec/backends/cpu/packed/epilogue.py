@@ -162,10 +162,7 @@ def _add_array(acc, rows, end, factor, source, row_stride, col_stride, kind, scr
         # The rows of a bias are one row, read once.
         if i == 0 or row_stride != 0:
             _read_row(source + i * row_stride, col_stride, kind, end, scratch)
-        left, right = (
-            carray(_floats(at(acc, i, 0)), (16,)),
-            carray(_floats(at(acc, i, 16)), (16,)),
-        )
+        left, right = (carray(_floats(at(acc, i, 0)), (16,)), carray(_floats(at(acc, i, 16)), (16,)))
         for j in range(16):
             left[j] += factor * addend[j]
         for j in range(16):
@@ -221,11 +218,7 @@ def _epilogue_function(kind: int, computes: bool) -> Any:
         rows, end = lesser(32, field(job, J.M) - row), lesser(32, field(job, J.N) - col)
         if computes:
             _arithmetic(acc, job, row, col, rows, end, scratch)
-        target = (
-            field(job, J.OUT)
-            + row * field(job, J.OUT_ROW_STRIDE)
-            + col * field(job, J.OUT_COL_STRIDE)
-        )
+        target = field(job, J.OUT) + row * field(job, J.OUT_ROW_STRIDE) + col * field(job, J.OUT_COL_STRIDE)
         write(acc, job, target, rows, end, scratch, kept, place)
         return 0
 

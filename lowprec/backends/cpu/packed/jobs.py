@@ -138,9 +138,7 @@ def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
 
 
 @lru_cache(maxsize=256)
-def kernels_of(
-    micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str, rows: int = 32
-) -> Kernels:
+def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str, rows: int = 32) -> Kernels:
     """Return the compiled kernels of a kind of product, as `run.gemm` has the types.
 
     ``rows`` is how many the micro-kernel for the last strip of A multiplies.
@@ -219,9 +217,7 @@ class _Sizes(NamedTuple):
     workers: int
 
 
-def _blocking(
-    micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes
-) -> tuple[dict[int, int], int, int]:
+def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tuple[dict[int, int], int, int]:
     """Return the words for the sizes of blocks, and the bytes of the operand packed whole and of a thread's workspace.
 
     Packed B depends on k and n alone.
@@ -389,9 +385,7 @@ def job_of(
         c = c and c.transposed
     if len({a.dtype == "int8", b.dtype == "int8", out.dtype == "int32"}) > 1:
         raise ValueError(f"int8 goes with int8 into int32: {a.dtype} @ {b.dtype} -> {out.dtype}")
-    kernels = kernels_of(
-        micro_kernel, a.dtype, b.dtype, rounding, _last_rows(micro_kernel, m, rounding)
-    )
+    kernels = kernels_of(micro_kernel, a.dtype, b.dtype, rounding, _last_rows(micro_kernel, m, rounding))
     computes = has_alpha or any(x is not None for x in (c, bias, activation))
     if out.dtype == "int32" and computes:
         raise ValueError("int8 products take no alpha, beta, bias or activation")
@@ -419,9 +413,7 @@ def job_of(
     )  # fmt: skip
 
 
-def packing_job(
-    kernels: Kernels, micro_kernel: MicroKernel, n: int, k: int, b: Operand
-) -> Blocking:
+def packing_job(kernels: Kernels, micro_kernel: MicroKernel, n: int, k: int, b: Operand) -> Blocking:
     """Return a job that packs ``b`` and multiplies nothing."""
     sizes = _Sizes(1, n, k, is_short=False, workers=1)
     words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, sizes)

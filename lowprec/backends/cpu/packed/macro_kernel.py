@@ -169,9 +169,7 @@ def _check_a(job, index, scratch):
     for step in range(0, steps, chunk):
         end_step = lesser(step + chunk, steps)
         strip_bytes = field(job, J.A_STRIP_BYTES)
-        flags |= _pack_a(
-            job, index * strips, end_strip, step, end_step, scratch, strip_bytes, scratch
-        )
+        flags |= _pack_a(job, index * strips, end_strip, step, end_step, scratch, strip_bytes, scratch)
     return flags
 
 

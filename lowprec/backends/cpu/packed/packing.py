@@ -33,16 +33,7 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
-from lowprec.backends.cpu.packed.native import (
-    I8,
-    I32,
-    I64,
-    inline_asm,
-    lesser,
-    load,
-    pointer,
-    store,
-)
+from lowprec.backends.cpu.packed.native import I8, I32, I64, inline_asm, lesser, load, pointer, store
 from lowprec.backends.cpu.packed.tile_rows import Scheme, pack_row, transpose
 
 #: Bytes of scratch that a packing kernel needs: a padded block and the tiles to be transposed.

@@ -33,9 +33,7 @@ class Panels(NamedTuple):
     address: int
     step: int
     offsets: Any  # by how many bytes each is behind the first matrix of the operand, ascending
-    finite: tuple[
-        bool, ...
-    ]  # whether no value became infinite or NaN, where operands have two parts
+    finite: tuple[bool, ...]  # whether no value became infinite or NaN, where operands have two parts
     dtype: str  # in which they were packed
 
     def panels_at(self, offset: int) -> Panels:

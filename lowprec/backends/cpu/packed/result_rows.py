@@ -17,18 +17,7 @@ from numba.extending import intrinsic
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.compilation import inlined
-from lowprec.backends.cpu.packed.native import (
-    F16,
-    I16,
-    I32,
-    I64,
-    field,
-    load,
-    pointer,
-    shuffle,
-    store,
-    vector,
-)
+from lowprec.backends.cpu.packed.native import F16, I16, I32, I64, field, load, pointer, shuffle, store, vector
 from lowprec.backends.cpu.packed.vector_arithmetic import floats_of, narrowed_bfloat16
 
 #: For each strip of rows of results that are written past the caches: the last vector of each row.
@@ -36,9 +25,7 @@ KEPT_BYTES = 32 * 64
 #: Where a block is in its task: bits.
 LAST, FIRST = 1, 2
 
-FLOAT32, BFLOAT16, FLOAT16, INT32 = (
-    J.KINDS[name] for name in ("float32", "bfloat16", "float16", "int32")
-)
+FLOAT32, BFLOAT16, FLOAT16, INT32 = (J.KINDS[name] for name in ("float32", "bfloat16", "float16", "int32"))
 ITEM_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, INT32: 4}
 
 # --- one row ----------------------------------------------------------------------------------
@@ -107,9 +94,7 @@ def _put_across(typing_context, source, target, kind, behind, kept):
         order = shuffle(builder, order, order, [0] * line.count)
         order = builder.add(order, vector(line.element, range(line.count)))
         name = f"llvm.x86.avx512.vpermi2var.{'hi' if item == 2 else 'd'}.512"
-        two = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(line, [line] * 3), name
-        )
+        two = cgutils.get_or_insert_function(builder.module, ir.FunctionType(line, [line] * 3), name)
         target = builder.sub(target, builder.mul(behind, ir.Constant(I64, item)))
         for i, value in enumerate(values):
             whole = builder.call(two, [before, order, value])

@@ -8,13 +8,7 @@ from collections.abc import Callable
 
 from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed.jobs import (
-    Operand,
-    Vector,
-    epilogue_words,
-    float_bits,
-    words_of,
-)
+from lowprec.backends.cpu.packed.jobs import Operand, Vector, epilogue_words, float_bits, words_of
 from lowprec.backends.execution import imported
 
 _KERNELS = "lowprec.backends.cpu.packed.epilogue"
@@ -34,13 +28,7 @@ def is_usable() -> bool:
 
 @functools.lru_cache(maxsize=512)
 def epilogue_of(
-    m: int,
-    n: int,
-    out: Operand,
-    c: Operand | None,
-    bias: Vector | None,
-    activation: str | None,
-    computes: bool = True,
+    m: int, n: int, out: Operand, c: Operand | None, bias: Vector | None, activation: str | None, computes: bool = True
 ) -> Epilogue:
     """Return the epilogue of m rows of n numbers without gaps; addresses of the operands are ignored.
 
@@ -52,9 +40,7 @@ def epilogue_of(
     kernel: Callable[[int, int, int], int] = imported(f"{_KERNELS}:rows_kernel")()
     made = words_of(words | epilogue_words(c, bias, activation))
 
-    def apply(
-        product: int, out: int, c: int, bias: int, alpha: float, beta: float, scratch: int
-    ) -> None:
+    def apply(product: int, out: int, c: int, bias: int, alpha: float, beta: float, scratch: int) -> None:
         job = _Words.from_buffer_copy(made)
         job[J.OUT], job[J.C], job[J.BIAS] = out, c, bias
         job[J.ALPHA], job[J.BETA] = float_bits(alpha), float_bits(beta if c else 0.0)

@@ -37,15 +37,7 @@ from lowprec.arrays.prepared_view import PreparedView
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import batches, buffers, casting, team, threads
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed.jobs import (
-    Job,
-    Operand,
-    anywhere,
-    float_bits,
-    job_of,
-    matrix_of,
-    operand_of,
-)
+from lowprec.backends.cpu.packed.jobs import Job, Operand, anywhere, float_bits, job_of, matrix_of, operand_of
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.execution import Arguments, imported
 from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
@@ -177,9 +169,7 @@ def _execute_blocks(job: Job, arguments: Arguments) -> bool:
     n, done = job.shape[1], True
 
     def at(x: Any, first: int, stride: int) -> Any:
-        return (
-            None if x is None else Operand(x.address + first * job.words.get(stride, 0), "", 0, 0)
-        )
+        return None if x is None else Operand(x.address + first * job.words.get(stride, 0), "", 0, 0)
 
     for first in range(0, n, job.block_columns):
         right = at(a if job.transposed else b, first, J.B_COL_STRIDE)
@@ -276,10 +266,7 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
     table = batches.addresses_of(batch.matrices, arguments, batch.offsets)
     a, b = (J.B, J.A) if job.transposed else (J.A, J.B)
     of_batch = _BatchWords()
-    of_batch[J.BATCH_JOB], of_batch[J.BATCH_DRIVE] = (
-        ctypes.addressof(words),
-        job.kernels.macro_kernel,
-    )
+    of_batch[J.BATCH_JOB], of_batch[J.BATCH_DRIVE] = (ctypes.addressof(words), job.kernels.macro_kernel)
     of_batch[J.BATCH_TABLE], of_batch[J.BATCH_COUNT] = data_pointer(table), batch.batch_count
     of_batch[J.BATCH_FIELD_A], of_batch[J.BATCH_FIELD_B] = a, b
     of_batch[J.BATCH_SCRATCH] = _JOB_BYTES + blocking.packed_bytes

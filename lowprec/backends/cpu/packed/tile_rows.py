@@ -16,17 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from lowprec.backends.cpu.packed.native import (
-    F16,
-    F32,
-    I8,
-    I16,
-    I32,
-    inline_asm,
-    pointer,
-    shuffle,
-    vector,
-)
+from lowprec.backends.cpu.packed.native import F16, F32, I8, I16, I32, inline_asm, pointer, shuffle, vector
 from lowprec.backends.cpu.packed.vector_arithmetic import (
     INFINITY,
     bits_of,
@@ -172,9 +162,7 @@ def _tf32_split_rows(builder: Any, runs: list[Any], interleave: bool) -> list[An
     return rows
 
 
-def _two_part_rows(
-    builder: Any, scheme: Scheme, runs: list[Any], interleave: bool
-) -> tuple[Any, Any]:
+def _two_part_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) -> tuple[Any, Any]:
     wide, bad = [], []
     for run in runs:
         if scheme.storage == "float32":

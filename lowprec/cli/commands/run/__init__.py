@@ -57,11 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE) ..."
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--mode", type=mode, help=f"math mode of the program ({mode_names()})")
-    chosen.add_argument(
-        "--guard",
-        action="store_true",
-        help="full FP32: a floor for lowprec, and set in the libraries",
-    )
+    chosen.add_argument("--guard", action="store_true", help="full FP32: a floor for lowprec, and set in the libraries")
     switches = {
         "--force": "with --mode: lowprec keeps the mode and ignores the program's choices",
         "--intercept": "with --mode: PyTorch's products in the thread that imports it, and in backward passes, are "
@@ -90,9 +86,7 @@ def run(options: argparse.Namespace) -> int:
     """Replace this process by the program."""
     mode, guard = options.mode, options.guard
     if mode is None and not guard and not options.profile:
-        raise CommandError(
-            "run: give --mode MODE, --guard or --profile, before the script or the module"
-        )
+        raise CommandError("run: give --mode MODE, --guard or --profile, before the script or the module")
     if options.force and mode is None:
         why = "nothing overrules --guard" if guard else "give --mode MODE"
         raise CommandError(f"run: --force goes with --mode; {why}")
@@ -134,9 +128,7 @@ def _check(script: str) -> None:
             # A pipe is not opened: that would consume its data.
             Path(script).open("rb").close()
     except OSError as error:
-        raise CommandError(
-            f"cannot read {script or repr(script)}: {error.strerror or error}"
-        ) from None
+        raise CommandError(f"cannot read {script or repr(script)}: {error.strerror or error}") from None
 
 
 def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
@@ -189,11 +181,7 @@ def python_command(program: Sequence[str]) -> list[str]:
     """
     if not sys.executable:
         raise CommandError("run: this Python does not know its own executable")
-    ignoring = {
-        "-I": sys.flags.isolated,
-        "-E": sys.flags.ignore_environment,
-        "-S": sys.flags.no_site,
-    }
+    ignoring = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
     for option, is_set in ignoring.items():
         if is_set:
             raise CommandError(

@@ -53,16 +53,7 @@ class Registers:
 
 
 AVX512 = Registers(
-    "zmm",
-    (28, 29),
-    (30, 31),
-    (26, 27),
-    25,
-    ((0, 1024),),
-    (10, 11, 11),
-    {8: (8,), 16: (8, 8)},
-    "vmovdqa64",
-    "vpxord",
+    "zmm", (28, 29), (30, 31), (26, 27), 25, ((0, 1024),), (10, 11, 11), {8: (8,), 16: (8, 8)}, "vmovdqa64", "vpxord"
 )
 AVX2 = Registers(
     "ymm", (12, 13), (14, 15), (10, 11), 9, ((0, 32), (1024, 1056)), (4, 5, 5, 5, 5, 5, 3),
@@ -90,10 +81,7 @@ class _Group:
     def accumulators(self) -> list[tuple[str, str]]:
         """Registers, and where they are in memory."""
         return [
-            (
-                self.registers[2 * (i - self.first) + t],
-                f"{(i >> 4) * 2048 + (i & 15) * 64 + self.columns[t]}(%r8)",
-            )
+            (self.registers[2 * (i - self.first) + t], f"{(i >> 4) * 2048 + (i & 15) * 64 + self.columns[t]}(%r8)")
             for i in range(self.first, self.end)
             for t in range(2)
         ]
@@ -121,9 +109,7 @@ class _Group:
             for i in range(self.first, self.end):
                 a, at = r[r.a[i & 1]], (i >> 4) * 1024 + (i & 15) * 64 + 4 * dword
                 lines.append(f"vpbroadcastd {at}(%rax), {a}")
-                lines += [
-                    f"{self.multiply} {b[t]}, {a}, {r[2 * (i - self.first) + t]}" for t in range(2)
-                ]
+                lines += [f"{self.multiply} {b[t]}, {a}, {r[2 * (i - self.first) + t]}" for t in range(2)]
         return lines
 
     def product(self, i: int, j: int, parts: tuple[int, int], prefetches: bool) -> list[str]:
@@ -201,9 +187,7 @@ def _micro(typing_context, name, products, rows, a, b, acc, steps, add, followin
     registers, multiply, offset, adds_sums = _INSTRUCTIONS[name.literal_value]
     pairs = parse_pairs(products.literal_value)
     count = rows.literal_value
-    text = micro_kernel_text(
-        registers, multiply, pairs, offset=offset, adds_sums=adds_sums, rows=count
-    )
+    text = micro_kernel_text(registers, multiply, pairs, offset=offset, adds_sums=adds_sums, rows=count)
     general = ("rax", "rcx", "rdx", "r8", "r9", "memory", "flags", "dirflag", "fpsr")
     used = tuple(f"{registers.name}{i}" for i in range(registers.a[1] + 1))
     clobbers = ",".join(f"~{{{register}}}" for register in general + used)
