@@ -97,7 +97,6 @@ def info() -> dict[str, Any]:
 
 
 def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return whether GPUs are used, and those that are; CUDA libraries are loaded only where there is a driver."""
     driver = _driver()
     nothing: dict[str, Any] = {"used": False, "driver": driver, "cuda": None, "cublas": None}
     module = "lowprec.backends.cuda.backend"
@@ -111,7 +110,6 @@ def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _opens_driver() -> bool:
-    """Whether the driver's library is where the system looks for libraries."""
     try:
         ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:

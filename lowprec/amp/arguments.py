@@ -37,11 +37,11 @@ class Operands:
 
 
 def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None) -> Operands:
-    """Return the operands as a list ("allow", "deny", "infer") wants them. float64, integers and complex numbers stay.
+    """Return the operands in the type that a list ("allow", "deny", "infer") requires.
 
-    ``compute`` is the policy's type of products; in ``fp32_guard``, and where ``LOWPREC_FORCE_MATH_MODE`` decides, it
-    is float32. Arrays, and lists and tuples of arrays, are looked at; ``out`` is not, since what is written to a cast
-    one would be lost. Where the namespace ``xp`` has no such type, a math mode takes its place.
+    Only floats narrower than 64 bits change. ``compute`` is the policy's type of products, float32 in ``fp32_guard``
+    and where ``LOWPREC_FORCE_MATH_MODE`` decides. Arrays, and lists and tuples of arrays, are cast; ``out`` is not.
+    Where the namespace ``xp`` lacks the type, a math mode replaces it.
     """
     if which == "infer":
         names = {dtype_name(x) for x in _arrays(args, kwargs) if is_float(x)}

@@ -43,11 +43,11 @@ def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool = False) -> Any:
-    """Return a container of the same structure with the function's results in the place of the arrays.
+    """Return a container of the same structure with the function's results in place of the arrays.
 
-    The function takes an array, and those in the same place of the other containers. ``numbers`` allows Python numbers
-    for arrays; NumPy's scalars become arrays. Raises ArrayError if something is neither a container nor an array,
-    ShapeError if another container has another structure.
+    The function takes an array and those at the same place in the other containers. ``numbers`` allows Python numbers
+    as arrays; NumPy's scalars become arrays. Raises ArrayError for a leaf that is no array, ShapeError for another
+    structure.
     """
     if hasattr(tree, "__dlpack__"):  # most are, so this comes first
         return function(tree, *others)

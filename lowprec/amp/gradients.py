@@ -262,7 +262,6 @@ def _scale(arrays: list[Any]) -> float:
 
 
 def _host(array: Any) -> Any:
-    """Return an array of floats as NumPy's, in host memory."""
     name = dtype_name(array)
     if name not in FLOATS:
         raise DTypeError(f"gradients are of {', '.join(FLOATS)}, got {name}; cast them first")

@@ -136,7 +136,6 @@ def _widened(x: Any) -> Any:
 
 
 def _own(x: Any) -> Any:
-    """Return a copy, in float32 where it is a narrower float."""
     if is_float(x, wide=False) and dtype_name(x) != "float32":
         return cast(x, "float32")
     if hasattr(x, "detach"):

@@ -156,12 +156,10 @@ class PrecisionSchedule:
 
 
 def _listed(items: Any) -> list[Any] | None:
-    """Return what a sequence holds, None for what is none."""
     return list(items) if isinstance(items, Iterable) and not isinstance(items, str) else None
 
 
 def _number(name: str, value: Any) -> float:
-    """Return a number, or that of an array of no axes; raise :class:`SettingError` if it is none."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one PyTorch's

@@ -1,7 +1,7 @@
-"""Gradients divided by the scale, with the look for Inf and NaN in the same pass, library by library.
+"""Gradients divided by the scale, with the search for Inf and NaN in the same pass, library by library.
 
-What is found stays where the arrays are: nothing here waits for a GPU. Whether a gradient is finite is asked of the
-gradient as it came, before the division, as PyTorch does.
+The flags stay on the device of the arrays: nothing here waits for a GPU. The gradient is checked before the division,
+as in PyTorch.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DTYPES = ("float32", "float64", "bfloat16")
 def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     """Return gradients divided by the scale, and flags that are true where one was Inf or NaN.
 
-    ``out``, which may be ``grads``, receives the results. There is a flag for each library and device, and ``bool`` of
-    it waits for the device.
+    ``out``, which may be ``grads``, receives the results. There is a flag for each library and device; ``bool`` of it
+    waits for the device.
     """
     arrays = leaves(grads)
     if not arrays:
@@ -124,7 +124,6 @@ def _check(array: Any, target: Any) -> None:
 
 
 def _new(empty_like: Callable[[Any], Any], arrays: Sequence[Any], targets: Sequence[Any]) -> list[Any]:
-    """Return the targets, new arrays for those that are missing."""
     pairs = zip(arrays, targets, strict=True)
     return [empty_like(x) if out is None else out for x, out in pairs]
 

@@ -12,11 +12,10 @@ from lowprec.util.strides import contiguous_strides, overlaps_itself
 
 
 class Library(ABC):
-    """One array library: how to see its arrays, to make new ones and to hand them back.
+    """Access to the arrays of one library: views of operands, new arrays for results.
 
-    A result passes through three calls: ``allocate`` makes a buffer, the backend fills it, and ``wrap`` turns it into
-    the array that the caller gets. The buffer is the array itself, except where the library's arrays are immutable
-    (JAX) or the library is known only by DLPack.
+    ``allocate`` makes a buffer, the backend fills it, and ``wrap`` returns the caller's array: the buffer itself,
+    except where arrays are immutable (JAX) or the library is known only by DLPack.
     """
 
     #: The library's name, as its module is called.
@@ -34,10 +33,9 @@ class Library(ABC):
 
     @abstractmethod
     def view(self, array: Any) -> ArrayView:
-        """Return the view of an array that will be read.
+        """Return the view of an array to read.
 
-        Raises ArrayError if the array cannot be read where it is (the message names the way out), DTypeError if its
-        element type is not supported.
+        Raises ArrayError if it cannot be read in place, with a remedy, DTypeError if its element type is not supported.
         """
 
     def view_another(self, array: Any) -> ArrayView:
@@ -45,7 +43,7 @@ class Library(ABC):
         return self.view(array)
 
     def writable_view(self, array: Any) -> ArrayView:
-        """Return the view of an array that will be written, an ``out``.
+        """Return the view of an ``out``.
 
         Raises ArrayError if it is read-only, repeats elements, or could be viewed only through a copy.
         """
@@ -58,23 +56,19 @@ class Library(ABC):
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of a new row-major buffer, its ``owner``, which :meth:`wrap` accepts.
-
-        ``like`` is an array of this library on the device, whose placement the result takes.
-        """
+        """Return the view of a new row-major buffer for :meth:`wrap`, placed as ``like``, an array of this library."""
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return the array of this library that a filled buffer has become, without a copy.
+        """Return a filled buffer as an array of this library, without a copy.
 
-        ``operands``, arrays of any library or None, are those of the product, the one that was ``like`` first.
+        ``operands``, arrays of any library or None, are those of the product, the ``like`` of :meth:`allocate` first.
         """
         return buffer
 
     def current_stream(self, device: Device) -> int | None:
-        """Return the handle of the stream on which the library works now, None where there are no streams.
+        """Return the handle of the library's current stream, None where there are no streams.
 
-        CUDA's default stream is 1 (``cudaStreamLegacy``), never 0: that is what DLPack asks for, and CUDA takes it
-        wherever it takes a stream.
+        CUDA's default stream is 1 (``cudaStreamLegacy``), as in DLPack, never 0.
         """
         return None
 

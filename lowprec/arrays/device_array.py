@@ -21,9 +21,9 @@ _NO_STREAM = 0
 
 
 class DeviceArray(DLPackArray):
-    """A new, row-major :class:`DLPackArray` on a device, whose elements are written on a stream.
+    """A new, row-major :class:`DLPackArray` on a device, written on a stream.
 
-    A NumPy array stands for shape and type. Its memory is the device's, so nothing on the host may read it.
+    A NumPy array holds its shape and type; its memory is the device's, so the host must not read it.
     """
 
     __slots__ = ("_block", "_device", "_stream")
@@ -70,10 +70,10 @@ class DeviceArray(DLPackArray):
         )
 
     def _consumer(self, stream: Any) -> int:
-        """Return the stream that a consumer names.
+        """Return the stream that a consumer passes.
 
-        None means the legacy default stream by the standard. But JAX passes it where its client tells no stream, and
-        then works on streams of its own that do not wait for the default one.
+        None means the legacy default stream by the standard. JAX passes it where its client reports no stream, and then
+        works on streams that do not wait for the default one.
         """
         if stream is None:
             return _NO_STREAM

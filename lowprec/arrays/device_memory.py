@@ -1,8 +1,6 @@
-"""Memory and streams of a device, for arrays whose library gives lowprec neither.
+"""Memory and streams of a device, for arrays of libraries that provide neither (JAX, plain DLPack).
 
-torch and CuPy allocate on their own current stream. JAX tells nobody its stream, and what is known only by DLPack has
-no library at all: for these lowprec brings memory and a stream of its own. What is done about that is a backend's
-business, a layer above: it registers here what it can do, and nothing is imported from it.
+A backend, one layer above, registers its functions here.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ class Block(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """What a backend offers for its devices. A module with these functions is a provider.
+    """Functions of a backend for its devices; a module with these functions is a provider.
 
-    Streams are numbers as CUDA has them: 1 is the legacy default stream, 2 that of the thread.
+    Streams are CUDA's numbers: 1 is the legacy default stream, 2 that of the thread.
     """
 
     def allocate(self, nbytes: int, device: Device, stream: int) -> Block:

@@ -1,4 +1,4 @@
-"""DLPack: reading other libraries' capsules, and an array that exports its own.
+"""DLPack: views of other libraries' capsules, and an array that exports its own.
 
 Source: ``dlpack.h`` of DLPack 1.0 and the Python specification in the Array API standard.
 
@@ -7,8 +7,7 @@ Two decisions keep this file free of C callbacks, which would have to survive th
 - A capsule is *held*, never renamed. As long as its name is ``dltensor`` its own destructor calls the producer's
   deleter, exactly once, when the last reference to it goes.
 - An exported capsule is NumPy's own. NumPy refuses bfloat16 and float8, so their bits are exported as unsigned
-  integers and the type code in the fresh capsule is set to the true one. So is the device, where the memory is not the
-  host's.
+  integers, and the type code in the fresh capsule is corrected, as is the device of memory that is not the host's.
 """
 
 from __future__ import annotations
@@ -108,10 +107,10 @@ def _open(capsule: object) -> tuple[_Tensor, int]:
 
 
 def view_of_capsule(capsule: object) -> ArrayView:
-    """Return the view of a DLPack capsule, which the view holds until it dies.
+    """Return the view of a DLPack capsule, which the view keeps alive.
 
-    Raises ArrayError if the capsule has been consumed, is of another major version, or describes no array that memory
-    can hold, DTypeError if the element type is not supported.
+    Raises ArrayError if the capsule has been consumed, is of another major version, or describes no array that fits
+    memory, DTypeError if the element type is not supported.
     """
     tensor, flags = _open(capsule)
     dtype = dtype_from_dlpack(tensor.code, tensor.bits, tensor.lanes)
@@ -162,9 +161,9 @@ def _device(kind: int, index: int) -> Device:
 
 
 def device_of(array: Any) -> Device:
-    """Return where an array with ``__dlpack_device__`` says it is; memory that the host can read is the CPU's.
+    """Return the device of an array with ``__dlpack_device__``; memory that the host can read is the CPU's.
 
-    Raises ArrayError if it refuses to tell, or names no device.
+    Raises ArrayError if the array raises or names no device.
     """
     try:
         said = array.__dlpack_device__()
@@ -182,7 +181,7 @@ def device_of(array: Any) -> Device:
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
     """Return the view of any array with ``__dlpack__``; an ArrayError quotes a library that refuses to export it.
 
-    ``stream`` is the consumer's, as the standard numbers them; None is host memory, or CUDA's legacy default stream.
+    ``stream`` is the consumer's, by the standard's numbers; None for host memory or CUDA's legacy default stream.
     """
     keywords = {} if stream is None else {"stream": stream}
     try:
@@ -198,10 +197,9 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
 
 
 def _lacks_max_version(error: TypeError) -> bool:
-    """Whether a producer from before DLPack 1.0 has refused the keyword, and not a newer one something else.
+    """Whether a producer from before DLPack 1.0 has refused the keyword, rather than a newer one something else.
 
-    A producer that is taken for an old one cannot say that its memory is read-only. Nothing is remembered: an object
-    may pass its calls on to others of either kind.
+    Only a newer producer can report read-only memory. The answer is not cached: an object may forward its calls.
     """
     if isinstance(error, LowprecError):
         return False
@@ -337,10 +335,10 @@ def export(
     device: Device = CPU,
     copied: bool = False,
 ) -> object:
-    """Return a capsule that holds an array, of the newest version of DLPack that the consumer reads.
+    """Return a capsule of the newest version of DLPack that the consumer reads.
 
-    The elements are not touched, so that ``memory`` may be at another device's address; ``dtype`` is their true type,
-    and ``copied`` tells whether they were copied for this export.
+    The elements are not touched, so ``memory`` may have another device's address; ``dtype`` is their true type, and
+    ``copied`` whether they were copied for this export.
     """
     carrier = _CARRIERS.get(dtype)
     exported = memory if carrier is None else memory.view(carrier)

@@ -17,18 +17,15 @@ _CUDA = 2
 
 
 class DLPackLibrary(Library):
-    """Anything with ``__dlpack__`` and ``__dlpack_device__``.
-
-    Its arrays on a GPU come in and go out in the order of CUDA's legacy default stream.
-    """
+    """Arrays known only by DLPack; on a GPU, in the order of the legacy default stream."""
 
     name = "dlpack"
     keeps_owners = True
 
     def view(self, array: Any) -> ArrayView:
-        """Return the view of an array by its DLPack capsule, or of a buffer that lowprec made.
+        """Return the view of an array by its capsule, or of a buffer of lowprec's.
 
-        Capsules from before DLPack 1.0 do not say whether they may be written; they count as writable.
+        Arrays from before DLPack 1.0, which do not say whether they may be written, count as writable.
         """
         kind = type(array)
         if kind is DLPackArray:

@@ -1,8 +1,7 @@
 """Huge pages for large results in host memory.
 
-The system fills fresh memory with zeros page by page as it is first written. In pages of 4 KiB that takes longer than
-a product whose inner dimension is small. NumPy asks for huge pages (2 MiB) for its large arrays; other libraries do
-not, so lowprec asks for those in which it writes a result. Where the system is set to give none, nothing changes.
+The system zeroes fresh memory page by page on the first write. With pages of 4 KiB that takes longer than a product of
+small inner dimension. NumPy requests huge pages (2 MiB) for large arrays; lowprec does so for other libraries.
 """
 
 from __future__ import annotations

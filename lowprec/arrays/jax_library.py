@@ -1,8 +1,8 @@
-"""JAX arrays: read where they are, and made from memory that JAX adopts without a copy.
+"""JAX arrays, read in place and made from memory that JAX adopts without a copy.
 
-JAX tells nobody the stream on which it works. On a GPU lowprec works on a stream of its own, for which JAX makes its
-arrays ready when they come in, and for which JAX's streams wait when a result goes out. Clients of JAX's that know
-nothing of others' streams (they answer "UNIMPLEMENTED") are served by waiting on the host, both ways.
+JAX does not report its stream. On a GPU lowprec uses a stream of its own: JAX makes arrays ready for it, and JAX's
+streams wait for it when a result is exported. Clients without that ability ("UNIMPLEMENTED") are served by waiting on
+the host.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class JaxLibrary(Library):
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of memory that JAX can adopt: a NumPy array, on a GPU one for :meth:`current_stream`.
 
-        Raises DeviceError if lowprec has no memory on the device, DTypeError if the type has 64-bit parts and JAX has
-        them switched off: it would round the result to 32 bits.
+        Raises DeviceError if lowprec has no memory on the device, DTypeError for 64-bit types that JAX has disabled.
         """
         if dtype in _64_BIT and not self._jax.config.jax_enable_x64:
             raise DTypeError(
@@ -90,10 +89,10 @@ class JaxLibrary(Library):
         return host_view(aligned_empty(shape, NUMPY_DTYPES[dtype]))
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return the JAX array that adopts a filled buffer, which nobody may write from then on.
+        """Return the JAX array that adopts a filled buffer.
 
-        As from ``jax.numpy.matmul``, it is committed to the device of the operands that are, and to none where none
-        is; it is then on that of the first. On a CPU device other than JAX's first, JAX copies it there.
+        As from ``jax.numpy.matmul``, it is committed to the device of the committed operands; without any it is
+        uncommitted, on the device of the first. On a CPU device other than JAX's first, JAX copies it.
         """
         committed = [x for x in operands if type(x) is type(operands[0]) and x.committed]
         like = next(iter(committed or operands), None)
@@ -131,10 +130,9 @@ def _is_cpu(device: Any) -> bool:
 
 
 def _uncommitted(array: Any) -> Any:
-    """Return the array, which DLPack has committed to its device, on the same memory and uncommitted.
+    """Return the array, which DLPack has committed to its device, uncommitted on the same memory.
 
-    JAX has no public way to do this that neither copies nor chooses another device. Where its class has changed, the
-    array stays committed.
+    No public function of JAX does this without a copy. If JAX's class changes, the array stays committed.
     """
     try:
         return type(array)(array.aval, array.sharding, [array], committed=False, _skip_checks=True)

@@ -1,7 +1,6 @@
-"""Which library an array belongs to.
+"""The library of an array, looked up once per type.
 
-Libraries are found in ``sys.modules``: an array of a library can only exist where the caller has imported it, so
-lowprec never imports one itself. Every type is looked up once.
+Libraries are found in ``sys.modules``: an array exists only where its library has been imported.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from lowprec.errors import ArrayError, ElsewhereError
 
 
 class OptionalLibrary(NamedTuple):
-    """A library that need not be there: the class of its arrays, the adapter and what distributes it.
-
-    The adapter, ``"module:class"``, is imported with the first of its arrays.
-    """
+    """An optional library: class of its arrays, adapter (``"module:class"``, imported lazily), distributions."""
 
     array_class: str
     adapter: str
@@ -59,8 +55,8 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 def library_of(array: Any) -> Library:
     """Return the library of an array.
 
-    Raises ArrayError if it is no array, or one that must not be read in place: a tracer, a masked array, a subclass
-    that changes what the elements mean. The message names the way out.
+    Raises ArrayError, with a remedy, for what is no array or cannot be read in place: a tracer, a masked array, a
+    subclass that changes the meaning of the elements.
     """
     found = _BY_TYPE.get(type(array))
     return _look_up(array) if found is None else found
@@ -110,9 +106,9 @@ def _find(array: Any) -> Library:
 
 
 def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
-    """Return operands of a product and addends, those that JAX types weakly as arrays of the type it gives them.
+    """Return operands and addends, weakly typed arrays of JAX in the type of JAX's promotion.
 
-    A weakly typed operand takes the result type of all operands, an addend that of the operands and itself.
+    An operand takes the result type of all operands, an addend that of the operands and itself.
     """
     if not any(_is_weak(x) for x in (*operands, *addends)):
         return (*operands, *addends)
@@ -129,7 +125,6 @@ def _is_weak(x: Any) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    """Return what JAX promotes: a weakly typed array, else an element type."""
     label = str(getattr(x, "dtype", None)).rpartition(".")[2]
     return x if _is_weak(x) else np.dtype(getattr(ml_dtypes, label, label))
 
@@ -153,12 +148,9 @@ def is_array(x: Any) -> bool:
 
 
 def library_name(array: Any) -> str:
-    """Return the name of the library whose own functions take this array.
+    """Return the name of the library whose own functions accept this array, also where :func:`library_of` refuses it.
 
-    They take more than lowprec reads in place: a tracer, a tensor that requires grad, a tensor subclass. For these
-    :func:`library_of` raises, and this does not.
-
-    Raises ArrayError if it is no array, or a NumPy subclass that changes what the elements mean.
+    Raises ArrayError if it is no array, or a NumPy subclass that changes the meaning of the elements.
     """
     return _optional_name(array) or library_of(array).name
 

@@ -27,8 +27,8 @@ _ENTRIES = {numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1) for d,
 def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
     """Return the view of a NumPy array.
 
-    A foreign byte order, misaligned data and byte strides that are no multiple of the element size cannot be
-    expressed in elements: those arrays are copied, and the view says why.
+    Arrays of foreign byte order, misaligned, or with byte strides that are no multiple of the element size are copied,
+    and the view records the reason.
     """
     entry = _ENTRIES.get(array.dtype)
     flags = array.flags

@@ -1,7 +1,6 @@
-"""Views of prepared operands: lowprec's own copy of an array, and what kernels have made of it.
+"""Views of prepared operands: lowprec's own copy of an array, with the packed forms that kernels keep.
 
-Whatever is computed from such a view could be computed from its elements. Backends that make something of ``b`` which
-does not depend on ``a`` keep it here, by a key of everything that it depends on.
+Backends keep here whatever they make of ``b`` that does not depend on ``a``, by a key of all that it depends on.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Form(NamedTuple):
 
 
 class PreparedView(ArrayView):
-    """A view of memory that nobody writes, with the forms that kernels keep of it.
+    """A view of immutable memory, with the packed forms that kernels keep of it.
 
-    ``view`` is that of the copy, ``mode`` the one in which products keep what they make of it, and ``whole`` the view
-    of the operand where this is a matrix of its stack. ``forms`` has them by what they depend on, without a lock, which
-    a fork or a signal handler could find taken: threads that come first together make a form each, and one is kept.
+    ``view`` is that of the copy, ``mode`` the one whose products keep forms, ``whole`` the view of the operand where
+    this is a matrix of its stack. ``forms`` has no lock, which a fork or signal handler could find taken: threads that
+    come first together make a form each, and one is kept.
     """
 
     __slots__ = ("_transposed", "_whole", "forms", "mode")
@@ -103,10 +102,7 @@ def refuse_prepared(**arguments: Any) -> None:
 
 
 def copy_of(view: ArrayView, stream: int | None) -> ArrayView:
-    """Return the view of a copy with the same strides, in the order of a stream where there are any, and ready.
-
-    The strides decide how a library multiplies, and so does the alignment of the first element.
-    """
+    """Return the view of a copy with the same strides and alignment, in the order of a stream where there is one."""
     if view.device.is_host:
         return host_view(_host_copy(view))
     device, (first, last) = view.device, view.extent()

@@ -1,8 +1,8 @@
-"""What stands between a caller and PyTorch's operations: modes, tracers, transforms, tangents.
+"""PyTorch's mechanisms that intercept operations: modes, tracers, transforms, tangents.
 
-A ``TorchDispatchMode`` may replace what an operation returns (``FakeTensorMode``), record it (``make_fx``) or count it
+A ``TorchDispatchMode`` may replace the result of an operation (``FakeTensorMode``), record it (``make_fx``) or count it
 (``FlopCounterMode``); ``torch.jit.trace`` records; ``torch.func`` wraps. lowprec's product is no operation of torch,
-so they would see the allocation of its result and not the product: what they make of that is wrong, or crashes.
+so they would see only the allocation of its result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROAD = "lowprec.torch:matmul"
 def probes_of(torch: Any) -> tuple[Callable[[], Any], ...]:
     """Return functions of torch's that are false where nothing intercepts; 20 to 50 ns each.
 
-    ``make_fx(pre_dispatch=True)`` keeps its dispatch mode apart from the others, and a function mode with them.
+    ``make_fx(pre_dispatch=True)`` has a dispatch mode and a function mode separate from the others.
     """
     core = torch._C
     return (
@@ -55,7 +55,7 @@ def refuse_interception(torch: Any) -> None:
 def refuse_tangent(torch: Any, array: Any) -> None:
     """Raise an ArrayError if a tensor has a tangent at the current level, unless forward-mode AD is switched off.
 
-    Below autograd, in the handler of a dispatch mode, tangents are taken care of, and PyTorch cannot be asked for them.
+    Below autograd, in the handler of a dispatch mode, PyTorch has handled tangents and cannot be asked for them.
     """
     core = torch._C
     if core._dispatch_tls_is_dispatch_key_excluded(core.DispatchKey.AutogradFunctionality):
@@ -69,7 +69,6 @@ def refuse_tangent(torch: Any, array: Any) -> None:
 
 
 def _dispatch_mode(torch: Any) -> Any:
-    """Return an active ``TorchDispatchMode``, None where there is none."""
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     if mode is not None:
         return mode

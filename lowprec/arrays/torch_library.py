@@ -27,9 +27,8 @@ _WITH_GRAD = (
 class TorchLibrary(Library):
     """PyTorch: plain tensors and parameters, on any device with addresses.
 
-    A tensor that requires grad is refused while gradients are recorded, because the product would silently drop
-    out of the graph. Inside ``torch.no_grad()`` or ``torch.inference_mode()`` nothing is lost, and the weights of
-    a model are read as ``torch.matmul`` reads them there.
+    A tensor that requires grad is refused while gradients are recorded, because the product would drop out of the
+    graph; not inside ``torch.no_grad()`` or ``torch.inference_mode()``.
     """
 
     name = "torch"

@@ -1,7 +1,6 @@
-"""Views: what the rest of lowprec knows of a caller's array.
+"""Views: shape, strides, type and address of a caller's array.
 
-A view is made from each array that the caller passed, and all later stages read only the view. Making one must cost
-about as much as reading the array's own attributes, so the address of a NumPy array is computed when it is read.
+All stages after the first read only views. The address of a NumPy array is computed when it is read.
 """
 
 from __future__ import annotations
@@ -71,12 +70,11 @@ _MAX_UNUSED = 1 << 48
 
 @dataclass(slots=True, eq=False, repr=False)
 class ArrayView:
-    """An array as lowprec sees it. Nothing changes it after it is made.
+    """An array as lowprec sees it; immutable.
 
-    Strides count elements, not bytes; they may be zero or negative. ``owner`` keeps the memory alive, and is None for
-    the description of an array that has none. ``read_only`` says whether the library forbids writing (or does not say
-    that it may be written), ``address`` is that of the element with all indices zero, and ``copied`` a phrase that
-    ``plan`` prints: why this is a view of a copy and not of the caller's memory.
+    Strides count elements and may be zero or negative. ``owner`` keeps the memory alive, and is None for a description
+    without memory. ``read_only``: the library forbids writing, or does not say. ``address`` is that of the element with
+    all indices zero. ``copied`` is a phrase for ``plan``: why this is a view of a copy.
     """
 
     dtype: DType
@@ -185,10 +183,10 @@ class HostView(ArrayView):
 
 
 class _Memory(ctypes.Array):  # type: ignore[type-arg]
-    """Bytes at an address, as a buffer that can carry what keeps them alive.
+    """Bytes at an address, as a buffer that can keep their owner alive.
 
-    One class with the largest length serves every size: ctypes would make and keep a new class for each length.
-    NumPy, the only user, reads the bytes that shape and strides name and no others.
+    One class with the largest length serves every size, since ctypes keeps a class for each length. NumPy reads only
+    the bytes that shape and strides name.
     """
 
     _type_ = ctypes.c_char
@@ -197,10 +195,7 @@ class _Memory(ctypes.Array):  # type: ignore[type-arg]
 
 
 def memory_at(address: int, owner: Any) -> Any:
-    """Return the bytes from an address on as a buffer for NumPy, which keeps their owner alive.
-
-    Making it reads nothing, so the address may be another device's.
-    """
+    """Return the bytes from an address on as a buffer for NumPy, which keeps their owner alive; nothing is read."""
     memory = _Memory.from_address(address)
     memory.owner = owner
     return memory
@@ -237,11 +232,10 @@ _MAX_WORK: Any = 1000
 
 
 def may_overlap(a: ArrayView, b: ArrayView) -> bool:
-    """Whether writing one view may change the other.
+    """Whether writing one view may change the other; False is certain.
 
-    False is certain. In host memory True is exact as well (columns that interleave without sharing an element do
-    not overlap), unless the strides are so contrived that NumPy's search gives up. In other memory True means
-    that the address ranges overlap.
+    In host memory True is exact as well, unless NumPy's search gives up on the strides. In other memory True means that
+    the address ranges overlap.
     """
     if a.device != b.device or a.is_description or b.is_description:
         return False

@@ -1,14 +1,11 @@
-"""What the backends keep from one process to the next: compiled kernels and measured choices.
+"""The cache on disk: compiled kernels and measured choices.
 
-A cache makes things faster and nothing else: where there is none, where a file is damaged or a folder cannot be
-written, that costs a warning and never a product. Files appear whole or not at all, so that processes may share the
-folder.
+A cache only saves time: a missing or damaged file, or a folder that cannot be written, costs a warning and never a
+product. Files are written whole, so processes may share the folder.
 
-What is read here is run, so it must be what this user has put here. As ssh does with keys, folders and files
-that belong to somebody else, or that somebody else may write to, are left alone. (Root's are taken: who is root needs
-no cache to run anything.) In a sticky folder, as the system's for temporary files is one, the owner of each file
-decides. Folders further up are not asked: who may write there can put another folder in the place of this one, but
-none that belongs to this user. Windows has no such owners and modes, and keeps caches in the user's own profile.
+Cached code is executed, so files and folders of other users, or that others may write to, are refused, as ssh does
+with keys. Root's are accepted, and in a sticky folder the owner of each file decides. On Windows the folder is in the
+user's profile, and nothing is checked.
 """
 
 from __future__ import annotations

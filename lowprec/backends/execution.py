@@ -23,9 +23,9 @@ def imported(name: str) -> Any:
 
 
 class Arguments(NamedTuple):
-    """What a product is made of: the arrays as views, the factors as numbers, and the stream on which it runs.
+    """The operands of a product as views, its factors as numbers, and its stream.
 
-    The stream is 0 in host memory, and on a GPU CUDA's handle (1 is the legacy default stream).
+    The stream is CUDA's handle on a GPU (1 is the legacy default stream), and 0 in host memory.
     """
 
     a: ArrayView
@@ -96,20 +96,13 @@ class Backend(Protocol):
         """Give back the memory that is kept for later products."""
 
     def info(self) -> dict[str, Any]:
-        """Return what ``lowprec.info`` shows, as plain values.
-
-        ``devices`` holds a dict for each device that can compute, ``versions`` those of the libraries behind them,
-        by name.
-        """
+        """Return the ``devices`` that can compute and the ``versions`` of libraries for ``lowprec.info``."""
 
     def staging_dtype(self, dtype: DType) -> DType:
         """Return the element type in which a result of this type is staged, for :meth:`copy` to write."""
 
     def copy(self, source: ArrayView, out: ArrayView, stream: int = 0) -> None:
-        """Write the elements of ``source``, row-major, to ``out``, of the same shape and on the same device.
-
-        ``source`` has the type that :meth:`staging_dtype` gives for that of ``out``.
-        """
+        """Write row-major ``source``, of :meth:`staging_dtype`, to ``out``, of the same shape and device."""
 
     def describe(self, plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
         """Return what the device's library tells of how it would run a plan, as rows of names and values."""

@@ -34,10 +34,7 @@ def backend_of(device: Device) -> Backend:
 
 
 def predicted(device: str) -> Capabilities:
-    """Return what a GPU can do that need not be there, by its model or compute capability.
-
-    Raises DeviceError if no such model is known; the message lists those that are.
-    """
+    """Return the capabilities of a GPU, present or not, by model or compute capability; DeviceError if unknown."""
     found: Capabilities = imported("lowprec.backends.cuda.models:predicted")(device)
     return found
 

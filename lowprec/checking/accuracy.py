@@ -38,10 +38,10 @@ class Errors:
 
 
 class Reference:
-    """The float64 product of two operands, shapes (..., m, k) or (k,), and (..., k, n) or (k,), as they are stored.
+    """The float64 product of two operands, shapes (..., m, k) or (k,), and (..., k, n) or (k,), as stored.
 
-    They are of at most single precision. A product of two such numbers is exact in float64, and a sum of k of them is
-    off by k 2^-53 of its terms: nothing beside the errors that are measured.
+    A product of two numbers of at most single precision is exact in float64, and a sum of k of them is off by k 2^-53
+    of its terms, negligible against the measured errors.
     """
 
     def __init__(self, a: Array, b: Array) -> None:

@@ -192,10 +192,10 @@ def _spec(x: ShapeDtype) -> str:
 
 
 def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Variant]:
-    """Return what to compare on these operands, the baseline first: float32 in mode ``fp32``.
+    """Return the variants to compare on these operands, the baseline first: float32 in mode ``fp32``.
 
-    Operands on which no mode acts (16-bit, int8) are compared with the same values held in float32, which is what one
-    would multiply without lowprec. Raises DTypeError for float64 and complex128.
+    Operands on which no mode acts (16-bit, int8) are compared with float32 copies. Raises DTypeError for float64 and
+    complex128.
     """
     a, b = case.sets[0]
     for name in (a.dtype.name, b.dtype.name):
@@ -221,10 +221,10 @@ def compare(
     load: Load,
     step: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Return what comes out for each variant; the first is the baseline.
+    """Return the comparison of the variants, the first of which is the baseline.
 
     ``step`` is called with a few words before each of ``len(variants) + rounds`` steps; ``rounds`` and ``budget`` are
-    those of :func:`take_turns`, ``load`` is from before anything of this ran.
+    those of :func:`take_turns`; ``load`` was measured before.
     """
     reference = Reference(*case.sets[0])
     plans, errors = {}, {}

@@ -1,9 +1,8 @@
-"""Times that can be compared: variants take turns in one process, and medians decide.
+"""Comparable times: variants take turns in one process, and medians decide.
 
-What a machine does slowly (a clock that drops, a neighbour that wakes up) hits all variants alike when they take
-turns. Each timed call follows an untimed call of the same variant, since the first call after another library's is
-slower: caches hold that one's data, and its threads may still spin. Operands are rotated, so that no variant finds
-its own in the cache.
+Slow phases of a machine affect all variants alike when they take turns. Each timed call follows an untimed one of the
+same variant, because caches hold another library's data and its threads may still spin. Operands are rotated, so that
+none is in the cache.
 """
 
 from __future__ import annotations
@@ -93,11 +92,11 @@ def take_turns(
     spinning: Collection[str] = (),
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
-    """Time each variant, called with a running number that picks the operands, once per round, in changing order.
+    """Time each variant once per round, in changing order; the argument of a variant selects its operands.
 
     No new round begins ``budget`` seconds after the first, once ``MIN_ROUNDS`` are done; ``step`` is called with the
-    number of a round before each. ``spinning`` names variants after which threads spin for a while, which slows down
-    whatever another library runs meanwhile: one outside of it that follows makes untimed calls for ``SETTLE`` seconds.
+    number of a round before each. ``spinning`` names variants whose threads spin afterwards: another variant that
+    follows makes untimed calls for ``SETTLE`` seconds.
     """
     names = list(variants)
     samples: dict[str, list[float]] = {name: [] for name in names}

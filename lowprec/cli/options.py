@@ -30,7 +30,6 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
 
 
 def _one_of(names: Iterable[str], read: Callable[[str], T]) -> Callable[[str], T]:
-    """Return a parser of names whose errors suggest a similar one."""
     known = tuple(names)
 
     def named(text: str) -> T:
@@ -76,7 +75,6 @@ def _seed(text: str) -> int:
 
 
 def _whole(word: str, text: str, what: str, least: int = 0) -> int:
-    """Read a number without a sign, a part of the text in the message."""
     is_number = word.isascii() and word.isdigit()
     if is_number and len(word) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(f"a number of {len(word)} digits is too large")

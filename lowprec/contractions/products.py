@@ -26,7 +26,6 @@ from lowprec.modes import MathMode
 
 
 def _namespace(name: str, x: Any) -> Namespace:
-    """Return the functions of an argument's library; an error names the argument."""
     try:
         found = namespace_of(x)
     except ArrayError as error:

@@ -50,9 +50,9 @@ class Step(NamedTuple):
         return any(side.terms is not None for side in self.sides)
 
     def run(self, values: dict[int, Any], multiply: Any, dtype: str, wide: str) -> Any:
-        """Return the product, of type ``dtype``, of the values that it takes, which are gone then.
+        """Return the product, of type ``dtype``, of values, which are removed.
 
-        ``multiply`` takes two arrays and the type of the result; ``wide`` is the type of the sums of one operand.
+        ``multiply`` takes two arrays and the type of the result; ``wide`` is the type of sums of one operand.
         """
         x, *others = [
             side.made_ready(values.pop(i), multiply, wide if len(self.takes) > 1 else dtype)

@@ -86,7 +86,6 @@ def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> Arra
 
 
 def _is_shape(x: Any) -> bool:
-    """Whether ``x`` is a shape alone, with no element type beside it."""
     return isinstance(x, tuple | list) and all(isinstance(n, numbers.Integral) for n in x)
 
 
@@ -187,10 +186,10 @@ def bind(
     *,
     describing: bool = False,
 ) -> Request:
-    """Check the keyword arguments of ``matmul``, given as the caller passed them.
+    """Check the keyword arguments of ``matmul``.
 
     With ``describing``, ``out``, ``c`` and ``bias`` may be descriptions. Raises ArrayError, DTypeError or
-    UnsupportedError if one is not what it should be, ShapeError if ``beta`` has nothing to multiply.
+    UnsupportedError for an illegal argument, ShapeError for ``beta`` without ``c``.
     """
     request = Request(
         None if out is None else view_of(out, writable=True, describing=describing),
@@ -239,7 +238,6 @@ def _scale(name: str, value: Any) -> ArrayView | float | None:
 
 
 def _length(name: str, value: Any) -> int:
-    """Return a length as a Python number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ShapeError(f"{name} must be an integer of at least 1, got {quoted(value)}")
     return int(value)
@@ -263,7 +261,6 @@ def _scalar(name: str, value: Any) -> complex:
 
 
 def _exceeds_float32(value: complex) -> bool:
-    """Whether a factor is finite and beyond the range of float32."""
     return any(_LARGEST_FLOAT32 < abs(x) < inf for x in (value.real, value.imag))
 
 
@@ -308,10 +305,10 @@ _OPTIONAL = frozenset({"out", "c", "bias", "scale_a", "scale_b"})
 
 
 def name_argument(error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of) -> None:
-    """Let an error say which argument it is about: the first that raises the same where it is looked at by itself.
+    """Set the argument that an error is about: the first that raises the same error when it is viewed alone.
 
-    Public functions call it with their own names as an error leaves them, the outermost last, so that a call without an
-    error pays nothing. ``look`` returns the view of an argument, or raises what the function does.
+    Public functions call it with their own names for the arguments, so that a call without an error costs nothing.
+    ``look`` returns the view of an argument or raises.
     """
     if error.argument in ("a", "b") and error.argument not in arrays:  # as matmul calls them
         error.argument = None

@@ -1,7 +1,7 @@
-"""The pipeline, and nothing else: arrays in, mode, plan, execution, array out.
+"""The pipeline: arrays in, mode, plan, execution, array out.
 
-A call like one before it (same device, dtypes, shapes, strides, mode and epilogue) finds its plan and its executor by
-one dictionary look-up.
+A call like an earlier one (same device, dtypes, shapes, strides, mode and epilogue) finds its executor by one
+dictionary look-up.
 """
 
 from __future__ import annotations
@@ -177,7 +177,6 @@ _in_graph._torchdynamo_inline = lambda: True  # type: ignore[attr-defined]
 
 @functools.cache
 def _road(name: str) -> tuple[Any, frozenset[str]]:
-    """Return a road, ``"module:function"``, and the names of its arguments."""
     road = imported(name)
     return road, frozenset(inspect.signature(road).parameters)
 
@@ -218,7 +217,6 @@ def _resolve_within(
     y: ArrayView,
     request: Request,
 ) -> ResolvedMode:
-    """Return the cheapest mode within a tolerance."""
     check_devices(request.views(x, y))
     problem = request.problem(spec_of(x), spec_of(y))
     mode_within = imported("lowprec.core.tolerance:mode_within")

@@ -58,10 +58,7 @@ def capabilities(device: Device) -> Capabilities:
 def look_up(
     resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, *, observed: bool = True
 ) -> CachedExecutor:
-    """Return the executor for these operands, from the cache where a call like this one was made before.
-
-    With ``observed``, it is the one that also tells the observer, where there is one.
-    """
+    """Return the executor for these operands, cached; with ``observed`` the one that also calls the observer."""
     key: tuple[Any, ...] = (
         resolved.mode, None if request is PLAIN else request.key,
         x.device, x.dtype, x.shape, x.strides,

@@ -120,7 +120,6 @@ def _described(x: Any) -> ArrayView:
 
 
 def _algorithm(made: GemmPlan, x: ArrayView, y: ArrayView, request: Request) -> tuple[tuple[str, str], ...]:
-    """Return what the library on the device tells of its choice."""
     out = request.out
     if out is None:
         # A new array will lie at an address that every kernel likes.

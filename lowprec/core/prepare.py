@@ -20,10 +20,10 @@ from lowprec.planning.layout import Order, stacked_layout
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedOperand(Prepared):
-    """What :func:`prepare` returns: it stands for ``b`` in :func:`matmul`, for the weight in :func:`linear`.
+    """A copy of an array that :func:`matmul` accepts as ``b``, and :func:`linear` as weight; see :func:`prepare`.
 
-    It is a value: a copy of the array, which nothing changes, and what products have made of it so far. Several threads
-    may use it at once, and the child of a fork. A pickle holds the elements and the mode.
+    The copy is immutable; products add packed forms of it. Threads and forked children may share it. A pickle holds the
+    elements and the mode.
     """
 
     @property
@@ -147,7 +147,6 @@ def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOp
 
 
 def _operands(view: ArrayView) -> tuple[OperandSpec, OperandSpec]:
-    """Return a vector that can be multiplied with an operand, and the operand."""
     spec = spec_of(view)
     dtype = DType.FLOAT8_E4M3FN if spec.dtype.is_float8 else spec.dtype
     return OperandSpec.contiguous(dtype, spec.shape[-2:][:1]), spec

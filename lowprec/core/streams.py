@@ -1,9 +1,8 @@
-"""The stream on which a product on a GPU runs, and how the streams of other libraries are ordered around it.
+"""The stream of a product on a GPU, and the order of other libraries' streams around it.
 
-A product runs on the current stream of the library of ``a``. If another array belongs to another library, the product
-waits for the current stream of that library, and that stream waits for the product. Some libraries may give the memory
-of an array away on a stream that they do not tell (``Library.keeps_owners``): such arrays are held until the product is
-done.
+A product runs on the current stream of the library of ``a``. For an array of another library, it waits for the current
+stream of that library, which then waits for the product. Arrays of libraries that may reuse their memory on an unknown
+stream (``Library.keeps_owners``) are held until the product is done.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from lowprec.backends import Arguments, Executor
 
 
 def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple[Any, ...]) -> None:
-    """Execute a product on a device, in the order of its arrays' libraries.
+    """Execute a product on a device, ordered with the streams of its arrays' libraries.
 
     ``arguments`` are on the current stream of ``library``, that of ``a``; ``arrays`` are a, b, out, c, bias, scale_a
-    and scale_b as the caller passed them. If it raises, the streams wait for each other all the same, and arrays are
-    held: a part may have been queued.
+    and scale_b as passed by the caller. Streams wait and arrays are held also if it raises, since a part may have been
+    queued.
     """
     kind = type(arrays[0])
     joined = library.keeps_owners
@@ -36,7 +35,6 @@ def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple
 
 
 def _is_foreign(other: Any, library: Library) -> bool:
-    """Whether this is another library's array; a scale may be a number."""
     return hasattr(other, "__dlpack__") and library_of(other) is not library
 
 

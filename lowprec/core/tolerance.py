@@ -17,11 +17,10 @@ def mode_within(
     capabilities: Capabilities,
     bound: str | None = None,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
-    """Return the mode that ``rtol`` chooses for a product on a device, and all the modes that were considered.
+    """Return the mode that ``rtol`` selects for a product on a device, and all candidates.
 
-    Where the guard or ``LOWPREC_FORCE_MATH_MODE`` acts, it is the mode that they impose, and none was considered.
-    Raises ModeError if both arguments are given, ``rtol`` is no tolerance or ``bound``
-    no bound, or no mode meets it.
+    Where the guard or ``LOWPREC_FORCE_MATH_MODE`` acts, it is their mode, without candidates. Raises ModeError if both
+    ``rtol`` and ``math_mode`` are given, one is illegal, or no mode meets ``rtol``.
     """
     measure = Bound.GUARANTEED if bound is None else check_bound(bound)
     if rtol is None:

@@ -84,7 +84,6 @@ def _fp32(a: Any, b: Any, shape: Shape) -> Any:
 
 
 def _widened(a: Any, b: Any, shape: Shape) -> Any:
-    """Multiply in FP64 and round once, also where 64-bit types are disabled in JAX."""
     narrow = a.dtype
     with jax.enable_x64(True):
         wide = np.dtype(np.complex128 if jnp.iscomplexobj(a) else np.float64)

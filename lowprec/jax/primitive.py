@@ -46,7 +46,6 @@ def dot_general(
 
 
 def _varying(x: Any) -> frozenset[str]:
-    """Return the mesh axes over which an array varies under ``shard_map``."""
     kind = jax.typeof(x)
     found = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return frozenset(found)

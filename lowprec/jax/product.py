@@ -114,7 +114,6 @@ def _array(name: str, x: Any) -> jax.Array:
 
 
 def _checked(arrays: dict[str, jax.Array | None], alpha: Any, beta: Any, activation: Any, out_dtype: Any) -> GemmPlan:
-    """Return a plan of the product, which raises the errors of any other product."""
     sizes: dict[str, int] = {}
 
     def size(extent: Any) -> int:  # symbolic in an exported function
@@ -150,7 +149,6 @@ def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str) -> A
 
 
 def _with_epilogue(out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None) -> Any:
-    """Return ``activation(alpha * out + beta * c + bias)``."""
     if type(alpha) is float and alpha == 0.0:
         out = jnp.zeros_like(out)  # as specified by BLAS, whatever the product is
     elif type(alpha) is not float or alpha != 1.0:

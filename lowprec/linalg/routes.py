@@ -1,7 +1,7 @@
-"""A call's library, its arrays and its result; which function does the work is in one table, a row for each function.
+"""The library of a call, its arrays and its result; one table has the function of each library.
 
-The caller's library is in ``sys.modules``, because its array exists. What is imported here is a part of it that it
-has not loaded by itself (``jax.scipy.linalg``), or SciPy, where NumPy keeps the functions that it has not.
+The caller's library is in ``sys.modules``, because its array exists. Only submodules (``jax.scipy.linalg``) and SciPy,
+for functions that NumPy lacks, are imported here.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def check_stacks(function: str, library: str, arrays: tuple[Any, ...]) -> None:
 
 
 def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **keywords: Any) -> Any:
-    """Let the library of the operands do the work inside the guard; return what it returns.
+    """Call the function of the operands' library inside the guard and return its result.
 
-    Whatever does not fit is refused before any work. A tolerance ``rtol=None`` becomes that of the Array API.
+    Arguments are checked before any work. A tolerance ``rtol=None`` becomes that of the Array API.
     """
     library = _common_library(function, arrays)
     by_dlpack = library == "dlpack"
@@ -119,7 +119,6 @@ def _common_library(function: str, arrays: tuple[Any, ...]) -> str:
 
 
 def _promoted(function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...]) -> tuple[DType, tuple[Any, ...]]:
-    """Return the operands' common element type, and the operands in it."""
     by_label = {dtype.label: dtype for dtype in dtypes}
     given = [dtype_name(x) for x in arrays]
     for name, label in zip(_NAMES, given, strict=False):
@@ -136,7 +135,6 @@ def _promoted(function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...])
 
 
 def _adopted(function: str, arrays: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Return the library that works for these arrays, and its arrays on their memory."""
     devices = [device_of(x) for x in arrays]
     if all(d.is_host for d in devices):
         return "numpy", tuple(library_of(x).view(x).ndarray() for x in arrays)
@@ -160,10 +158,9 @@ def _handed_back(result: Any) -> DLPackArray:
 
 
 def _as_matrices(a: Any, b: Any) -> Any:
-    """Return a right-hand side that nobody takes for a stack of vectors.
+    """Return ``b`` such that only a 1-D right-hand side is a vector, as in the Array API.
 
-    In the Array API only a 1-D ``b`` is a vector. PyTorch and CuPy also take a ``b`` with one axis less than ``a`` for
-    vectors, and for a square ``b`` the shapes do not tell which was meant.
+    PyTorch and CuPy also take a ``b`` with one axis less than ``a`` for vectors.
     """
     missing = a.ndim - b.ndim
     return b.reshape((1,) * missing + tuple(b.shape)) if 1 < b.ndim < a.ndim else b

@@ -117,10 +117,7 @@ class ErrorBound:
         return 1 - FAILURE
 
     def frobenius(self, norm_a: float, norm_b: float, m: int, n: int) -> float:
-        """Return the bound of ``|C - AB|`` in the Frobenius norm.
-
-        ``norm_a`` and ``norm_b`` are those of the operands, shapes (m, k) and (k, n).
-        """
+        """Return the bound of ``|C - AB|`` in the Frobenius norm, from the norms of the operands (m, k) and (k, n)."""
         spread = sqrt(self.k) * (sqrt(n) * norm_a + sqrt(m) * norm_b)
         lost = self.operand_absolute * (spread + self.k * sqrt(m * n) * self.operand_absolute)
         return self.relative * norm_a * norm_b + lost + sqrt(m * n) * self.result_absolute
@@ -297,10 +294,10 @@ def _plain_error(case: _Case, size: float) -> RelativeError:
 
 
 def _underflow(case: _Case) -> tuple[float, float, float]:
-    """Return what is lost per element of an operand beyond its relative rounding, per product, per element of C.
+    """Return the losses by underflow per element of an operand, per product, and per element of C.
 
-    That is half the spacing near zero where subnormals are kept, and everything below the smallest normal number on
-    units that count subnormals as zero. Products of float16 values are multiples of 2^-48 and never get there.
+    Each is half the spacing near zero where subnormals are kept, and the smallest normal number on units that flush
+    them. Products of float16 values are multiples of 2^-48 and never underflow.
     """
     fmt = case.operand
     operand = fmt.smallest_subnormal / 2 if case.operands and not case.scaled_over else 0.0
@@ -320,10 +317,10 @@ def _underflow(case: _Case) -> tuple[float, float, float]:
 
 
 def _aligned_early(case: _Case, parts: int) -> tuple[float, float, float]:
-    """Return what tensor cores lose because they align subnormal factors like the smallest normal number.
+    """Return the losses of tensor cores that align subnormal factors like the smallest normal number.
 
-    Relative to the norms, per element of an operand, per element of C. Of parts, each is multiplied by all of the other
-    operand's, which together are less than one part more than the first.
+    They are relative to the norms, per element of an operand, and per element of C. Each part is multiplied by all
+    parts of the other operand, together less than one part more than the first.
     """
     if not case.depth.cut:
         return 0.0, 0.0, 0.0

@@ -7,18 +7,18 @@ from lowprec.planning.plan import GemmPlan
 
 
 def roundings(kernel: KernelRow, parts: int) -> float:
-    """Return what writing so many parts of an element costs, next to rounding it.
+    """Return the cost of writing so many parts of an element, relative to rounding it.
 
-    Where all come out of one pass, half of it is reading: packing takes 1.6, 2.1 and 2.6 times as long for two, three
-    and four bfloat16 parts as for one, in one thread of a Zen 5.
+    In one pass half of the cost is reading: packing takes 1.6, 2.1 and 2.6 times as long for two, three and four
+    bfloat16 parts as for one, in one thread of a Zen 5.
     """
     return (kernel.parts * parts + 1) / 2 if kernel.sums_products else parts
 
 
 def expected_cost(plan: GemmPlan) -> float:
-    """Return the expected time in units of FP32 on the device: the kernel's, and rounding the operands.
+    """Return the expected time relative to FP32 on the device: the kernel's, and that of rounding the operands.
 
-    An element of ``a`` takes part in 2 n flops, one of ``b`` in 2 m. Only single precision has candidates that round.
+    An element of ``a`` takes part in 2 n flops, one of ``b`` in 2 m.
     """
     kernel, layout = plan.kernel_row, plan.layout
     each = plan.capabilities.cost_per_flop(kernel, format_name(plan.operand_format))

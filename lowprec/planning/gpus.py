@@ -1,10 +1,9 @@
-"""What NVIDIA publishes of its GPUs, a row per model: peak rates, memory, multiprocessors, clock.
+"""Published data of NVIDIA's GPUs, a row per model: peak rates, memory, multiprocessors, clock.
 
-Peak rates are dense: the data sheets' figures "with sparsity" are halved. Sums are in FP32 (int32 for int8), as lowprec
-asks for them; GeForce cards multiply 16-bit and FP8 numbers at half their rate then. Where tensor cores multiply
-float64, it is their rate. ``clock_mhz`` is the highest clock that goes with the rates. NVIDIA
-does not tell the B200's multiprocessors, clock and L2: they are as its driver tells them ("Nvidia's B200: Keeping the
-CUDA Juggernaut Rolling", chipsandcheese.com, 2025).
+Peak rates are dense, with sums in FP32 (int32 for int8): data sheets' figures "with sparsity" are halved, and those of
+GeForce cards for 16-bit and FP8 numbers. ``clock_mhz`` is the highest clock for the rates. NVIDIA does not publish the
+B200's multiprocessors, clock and L2; they are as reported by its driver ("Nvidia's B200: Keeping the CUDA Juggernaut
+Rolling", chipsandcheese.com, 2025).
 """
 
 from __future__ import annotations

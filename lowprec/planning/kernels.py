@@ -1,7 +1,6 @@
-"""What a kernel is and needs, as one row; which of a device's kernels runs a product.
+"""The properties of a kernel as one row, and the choice among a device's kernels.
 
-The rows themselves belong to the backends (``kernel_rows.py`` of each), which pass them in with the capabilities of a
-device.
+The rows are in ``kernel_rows.py`` of each backend, which passes them in with the capabilities of a device.
 """
 
 from __future__ import annotations
@@ -148,10 +147,10 @@ def choose_kernel(
     products: int = 1,
     is_chunked: bool = False,
 ) -> KernelChoice:
-    """Return the first kernel of a device that it can run and that pays at this size.
+    """Return the first kernel of a device that can run the product and pays at this size.
 
-    Raises ``UnsupportedError`` if the device has none. ``fmt`` is what is multiplied, by :func:`format_name`;
-    ``products`` is the length of the schedule, and ``is_chunked`` says whether some of them are over a piece of k.
+    Raises ``UnsupportedError`` if there is none. ``fmt`` is the format of the operands, by :func:`format_name`;
+    ``products`` the length of the schedule; ``is_chunked`` whether some of them are over a piece of k.
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None

@@ -101,8 +101,8 @@ class MatrixStack:
 class GemmLayout:
     """The products to run: ``batch_count`` times an (m, k) matrix with a (k, n) matrix.
 
-    Where ``collapsed``, the batch became rows of one large GEMM, which m counts: ``b`` is the same matrix throughout
-    the batch, and the rows of all matrices of ``out`` have one stride, as those of ``a`` have, if not to be copied.
+    Where ``collapsed``, the batch has become rows of one GEMM, counted by m: ``b`` is one matrix throughout the batch,
+    and the rows of ``out``, and of ``a`` if not copied, have one stride.
     """
 
     m: int
@@ -168,7 +168,6 @@ def _blas_order(rows: int, cols: int, row_stride: int, col_stride: int) -> tuple
 
 
 def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: bool) -> MatrixStack:
-    """Return an operand, broadcast to a batch, as matrices; a 1-D operand is one row of ``a``, one column of ``b``."""
     own = [0 if n == 1 else s for n, s in zip(spec.shape[:-2], spec.strides[:-2], strict=True)]
     if len(spec.shape) > 1:
         row_stride, col_stride = spec.strides[-2:]
@@ -191,8 +190,8 @@ def gemm_layout(
 ) -> GemmLayout:
     """Return the layout of ``a @ b``, into ``out`` where it is given.
 
-    ``out_dtype`` is that of a new result, by default the one of ``a``. Raises ShapeError if the shapes do not fit
-    together, or two elements of ``out`` may share memory.
+    ``out_dtype`` is that of a new result, by default the one of ``a``. Raises ShapeError if the shapes do not match, or
+    two elements of ``out`` may share memory.
     """
     return _collapse(stacked_layout(a, b, out, out_dtype))
 
@@ -217,7 +216,7 @@ def stacked_layout(
 def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout) -> MatrixStack | None:
     """Return the matrices of an array that broadcasts to the result, one for each product of a layout.
 
-    None where the layout is collapsed and the rows of this array have no one stride.
+    None where the layout is collapsed and the rows of this array have no single stride.
     """
     missing = len(layout.out_shape) - len(c.shape)
     own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))

@@ -1,8 +1,8 @@
-"""A plan in cuBLASLt's words: element types, column-major layouts, transposes, epilogue, and what is packed first.
+"""A plan as cuBLASLt's arguments: element types, column-major layouts, transposes, epilogue, and operands to pack.
 
 cuBLASLt's matrices are column-major. A row-major result is the column-major product of the transposes,
 ``D^T = B^T A^T``: ``b`` is the first operand, and a bias per column of the result is one per row of D^T, as the
-epilogues want it. Source: the cuBLAS documentation, ``cublasLtMatmul()`` (tables of element types, epilogues, and the
+epilogues require. Source: the cuBLAS documentation, ``cublasLtMatmul()`` (tables of element types, epilogues, and the
 requirements of the int8 and FP8 kernels).
 """
 
@@ -56,7 +56,6 @@ class _Operand(NamedTuple):
 
 
 def _matrix(stack: MatrixStack, batch_stride: int) -> LtMatrix:
-    """Return how each matrix of a stack is stored, read as column-major."""
     assert stack.leading_dimension is not None
     rows, cols = stack.rows, stack.cols
     stored = (cols, rows) if stack.order == "row" else (rows, cols)
@@ -95,11 +94,10 @@ def _terms(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Terms:
 
 
 def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False) -> CublasLtCall:
-    """Return what cuBLASLt is asked for by a plan for it, whose result has elements and whose ``k`` is not 0.
+    """Return the arguments of cuBLASLt for a plan whose result has elements and whose ``k`` is not 0.
 
-    ``aligned`` says that the pointers that must be (see :func:`reads_k_contiguous`, and that of a bias) are multiples
-    of 16 bytes; ``fuse``, that the call itself may add and activate; ``pad_rows``, that products of int8 have 32 rows
-    or more.
+    ``aligned``: the pointers that must be (see :func:`reads_k_contiguous`, and that of a bias) are multiples of 16
+    bytes; ``fuse``: the call itself may add and activate; ``pad_rows``: products of int8 have at least 32 rows.
     """
     terms = _terms(plan, aligned, pad_rows)
     problem, layout = terms.problem, terms.layout
@@ -134,7 +132,6 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: 
 
 
 def _op(operand: MatrixStack, swapped: bool) -> Op:
-    """Return ``"T"`` for an operand whose order is not that of the result."""
     return "N" if (operand.order == "row") is swapped else "T"
 
 

@@ -135,9 +135,9 @@ def _check_sums(compute_dtype: DType, k: int, k_chunk: int | None) -> None:
 def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
     """Return the plan of the fastest scheme whose bound is no worse than that of ``fp32``, which is one of them.
 
-    Its parts hold every bit of a float32, too: what a split loses does not average out, as the rounding errors do of
-    which ``fp32``'s bound is made. Schemes in float16 are none: their bounds are of norms, since rows are scaled, and
-    ``fp32`` bounds every element. What depends on ``NVIDIA_TF32_OVERRIDE`` is none.
+    Its parts hold every bit of a float32, because the rest of a split does not average out as rounding errors do.
+    Schemes in float16 are excluded, since their bounds are of norms, as are those that depend on
+    ``NVIDIA_TF32_OVERRIDE``.
     """
     best = fp32 = plan_gemm(problem, capabilities, MathMode.FP32)
     if not fp32.mode_has_effect:

@@ -50,7 +50,6 @@ def _why(plan: GemmPlan, prepared_for: str) -> Why:
 
 
 def _converts_b(plan: GemmPlan) -> bool:
-    """Whether ``b`` is not multiplied as it lies there; int8 is, whatever it is held in."""
     if not plan.flops or plan.compute_dtype is DType.INT8:
         return False
     rounds = plan.mode_has_effect and plan.operand_format is not plan.accumulator.format

@@ -126,6 +126,5 @@ def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    """Whether an array of one shape can be read as one of another."""
     pairs = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)

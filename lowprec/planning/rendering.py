@@ -89,7 +89,6 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
 
 
 def _roofline(found: Roofline, able: Capabilities) -> str:
-    """Return the least time and what it is made of."""
     rewriting = f", then {_duration(found.rewriting)} for the copies" if found.rewriting else ""
     return (
         f"at least {_duration(found.seconds)}: arithmetic {_duration(found.arithmetic)} "

@@ -66,8 +66,8 @@ def select_mode(
 ) -> Selection:
     """Return the cheapest mode on this device whose guaranteed, or probable, relative error is at most ``rtol``.
 
-    That is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. The environment forbids the modes in ``excluded``; ``rtol``
-    is checked (:func:`check_rtol`). Raises ModeError if no mode meets it; the message lists the bounds.
+    The error is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. ``excluded`` are modes that the environment forbids.
+    Raises ModeError, with the bounds, if no mode meets ``rtol``.
     """
     plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}
@@ -100,7 +100,6 @@ def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPla
 
 
 def _unsupported_reason(plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[MathMode]) -> Reason | None:
-    """Return why a mode cannot be taken, None if it can."""
     if plan.mode in excluded:
         return Reason.of(Why.EXCLUDED)
     if bound > rtol:

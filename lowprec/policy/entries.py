@@ -1,8 +1,7 @@
 """Entering and leaving a block, and the open blocks of each thread and task.
 
-An exception inside a block, or one that a signal handler raises while the block is entered or left, undoes the
-block's changes: :meth:`Entry.close` can be called again after an exception, and then does the rest. A second exception
-during that is not handled.
+An exception inside a block, or one raised by a signal handler while the block is entered or left, undoes the block's
+changes: :meth:`Entry.close`, called again, does the rest. A second exception during that is not handled.
 """
 
 from __future__ import annotations
@@ -67,9 +66,9 @@ _prepared: Entry | None = None
 class _Exit:
     """``__exit__`` of a scope, which a ``with`` statement looks up right before it calls ``__enter__``.
 
-    A signal handler may raise in :func:`_leave`, or before its first line, outside of any ``try``. That ends the
-    ``with`` statement with the block still open; but the statement drops the ``partial`` that it has looked up, to
-    which no traceback refers, and that closes the entry.
+    A signal handler may raise in :func:`_leave` or before its first line, outside of any ``try``, which ends the
+    ``with`` statement with the block open. The statement then drops the ``partial`` that it has looked up, which closes
+    the entry.
     """
 
     def __get__(self, scope: Scope | None, owner: type[Scope]) -> Callable[..., None]:

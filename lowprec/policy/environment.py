@@ -1,9 +1,8 @@
 """The environment, read only here and in ``policy.variables``.
 
 Variables that decide a mode are read once per process, at the first use of a mode (a product, a plan,
-``get_math_mode``), because cuBLAS reads ``NVIDIA_TF32_OVERRIDE`` once, too: a variable changed later would act on one
-of the two libraries only. ``import lowprec`` reads nothing, so an illegal value breaks a program that multiplies, not
-every program that imports. An empty or blank value counts as unset.
+``get_math_mode``), because cuBLAS reads ``NVIDIA_TF32_OVERRIDE`` once, too. ``import lowprec`` reads nothing, so an
+illegal value breaks only a program that multiplies. An empty or blank value counts as unset.
 """
 
 from __future__ import annotations

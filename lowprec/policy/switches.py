@@ -123,9 +123,9 @@ def hold(
 ) -> None:
     """Set the switches of these loaded libraries for this mode, and record in the new block the input of `release`.
 
-    After an exception, which is always an interrupt, the block must be released. ``is_floor`` is True for the guard,
-    whose mode is fp32: no block without it lowers the switches while this one is open. ``is_guarded`` returns whether
-    a guard of the caller's covers a library.
+    After an exception, always an interrupt, the block must be released. ``is_floor`` marks the guard: no block without
+    it lowers the switches while this one is open. ``is_guarded`` returns whether a guard of the caller's covers a
+    library.
     """
     failures: dict[str, str] = {}
     layers: dict[str, _Layer] = {}

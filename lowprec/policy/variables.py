@@ -60,8 +60,6 @@ FORCE_MATH_MODE = _mode_variable(
 
 
 def _one_of(name: str, legal: Collection[str]) -> Callable[[str], str]:
-    """Return the parser of a variable that holds one of these words."""
-
     def parse(text: str) -> str:
         if text not in legal:
             raise EnvironmentVariableError(

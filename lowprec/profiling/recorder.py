@@ -1,7 +1,7 @@
-"""``profile``: who listens, and what happens around a product while somebody does.
+"""``profile``: the open profiles, and the recording of a product.
 
-There is no lock, which a signal handler or the child of a fork could find taken. What changes are lists and
-dictionaries, by operations that happen as a whole.
+There is no lock, which a signal handler or a forked child could find taken: lists and dictionaries change by atomic
+operations.
 """
 
 from __future__ import annotations
@@ -244,7 +244,6 @@ _listening: list[profile] = []
 
 
 def _attach() -> None:
-    """Observe products while somebody listens, and not otherwise."""
     attached = None
     # Another thread, or a signal handler, may come or go in between.
     while attached is not bool(_listening):
@@ -301,7 +300,6 @@ def _annotate(name: Callable[[], str]) -> AbstractContextManager[Any]:
 
 
 def _name(plan: GemmPlan) -> str:
-    """Return the name of a product on a time line."""
     numbers = plan.mode if plan.mode_has_effect else plan.compute_dtype
     layout = plan.layout
     return f"lowprec {numbers} {extents(layout.m, layout.n, layout.k, layout.batch_count)}"

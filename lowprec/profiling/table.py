@@ -20,7 +20,6 @@ _LEAST_WORDS = 8
 
 
 def _dtypes(r: ProductRecord) -> str:
-    """Return the element types in short: one where all are the same."""
     operands = r.a_dtype if r.a_dtype == r.b_dtype else f"{r.a_dtype} @ {r.b_dtype}"
     return operands if operands == r.out_dtype else f"{operands} -> {r.out_dtype}"
 
@@ -103,7 +102,6 @@ def _fitted(table: Table) -> Table:
 
 
 def _sums(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
-    """Yield the sentences below the table."""
     found = totals(records, wall_ms)
     products = "1 product" if len(records) == 1 else f"{len(records)} products"
     rate = f", {found['tflops']:.3g} TFLOP/s" if found["tflops"] is not None else ""

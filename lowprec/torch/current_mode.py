@@ -17,8 +17,6 @@ from lowprec.policy import entries
 
 
 class _Thread(threading.local):
-    """Of each thread: the mode inside its scopes, empty outside of all."""
-
     mode: str = ""
 
 

@@ -84,8 +84,6 @@ _ATTENTION = {
 
 
 class _PlainAttention(_Pass):
-    """Trace attention into matrix products."""
-
     def __call__(self, graph: torch.fx.Graph) -> None:
         for node in graph.nodes:
             if node.op == "call_function" and node.target in _ATTENTION:
@@ -93,8 +91,6 @@ class _PlainAttention(_Pass):
 
 
 class _Products(_Pass):
-    """Replace PyTorch's products by lowprec's operator."""
-
     def __call__(self, graph: torch.fx.Graph) -> None:
         passed = set()
         for node in list(graph.nodes):

@@ -93,8 +93,6 @@ _outside: dict[str, bool] = {}
 
 
 class _Block(Entry):
-    """One entry of :class:`intercept`."""
-
     __slots__ = ("_depth",)
 
     def open(self, scope: intercept) -> None:
@@ -265,7 +263,6 @@ class _Intercepting(TorchDispatchMode):
 
 
 def _product(terms: Terms, mode: str) -> Tensor:
-    """Multiply; autograd has recorded the operator already."""
     a, b, c, alpha, beta = terms
     rest: dict[str, Any] = {}
     if c is not None and c.ndim == 1 and c.shape == b.shape[1:] and alpha == beta == 1:

@@ -152,7 +152,6 @@ _KERNEL_IS_NEXT = tuple(torch._C.DispatchKeySet(key) for key in _DEVICES)
 
 
 def _below_autograd(keyset: Any, *arguments: Any) -> Tensor:
-    """Call the operator below autograd: the kernel, unless there is a mode or a transform."""
     below = keyset & _AFTER_AUTOGRAD
     if below in _KERNEL_IS_NEXT:
         return _multiply(*arguments)
@@ -166,8 +165,6 @@ COMPILED_KEY = torch.autograd.Function._compiled_autograd_key
 
 
 class _Recorded(torch.autograd.function._SingleLevelFunction):
-    """The operator as recorded by autograd, at the level of ``torch.func`` at which it is called."""
-
     _compiled_autograd_key = COMPILED_KEY
 
     @staticmethod

@@ -158,7 +158,6 @@ def _rounded_last(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype | None:
 def _with_epilogue(
     out: Tensor, factor: Any, c: Tensor | None, beta: Any, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Apply the epilogue in the element type of the product."""
     if out.dtype == torch.int32 and (c is not None or activation not in (None, "relu")):
         raise UnsupportedError(
             "c and activations other than relu cannot be used with int8 operands, whose product is exact integers; "
@@ -340,7 +339,6 @@ def _backward(backward_mode: Any, mode: str) -> str:
 
 
 def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
-    """Multiply in a backward pass, which may be recorded itself."""
     if not _is_compiling() and (_is_batched(a) or _is_batched(b)):
         # In torch.autograd.grad(is_grads_batched=True) PyTorch calls the operator once per gradient.
         found: Tensor = OPERATOR(a, b, mode, mode, alpha)

@@ -43,7 +43,6 @@ def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *
 
 
 def _refuse_special(path: str | os.PathLike[str]) -> None:
-    """Raise if a file of this name is there and is no regular one: root could replace even ``/dev/null``."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise FileExistsError(errno.EEXIST, "not a regular file", os.fspath(path))

@@ -1,7 +1,4 @@
-"""Executes plans on the CPU.
-
-:func:`prepare` turns a plan into a function of the operands. All decisions were made in the plan.
-"""
+"""The CPU's backend: :func:`prepare` turns a plan, which has made all decisions, into a function of the operands."""
 
 from __future__ import annotations
 

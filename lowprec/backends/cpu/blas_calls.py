@@ -261,7 +261,6 @@ def _element_addresses(x: Any) -> list[int]:
 
 
 def _factor_addresses(dtype: str) -> list[int]:
-    """Return the addresses of 1 and 0."""
     return _element_addresses(_ONE_AND_ZERO[dtype])
 
 
@@ -276,7 +275,6 @@ def _scalar_words(dtype: str) -> tuple[str, tuple[int, int]]:
 
 
 def _declared(library: ctypes.CDLL, name: str, argtypes: list[Any]) -> Callable[..., None]:
-    """Return a CBLAS function with its types declared."""
     function: Any = getattr(library, name)
     function.restype, function.argtypes = None, argtypes
     declared: Callable[..., None] = function

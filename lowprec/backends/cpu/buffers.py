@@ -1,11 +1,7 @@
 """Reusable, page-aligned scratch memory.
 
-A fresh large allocation costs more than the work done in it (the kernel zeroes every page on the first touch: about
-50 ms for 32 MiB on a small virtual machine), so packed operands and intermediate blocks are in buffers that are handed
-back and used again.
-
-Every thread keeps its own free buffers, so that a worker finds its scratch in its own cache. All threads together
-retain at most `RETAINED_LIMIT_BYTES`: beyond that, the oldest buffers of the thread that returns one are freed.
+The kernel zeroes every page of a fresh allocation on its first use, which costs more than packing into it. So each
+thread keeps the buffers that it returned, at most `RETAINED_LIMIT_BYTES` for all threads together.
 """
 
 from __future__ import annotations
@@ -69,7 +65,6 @@ def _new(nbytes: int) -> _Buffer:
 
 
 def _take(nbytes: int) -> _Buffer:
-    """Return a free buffer of this thread, or a new one."""
     buffers = _free.buffers
     best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1  # a larger one would be wasted
     for index, buffer in enumerate(buffers):
@@ -88,7 +83,6 @@ def _take(nbytes: int) -> _Buffer:
 
 
 def _give(buffer: _Buffer) -> None:
-    """Put a buffer into the free list of this thread."""
     buffers = _free.buffers
     buffers.append(buffer)
     if buffer.nbytes >= _LARGE:

@@ -1,7 +1,6 @@
-"""float32 arrays from numbers of other storage types or precisions: by native kernels, or by NumPy without numba.
+"""float32 arrays from other storage types or precisions: by compiled kernels, or by NumPy without numba.
 
-The kernels read any strides and treat special values as :mod:`lowprec.backends.cpu.rounding` says; threads share the
-pieces of all arrays of a call.
+The kernels read any strides and round as :mod:`lowprec.backends.cpu.rounding` does.
 """
 
 from __future__ import annotations
@@ -98,11 +97,11 @@ def _cast_kernel(dtype: str, to: NumberFormat | None) -> Kernel | None:
 
 
 def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool]:
-    """Write arrays as float32, rounded to TF32, bfloat16, float16 or its digits; None where numbers stay what they are.
+    """Write arrays as float32, rounded to ``to``: TF32, bfloat16, float16 or its digits; None changes no value.
 
-    ``pairs`` are sources, and targets of the same shape, which do not overlap them or are the same. A target is
-    C-contiguous, or its transpose is. Complex numbers are rounded by component, into complex numbers. Returned is for
-    each pair whether the numbers, rounded to float16's digits, lie too far apart and must be scaled instead.
+    ``pairs`` are sources and targets of the same shape, which are identical or do not overlap. A target or its
+    transpose is C-contiguous. Complex numbers are rounded by component. Returns for each pair whether its numbers,
+    rounded to float16's digits, must be scaled instead.
     """
     elements = sum([out.size for _, out in pairs])
     pays = _pays(elements, to)
@@ -153,10 +152,7 @@ def lie_apart(arrays: Sequence[Any]) -> bool:
 
 
 def narrow(source: Any, out: Any) -> None:
-    """Write a C-contiguous array to another of its shape, rounded to nearest even where that has 16 bits.
-
-    ``out`` has any dtype and strides, and does not overlap ``source``.
-    """
+    """Write a C-contiguous array to ``out``, rounded to nearest even where that has 16 bits; they do not overlap."""
     is_narrow = name_of(out.dtype) in ("float16", "bfloat16") and source.dtype == np.float32
     if not (is_narrow and source.flags.c_contiguous and _pays(out.size, None)):
         out[...] = source
@@ -178,7 +174,6 @@ def is_ready() -> bool:
 
 
 def _pays(elements: int, to: NumberFormat | None) -> bool:
-    """Whether numba was imported with a plan, and the kernels pay."""
     if to is None and elements < _PAYS_TO_CALL:
         return False
     return is_ready()
@@ -235,7 +230,6 @@ def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _run(pieces: list[tuple[Any, ...]], elements: int) -> list[tuple[Any, int]]:
-    """Call kernels; return what each returned, with the number before it."""
     workers = min(threads.num_threads(), len(pieces)) if elements >= _PAYS_TO_SHARE else 1
     if workers == 1:
         own = kernel_scratch.address

@@ -1,10 +1,7 @@
-"""Native kernels that read numbers as they are stored and write float32, rounded as a mode says.
+"""Compiled kernels that read stored numbers and write float32, rounded as a mode requires.
 
-Those of ``gemv_kernels`` multiply a matrix with a vector as they read the matrix. All is done in vectors of 16 numbers,
-in operations that every processor's vector units have; LLVM cuts the vectors to their width. Each rounding gives
-the bits of :func:`lowprec.backends.cpu.rounding.round_float32`.
-
-Importing this module imports numba.
+They work on vectors of 16 numbers, which LLVM splits to the processor's width. Each rounding gives the bits of
+:func:`lowprec.backends.cpu.rounding.round_float32`. Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -133,9 +130,9 @@ def cast_vector(builder: Any, index: int, address: Any, extrema: Extrema) -> Any
 
 
 class Extrema:
-    """The largest and the smallest magnitudes that pass by in a loop, from and to the scratch memory.
+    """The largest and smallest magnitudes met in a loop, kept in scratch memory.
 
-    Magnitudes are ordered as their bits are. Less 1, a zero is the largest of all, and so no smallest one.
+    Magnitudes are ordered as their bits; a zero less 1 is the largest, so it is never the smallest.
     """
 
     def __init__(self, builder: Any, index: int, scratch: Any) -> None:

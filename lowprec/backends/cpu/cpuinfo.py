@@ -1,7 +1,4 @@
-"""What the processor is and which instruction sets it has, as the operating system tells.
-
-``LOWPREC_MAX_CPU_ISA`` hides some of them from all that asks here which kernels may run.
-"""
+"""The processor's name and instruction sets, without those that ``LOWPREC_MAX_CPU_ISA`` hides."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from lowprec.policy.interrupts import raised_in
 
 @functools.cache
 def _cpuinfo() -> dict[str, str]:
-    """Return the first processor's entry of ``/proc/cpuinfo``, empty where there is none."""
     try:
         with open("/proc/cpuinfo", "rb") as file:
             text = os.fsdecode(file.read())
@@ -50,10 +46,7 @@ def system_flags() -> frozenset[str]:
 
 @functools.cache
 def hidden_flags() -> frozenset[str]:
-    """Return those of the processor's flags that ``LOWPREC_MAX_CPU_ISA`` hides.
-
-    Raises ``EnvironmentVariableError`` if that holds what it may not hold.
-    """
+    """Return the flags that ``LOWPREC_MAX_CPU_ISA`` hides; EnvironmentVariableError for an illegal value."""
     return system_flags() & environment.hidden_cpu_flags()
 
 
@@ -65,7 +58,7 @@ def cpu_flags() -> frozenset[str]:
 def llvm_features() -> str | None:
     """Return LLVM's names of the processor's features without the hidden ones; None where none is hidden.
 
-    They are numba's for the whole process, which has one compiler, unless that has compiled something already.
+    They apply to numba's compiler in the whole process, unless it has already compiled a function.
     """
     if not hidden_flags():
         return None

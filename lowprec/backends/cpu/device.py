@@ -17,10 +17,7 @@ from lowprec.policy.state import emulated
 
 
 def capabilities(device: Device) -> Capabilities:
-    """Return what this CPU and the installed libraries can do. Looked up once per process.
-
-    Inside ``emulate`` the kernels that imitate tensor cores come first.
-    """
+    """Return the kernels and features of this CPU, cached; inside ``emulate``, kernels of tensor cores come first."""
     architecture = emulated()
     return _capabilities() if architecture is None else _emulating(architecture)
 

@@ -1,8 +1,7 @@
-"""What follows the product: ``out = activation(alpha * product + beta * c + bias)``, rounded once to out's dtype.
+"""The epilogue, ``out = activation(alpha * product + beta * c + bias)``, rounded once to the dtype of ``out``.
 
-The arithmetic is done in the accumulator's dtype (float32 for 16-bit results), as the epilogues of cuBLASLt do
-(cuBLAS documentation, ``cublasLtEpilogue_t``). Integers saturate: cuBLASLt adds nothing to int32 results, and oneDNN
-saturates its own.
+It is computed in the accumulator's dtype (float32 for 16-bit results), as in cuBLASLt (``cublasLtEpilogue_t``).
+Integers saturate, as in oneDNN.
 """
 
 from __future__ import annotations
@@ -76,11 +75,10 @@ def apply(
     bias: Any | None,
     activation: Activation | None,
 ) -> None:
-    """Apply the epilogue to ``product``, in place, and write the result to ``out``.
+    """Apply the epilogue to ``product``, which is overwritten, and write the result to ``out``.
 
-    ``product``, ``out`` and ``c`` have one shape (..., m, n), ``bias`` has (n,). ``product`` is overwritten; it and
-    ``c`` may be ``out`` itself, which gets the result rounded to its dtype. ``c`` is not read where ``beta`` is zero,
-    as in BLAS.
+    ``product``, ``out`` and ``c`` have one shape (..., m, n) and may be the same array; ``bias`` has (n,). ``c`` is not
+    read where ``beta`` is zero, as in BLAS.
     """
     operands = [x for x in (out, c, bias) if x is not None]
     if (
@@ -116,7 +114,6 @@ def apply(
 
 
 def _apply_native(product: Any, out: Any, alpha: float, beta: float, c: Any, bias: Any, activation: str | None) -> None:
-    """Apply the epilogue of the packed kernels, in threads where it pays."""
     c = c if beta else None
     arrays = [x for x in (product, out, c) if x is not None]
     wide = _ROW // product.shape[-1]

@@ -1,8 +1,6 @@
-"""Products on the ordinary floating-point units: rounded as the mode says, multiplied in FP32 or FP64.
+"""Products on FP32 or FP64 units, with operands rounded as the mode requires; every plan can run here.
 
-Every plan can run here. A product of two rounded operands is exact in the FP32 fused multiply-add up to the rounding
-of the sum, so these are the numbers of the tile units within the rounding of the accumulation. Where operands are
-split, an element that comes out NaN or infinite is computed again in FP32, from the operands as they are.
+Non-finite elements of products of split operands are recomputed in FP32 from the operands themselves.
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ def rounding_format(plan: GemmPlan) -> NumberFormat | None:
 
 
 def _is_plain(plan: GemmPlan) -> bool:
-    """Whether the product of the arrays as they are is all that the plan asks for."""
     problem, layout = plan.problem, plan.layout
     return (
         plan.compute_dtype in _BLAS_DTYPES
@@ -99,10 +96,9 @@ def _slices(stacks: Stacks) -> list[Stacks]:
 def execute_stacks(
     plan: GemmPlan, kernel: KernelRow, arguments: Arguments, stacks: Stacks, kept: PreparedView | None = None
 ) -> None:
-    """Run a plan, or a slice of its batch, on the BLAS of a kernel: the plan's own, or its fallback.
+    """Run a plan, or a slice of its batch, on the BLAS of ``kernel``: the plan's own, or its fallback.
 
-    ``arguments`` give the factors, ``stacks`` the arrays in matrix form. ``kept`` is the view of a prepared ``b``,
-    which keeps what is made of it.
+    ``kept`` is the view of a prepared ``b``, which keeps its rounded or split copy.
     """
     with_epilogue(plan, arguments, stacks, lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out, kept))
 
@@ -123,7 +119,6 @@ def with_epilogue(plan: GemmPlan, arguments: Arguments, stacks: Stacks, multiply
 
 
 def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any, kept: PreparedView | None) -> None:
-    """Run the schedule of a plan into ``out``."""
     if a.shape[-1] == 0:
         out[...] = 0
         return

@@ -62,9 +62,9 @@ def multiply_numpy(a: Any, b: Any, out: Any) -> None:
 
 
 def multiply_openblas(a: Any, b: Any, out: Any) -> None:
-    """Compute ``out = a @ b`` with lowprec's OpenBLAS; arrays of one dtype, at least 2-D, batches broadcast.
+    """Compute ``out = a @ b`` with lowprec's OpenBLAS, or with NumPy where a memory limit forbids that.
 
-    Where a limit leaves no memory for it, NumPy does that.
+    Arrays of one dtype, at least 2-D; batches broadcast.
     """
     if not has_room():
         multiply_numpy(a, b, out)
@@ -100,7 +100,6 @@ def library_product(a: MatrixStack, b: MatrixStack, out: MatrixStack) -> _Call:
 
 
 def _columns(table: Any) -> Any:
-    """Return the columns of a, b and out, from a table with a row for each product."""
     return np.ascontiguousarray(table[:, :3].T)
 
 

@@ -1,6 +1,6 @@
-"""What the kernels for a matrix and a few vectors multiply and sum: float32, or int16 where numbers are of int8.
+"""Arithmetic of the matrix-vector kernels: float32, or int16 for int8 operands.
 
-Products of int16 are added in pairs in int32, as ``VPMADDWD`` and ``VPDPWSSD`` do it: exact, and modulo 2^32.
+Products of int16 are added in pairs in int32, as ``VPMADDWD`` and ``VPDPWSSD`` do: exact, and modulo 2^32.
 """
 
 from __future__ import annotations
@@ -87,10 +87,7 @@ def column_factors(builder: Any, index: int, address: Any, count: int) -> list[A
 
 
 def _pair_sums(builder: Any, a: Any, b: Any) -> Any:
-    """Return the sums of each two products of 32 int16, in int32.
-
-    LLVM knows the instruction by this form, unless a factor is widened outside of the loop.
-    """
+    """Return the sums of pairs of products of 32 int16, in int32, in the form that LLVM maps to one instruction."""
     wide = ir.VectorType(I32, 2 * LANES)
     products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
     even, odd = (native.shuffle(builder, products, products, range(first, 2 * LANES, 2)) for first in (0, 1))
@@ -103,10 +100,7 @@ def added(builder: Any, a: Any, b: Any) -> Any:
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, in one operation where there is one: products of 11-bit numbers are exact anyway.
-
-    Those of float32 are rounded once less then, which their bound allows.
-    """
+    """Return a * b + c, fused where the processor can; products of 11-bit numbers are exact in either case."""
     if c.type.element == I32:
         return builder.add(_pair_sums(builder, a, b), c)
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))

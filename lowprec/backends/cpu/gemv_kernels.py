@@ -1,7 +1,4 @@
-"""Native kernels that multiply a matrix with a vector, or with a few of them, as they cast it.
-
-Importing this module imports numba.
-"""
+"""Compiled kernels that multiply a matrix with a few vectors while casting it. Importing this module imports numba."""
 
 from __future__ import annotations
 
@@ -139,7 +136,6 @@ def _axpys(typing_context, index, cols, width, source, col_stride, steps, x, x_s
 
 @njit(inline="always")
 def _copy_rest(source, source_stride, target, target_stride, width, count):
-    """Copy fewer than 16 rows of each result."""
     for j in range(width):
         for i in range(0, 4 * count, 4):
             store(target + j * target_stride + i, load(source + j * source_stride + i, "u32"), "u32")
@@ -240,13 +236,12 @@ def _columns_function(index: int, width: int) -> Any:
 
 @cache
 def gemv_kernel(index: int, width: int, by_rows: bool) -> Any:
-    """Return the kernel of one of `CASTS` that multiplies a matrix with `width` vectors, to be called with 12 integers.
+    """Return the kernel of one of `CASTS` that multiplies a matrix with `width` vectors, a function of 12 integers.
 
-    Address, row stride and column stride of the matrix, in bytes, of which rows or columns are contiguous; its rows and
-    columns. Address of the first vector and stride from one to the next, each of float32 without gaps, which zeros fill
-    up to a multiple of 16 (of int8: int16, and 32). Address of the first result, strides from one to the next and from
-    element to element, which is 4 where columns are contiguous; how many are written, which is all where they are. The
-    address of `GEMV_SCRATCH_BYTES` of scratch memory. It returns what a cast does.
+    Matrix: address, row and column stride in bytes (one is the size of an element), rows, columns. Vectors (float32,
+    zero-padded to a multiple of 16; for int8: int16, 32): address, stride between vectors. Results: address, strides
+    between vectors and between elements, number of vectors to write. Address of `GEMV_SCRATCH_BYTES` of scratch memory.
+    Returns the same as a cast.
     """
     function = _rows_function(index, width) if by_rows else _columns_function(index, width)
     return native.callable_at(compile_kernel(function, 12), 12)
@@ -269,11 +264,10 @@ def _read(cast, source, stride, step, count, k, x, x_stride, scratch):
 
 @cache
 def vectors_kernel() -> Any:
-    """Return the kernel that casts vectors for :func:`gemv_kernel`, to be called with nine integers.
+    """Return the kernel that casts vectors for :func:`gemv_kernel`, a function of nine integers.
 
-    Address of the kernel that casts; address of the first vector, strides in bytes from one to the next and from number
-    to number; how many vectors and numbers. Address of float32 vectors and stride from one to the next; the address of
-    the scratch memory. It returns what a cast does.
+    Address of the casting kernel; vectors: address, strides between vectors and between numbers, both counts; address
+    and stride of the float32 vectors; address of scratch memory. Returns the same as a cast.
     """
 
     def read(cast, source, stride, step, count, k, x, x_stride, scratch):

@@ -73,7 +73,6 @@ def _device() -> dict[str, Any]:
 
 
 def _units() -> list[str]:
-    """Return the units for 16 and 8 bits that products run on, without repetition."""
     found = features()
     here = (x.unit for x in MICRO_KERNELS if x.name in found and x.storage != "float32")
     return list(dict.fromkeys(here))

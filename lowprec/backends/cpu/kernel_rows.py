@@ -1,9 +1,7 @@
-"""The CPU's kernels, as data: what each needs, costs and multiplies. The most welcome first.
+"""The CPU's kernels as data, in order of preference: requirements, costs and operand formats.
 
-Costs are in units of an FP32 flop. Those of AMX are ratios that
-``benchmarks/bench_gemm.py`` measured on two threads of a Xeon, matrices of 2048 x 2048, less the packing: there
-``numpy.matmul`` on float32 does 3.7e11 flops a second, tile kernels round and pack 2.8e9 elements a second (a row times
-a matrix), and NumPy rounds 1.3e9. Those of vector units were measured on two threads of a Zen 5.
+Costs are in units of an FP32 flop, measured by ``benchmarks/bench_gemm.py`` on products of 2048 x 2048 with two
+threads: those of AMX on a Xeon, those of vector units on a Zen 5.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Products of a matrix and a few vectors in which the matrix is rounded, widened or left alone as it is read.
+"""Products of a matrix and a few vectors: the matrix is rounded or widened as it is read, and read once.
 
-Such a product costs as much as reading the matrix once. A pass that rounds, in front of a BLAS's, would read it twice
-and write it once. Of a prepared matrix that is rounded to 16 bits these are kept: half the bytes to read.
-
-The vectors are the columns of ``b``, or the rows of ``a`` where those are fewer: then the transposed product is
-computed.
+Of a prepared matrix that is rounded to 16 bits, the 16-bit numbers are kept: half the bytes to read. The vectors are
+columns of ``b``, or rows of ``a``, whichever are fewer; for rows the transposed product is computed.
 """
 
 from __future__ import annotations
@@ -110,7 +107,6 @@ def _geometry_of_plan(plan: GemmPlan) -> _Geometry | None:
 
 
 def _rounding(plan: GemmPlan) -> NumberFormat | None:
-    """Return the format to which operands are rounded that need not be scaled."""
     return FLOAT16_DIGITS if any(plan.scaled) else fp32_units.rounding_format(plan)
 
 
@@ -137,9 +133,9 @@ def _execute(plan: GemmPlan, modes: frozenset[str], arguments: Arguments) -> Non
 
 
 def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) -> Split:
-    """Return a prepared ``b``, rounded, in 16 bits, and multiplied in the same order; itself where NaN need more.
+    """Return a prepared ``b`` rounded to 16 bits, or ``b`` itself where NaN payloads need more bits.
 
-    Numbers of float16 are scaled in any case: then they all are numbers of 16 bits.
+    Numbers of float16 are always scaled, so that all of them fit 16 bits.
     """
 
     def make() -> Form:
@@ -204,10 +200,11 @@ _Piece = tuple[int, int, int, int, int]
 
 
 def _pieces(g: _Geometry, width: int, by_rows: bool) -> tuple[list[_Piece], tuple[int, ...], tuple[int, int, int]]:
-    """Return how a matrix is cut: offset, rows, columns and first column of each piece, the offset of its results.
+    """Return the pieces of a matrix, the shape of their partial results, and the strides of a result.
 
-    Then the shape (pieces of columns, vectors, m) of what these add, () where results are written in place; and their
-    strides from one to the next, from element to element, and how many are written.
+    A piece is its offset, rows, columns, first column and the offset of its result. The shape is (pieces of columns,
+    vectors, m), or () where results are written in place. The strides are those between vectors and between elements,
+    followed by the number of vectors to write.
     """
     if by_rows:
         rows, columns = rows_for_shape(g.m, g.k, by_rows=True), [(0, g.k)]
@@ -242,7 +239,6 @@ def _native() -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _gemv(geometry: _Geometry) -> _Gemv:
-    """Return what multiplies a matrix of contiguous rows or columns with vectors."""
     native, g = _native(), geometry
     of_matrix, of_vectors = (casting.cast_index(x, g.to) for x in (g.dtype, g.vector_dtype))
     # Plans for this kernel multiply what it reads.

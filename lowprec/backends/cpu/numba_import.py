@@ -1,7 +1,6 @@
-"""Whether numba, which is here, can be imported: one that does not fit its NumPy or LLVM cannot.
+"""Import of numba, which fails where numba does not fit NumPy or LLVM; a failure costs one warning, never a product.
 
-It is looked for when plans are made and imported with the first that uses a kernel, since that takes 0.3 s; in a thread
-where it only saves time. A failed import costs one warning and the kernels, never a product.
+The import takes 0.3 s. It happens with the first plan that uses a kernel, or in a thread where it only saves time.
 """
 
 from __future__ import annotations

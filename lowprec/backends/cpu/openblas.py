@@ -1,12 +1,8 @@
-"""OpenBLAS, in a copy of lowprec's own: the library of the package ``scipy-openblas64``, called through CBLAS.
+"""lowprec's own copy of OpenBLAS, from the package ``scipy-openblas64``, called through CBLAS.
 
-NumPy and SciPy bring copies of theirs. This one is a third, whose symbols have a prefix, so none sees another. It runs
-without threads of its own: a product is cut into panels that the pool of this backend shares out, so that its threads
-do not spin beside the pool's, and so that the number of threads changes no bit of a result.
-
-An OpenBLAS chooses its kernels while it is loaded, by the processor and by ``OPENBLAS_CORETYPE``. That variable is set
-for as long as this copy is loaded, to what the processor's flags allow: whatever holds NumPy's copy to lesser kernels,
-an old release or the variable itself, does not hold this one.
+Its symbols have a prefix, so it does not interfere with the copies of NumPy and SciPy. It has no threads of its own:
+lowprec's threads share panels of a product, and their number changes no bit of a result. ``OPENBLAS_CORETYPE`` is set
+while the library is loaded, so that neither that variable nor an old release selects slower kernels.
 
 Source: OpenBLAS's documentation, "Runtime variables"; the reference CBLAS, ``cblas.h``.
 """

@@ -1,11 +1,8 @@
-"""Products by lowprec's own kernel: on tile units, or on vector units for bfloat16 and int8.
+"""Products by the packed kernels, on tile units or on vector units for bfloat16, int8 and float32.
 
-The kernel takes one product at a time, at any strides, and applies the epilogue as it writes. An Inf or NaN in an
-operand of two parts would meet the zero low part of the other and become NaN; the kernel sees that before it writes
-and leaves the product alone, which then runs on FP32 units with the same rounded operands.
-
-Where a mode splits the operands, the kernel forms all products of their parts in one pass, and tells where a sum is not
-finite. Such elements are computed again in FP32, from the operands as they are.
+The kernel multiplies any strides and applies the epilogue as it writes. Where an operand in two parts holds Inf or
+NaN, which the zero low part of the other operand would turn into NaN, it writes nothing, and the product runs on FP32
+units with the same rounded operands. Products of split operands whose sums are not finite are recomputed in FP32.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ _last = threading.local()
 
 
 def _rounding(plan: GemmPlan) -> str:
-    """Return the kernel's word for what becomes of the operands."""
     if _is_split(plan):
         return str(plan.scheme)
     return _ROUNDINGS[fp32_units.rounding_format(plan)]
@@ -131,7 +127,6 @@ def fell_back() -> bool:
 
 
 def _singles(stacks: Stacks) -> list[Stacks]:
-    """Return the products of a batch one by one."""
     batch = stacks.out.shape[:-2]
     if not batch:
         return [stacks]
@@ -146,7 +141,6 @@ def _micro_kernel(plan: GemmPlan) -> MicroKernel:
 
 
 def _panels(plan: GemmPlan, arguments: Arguments, component: int = 0) -> Panels | None:
-    """Return the panels of a prepared operand, None where the product packs its own."""
     view = arguments.b
     if type(view) is not PreparedView or view.mode not in kept_modes(plan):
         return None
@@ -167,9 +161,9 @@ def _packing_of_b(plan: GemmPlan, component: int = 0) -> tuple[PackedAs, Convert
 
 
 def _multiplied_dtype(plan: GemmPlan, operand: int) -> str:
-    """Return in which element type the kernel gets ``a`` (0) or ``b`` (1): that of both, exact for the narrower.
+    """Return the element type in which the kernel reads ``a`` (0) or ``b`` (1): the common one of both.
 
-    What is one part of a product of parts is so in its own type.
+    An operand that stays in one part in a product of parts keeps its own type.
     """
     if plan.compute_dtype.is_complex:
         return "float32"
@@ -218,8 +212,7 @@ def _mend(plan: GemmPlan, single: Stacks, product: Any) -> bool:
 def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks, *, whole: bool = False) -> bool:
     """Compute a complex product as four real ones, two where one operand is real; with ``whole`` always as four.
 
-    Real and imaginary parts are taken apart first: the kernel reads contiguous numbers many times as fast as every
-    second one.
+    Real and imaginary parts are copied first, because packing reads contiguous numbers much faster than every second.
     """
     dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
     micro_kernel, rounding = _micro_kernel(plan), _rounding(plan)
@@ -261,7 +254,6 @@ def _plane(x: Any, component: int, workspace: Workspace) -> Any:
 
 
 def _apart(plan: GemmPlan, arguments: Arguments, single: Stacks) -> tuple[bool, bool]:
-    """Return for each operand whether it must be scaled."""
     a, b = plan.scaled
     return a and _lies_apart(single.a), b and _b_lies_apart(plan, arguments, single.b)
 

@@ -1,7 +1,7 @@
-"""How a product that a BLAS computes on one thread is cut into panels of the result, for several threads.
+"""Panels of the result of a product, each computed by a BLAS on one thread.
 
-Where the bits of an element depend on the panel that it lies in, the cut follows from the shapes alone: then the
-result does not depend on the number of threads.
+Where the bits of an element depend on its panel, panels follow from the shapes alone, so that the result does not
+depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ def panels_for_shape(m: int, n: int, k: int) -> list[Panel]:
 
 
 def rows_for_shape(m: int, k: int, *, by_rows: bool) -> list[tuple[int, int]]:
-    """Cut the rows of an m x k matrix that vectors are multiplied with, as (first, length).
-
-    ``by_rows`` says whether the rows are contiguous.
-    """
+    """Return pieces of the rows of an m x k matrix, each as (first, length)."""
     rows = max(_VECTOR_ROWS[by_rows], 4 * (_VECTOR_WORK // max(1, 4 * k)))
     return [(first, min(rows, m - first)) for first in range(0, m, rows)]
 
@@ -61,9 +58,9 @@ _LONG_COLUMNS, _COLUMN_PIECES = 1 << 16, 16
 
 
 def columns_for_shape(m: int, k: int, width: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Cut rows and columns of an m x k matrix of contiguous columns, each piece as (first, length).
+    """Return pieces of rows and columns of an m x k matrix with contiguous columns, each as (first, length).
 
-    ``width`` vectors are multiplied with it. Pieces of columns are passed through in sequence, but leave sums to be
+    ``width`` vectors are multiplied with it. Pieces of columns are read in sequence, but leave partial sums to be
     added.
     """
     rows = _LONG_COLUMNS // width

@@ -67,10 +67,9 @@ _BLOCK_ROUNDINGS: dict[str, Callable[[Any, Any], None]] = {
 
 
 def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
-    """Round a float32 array to TF32, bfloat16, float16 or its digits, the values staying in float32.
+    """Round a float32 array to TF32, bfloat16, float16 or its digits; the values stay float32.
 
-    ``out`` is float32, too, of the shape of ``source``, and C-contiguous; it may be ``source`` itself, and else must
-    not overlap it.
+    ``out`` is float32 and C-contiguous, of the shape of ``source``; it is ``source`` or does not overlap it.
     """
     if not source.flags.c_contiguous:
         with np.errstate(all="ignore"):
@@ -80,10 +79,7 @@ def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
 
 
 def round_all(pairs: Sequence[tuple[Any, Any]], to: NumberFormat) -> None:
-    """Round contiguous 1-D float32 arrays into others, as :func:`round_float32` does each, in this thread.
-
-    Where there are threads to share it, compiled kernels round.
-    """
+    """Round contiguous 1-D float32 arrays into others in this thread; compiled kernels round where threads share it."""
     round_block = _BLOCK_ROUNDINGS[to.name]
     with np.errstate(all="ignore"):
         for source, out in pairs:

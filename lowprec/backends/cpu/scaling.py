@@ -1,12 +1,12 @@
-"""Mode ``fp16`` on float32: rows of ``a`` and columns of ``b`` scaled by powers of two, which the result takes back.
+"""Mode ``fp16`` on float32: rows of ``a`` and columns of ``b`` are scaled by powers of two, and the result unscaled.
 
-Each row is multiplied by 2^e such that its largest finite magnitude lies in [2^14, 2^15), which is exact, and rounded
-to float16. What is not finite has no say in e; a row of zeros has e = 0.
+Each row is multiplied by 2^e such that its largest finite magnitude is in [2^14, 2^15), exactly, and rounded to
+float16; a row of zeros has e = 0.
 
-Most operands need no factors. Where a number is not smaller than its row's largest by 28 binades or more, scaled it is
-a normal number of float16, and what becomes of it is itself, rounded to float16's digits. If that holds for all of an
-operand, and neither products nor sums leave float32's range, then the sums are bit for bit those of the scaled numbers,
-scaled back. Whether it does is found while the operand is rounded, from the extrema of all its rows together.
+Most operands need no factors. A number that is at most 28 binades below its row's largest becomes a normal float16
+number when scaled, so that rounding to float16's digits without scaling gives the same bits. If that holds for all of
+an operand, and products and sums stay in float32's range, the unscaled sums are those of the scaled numbers, scaled
+back. The extrema of all rows, found while the operand is rounded, decide it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _BLOCK = 1 << 16
 def lies_apart(extrema: int) -> bool:
     """Whether an operand must be scaled.
 
-    ``extrema`` holds the bits of the largest magnitude, times 2^32, and those of the smallest that is not zero, less 1;
-    0 stands for what is not to be scaled.
+    ``extrema`` holds the bits of the largest magnitude, times 2^32, and those of the smallest nonzero one, less 1; 0
+    means that there is nothing to scale.
     """
     largest, least = extrema >> 32, (extrema & 0xFFFFFFFF) + 1
     top, bottom = largest >> 23, least >> 23

@@ -1,6 +1,6 @@
-"""Single products of whole operands, whose steps are made with the plan: casts, a call of OpenBLAS, the epilogue.
+"""Small single products whose steps are made with the plan: casts, a call of OpenBLAS, the epilogue.
 
-A call passes addresses to native code and makes no array.
+A call passes addresses to compiled code and makes no array.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class _Product(NamedTuple):
 
 
 def prepare(plan: GemmPlan, to: NumberFormat | None, otherwise: Executor) -> Executor | None:
-    """Return the executor of a product by OpenBLAS whose operands are cast to a format; None for another product.
+    """Return the executor of a small product by OpenBLAS, operands cast to ``to``; None for other products.
 
-    ``otherwise`` runs products of operands which have to be scaled.
+    ``otherwise`` executes products whose operands must be scaled.
     """
     product = _product(plan, to) if _is_small(plan) and casting.can_compile() else None
     if product is None:

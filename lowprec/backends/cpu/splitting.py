@@ -1,7 +1,7 @@
-"""Operands split into the parts that a mode multiplies, rows and columns scaled first where it says so.
+"""Operands split into the parts that a mode multiplies, with rows and columns scaled first where the mode requires it.
 
-Each part is what the parts before it leave, rounded; every difference is exact. Infinities, NaN and what overflows in
-the format leave NaN in the second part, so that every sum they enter is NaN.
+Each part is the rounded rest of the parts before it; every difference is exact. Infinities, NaN and values that
+overflow in the format leave NaN in the second part, and so in every sum of the row or column.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ def split(
     scaled_over: int | None,
     workspace: Workspace,
 ) -> Split:
-    """Return an operand, shape (..., rows, cols), in ``count`` parts, the sum of all included where the mode has it.
+    """Return an operand, shape (..., rows, cols), in ``count`` parts, with the sum of all where the mode uses it.
 
-    ``dtype`` is float32 or complex64 where there is more than one part. Parts are rounded to ``fmt``, if there is one.
-    ``scaled_over`` is the axis over which a power of two is shared: -1 for rows, -2 for columns; None where nothing is
-    scaled. ``workspace`` lends the memory.
+    ``dtype`` is float32, or complex64. Parts are rounded to ``fmt``. Rows share a power of two where ``scaled_over`` is
+    -1, columns where it is -2. ``workspace`` provides the memory.
     """
     exponents = None
     if scaled_over is not None:
@@ -116,9 +115,9 @@ def _components(x: Any) -> Any:
 
 
 def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tuple[Any, Any]:
-    """Return ``x`` with each row or column multiplied by 2^e, exactly, and the exponents e; 0 for one of zeros.
+    """Return ``x`` with each row or column multiplied by 2^e, exactly, and the exponents e; 0 for rows of zeros.
 
-    ``axis`` is that of the sum over k. What is not finite has no say in the exponent.
+    ``axis`` is that of the sum over k. Non-finite elements are ignored.
     """
     turned = abs(x.strides[-2]) < abs(x.strides[-1])
     source, along_rows = (x.swapaxes(-1, -2), axis == -2) if turned else (x, axis == -1)

@@ -1,14 +1,14 @@
-"""The team of threads that share a product: lowprec's own workers, or those of the OpenMP runtime that PyTorch uses.
+"""The threads that share a product: lowprec's own workers, or those of the OpenMP runtime that PyTorch uses.
 
-A worker is a Python thread that enters one compiled function and stays there: it looks at its mailbox for some
-`AWAKE_SECONDS` after each job, then it sleeps on a semaphore. A caller puts the address of a job into the mailboxes of
-idle workers, does its own share, takes the job back from workers that have not begun, and waits for the others. A
-worker that is awake begins within a microsecond; a caller never waits for one that is not.
+A worker is a Python thread that stays inside one compiled function: after each job it polls its mailbox for
+`AWAKE_SECONDS`, then it sleeps on a semaphore. A caller puts the address of a job into the mailboxes of idle workers,
+does its own share, takes the job back from workers that have not begun, and waits for the others. A worker that is
+awake begins within a microsecond; a caller never waits for one that is asleep.
 
-In a process that has imported PyTorch, compiled kernels run on the threads of its OpenMP runtime instead, which stay
-awake after each operation of PyTorch and would compete with the own workers for the CPUs. No runtime is ever loaded for
-this. It is not used in a forked child, where libgomp waits for threads that do not exist, nor inside a parallel region.
-`LOWPREC_THREADS=own` chooses the own workers everywhere.
+In a process that has imported PyTorch, compiled kernels run on the threads of its OpenMP runtime, which stay awake
+after each operation of PyTorch and would compete with own workers for the CPUs. No runtime is loaded for this. It is
+not used in a forked child, where libgomp waits for threads that do not exist, nor inside a parallel region.
+`LOWPREC_THREADS=own` selects own workers everywhere.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ _spent = 0
 def is_ready(multiplications: int) -> bool:
     """Whether compiled kernels can share a library's product of so many multiplications.
 
-    Numba is imported for one that takes longer than the import, and in the background once products have taken as long
-    together; until then the calling thread works alone.
+    Numba is imported for a product that takes longer than the import, and in the background once products together have
+    taken that long; until then the calling thread works alone.
     """
     global _spent
     if numba_import.is_ready():
@@ -261,8 +261,8 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t, ctypes.c_ssize_
 def call(work: Callable[[], None], workers: int) -> None:
     """Call ``work()`` in this thread and in up to ``workers - 1`` own workers at once, and wait for all.
 
-    `work` must divide the work among its callers, and one call must be enough to complete it; an exception of any of
-    them is raised. Without compiled kernels this thread works alone.
+    `work` must divide the work among its callers, and one call must be enough to complete it. An exception of any
+    caller is raised. Without compiled kernels this thread works alone.
     """
     if workers <= 1 or not numba_import.is_ready() or sys.is_finalizing():
         work()

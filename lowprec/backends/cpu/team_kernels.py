@@ -1,9 +1,7 @@
-"""Compiled functions of the team: offering jobs to workers, waiting for them, and calling a function for each row.
+"""Compiled functions of the team: offer jobs to workers, wait for them, call a function for each row of a table.
 
-A worker's mailbox holds 0 while it is idle, the address of a job that was offered to it, and that address plus 1 while
-it runs the job.
-
-Importing this module imports numba.
+A worker's mailbox holds 0 while it is idle, the address of an offered job, and that address plus 1 while it runs the
+job. Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -185,10 +183,9 @@ def _row_call(signature: str) -> Any:
 def rows_kernel(signature: str) -> int:
     """Return the address of the kernel that calls the function of each row of a table, for :func:`team.run_rows`.
 
-    The first word of a row is the address of the function, the others are its arguments, by the letters of
-    ``signature``: an int ``i``, a word ``l``, the bits of a float ``f`` or of a double ``d``; an address relative to
-    the first, second or third base, ``a``, ``b`` or ``c``; and ``s`` stands for the scratch memory of the thread, its
-    word is ignored.
+    The first word of a row is the function's address, the others are its arguments by the letters of ``signature``: an
+    int ``i``, a word ``l``, the bits of a float ``f`` or a double ``d``, an address relative to the first, second or
+    third base ``a``, ``b``, ``c``, and ``s`` for the scratch memory of the thread, whose word is ignored.
     """
     call_row, row_bytes = _row_call(signature), 8 * (len(signature) + 1)
 

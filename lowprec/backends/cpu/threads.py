@@ -1,8 +1,7 @@
-"""How many threads a product may use, and the libraries in this process that have settings for it.
+"""The number of threads of a product, from the CPUs of this process and the settings of libraries in it.
 
-`num_threads` follows the CPUs that this process may use and the setting of the BLAS library in this process, so
-`OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS` and `threadpoolctl.threadpool_limits` act on products of
-this backend too; where PyTorch is loaded, so does `torch.set_num_threads`.
+`OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS`, `threadpoolctl.threadpool_limits` and
+`torch.set_num_threads` apply to products of this backend too.
 """
 
 from __future__ import annotations
@@ -177,8 +176,8 @@ def openmp() -> OpenMP | None:
 def num_threads() -> int:
     """Return the number of threads that a product may use now, including the calling one.
 
-    The least of the CPUs in the calling thread's affinity mask, the control group's quota, ``MKL_NUM_THREADS``, the
-    threads of NumPy's OpenBLAS and those of PyTorch. The first three are read once a second.
+    It is the least of the CPUs in the thread's affinity mask, the control group's quota, ``MKL_NUM_THREADS``, and the
+    threads of NumPy's OpenBLAS and of PyTorch. The first three are read once a second.
     """
     limits, own = _limits, _limits.affinity
     now = time.monotonic()

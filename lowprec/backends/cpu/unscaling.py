@@ -28,10 +28,7 @@ _Pair: TypeAlias = tuple[Any, Any, int, int]
 
 
 def unscale(pairs: Sequence[tuple[Any, Any]], inverse: Any) -> bool:
-    """Write NumPy arrays times ``inverse`` to others, or in place; return whether Inf or NaN was found.
-
-    Elements are float32, float64 or bfloat16; results are of the type and shape of their sources.
-    """
+    """Multiply float32, float64 or bfloat16 arrays by ``inverse``, also in place; return whether one has Inf or NaN."""
     found: list[bool] = []
     flat: dict[Any, list[_Pair]] = {}
     for x, out in pairs:

@@ -1,7 +1,4 @@
-"""Native kernels that multiply numbers by the inverse scale and look for Inf and NaN in the same pass.
-
-Importing this module imports numba.
-"""
+"""Compiled kernels that multiply by the inverse scale and find Inf and NaN. Importing this module imports numba."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def _unscale_function(kind: str) -> Any:
 def unscale_kernel(dtype: str) -> int:
     """Return the address of the kernel of ``"float32"`` or ``"float64"``, a function of four integers.
 
-    The address of the numbers; of the results, the same one or memory that does not overlap; how many there are; the
-    address of the inverse scale, of the same element type. It returns 1 if a number was Inf or NaN, else 0.
+    Addresses of the numbers and of the results (the same, or not overlapping), the count, and the address of the
+    inverse scale of the same type. It returns 1 if a number was Inf or NaN, else 0.
     """
     return compile_kernel(_unscale_function(KINDS[dtype]), 4)

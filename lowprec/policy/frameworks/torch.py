@@ -195,7 +195,6 @@ def _without_effect_on_gpu(torch: Any) -> str | None:
 
 
 def _read(getter: Callable[[], T]) -> T | None:
-    """Return the value of an old switch, None where PyTorch refuses to read it."""
     try:
         return getter()
     except RuntimeError as error:
@@ -235,7 +234,6 @@ def _own(do: _Functions, leaves: list[str]) -> list[str]:
 
 
 def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pair]:
-    """Return the switches that read as this one."""
     held = do.get(*parent)
     if held == "none":
         return set()

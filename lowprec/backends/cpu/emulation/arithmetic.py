@@ -19,10 +19,10 @@ class Arithmetic(NamedTuple):
 
     1. The products are exact. The exponent of one is the sum of its factors' exponents, where a subnormal factor has
        that of the smallest normal number: it is not normalised.
-    2. The terms that are not zero, c among them, are aligned to the largest of their exponents, or to
-       ``least_exponent`` if that is larger: what lies more than ``fraction_bits`` below it is cut off.
-    3. The sum of what is left is exact, and is rounded toward zero to float32, subnormal numbers included. Beyond the
-       largest float32 it is an infinity. An exact zero is +0.
+    2. The nonzero terms, c among them, are aligned to the largest of their exponents, at least ``least_exponent``: bits
+       more than ``fraction_bits`` below it are cut off.
+    3. The remaining sum is exact and rounded toward zero to float32, subnormal numbers included; infinite beyond the
+       largest float32. An exact zero is +0.
 
     A NaN in a product or in c, infinities of both signs, and an infinity times zero give the NaN 0x7fffffff.
     """

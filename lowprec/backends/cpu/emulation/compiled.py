@@ -1,8 +1,7 @@
-"""Blocks of a result with numba: the fast twin. Importing this module imports numba and compiles.
+"""Blocks of a result with numba, the fast implementation. Importing this module imports numba and compiles.
 
-The loops over columns are what LLVM makes vector instructions of. A term, aligned and cut, is an integer below 2^27
-(products are below 4, and at most 25 fraction bits are kept), so that converting to int32 cuts it, and the sum of 17 of
-them in float64 is exact.
+A term, aligned and cut, is an integer below 2^27 (products are below 4, and at most 25 fraction bits are kept), so
+that converting to int32 cuts it, and the sum of 17 of them in float64 is exact.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ def _block_function() -> Any:
 
 
 def _compiled(function: Any) -> Any:
-    """Compile a block's function now; numba keeps the machine code on disk where it can write."""
     values, exponents, raw = (x[:, ::1] for x in (types.float64, types.int32, types.float32))
     operand, index = (values, exponents, raw), types.intp
     block = (index,) * 4

@@ -44,7 +44,6 @@ def prepare(plan: GemmPlan) -> Executor:
 
 
 def _multiply_into(model: Arithmetic, a: Any, b: Any, out: Any) -> None:
-    """Compute ``out = a @ b``; float32 or complex64, at least 2-D, batches broadcast."""
     if out.dtype.kind != "c":
         out[...] = multiply(a, b, None, model)
         return
@@ -54,10 +53,9 @@ def _multiply_into(model: Arithmetic, a: Any, b: Any, out: Any) -> None:
 
 
 def multiply(a: Any, b: Any, c: Any | None, model: Arithmetic) -> Any:
-    """Return ``c + a @ b`` in the arithmetic of a tensor core, as a new array.
+    """Return ``c + a @ b`` in the arithmetic of a tensor core, as a new float32 array; batches broadcast.
 
-    All are float32, ``a`` (..., m, k) and ``b`` (..., k, n) numbers of the format of ``model``; ``c`` is None for zero.
-    All batches broadcast.
+    ``a`` (..., m, k) and ``b`` (..., k, n) are float32 numbers of the format of ``model``; ``c`` is None for zero.
     """
     shapes = [x.shape[:-2] for x in (a, b, c) if x is not None]
     batch = np.broadcast_shapes(*shapes)
@@ -94,7 +92,6 @@ def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
 
 @functools.cache
 def _twin() -> _Accumulate:
-    """Return the compiled twin, or NumPy's where there is no numba."""
     if not numba_import.is_installed() or environment.numba_is_off() or numba_import.fails():
         return arrays.accumulate
     from lowprec.backends.cpu.emulation import compiled

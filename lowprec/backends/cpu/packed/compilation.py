@@ -1,8 +1,8 @@
-"""Compiling kernels by numba's private interfaces; all uses of them are in this file.
+"""Compiling kernels by numba's private interfaces, which only this file uses.
 
-To load one cached function, numba's public interface (``cfunc(cache=True)``) sets up its typing of NumPy, which takes
-0.33 s on top of importing numba; the machine code of `stored_code` is linked in milliseconds. If numba changes one of
-these interfaces, `numba_import.fails` notices it before the first product, and products run without the kernels.
+To load one cached function, the public interface (``cfunc(cache=True)``) sets up numba's typing of NumPy, which takes
+0.33 s; the machine code of `stored_code` is linked in milliseconds. If numba changes one of these interfaces,
+`numba_import.fails` reports it before the first product, and products run without kernels.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _flags() -> compiler.Flags:
 def inlined(result: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function into the kernels that call it; ``result`` is its return type, integers are 64-bit words.
 
-    A function of ``njit`` would be typed for each literal argument, and compiled by itself, for twice the time.
+    ``njit`` would type it for each literal argument and compile it separately, which takes twice the time.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

@@ -71,7 +71,6 @@ def _floats(typing_context, address):
 
 @intrinsic(prefer_literal=True)
 def _widen_row(typing_context, source, target, kind):
-    """Read 32 elements in sequence as float32."""
     from_ = kind.literal_value
 
     def generate(context, builder, signature, args):
@@ -93,7 +92,6 @@ def _widen_row(typing_context, source, target, kind):
 
 @inlined(types.float32)
 def _get(address, kind):
-    """One element of any kind, as float32."""
     if kind == FLOAT32:
         return load(address, "f32")
     if kind == BFLOAT16:
@@ -171,7 +169,6 @@ def _add_array(acc, rows, end, factor, source, row_stride, col_stride, kind, scr
 
 @inlined(types.void)
 def _arithmetic(acc, job, row, col, rows, end, scratch):
-    """alpha, beta * c, bias and activation, in place."""
     alpha = np.float32(load(job + 8 * J.ALPHA, "f64"))
     beta = np.float32(load(job + 8 * J.BETA, "f64"))
     if alpha != _ONE:
@@ -195,7 +192,6 @@ def _arithmetic(acc, job, row, col, rows, end, scratch):
 
 @inlined(types.void)
 def _fill_row(acc, i, source, end):
-    """Write a row of a block of accumulators."""
     if end == 32:
         left, right = carray(_floats(at(acc, i, 0)), (16,)), carray(_floats(at(acc, i, 16)), (16,))
         numbers = carray(_floats(source), (32,))
@@ -227,22 +223,19 @@ def _epilogue_function(kind: int, computes: bool) -> Any:
 
 @cache
 def epilogue_kernel(dtype: str, computes: bool) -> int:
-    """Address of the epilogue that writes `dtype`, after what there is to compute; int32 is written as it is.
+    """Return the address of the epilogue that writes `dtype`; without `computes` it only writes.
 
-    Most products need no more than the writing, and there is less of it to compile.
-
-    Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may
-    overwrite), of the job, first row, first column, address of 256 bytes of scratch; the last two
-    are those of ``result_rows.writer``.
+    Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may overwrite), of the job,
+    first row, first column, address of 256 bytes of scratch; the last two are those of ``result_rows.writer``.
     """
     return compile_kernel(_epilogue_function(J.KINDS[dtype], computes), EPILOGUE_ARITY)
 
 
 @cache
 def rows_kernel() -> Any:
-    """Return the kernel that applies a job's epilogue to a row-major float32 product, for a result of its shape.
+    """Return the kernel that applies a job's epilogue to a row-major float32 product.
 
-    Its arguments: the addresses of the product, of the job, and of `BLOCK_SCRATCH_BYTES` of memory at a multiple of 64.
+    Its arguments: addresses of the product, of the job, and of `BLOCK_SCRATCH_BYTES` of memory at a multiple of 64.
     """
 
     def apply(product, job, acc):

@@ -1,7 +1,7 @@
-"""The fields of a GEMM job: what Python tells the macro-kernel, as an array of 64-bit words.
+"""The fields of a GEMM job, an array of 64-bit words that Python passes to the macro-kernel.
 
-Strides are in bytes here; `ALPHA` and `BETA` are float64. The counters that the threads share come
-first, each on a cache line of its own.
+Strides are in bytes; `ALPHA` and `BETA` are float64. The counters shared by threads come first, each on a cache line
+of its own.
 """
 
 from __future__ import annotations

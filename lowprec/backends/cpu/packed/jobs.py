@@ -1,6 +1,6 @@
 """Jobs of the macro-kernel without addresses and factors: packing, micro-kernel, blocking.
 
-All of this follows from types, shapes and strides, so a job is made once, with the plan; a product copies its words.
+A job follows from types, shapes and strides, so it is made with the plan; a product copies its words.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ _TILE_CONFIG = _tile_config()
 
 
 def _scheme(dtype: str, rounding: str, storage: str, offset: int) -> Scheme:
-    """Return how an operand is packed for units that multiply ``storage``."""
     every: dict[tuple[str, str], Scheme] = imported("lowprec.backends.cpu.packed.tile_rows:SCHEMES")
     if offset:
         return every[dtype, "offset"]
@@ -139,10 +138,7 @@ def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
 
 @lru_cache(maxsize=256)
 def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str, rows: int = 32) -> Kernels:
-    """Return the compiled kernels of a kind of product, as `run.gemm` has the types.
-
-    ``rows`` is how many the micro-kernel for the last strip of A multiplies.
-    """
+    """Return the compiled kernels for these types; the last strip of A has ``rows`` rows."""
     from lowprec.backends.cpu.packed import macro_kernel, native, packing
 
     if (a_dtype == "int8") != (micro_kernel.storage == "int8"):
@@ -185,10 +181,10 @@ _SHORT_STRIPS, _GROUP_STRIPS, _GROUP_BYTES = 8, 8, 256 << 10
 
 
 def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tuple[int, int]:
-    """Return the strips of A and of B in a task: the shape with the least to do for the thread that has most.
+    """Return the strips of A and of B in a task that leave the least work to the busiest thread.
 
-    A task costs its blocks, the packing of its strips of A, about a block each, and half as much for each strip of B,
-    which it reads from memory.
+    The cost of a task: one for each block and for packing each strip of A, a half for each strip of B, read from
+    memory.
     """
     wanted = 1 if workers == 1 else 2 * workers
 
@@ -218,10 +214,7 @@ class _Sizes(NamedTuple):
 
 
 def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tuple[dict[int, int], int, int]:
-    """Return the words for the sizes of blocks, and the bytes of the operand packed whole and of a thread's workspace.
-
-    Packed B depends on k and n alone.
-    """
+    """Return the words for the sizes of blocks, and the bytes of the packed operand and of a thread's workspace."""
     m, n, k, is_short, workers = sizes
     parts_a, parts_b, longest = kernels.parts_a, kernels.parts_b, micro_kernel.chunk_steps
     parts = max(parts_a, parts_b)

@@ -1,25 +1,22 @@
-"""The macro-kernel: the loops around a micro-kernel, which are the same for all units.
+"""The macro-kernel: the loops around a micro-kernel, the same for all units.
 
 A micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. Its arguments, `MICRO_ARITY`
 integers: packed A, packed B, accumulators (four 16 x 16 tiles of float32 or int32), number of steps (at least 1),
-whether to add to what the accumulators hold, where the next piece of B is: `PREFETCH_LINES` cache lines of it for each
-step and part of B are this call's share to prefetch into the second-level cache.
+whether to add to the accumulators, and the address from which to prefetch `PREFETCH_LINES` cache lines of the next
+piece of B for each step and part of B.
 
 The loops, from the inside:
 
-- `INNER_STEPS` steps of one strip of B stay in the first-level cache while strips of A run past it.
-- `CHUNK_STEPS` steps of `TASK_STRIPS_M` strips of A (half of it) stay in the second-level cache
-  while all of the task's strips of B run past.
-- chunks of k: accumulators wait in scratch memory as float32. Storing and loading them rounds
-  nothing, so how k is cut does not show in the result; a micro-kernel that sums each call anew (FP32) adds its sums in
-  pieces that follow from k alone. Of operands that are split into parts, each
-  chunk is summed anew and added to those before it: a sum of several products of parts goes through
-  as many more roundings, and the length of the chunks keeps them below those of one in FP32.
-- tasks: rectangles of the result, taken by the threads from a shared counter. B is packed by all
-  threads before the first of them; each task packs its own strips of A. Where A is short, it is packed before and each
-  task packs the strips of B that it alone multiplies: B is read once, and its packed numbers stay in the cache.
+- `INNER_STEPS` steps of one strip of B stay in the first-level cache, for all strips of A of the task.
+- `CHUNK_STEPS` steps of `TASK_STRIPS_M` strips of A stay in the second-level cache, for all strips of B of the task.
+- Chunks of k: accumulators are kept in scratch memory as float32, so chunks change no bit. A micro-kernel that sums
+  each call separately (FP32) sums pieces that follow from k alone. Chunks of split operands are summed separately:
+  their length keeps the roundings of several products of parts below those of one product in FP32.
+- Tasks: rectangles of the result, taken by the threads from a shared counter. All threads pack B before the first
+  task; each task packs its strips of A. A short A is packed first instead, and each task packs the strips of B that it
+  alone multiplies.
 
-No task's result depends on which thread computes it or on how many there are.
+The result does not depend on the threads that compute it or on their number.
 """
 
 from __future__ import annotations
@@ -76,7 +73,6 @@ _BLOCK = ir.VectorType(F32, 16)
 
 
 def _vectors(builder: Any, address: Any) -> Any:
-    """Yield pointers to the 64 vectors of a block of accumulators."""
     for offset in range(0, 4096, 64):
         at = builder.add(address, ir.Constant(I64, offset))
         yield pointer(builder, at, _BLOCK)
@@ -95,8 +91,6 @@ def _add_block(typing_context, total, block):
 
 @intrinsic
 def _holds_nonfinite(typing_context, block):
-    """Whether an infinity or a NaN is among the accumulators of a block."""
-
     def generate(context, builder, signature, args):
         largest = splat(0)
         for at in _vectors(builder, args[0]):
@@ -201,7 +195,6 @@ def _packing_phase(job, scratch):
 
 @inlined(types.void)
 def _apply_epilogue(job, acc, strip_m, strip_n, scratch, kept, place):
-    """Write a finished block."""
     if field(job, J.CHUNK_OFFSET) != 0 and _holds_nonfinite(acc) != 0:
         atomic_store(job + 8 * J.SUM_NOT_FINITE, 1)
     to = scratch + field(job, J.SCRATCH_OFFSET)
@@ -213,7 +206,7 @@ def _apply_epilogue(job, acc, strip_m, strip_n, scratch, kept, place):
 def _multiply_chunk(
     job, strip_m, end_m, strip_n, end_n, step, end_step, packed_a, packed_b, strip_bytes_b, scratch,
 ):
-    """Multiply all blocks of a task over one chunk of k, and apply the epilogue if it is the last.
+    """Multiply all blocks of a task over one chunk of k, and apply the epilogue after the last chunk.
 
     ``packed_a`` and ``packed_b`` are the addresses of the task's first strips at the chunk's first step.
     """
@@ -299,10 +292,10 @@ def _copy_job(source, target):
 
 @cache
 def batch_kernel() -> int:
-    """Address of what runs the macro-kernel for each product of a batch.
+    """Return the address of the kernel that runs the macro-kernel for each product of a batch.
 
-    Its arguments, `MACRO_ARITY` integers: address of the batch, address of this thread's memory: its copy of the job in
-    the first 4096 bytes, then packed B, then scratch.
+    Its arguments, `MACRO_ARITY` integers: address of the batch, address of the thread's memory, which holds a copy of
+    the job (4096 bytes), packed B, and scratch.
     """
 
     def drive_all(batch, memory):
@@ -335,10 +328,9 @@ def batch_kernel() -> int:
 
 @cache
 def macro_kernel() -> int:
-    """Address of the macro-kernel.
+    """Return the address of the macro-kernel, which each thread of a job calls once.
 
-    Its arguments, `MACRO_ARITY` integers: address of the job, address of this thread's scratch.
-    Every thread that works on the job calls it once.
+    Its arguments, `MACRO_ARITY` integers: address of the job, address of the thread's scratch.
     """
 
     def drive(job, scratch):

@@ -1,12 +1,8 @@
-"""The few machine-level operations that numba does not offer, as intrinsics for kernels.
+"""Machine-level operations that numba does not offer, as intrinsics for kernels. Importing this module imports numba.
 
-A kernel is a function of integers: addresses, strides in bytes, counts. It is called through
-ctypes, which releases the GIL and unboxes nothing. Inside, memory is read and written through
-`load` and `store` (an ndarray's indexing would test every index for being negative), vectors are
-built as LLVM IR, and kernels call each other through plain function pointers (`call`), so that
-each is compiled once and combined at run time.
-
-Importing this module imports numba.
+A kernel is a function of integers (addresses, strides in bytes, counts), called through ctypes without the GIL. It
+reads and writes memory by `load` and `store`, without the index checks of arrays, and calls other kernels by function
+pointers (`call`), so that each is compiled once.
 """
 
 from __future__ import annotations

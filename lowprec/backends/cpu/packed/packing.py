@@ -1,24 +1,15 @@
-"""From an operand in any layout to the tiles that a micro-kernel multiplies.
+"""Packing an operand of any layout into the tiles that a micro-kernel multiplies.
 
-An operand is seen as *lanes* (rows of A, columns of B) times *k*. It is cut into strips of 32 lanes
-and steps along k that fill one 64-byte tile row: 32 elements of 16 bits, or 64 of 8 bits. A block,
-32 lanes of one step, becomes two tiles (lanes 0 to 15 and 16 to 31) of 16 rows of 64 bytes for each
-part::
+An operand is *lanes* (rows of A, columns of B) times *k*. A strip has 32 lanes; a step along k fills a tile row of 64
+bytes: 32 elements of 16 bits, or 64 of 8 bits. A block, 32 lanes of one step, becomes two tiles (lanes 0 to 15 and 16
+to 31) of 16 rows of 64 bytes for each part::
 
     strip -> step -> part -> tile -> 16 rows x 64 bytes
 
-A tile of A has a lane in each row. A tile of B has a *dword* of k in each row, that is two (16 bits)
-or four (8 bits) neighbouring values of k for each of the 16 lanes. The one is the transpose of the
-other as a 16 x 16 matrix of dwords, so two ways of reading serve all layouts:
-
-- `along`: k is contiguous; one tile row of A from 32 (or 64) elements in sequence;
-- `across`: lanes are contiguous; one tile row of B from two (or four) runs of 16 elements;
-
-and a transposition in registers turns the result of either into what the other operand needs.
-Blocks at the edge, and operands contiguous in neither direction, are first copied to a block padded
-with zeros.
-
-``tile_rows`` converts the numbers.
+A tile of A has a lane in each row. A tile of B has a dword of k in each row: two (16 bits) or four (8 bits) values of k
+for each of 16 lanes. Each is the other's transpose as a 16 x 16 matrix of dwords. An operand is read *along* k or
+*across* lanes, whichever is contiguous, and transposed in registers where the other layout is needed. Blocks at the
+edge, and operands contiguous in neither direction, are first copied to a zero-padded block.
 """
 
 from __future__ import annotations
@@ -108,8 +99,6 @@ def _clear(target, count):
 
 @intrinsic
 def _prefetch(typing_context, address):
-    """Prefetch a cache line into the second-level cache."""
-
     def generate(context, builder, signature, args):
         inline_asm(builder, "prefetcht1 ($0)", "r", ir.VoidType(), args)
         return context.get_dummy_value()
@@ -195,11 +184,10 @@ def _pack_function(scheme: Scheme) -> Any:
 
 @cache
 def pack_kernel(scheme: Scheme) -> int:
-    """Address of the packing kernel of a scheme.
+    """Return the address of the packing kernel of a scheme.
 
-    Its arguments, `PACK_ARITY` integers: address, lane stride and k stride in bytes, number of
-    lanes, k; strips and steps to pack (first, end); target and its strip stride in bytes; 1 for the
-    layout of B, 0 for that of A; address of `SCRATCH_BYTES` of scratch. It returns 0, or in two
-    parts something else if a rounded value was not finite.
+    Its arguments, `PACK_ARITY` integers: address, lane stride and k stride in bytes, lanes, k; strips and steps to pack
+    (first, end); target and its strip stride in bytes; 1 for the layout of B, 0 for that of A; address of
+    `SCRATCH_BYTES` of scratch. It returns 0, or in two parts another number if a rounded value was not finite.
     """
     return compile_kernel(_pack_function(scheme), PACK_ARITY)

@@ -1,7 +1,7 @@
-"""The packed panels of a prepared operand, which any product with it multiplies.
+"""The packed panels of a prepared operand, which every product with it multiplies.
 
-How B is packed depends on k, n, the element types and the micro-kernel, and on no other operand: strips of 32 columns,
-each whole, one after the other. Of a stack all matrices are packed with the first product.
+The layout of packed B depends on k, n, the element types and the micro-kernel: strips of 32 columns, one after the
+other. All matrices of a stack are packed with the first product.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ def stack_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panel
 
 
 def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
-    """Yield the offset of each matrix of an operand, and the matrix."""
     x = view.ndarray()
     if x.ndim == 1:
         x = x[:, None]

@@ -32,7 +32,6 @@ ITEM_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, INT32: 4}
 
 
 def _converted(builder: Any, address: Any, kind: int) -> Any:
-    """16 accumulators in the output's type."""
     bits = builder.load(pointer(builder, address, ir.VectorType(I32, 16)), align=64)
     if kind == BFLOAT16:
         return narrowed_bfloat16(builder, bits)
@@ -52,7 +51,6 @@ def _converted_row(builder: Any, address: Any, kind: int) -> list[Any]:
 
 
 def _stream(builder: Any, line: Any, address: Any) -> None:
-    """Write a cache line past the caches."""
     stored = builder.store(line, pointer(builder, address, line.type), align=64)
     stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
 
@@ -108,7 +106,6 @@ def _put_across(typing_context, source, target, kind, behind, kept):
 
 @intrinsic(prefer_literal=True)
 def _keep(typing_context, source, kind, kept):
-    """Keep the last vector of a row."""
     to = kind.literal_value
 
     def generate(context, builder, signature, args):

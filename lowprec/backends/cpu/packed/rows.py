@@ -30,9 +30,9 @@ def is_usable() -> bool:
 def epilogue_of(
     m: int, n: int, out: Operand, c: Operand | None, bias: Vector | None, activation: str | None, computes: bool = True
 ) -> Epilogue:
-    """Return the epilogue of m rows of n numbers without gaps; addresses of the operands are ignored.
+    """Return the epilogue of m contiguous rows of n numbers; addresses of the operands are ignored.
 
-    Without ``computes`` it only writes them. For processors where it :func:`is_usable`, with numba.
+    Without ``computes`` it only writes them. It requires numba and :func:`is_usable`.
     """
     # Imported once: at the exit of Python nothing can be imported.
     write: int = imported(f"{_KERNELS}:epilogue_kernel")(out.dtype, computes)

@@ -207,10 +207,9 @@ def prepare(
     problem: GemmProblem | None = None,
     find: FindPanels | None = None,
 ) -> functools.partial[Any] | None:
-    """Return the function that runs the products of a layout, and returns whether they are done; see :func:`gemm`.
+    """Return the function that runs the products of a layout and returns whether they are done; see :func:`gemm`.
 
-    It is None for a batch of products that are each large enough for several threads. The operands are multiplied as
-    they are stored, and the epilogue is that of ``problem``, by default none.
+    It is None for a batch of products that are each large enough for several threads.
     """
     c = bias = activation = None
     has_alpha = False

@@ -1,7 +1,6 @@
-"""Machine code of kernels: on disk from one process to the next, and linked into this one by LLVM.
+"""Machine code of kernels, stored on disk and linked into the process by LLVM in milliseconds.
 
-An object file refers to nothing outside, so LLVM's linker alone loads it, in milliseconds. It fits one processor and
-one version of what made it, for which its name on disk stands.
+An object file has no external references. Its name is a digest of the processor and of the versions that made it.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ def _maker() -> str:
 
 
 def _link(code: bytes) -> tuple[Any, int]:
-    """Return an engine that holds an object file, and the address of its function."""
     binding = llvmlite.binding
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()

@@ -1,10 +1,8 @@
-"""One tile row: runs of 16 elements, rounded, taken apart and woven as a micro-kernel reads them.
+"""One tile row: runs of 16 elements, rounded, split and interleaved as a micro-kernel reads them.
 
-The high part of a pair is the value *truncated* to bfloat16: rounding it could carry into an
-infinity. Each part of an infinity or a NaN would be multiplied with each part of the other operand,
-and Inf * 0 is NaN, so packing in two parts reports any value that is not finite after rounding. What is split (the
-rounding is a mode's name) makes NaN of every element of the result that such a value enters, and there it is found.
-Float16's range is the caller's business: see ``scaling``.
+The high part of a pair is the value *truncated* to bfloat16, since rounding could carry into an infinity. Inf and NaN
+would meet zero parts of the other operand, so packing in two parts reports values that are not finite after rounding.
+Parts of a mode such as ``bf16x3`` turn the affected elements of the result into NaN instead.
 """
 
 from __future__ import annotations
@@ -98,7 +96,6 @@ def _rounded(builder: Any, x: Any, *, ties_away: bool) -> tuple[Any, Any]:
 
 
 def _widened_float16(builder: Any, halves: Any) -> tuple[Any, Any]:
-    """Bits of 16 float16 as float32, and a mask of those that are not finite."""
     bits = bits_of(builder, builder.fpext(halves, ir.VectorType(F32, 16)))
     return bits, builder.icmp_unsigned(">=", magnitude_of(builder, bits), splat(INFINITY))
 
@@ -109,7 +106,6 @@ def _low_part(builder: Any, bits: Any) -> Any:
 
 
 def _rest(builder: Any, bits: Any, part: Any) -> Any:
-    """What a part leaves, as bits."""
     left = builder.fsub(floats_of(builder, bits), floats_of(builder, part))
     return bits_of(builder, left)
 
@@ -119,7 +115,7 @@ def _load_run(builder: Any, address: Any, element: Any, count: int) -> Any:
 
 
 def _words(interleave: bool, odd: bool) -> list[int]:
-    """Which 16-bit words of two vectors, counted through both, make a tile row.
+    """Return the 16-bit words of two vectors, numbered through both, that make a tile row.
 
     With `odd` the vectors hold 16 float32 and only the high words count; else 16 words each.
     """
@@ -130,7 +126,6 @@ def _words(interleave: bool, odd: bool) -> list[int]:
 
 
 def _odd_words(builder: Any, runs: list[Any], interleave: bool) -> Any:
-    """A tile row of the high words of two runs of 32 bits."""
     a, b = (builder.bitcast(bits, ir.VectorType(I16, 32)) for bits in runs)
     return shuffle(builder, a, b, _words(interleave, odd=True))
 

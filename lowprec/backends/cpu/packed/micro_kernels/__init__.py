@@ -1,7 +1,7 @@
-"""The micro-kernels, as data: which unit each needs, what it multiplies, how it is emitted, and whether it runs here.
+"""The micro-kernels as data: instruction sets, element type, module that emits the code, and availability.
 
 A micro-kernel multiplies a strip of 32 rows of A by a strip of 32 columns of B over some steps of k, as
-``macro_kernel`` calls it. A row names the module here that emits it, so that numba is imported with the first product.
+``macro_kernel`` calls it. Its row names the emitting module, so that numba is imported with the first product.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def _request_permission() -> bool:
 
 @lru_cache(maxsize=len(MICRO_KERNELS))
 def obstacle(kernel: MicroKernel) -> str:
-    """What keeps a micro-kernel from running here, as a sentence; empty if nothing does.
+    """Return the reason why a micro-kernel does not run here, or an empty string; cached.
 
-    It needs Linux on x86-64, its instruction sets, numba, and where it uses tiles the permission to do so (asked for
-    here). The answer is kept.
+    It needs Linux on x86-64, its instruction sets, numba, and for tiles the kernel's permission, which is requested
+    here.
     """
     if sys.platform != "linux" or not is_x86_64():
         return f"the {kernel.unit} are used on Linux on x86-64 only"

@@ -1,10 +1,9 @@
 """The AMX micro-kernel: ``TDPBF16PS`` and ``TDPBSSD`` on 16 x 16 tiles.
 
-It is assembly text made from a list of products over parts: ``(i, j)`` multiplies part i of A by part j of
-B. All products go to the same four accumulator tiles, step by step, and a tile is loaded anew only where the part
-changes: four products on two parts take 10 tile loads for 16 multiplications, six on three parts 14 for 24. A is
-loaded with the non-temporal hint (``TILELOADDT1``), which keeps it from evicting B in the first-level cache;
-this is worth 35 % where one product is made of each pair of tiles.
+The assembly follows a list of products of parts: ``(i, j)`` multiplies part i of A by part j of B. All products add to
+the same four accumulator tiles, step by step, and a tile is loaded only where the part changes: four products of two
+parts take 10 loads for 16 multiplications, six of three parts 14 for 24. A is loaded with the non-temporal hint
+(``TILELOADDT1``), so that it does not evict B from the first-level cache; this gains 35 % for one product per pair.
 """
 
 from __future__ import annotations
@@ -73,10 +72,10 @@ def _advance_text(products: Pairs, steps: int) -> list[str]:
 
 
 def micro_kernel_text(multiply: str, products: Pairs) -> str:
-    """Assembly of a micro-kernel.
+    """Return the assembly of a micro-kernel.
 
-    Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
-    accumulators hold, $5 where the next piece of B is.
+    Operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to the accumulators, $5 address of
+    the next piece of B.
     """
     lines = ["movq $0, %rax", "movq $1, %rcx", "movq $2, %r8", "movq $3, %r9", "movq $5, %rdx"]
     lines += ["movq $$64, %r11", "testq $4, $4", "jz 2f"]

@@ -1,18 +1,16 @@
 """Assembly of micro-kernels on vector units: a dword of A for all columns, multiplied by a row of a tile of B.
 
-An instruction multiplies dwords, pairs of bfloat16 or fours of int8, lane by lane, and adds the products to 32-bit
-lanes; a fused multiply-add of float32 is such an instruction, too. A row of a tile of B is a dword of k for 16 columns;
-a tile of A has the dwords of one of its rows beside each other, and each is broadcast. A block of 32 x 32 is treated in
-groups of a few rows and two registers of columns, whose accumulators stay in registers for all steps of a call.
-Products of parts are summed one after the other, each over all steps, in the order of the list: the small ones first.
+An instruction multiplies dwords (pairs of bfloat16, fours of int8, or a float32) lane by lane and adds the products to
+32-bit lanes. A row of a tile of B is a dword of k for 16 columns; the dwords of a row of A are contiguous, and each is
+broadcast. A 32 x 32 block is computed in groups of a few rows and two registers of columns, whose accumulators stay in
+registers. Products of parts are summed one after the other, each over all steps, the smallest first.
 
-*float32*: each call sums anew and adds what it has to the accumulators (`adds_sums`). Blocks of sums have smaller
-errors than one long sum, and nothing is loaded before the first multiplication.
+*float32*: each call sums separately and adds its sums to the accumulators (`adds_sums`): blocks of sums have smaller
+errors than one long sum.
 
-*int8*: the instruction multiplies an unsigned by a signed number, so A is packed as a + 128, and 128 times the sums of
-the columns of B is taken off. The first group of rows sums them on the way, with two more multiplications for each row
-of B by a constant; the groups after it begin with what it found. All is modulo 2^32, so the result is exact wherever it
-fits into int32.
+*int8*: the instruction multiplies an unsigned by a signed number, so A is packed as a + 128, and 128 times the column
+sums of B is subtracted. The first group of rows computes these sums with two more multiplications per row of B; the
+other groups reuse them. All is modulo 2^32, so a result that fits int32 is exact.
 """
 
 from __future__ import annotations
@@ -156,11 +154,11 @@ def micro_kernel_text(
     adds_sums: bool = False,
     rows: int = 32,
 ) -> str:
-    """Assembly of a micro-kernel, of which so many rows of a block are multiplied.
+    """Return the assembly of a micro-kernel that multiplies ``rows`` rows of a block.
 
-    Its operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to what the
-    accumulators hold, $5 where the next piece of B is. ``multiply`` is the instruction, ``offset`` what was added
-    to A; with ``adds_sums`` the accumulators are added after the last step, not before the first.
+    Operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to the accumulators, $5 address of
+    the next piece of B. ``multiply`` is the instruction, ``offset`` the number added to A; with ``adds_sums`` the
+    accumulators are added after the last step.
     """
     # %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B.
     lines = ["movq $2, %r8", "movq $5, %rdx"]
