@@ -1,9 +1,13 @@
 """Solvers and decompositions by the caller's own library, in full FP32.
 
 Each function is that of NumPy, PyTorch, JAX or CuPy, whichever the operands belong to, called inside
-:func:`lowprec.fp32_guard`. Names, arguments and the order of results are those of the Array API in every library.
-float32, float64, complex64 and complex128 are taken; LAPACK has no narrower types, and computing in float32 what was
-given in 16 bits, or rounding a solution to 16 bits, is the caller's decision: convert, and convert back.
+:func:`lowprec.fp32_guard`: float32 products on the way to the result are computed in full FP32. Shapes, algorithms,
+failures (a singular matrix raises in one library and gives NaN in another) and gradients are the library's own. Names,
+arguments and the order of results are those of the Array API standard, 2024.12 (https://data-apis.org/array-api), in
+every library; least squares, which it lacks, are PyTorch's.
+
+float32, float64, complex64 and complex128 are taken; LAPACK has no narrower types. Convert 16-bit operands first, and
+the result back where that is meant.
 
 Examples
 --------
@@ -16,46 +20,378 @@ array([2., 3.], dtype=float32)
 ('eigenvalues', 'eigenvectors')
 """
 
-from lowprec.linalg.guarded import (
-    EighResult,
-    LstsqResult,
-    QRResult,
-    SlogdetResult,
-    SVDResult,
-    cdist,
-    cholesky,
-    det,
-    eigh,
-    expm,
-    inv,
-    lstsq,
-    matrix_power,
-    matrix_rank,
-    pinv,
-    qr,
-    slogdet,
-    solve,
-    svd,
-)
+from __future__ import annotations
 
-__all__ = [
-    "EighResult",
-    "LstsqResult",
-    "QRResult",
-    "SVDResult",
-    "SlogdetResult",
-    "cdist",
-    "cholesky",
-    "det",
-    "eigh",
-    "expm",
-    "inv",
-    "lstsq",
-    "matrix_power",
-    "matrix_rank",
-    "pinv",
-    "qr",
-    "slogdet",
-    "solve",
-    "svd",
-]
+from collections.abc import Callable
+from inspect import cleandoc
+from typing import Any, NamedTuple, TypeVar
+
+from lowprec.errors import UnsupportedError, quoted
+from lowprec.linalg.routes import REAL_DTYPES, ROUTES, call
+
+__all__ = ["EighResult", "LstsqResult", "QRResult", "SVDResult", "SlogdetResult", *ROUTES]
+
+
+class EighResult(NamedTuple):
+    """Eigenvalues, ascending, shape (..., n), and the eigenvectors as columns, shape (..., n, n)."""
+
+    eigenvalues: Any
+    eigenvectors: Any
+
+
+class QRResult(NamedTuple):
+    """Orthonormal columns ``Q``, shape (..., m, k), and the upper triangle ``R``, shape (..., k, n)."""
+
+    Q: Any
+    R: Any
+
+
+class SVDResult(NamedTuple):
+    """``U``, the singular values ``S``, descending, shape (..., min(m, n)), and ``Vh``, V's conjugate transpose."""
+
+    U: Any
+    S: Any
+    Vh: Any
+
+
+class SlogdetResult(NamedTuple):
+    """Sign (of modulus 1, or 0) and the natural logarithm of the modulus of determinants, each of shape (...)."""
+
+    sign: Any
+    logabsdet: Any
+
+
+class LstsqResult(NamedTuple):
+    """Solution, squared residual norms per column, rank of ``a`` and its singular values.
+
+    What the library does not compute is empty: in most of them the residuals where ``a`` is wide or of deficient
+    rank, in PyTorch on a GPU the rank and the singular values too.
+    """
+
+    solution: Any
+    residuals: Any
+    rank: Any
+    singular_values: Any
+
+
+_QR_MODES = ("reduced", "complete")
+
+_IN_COMMON = """\
+Raises
+------
+ArrayError, DTypeError
+    An operand is no array, of another library than the others, or of an element type that is not taken.
+UnsupportedError
+    The library has no such function, or not for these arguments. Every other error is the library's own.
+
+See Also
+--------
+{routes}
+
+Examples
+--------
+"""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _guarded(function: _Function) -> _Function:
+    """Add to a docstring what it raises, and which functions do the work."""
+    if function.__doc__ is not None:
+        routes = ", ".join(map(str, ROUTES[function.__name__].values()))
+        text = cleandoc(function.__doc__)
+        function.__doc__ = text.replace("Examples\n--------\n", _IN_COMMON.format(routes=routes))
+    return function
+
+
+# -- solving --------------------------------------------------------------------------------------
+
+
+@_guarded
+def solve(a: Any, b: Any, /) -> Any:
+    """Return ``x`` with ``a @ x = b``.
+
+    Parameters
+    ----------
+    a : array, shape (..., n, n)
+        Of float32, float64, complex64 or complex128, as every operand here.
+    b : array, shape (n,) or (..., n, k)
+        Of the library of ``a``. As in the Array API, only a 1-D ``b`` is a vector.
+
+    Returns
+    -------
+    array, shape (..., n) or (..., n, k)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> solve(np.array([[2.0, 0.0], [0.0, 4.0]]), np.array([1.0, 1.0]))
+    array([0.5 , 0.25])
+    """
+    return call("solve", a, b)
+
+
+@_guarded
+def lstsq(a: Any, b: Any, /, *, rtol: float | None = None) -> LstsqResult:
+    """Return the ``x`` of least norm that minimises ``|a @ x - b|``, as :class:`LstsqResult`.
+
+    Parameters
+    ----------
+    a : array, shape (m, n)
+        A stack of matrices, shape (..., m, n), where the library takes one (PyTorch).
+    b : array, shape (m,) or (m, k)
+    rtol : float, optional
+        Singular values below this fraction of the largest count as zero; ``max(m, n)`` times the machine epsilon by
+        default.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> x = lstsq(np.array([[1.0], [1.0]]), np.array([1.0, 3.0]))
+    >>> x.solution.round(6), int(x.rank)
+    (array([2.]), 1)
+    """
+    return LstsqResult(*call("lstsq", a, b, rtol=rtol))
+
+
+@_guarded
+def inv(a: Any, /) -> Any:
+    """Return the inverses of square matrices, shape (..., n, n).
+
+    Parameters
+    ----------
+    a : array, shape (..., n, n)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> inv(np.array([[2.0, 0.0], [0.0, 4.0]]))
+    array([[0.5 , 0.  ],
+           [0.  , 0.25]])
+    """
+    return call("inv", a)
+
+
+@_guarded
+def pinv(a: Any, /, *, rtol: float | None = None) -> Any:
+    """Return the Moore-Penrose inverses of matrices, shape (..., n, m).
+
+    Parameters
+    ----------
+    a : array, shape (..., m, n)
+    rtol : float, optional
+        Singular values below this fraction of the largest count as zero. By default ``max(m, n)`` times the machine
+        epsilon, as the Array API has it, in every library (NumPy's own is 1e-15, which counts noise in float32).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> pinv(np.array([[2.0, 0.0], [0.0, 0.0], [0.0, 4.0]])).round(6) + 0.0
+    array([[0.5 , 0.  , 0.  ],
+           [0.  , 0.  , 0.25]])
+    """
+    return call("pinv", a, rtol=rtol)
+
+
+# -- decompositions -------------------------------------------------------------------------------
+
+
+@_guarded
+def cholesky(a: Any, /) -> Any:
+    """Return the lower triangles ``L``, shape (..., n, n), with ``a = L @ L^H``.
+
+    Parameters
+    ----------
+    a : array, shape (..., n, n)
+        Hermitian and positive definite.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> cholesky(np.array([[4.0, 2.0], [2.0, 10.0]]))
+    array([[2., 0.],
+           [1., 3.]])
+    """
+    return call("cholesky", a)
+
+
+@_guarded
+def qr(a: Any, /, *, mode: str = "reduced") -> QRResult:
+    """Return ``(Q, R)`` with ``a = Q @ R``, as :class:`QRResult`.
+
+    Parameters
+    ----------
+    a : array, shape (..., m, n)
+    mode : {"reduced", "complete"}
+        Whether ``Q`` has ``min(m, n)`` columns or ``m``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, r = qr(np.array([[3.0], [4.0]]))
+    >>> abs(r).round(6)
+    array([[5.]])
+    """
+    if mode not in _QR_MODES:
+        raise UnsupportedError(f"qr has no mode {quoted(mode)}; choose one of: {', '.join(map(repr, _QR_MODES))}")
+    return QRResult(*call("qr", a, mode=mode))
+
+
+@_guarded
+def eigh(a: Any, /) -> EighResult:
+    """Return eigenvalues and eigenvectors of Hermitian matrices, as :class:`EighResult`.
+
+    Parameters
+    ----------
+    a : array, shape (..., n, n)
+        Hermitian, both triangles: which one is read is the library's choice.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> eigh(np.array([[2.0, 1.0], [1.0, 2.0]])).eigenvalues.round(6)
+    array([1., 3.])
+    """
+    return EighResult(*call("eigh", a))
+
+
+@_guarded
+def svd(a: Any, /, *, full_matrices: bool = True) -> SVDResult:
+    """Return ``(U, S, Vh)`` with ``a = U @ diag(S) @ Vh``, as :class:`SVDResult`.
+
+    Parameters
+    ----------
+    a : array, shape (..., m, n)
+    full_matrices : bool
+        Whether ``U`` and ``Vh`` are square, or as narrow as ``min(m, n)``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> svd(np.array([[0.0, 2.0], [1.0, 0.0]])).S.round(6)
+    array([2., 1.])
+    """
+    return SVDResult(*call("svd", a, full_matrices=full_matrices))
+
+
+# -- numbers of a matrix --------------------------------------------------------------------------
+
+
+@_guarded
+def det(a: Any, /) -> Any:
+    """Return the determinants of square matrices, shape (...).
+
+    Parameters
+    ----------
+    a : array, shape (..., n, n)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> float(det(np.array([[2.0, 1.0], [0.0, 3.0]])))
+    6.0
+    """
+    return call("det", a)
+
+
+@_guarded
+def slogdet(a: Any, /) -> SlogdetResult:
+    """Return the signs of determinants and the logarithms of their moduli, as :class:`SlogdetResult`.
+
+    Parameters
+    ----------
+    a : array, shape (..., n, n)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> sign, logabsdet = slogdet(-np.eye(3))
+    >>> float(sign), float(logabsdet)
+    (-1.0, 0.0)
+    """
+    return SlogdetResult(*call("slogdet", a))
+
+
+@_guarded
+def matrix_rank(a: Any, /, *, rtol: float | None = None) -> Any:
+    """Return how many singular values are above ``rtol`` times the largest: integers, shape (...).
+
+    Parameters
+    ----------
+    a : array, shape (..., m, n)
+    rtol : float, optional
+        ``max(m, n)`` times the machine epsilon by default.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> int(matrix_rank(np.ones((3, 3))))
+    1
+    """
+    if rtol is None:
+        return call("matrix_rank", a)
+    return call("matrix_rank", a, rtol=rtol)
+
+
+# -- functions of matrices and points -------------------------------------------------------------
+
+
+@_guarded
+def matrix_power(a: Any, n: int, /) -> Any:
+    """Return square matrices, shape (..., m, m), multiplied by themselves; their inverses where ``n`` is negative.
+
+    Parameters
+    ----------
+    a : array, shape (..., m, m)
+    n : int
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> matrix_power(np.array([[1.0, 1.0], [0.0, 1.0]]), 5)
+    array([[1., 5.],
+           [0., 1.]])
+    """
+    return call("matrix_power", a, n=n)
+
+
+@_guarded
+def expm(a: Any, /) -> Any:
+    """Return the matrix exponentials, shape (..., n, n).
+
+    Parameters
+    ----------
+    a : array, shape (..., n, n)
+        CuPy takes a single matrix. For NumPy arrays SciPy does the work, and must be installed.
+
+    Examples
+    --------
+    >>> import torch
+    >>> expm(torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
+    tensor([[1., 1.],
+            [0., 1.]])
+    """
+    return call("expm", a)
+
+
+@_guarded
+def cdist(a: Any, b: Any, /) -> Any:
+    """Return the Euclidean distances, shape (..., m, n), between the points of two sets.
+
+    PyTorch works out sets of more than 25 points as ``|x|^2 - 2 x.y + |y|^2``. The error is then that of the squares,
+    so that distances much smaller than the points' norms have few correct digits, even in full FP32. JAX has no such
+    function; for NumPy arrays SciPy does the work, and must be installed.
+
+    Parameters
+    ----------
+    a : array, shape (..., m, k)
+        float32 or float64. One set, without batches, in NumPy and CuPy.
+    b : array, shape (..., n, k)
+
+    Examples
+    --------
+    >>> import torch
+    >>> cdist(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]))
+    tensor([[5.]])
+    """
+    return call("cdist", a, b, dtypes=REAL_DTYPES)

@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +141,20 @@ def test_signals_at_any_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
     a, b, want = operands(300)
     out = np.zeros_like(want)
     rng = np.random.default_rng(5)
-    with raising(signal.SIGALRM):
-        for delay in rng.uniform(1e-5, 3e-3, 150):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, delay)
-                while True:
-                    lowprec.matmul(a, b, out=out, math_mode=mode)
-            except interrupts.Interrupt:
+    # Hypothesis has a callback of the garbage collector, in which Python ignores the exception of a signal handler.
+    gc.disable()
+    try:
+        with raising(signal.SIGALRM):
+            for delay in rng.uniform(1e-5, 3e-3, 150):
+                with suppress(interrupts.Interrupt):
+                    signal.setitimer(signal.ITIMER_REAL, delay)
+                    while True:
+                        lowprec.matmul(a, b, out=out, math_mode=mode)
                 out[...] = 7
-            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want)
-            assert (out == 7).all()
+                np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want)
+                assert (out == 7).all()
+    finally:
+        gc.enable()
 
 
 # -- no worker is lost ----------------------------------------------------------------------------

@@ -162,6 +162,7 @@ def test_the_team_works_after_fork() -> None:
     assert run_python(code) == "0 2"
 
 
+@needs_numba
 def test_exit_is_quiet_while_workers_sleep_or_work() -> None:
     code = """
         import threading, time
@@ -484,6 +485,7 @@ def test_products_run_on_the_threads_of_pytorch(variable: str) -> None:
     assert second == "0"
 
 
+@needs_numba
 @pytest.mark.parametrize("value", ["two", "OWN", "1"])
 def test_an_illegal_choice_of_threads_is_an_error(value: str) -> None:
     code = f"""
