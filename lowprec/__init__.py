@@ -1,4 +1,4 @@
-"""Matrix products of any library's arrays, in the precision that you choose and that you are told of."""
+"""Matrix products of any library's arrays, in a precision you choose; the precision used is reported."""
 
 from __future__ import annotations
 
@@ -38,49 +38,7 @@ if typing.TYPE_CHECKING:
     from lowprec.report import info
     from lowprec.tuning import autotune
 
-__all__ = [
-    "ArrayError",
-    "BackendError",
-    "DLPackArray",
-    "DTypeError",
-    "DeviceError",
-    "DeviceMemoryError",
-    "EnvironmentVariableError",
-    "LowprecError",
-    "LowprecWarning",
-    "MathMode",
-    "ModeError",
-    "PreparedOperand",
-    "ShapeDtype",
-    "ShapeError",
-    "UnsupportedError",
-    "__version__",
-    "amp",
-    "autotune",
-    "check",
-    "cublas_handle",
-    "einsum",
-    "emulate",
-    "emulation",
-    "fp32_guard",
-    "get_math_mode",
-    "info",
-    "linalg",
-    "linear",
-    "math_mode",
-    "matmul",
-    "plan",
-    "prepare",
-    "profile",
-    "register_controller",
-    "release_memory",
-    "set_math_mode",
-    "tensordot",
-    "vecdot",
-]
-
-
-# What explains, what measures and what solves takes long to import, and few programs need it.
+#: Imported with their first use.
 _LAZY = {
     "PreparedOperand": "lowprec.core.prepare",
     "amp": "lowprec.amp",
@@ -100,6 +58,15 @@ _LAZY = {
     "tensordot": "lowprec.contractions",
     "vecdot": "lowprec.contractions",
 }
+
+__all__ = [
+    "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
+    "EnvironmentVariableError", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
+    "ShapeDtype", "ShapeError", "UnsupportedError", "__version__", "amp", "autotune", "check", "cublas_handle",
+    "einsum", "emulate", "emulation", "fp32_guard", "get_math_mode", "info", "linalg", "linear", "math_mode",
+    "matmul", "plan", "prepare", "profile", "register_controller", "release_memory", "set_math_mode", "tensordot",
+    "vecdot",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> typing.Any:

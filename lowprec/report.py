@@ -93,9 +93,6 @@ def info() -> dict[str, Any]:
     }
 
 
-# -- GPUs -----------------------------------------------------------------------------------------
-
-
 def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     driver = _driver()
     nothing: dict[str, Any] = {"used": False, "driver": driver, "cuda": None, "cublas": None}
@@ -125,9 +122,6 @@ def _driver() -> str | None:
         return None
 
 
-# -- libraries ------------------------------------------------------------------------------------
-
-
 def _library(name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]) -> dict[str, Any]:
     """Return a library's row; ``opened`` has the libraries that a backend opens without Python's import."""
     module = sys.modules.get(name)
@@ -148,9 +142,6 @@ def _installed_version(distributions: tuple[str, ...]) -> str | None:
         except metadata.PackageNotFoundError:
             continue
     return None
-
-
-# -- policy ---------------------------------------------------------------------------------------
 
 
 def _mode() -> dict[str, Any]:

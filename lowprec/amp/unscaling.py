@@ -128,9 +128,6 @@ def _new(empty_like: Callable[[Any], Any], arrays: Sequence[Any], targets: Seque
     return [empty_like(x) if out is None else out for x, out in pairs]
 
 
-# -- NumPy, and what is known only by DLPack ------------------------------------------------------
-
-
 def _by_numpy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
     results = _new(functools.partial(np.empty_like, subok=False), arrays, targets)
     for out in results:
@@ -149,9 +146,6 @@ def _by_dlpack(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> t
     own = [None if out is None else library_of(out).view(out).ndarray() for out in targets]
     results, flag = _by_numpy([view.ndarray() for view in views], own, inverse)
     return [DLPackArray(x) for x in results], flag
-
-
-# -- the others -----------------------------------------------------------------------------------
 
 
 def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:

@@ -4,17 +4,3 @@ from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.libraries import is_array, library_name, library_of, view_of_b
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, may_overlap
-
-__all__ = [
-    "CPU",
-    "NUMPY_DTYPES",
-    "ArrayView",
-    "DLPackArray",
-    "Device",
-    "Library",
-    "is_array",
-    "library_name",
-    "library_of",
-    "may_overlap",
-    "view_of_b",
-]

@@ -27,8 +27,6 @@ from lowprec.cli.output import flush
 from lowprec.formats import OPERAND_DTYPES, DType
 from lowprec.util.atomic import write_file
 
-# -- reading --------------------------------------------------------------------------------------
-
 
 def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -> Array:
     """Return the array of an ``.npy`` file, in native byte order.
@@ -97,9 +95,6 @@ def _converted(path: str, array: Array, dtype: DType | None) -> Array:
     if dtype is DType.INT8 and not np.array_equal(converted, array):
         raise CommandError(f"{path} holds {array.dtype} values that int8 cannot hold")
     return converted
-
-
-# -- writing --------------------------------------------------------------------------------------
 
 
 def _is_written_into(path: str) -> bool:

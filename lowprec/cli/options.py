@@ -26,9 +26,6 @@ def did_you_mean(text: str, names: Iterable[str]) -> str:
     return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
-# -- values ---------------------------------------------------------------------------------------
-
-
 def _one_of(names: Iterable[str], read: Callable[[str], T]) -> Callable[[str], T]:
     known = tuple(names)
 
@@ -98,8 +95,6 @@ def listed(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     """Return the parser of a list with commas, which keeps each value once."""
     return lambda text: tuple(dict.fromkeys(read(word.strip()) for word in text.split(",")))
 
-
-# -- options --------------------------------------------------------------------------------------
 
 #: As argparse takes them.
 _SHARED: dict[str, dict[str, Any]] = {

@@ -78,9 +78,6 @@ def check_stacks(function: str, library: str, arrays: tuple[Any, ...]) -> None:
             )
 
 
-# -- one call ------------------------------------------------------------------------------------
-
-
 def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **keywords: Any) -> Any:
     """Call the function of the operands' library inside the guard and return its result.
 
@@ -131,9 +128,6 @@ def _promoted(function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...])
     return common, tuple(cast(x, common.label) for x in arrays)
 
 
-# -- arrays that are known only by DLPack ---------------------------------------------------------
-
-
 def _adopted(function: str, arrays: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     devices = [device_of(x) for x in arrays]
     if all(d.is_host for d in devices):
@@ -152,9 +146,6 @@ def _handed_back(result: Any) -> DLPackArray:
     """Return NumPy's result as an array that speaks DLPack for the types of lowprec: ranks become int32."""
     array = np.asarray(result)
     return DLPackArray(array.astype(np.int32) if array.dtype.kind in "iu" else array)
-
-
-# -- what differs ---------------------------------------------------------------------------------
 
 
 def _as_matrices(a: Any, b: Any) -> Any:
@@ -192,8 +183,6 @@ def _scipy_cdist(found: _Function, a: Any, b: Any) -> Any:
     # SciPy computes in float64, whatever it is given, and returns that.
     return found(a, b).astype(a.dtype)
 
-
-# -- the table ------------------------------------------------------------------------------------
 
 #: Where each library keeps its linear algebra.
 LIBRARIES: Mapping[str, str] = {

@@ -9,30 +9,3 @@ from lowprec.planning.problem import Activation, GemmProblem, parse_activation
 from lowprec.planning.reasons import Reason, Why
 from lowprec.planning.schedule import Product
 from lowprec.planning.selection import Bound, Selection, check_bound, check_rtol, select_mode
-
-__all__ = [
-    "Activation",
-    "Bound",
-    "Candidate",
-    "Capabilities",
-    "Copy",
-    "ErrorBound",
-    "GemmLayout",
-    "GemmPlan",
-    "GemmProblem",
-    "KernelRow",
-    "MatrixStack",
-    "OperandSpec",
-    "Product",
-    "Reason",
-    "Selection",
-    "Summation",
-    "Why",
-    "check_bound",
-    "check_rtol",
-    "error_bound",
-    "gemm_layout",
-    "parse_activation",
-    "plan_gemm",
-    "select_mode",
-]

@@ -140,9 +140,6 @@ def _epilogue(problem: GemmProblem) -> str:
     return "_".join(filter(None, (activation, "BIAS" if problem.bias else ""))) or "DEFAULT"
 
 
-# -- operands -------------------------------------------------------------------------------------
-
-
 def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Operand:
     stack = terms.layout.a if name == "a" else terms.layout.b
     parts = terms.plan.split[name == "b"]
@@ -216,9 +213,6 @@ def _pack(terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], reason: Re
         dtype_written, transposed, rows, cols, leading, padded_rows, batch, scaled, complex_as, reason,
         parts, side_by_side,
     )  # fmt: skip
-
-
-# -- result and addend ----------------------------------------------------------------------------
 
 
 def _by_column(stack: MatrixStack) -> MatrixStack:

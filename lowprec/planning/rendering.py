@@ -234,9 +234,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# -- what a plan says in words --------------------------------------------------------------------
-
-
 def kernel_reason(plan: GemmPlan) -> str:
     """Return what the kernel runs on, and why preferred kernels were passed over."""
     row = plan.kernel_row

@@ -4,14 +4,3 @@ from __future__ import annotations
 
 from lowprec.policy.controllers import register_controller
 from lowprec.policy.state import finish, fp32_guard, get_math_mode, math_mode, overriding_mode, resolve, set_math_mode
-
-__all__ = [
-    "finish",
-    "fp32_guard",
-    "get_math_mode",
-    "math_mode",
-    "overriding_mode",
-    "register_controller",
-    "resolve",
-    "set_math_mode",
-]

@@ -112,9 +112,6 @@ class Scope:
         raise NotImplementedError
 
 
-# -- the policy of a thread or task ---------------------------------------------------------------
-
-
 class PolicyEntry(Entry):
     """One entry of a policy scope; the innermost one of a context has the combined policy of all."""
 

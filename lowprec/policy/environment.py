@@ -159,9 +159,6 @@ def problems() -> tuple[str, ...]:
     return tuple(r.problem for r in rows() if r.problem is not None)
 
 
-# -- for libraries and programs that lowprec starts ------------------------------------------------
-
-
 @contextmanager
 def c_variables(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables for the C libraries that are loaded in a ``with`` block; ``os.environ`` does not change."""

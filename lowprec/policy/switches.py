@@ -111,9 +111,6 @@ def _stack_of(controller: Controller) -> list[_Layer]:
     return stacks.setdefault(controller, [])
 
 
-# -- entering -------------------------------------------------------------------------------------
-
-
 def hold(
     block: Block,
     found: Iterable[Controller],
@@ -173,9 +170,6 @@ def _join(
     if layer.inside is None:
         layer.inside = controller.set_mode(mode)
     return None
-
-
-# -- leaving --------------------------------------------------------------------------------------
 
 
 def release(block: Block) -> list[str]:

@@ -26,9 +26,6 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     write_file(path, lambda file: file.write(text.encode()))
 
 
-# -- time line ------------------------------------------------------------------------------------
-
-
 def trace(label: str, records: Sequence[ProductRecord], ranges: Sequence[RangeRecord]) -> dict[str, Any]:
     """Return a profile in the Trace Event Format."""
     rows = {r.thread_id: r.thread for r in records} | {r.thread_id: r.thread for r in ranges}

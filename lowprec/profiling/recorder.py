@@ -89,8 +89,6 @@ class profile:
         self._records: dict[int, ProductRecord] = {}
         self._ranges: list[RangeRecord] = []
 
-    # -- recording --------------------------------------------------------------------------------
-
     def __enter__(self) -> profile:
         now = time.perf_counter_ns()
         if not self._entered:
@@ -134,8 +132,6 @@ class profile:
 
     def _label_here(self) -> str:
         return "/".join(name for owner, name in _ranges.get() if owner is self)
-
-    # -- reading ----------------------------------------------------------------------------------
 
     @property
     def records(self) -> tuple[ProductRecord, ...]:
@@ -234,8 +230,6 @@ class profile:
         return f"<lowprec.profile {self.label!r}: {len(self)} products, {state}>"
 
 
-# -- who listens ----------------------------------------------------------------------------------
-
 #: Open ranges of this thread and task, with the profile that each belongs to.
 _ranges: ContextVar[tuple[tuple[profile, str], ...]] = ContextVar("lowprec_ranges", default=())
 
@@ -249,9 +243,6 @@ def _attach() -> None:
     while attached is not bool(_listening):
         attached = bool(_listening)
         observe(_observer if attached else None)
-
-
-# -- around a product -----------------------------------------------------------------------------
 
 
 def _observer(product: CachedExecutor, resolved: ResolvedMode, *_operands: ArrayView) -> CachedExecutor:

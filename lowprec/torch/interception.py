@@ -37,8 +37,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 _Key = tuple[str, tuple[tuple[int, ...], ...], str, bool, str, PassedBy | None, str]
 
 
-# -- attention ------------------------------------------------------------------------------------
-
 _FLAGS_OF_ATTENTION = ("flash", "mem_efficient", "cudnn", "overrideable", "math")
 _FAST_PATH = "mha fast path"
 
@@ -76,8 +74,6 @@ class _AttentionController:
 
 _ATTENTION = _AttentionController()
 
-
-# -- the block ------------------------------------------------------------------------------------
 
 #: PyTorch's compiler compiles nothing while these are set. They belong to the process, and overlapping modes of several
 #: threads leave them wrong, so they are restored here.

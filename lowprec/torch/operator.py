@@ -103,9 +103,6 @@ def _flops(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return 2 * math.prod(out_shape) * a[-1]
 
 
-# -- autograd -------------------------------------------------------------------------------------
-
-
 def save_operands(ctx: Any, a: Tensor, b: Tensor, needed: tuple[bool, bool]) -> None:
     """Save the operands for the needed gradients of ``a`` and ``b``, and the shapes and dtypes of both."""
     ctx.operands = [(x.shape, x.dtype) for x in (a, b)]
@@ -198,9 +195,6 @@ def _record(keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 _library.impl("matmul", _record, "Autograd", with_keyset=True)
 
 
-# -- vmap -----------------------------------------------------------------------------------------
-
-
 @torch.library.register_vmap("lowprec::matmul", lib=_library)
 def _batched(info: Any, in_dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
     a, b = with_batch_first(in_dims[:2], a, b)
@@ -218,9 +212,6 @@ def with_batch_first(in_dims: tuple[int | None, ...], a: Tensor, b: Tensor) -> t
         return x.reshape(x.shape[0], *[1] * (ndim + 1 - x.ndim), *x.shape[1:])
 
     return placed(a, in_dims[0]), placed(b, in_dims[1])
-
-
-# -- DTensor --------------------------------------------------------------------------------------
 
 
 def ensure_sharded() -> None:

@@ -82,11 +82,11 @@ def _take(nbytes: int) -> _Buffer:
         return _new(nbytes)
 
 
-def _give(buffer: _Buffer) -> None:
+def _give(*returned: _Buffer) -> None:
     buffers = _free.buffers
-    buffers.append(buffer)
-    if buffer.nbytes >= _LARGE:
-        # What was returned last is asked for next.
+    buffers += returned
+    if returned and returned[-1].nbytes >= _LARGE:
+        # The buffer that was returned last is taken next.
         while buffers and retained_bytes() > RETAINED_LIMIT_BYTES:
             del buffers[:1]
 
@@ -136,8 +136,8 @@ class Workspace:
         return np.ndarray(shape, dtype, buffer.memory, first)
 
     def __exit__(self, *_: object) -> None:
-        while self._buffers:
-            _give(self._buffers.pop())
+        _give(*self._buffers)
+        self._buffers.clear()
 
 
 def retained_bytes() -> int:

@@ -103,7 +103,9 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
     transpose is C-contiguous. Complex numbers are rounded by component. Returns for each pair whether its numbers,
     rounded to float16's digits, must be scaled instead.
     """
-    elements = sum([out.size for _, out in pairs])
+    elements = 0
+    for _, out in pairs:
+        elements += out.size
     pays = _pays(elements, to)
     pieces: list[tuple[Any, ...]] = []
     by_numpy: list[tuple[Any, Any]] = []
@@ -174,9 +176,7 @@ def is_ready() -> bool:
 
 
 def _pays(elements: int, to: NumberFormat | None) -> bool:
-    if to is None and elements < _PAYS_TO_CALL:
-        return False
-    return is_ready()
+    return (to is not None or elements >= _PAYS_TO_CALL) and numba_import.is_ready() and has_kernels()
 
 
 def _as_real(source: Any, out: Any) -> tuple[Any, Any]:

@@ -48,17 +48,17 @@ def is_blas_expressible(x: Any) -> bool:
 
 
 def _in_place_or_copy(x: Any) -> Any:
-    return x if x.flags.c_contiguous or is_blas_expressible(x) else np.ascontiguousarray(x)
+    return x if is_blas_expressible(x) else np.ascontiguousarray(x)
 
 
 def multiply_numpy(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` with ``numpy.matmul``; arrays of one dtype, at least 2-D, batches broadcast."""
-    a, b = _in_place_or_copy(a), _in_place_or_copy(b)
-    with np.errstate(all="ignore"):
-        if out.flags.c_contiguous or is_blas_expressible(out):
-            np.matmul(a, b, out=out)
-        else:
-            out[...] = np.matmul(a, b)
+    a = a if a.flags.c_contiguous else _in_place_or_copy(a)
+    b = b if b.flags.c_contiguous else _in_place_or_copy(b)
+    if out.flags.c_contiguous or is_blas_expressible(out):
+        np.matmul(a, b, out=out)
+    else:
+        out[...] = np.matmul(a, b)
 
 
 def multiply_openblas(a: Any, b: Any, out: Any) -> None:
@@ -120,9 +120,6 @@ def multiply_int8(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out
                 out += z.astype(np.int32)
             else:
                 out[...] = z
-
-
-# -- one call of the library on the arrays as they are --------------------------------------------
 
 
 def _numpy_call(plan: GemmPlan) -> Executor:

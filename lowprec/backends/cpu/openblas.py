@@ -56,9 +56,6 @@ def core_type(flags: frozenset[str]) -> str | None:
     return next((name for name, needed in _CORE_TYPES if needed <= flags), None)
 
 
-# --- opening it, once -------------------------------------------------------------------------
-
-
 def library_path() -> str | None:
     """Return where the package has its library, without importing the package."""
     # On macOS, NumPy multiplies by Apple's Accelerate, which no OpenBLAS comes near.

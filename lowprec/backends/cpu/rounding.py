@@ -17,8 +17,8 @@ from lowprec import formats
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.formats import NumberFormat
 
-#: Elements per block: 64 Ki float32 are 256 KiB, source and result fit the second-level cache together.
-_BLOCK = 1 << 16
+#: Elements per block, source and result of which fit the second-level cache together.
+_BLOCK = 1 << 17
 
 
 def rounded_to_odd(x: Any) -> Any:

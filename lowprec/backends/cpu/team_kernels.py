@@ -148,8 +148,6 @@ def callable_kernel(name: str) -> Callable[..., int]:
     return callable_at(kernel(name), _KERNELS[name][1])
 
 
-# --- rows -----------------------------------------------------------------------------------------
-
 _BASES = {"a": T.A, "b": T.B, "c": T.C}
 
 

@@ -58,9 +58,6 @@ def cublas_version_text() -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-# -- objects --------------------------------------------------------------------------------------
-
-
 class Descriptor:
     """An object of cuBLASLt's, some hundred bytes of host memory, destroyed with this one."""
 
@@ -140,9 +137,6 @@ def preference(workspace_bytes: int, alignment_bytes: int, reduction_schemes: Se
     attributes = {"MAX_WORKSPACE_BYTES": workspace_bytes, "REDUCTION_SCHEME_MASK": mask}
     attributes |= {f"MIN_ALIGNMENT_{x}_BYTES": alignment_bytes for x in "ABCD"}
     return create("matmul_preference", (), attributes)
-
-
-# -- algorithms -----------------------------------------------------------------------------------
 
 
 class Algorithm(NamedTuple):
@@ -276,9 +270,6 @@ def _member(enumeration: Any, value: int, prefix: str) -> str:
     except ValueError:
         return str(value)
     return name.removeprefix(prefix)
-
-
-# -- cuBLAS ---------------------------------------------------------------------------------------
 
 
 def math_mode(handle: int) -> int:

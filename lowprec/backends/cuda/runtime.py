@@ -47,9 +47,6 @@ def _restore(function: str, before: Any) -> None:
         call(function, before)
 
 
-# -- devices --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
     """Properties of a GPU; ``clock_khz`` is the highest rate of a multiprocessor, 0 if it is not reported."""
@@ -133,9 +130,6 @@ def relaxed_capture() -> Iterator[None]:
         _restore("cudaThreadExchangeStreamCaptureMode", mode)
 
 
-# -- memory ---------------------------------------------------------------------------------------
-
-
 def create_pool(device: int, keeps_bytes: int) -> Any:
     """Return a new pool that keeps this much unused memory; None if the device does not support pools."""
     runtime = libraries().runtime
@@ -213,9 +207,6 @@ def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
     """Copy bytes, between host and device too, in the order of a stream."""
     kind = libraries().runtime.cudaMemcpyKind.cudaMemcpyDefault
     call("cudaMemcpyAsync", target, source, nbytes, kind, stream)
-
-
-# -- streams and events ---------------------------------------------------------------------------
 
 
 def is_capturing(stream: int) -> bool:

@@ -143,9 +143,6 @@ def _cells(result: AutotuneResult) -> tuple[str, ...]:
     return str(len(timed)), *times, f"{result.speedup:.2f}x", algorithm
 
 
-# -- arrays ---------------------------------------------------------------------------------------
-
-
 def _torch() -> Make | None:
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():

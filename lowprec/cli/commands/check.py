@@ -109,9 +109,6 @@ def run(options: argparse.Namespace) -> int:
     return int(not all(c.within for c in found))
 
 
-# -- conditions ----------------------------------------------------------------------------------
-
-
 def conditions(load: Load) -> dict[str, Any]:
     """Return the conditions of a measured time: machine, its load before, threads, versions."""
     facts = info()
@@ -139,9 +136,6 @@ def describe(found: dict[str, Any]) -> str:
         f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
         f"NumPy {versions['numpy']} ({found['blas']}){own}"
     )
-
-
-# -- operands -------------------------------------------------------------------------------------
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:

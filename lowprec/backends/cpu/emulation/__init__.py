@@ -4,5 +4,3 @@ from __future__ import annotations
 
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic, formats_of
 from lowprec.backends.cpu.emulation.products import multiply
-
-__all__ = ["Arithmetic", "arithmetic", "formats_of", "multiply"]

@@ -40,8 +40,6 @@ from lowprec.backends.cpu.packed.result_rows import BFLOAT16, FLOAT16, FLOAT32, 
 
 EPILOGUE_ARITY = 7
 
-# --- numbers of any kind ----------------------------------------------------------------------
-
 
 @intrinsic
 def _load_float16(typing_context, address):
@@ -98,8 +96,6 @@ def _get(address, kind):
         return _float32_of_bits(np.uint32(load(address, "u16")) << np.uint32(16))
     return _load_float16(address)
 
-
-# --- arithmetic -------------------------------------------------------------------------------
 
 _ONE, _TWO, _MINUS_ZERO = np.float32(1), np.float32(2), np.float32(-0.0)
 
@@ -202,9 +198,6 @@ def _fill_row(acc, i, source, end):
     else:
         for j in range(end):
             store(at(acc, i, j), load(source + 4 * j, "f32"), "f32")
-
-
-# --- the kernels ------------------------------------------------------------------------------
 
 
 def _epilogue_function(kind: int, computes: bool) -> Any:

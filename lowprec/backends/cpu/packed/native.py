@@ -31,9 +31,6 @@ _ELEMENTS: dict[str, tuple[Any, Any]] = {
 }
 
 
-# --- LLVM IR in short -------------------------------------------------------------------------
-
-
 def vector(element: Any, values: Sequence[int]) -> Any:
     """A constant vector."""
     return ir.Constant(ir.VectorType(element, len(values)), list(values))
@@ -53,9 +50,6 @@ def inline_asm(builder: Any, text: str, constraints: str, result: Any, args: Seq
     """Assembly in AT&T syntax, with operands ``$0``, ``$1`` and so on."""
     signature = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(ir.InlineAsm(signature, text, constraints, side_effect=True), args)
-
-
-# --- operations for kernels -------------------------------------------------------------------
 
 
 @intrinsic(prefer_literal=True)
@@ -188,9 +182,6 @@ def instruction(text: str, clobbers: str = "~{memory}") -> Any:
 #: For a loop that spins; and ``sched_yield``, as a system call.
 pause = instruction("pause")
 yield_cpu = instruction("movl $$24, %eax\nsyscall", "~{rax},~{rcx},~{r11},~{memory},~{flags}")
-
-
-# --- from Python ------------------------------------------------------------------------------
 
 
 def try_compiler() -> None:

@@ -28,8 +28,6 @@ LAST, FIRST = 1, 2
 FLOAT32, BFLOAT16, FLOAT16, INT32 = (J.KINDS[name] for name in ("float32", "bfloat16", "float16", "int32"))
 ITEM_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2, INT32: 4}
 
-# --- one row ----------------------------------------------------------------------------------
-
 
 def _converted(builder: Any, address: Any, kind: int) -> Any:
     bits = builder.load(pointer(builder, address, ir.VectorType(I32, 16)), align=64)
@@ -132,9 +130,6 @@ def _put_some(typing_context, source, target, kind, mask):
         return context.get_dummy_value()
 
     return types.void(types.intp, types.intp, kind, types.intp), generate
-
-
-# --- a block ----------------------------------------------------------------------------------
 
 
 @inlined(types.intp)

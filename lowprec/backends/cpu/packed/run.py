@@ -183,9 +183,6 @@ def _execute_blocks(job: Job, arguments: Arguments) -> bool:
     return done
 
 
-# --- plans ------------------------------------------------------------------------------------
-
-
 #: Multiplications from which threads share each product of a batch, and not the batch.
 _LARGE = 1 << 25
 

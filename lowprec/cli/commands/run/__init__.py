@@ -144,9 +144,6 @@ def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
     return forced, True
 
 
-# -- the launcher ---------------------------------------------------------------------------------
-
-
 def interpreter_options(words: Sequence[str]) -> list[str]:
     """Return Python's own options among the words with which it was started, as ``sys.orig_argv`` has them.
 
