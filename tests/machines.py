@@ -14,7 +14,7 @@ from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu import casting, epilogue, fp32_units, panels, rounding, scaling, splitting
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
 from lowprec.backends.cpu.packed import jobs, micro_kernels, prepared_panels, run
-from lowprec.backends.cuda.kernel_rows import KERNELS as CUDA_KERNELS
+from lowprec.backends.cuda.models import KERNELS as CUDA_KERNELS
 from lowprec.core import executors
 from lowprec.planning import Capabilities, KernelRow
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.device_array import DeviceArray
-from lowprec.arrays.device_memory import LEGACY_STREAM, is_served, provider
+from lowprec.arrays.device_memory import LEGACY_STREAM, DeviceArray, is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import NUMPY, host_view
 from lowprec.arrays.view import CPU, ArrayView, Device

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.device_array import DeviceArray
-from lowprec.arrays.device_memory import is_served, provider
+from lowprec.arrays.device_memory import DeviceArray, is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import aligned_empty, host_view
 from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer

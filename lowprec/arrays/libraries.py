@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.device_array import DeviceArray
+from lowprec.arrays.device_memory import DeviceArray
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
-from lowprec.arrays import huge_pages
 from lowprec.arrays.base import Library
 from lowprec.arrays.torch_interception import ROAD, probes_of, refuse_interception, refuse_tangent
 from lowprec.arrays.view import CPU, ArrayView, Device
 from lowprec.errors import ArrayError, ElsewhereError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
+
+#: Bytes from which on NumPy asks, too.
+LARGE_BYTES = 4 << 20
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """Return the system's call, None where it has no huge pages to ask for."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def request_huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages for memory that is about to be written whole; only whole pages inside of it are touched."""
+    madvise = _madvise()
+    if madvise is None:
+        return
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    # Advice that is not taken costs speed alone.
+    madvise(first, last - first, mmap.MADV_HUGEPAGE)
+
 
 # torch's device types and DLPack's; those without a memory address (meta, xla, ...) are missing.
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2, "mps": 8, "privateuseone": 12, "xpu": 14}
@@ -127,8 +154,8 @@ class TorchLibrary(Library):
         if not address and 0 not in shape:
             raise self._without_memory(array)
         view = ArrayView(dtype, shape, strides, device, array, False, address)
-        if device is CPU and (nbytes := view.nbytes) >= huge_pages.LARGE_BYTES:
-            huge_pages.request(address, nbytes)
+        if device is CPU and (nbytes := view.nbytes) >= LARGE_BYTES:
+            request_huge_pages(address, nbytes)
         return view
 
     def current_stream(self, device: Device) -> int | None:

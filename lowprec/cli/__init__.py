@@ -17,9 +17,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from lowprec.cli.errors import USAGE
 from lowprec.cli.files import is_standard_output
-from lowprec.cli.output import flush, note
+from lowprec.cli.output import USAGE, flush, note
 from lowprec.cli.parser import build_parser
 from lowprec.errors import LowprecError, LowprecWarning
 

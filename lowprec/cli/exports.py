@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lowprec.checking import Comparison
-from lowprec.cli.errors import CommandError
 from lowprec.cli.files import check_output, write_output
+from lowprec.cli.output import CommandError
 
 _SUFFIXES = (".png", ".svg")
 

@@ -22,8 +22,7 @@ from numpy.lib import format as npy
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.checking.accuracy import Array
-from lowprec.cli.errors import CommandError
-from lowprec.cli.output import flush
+from lowprec.cli.output import CommandError, flush
 from lowprec.formats import OPERAND_DTYPES, DType
 from lowprec.util.atomic import write_file
 

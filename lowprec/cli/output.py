@@ -14,9 +14,17 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from lowprec.cli.errors import CommandError
+from lowprec.errors import LowprecError
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, plain_text
+
+#: Exit code after a mistake of the user.
+USAGE = 2
+
+
+class CommandError(LowprecError):
+    """A mistake in the command line or in a file that it names; the message is shown as it is."""
+
 
 #: The width where the output is not a terminal.
 _PIPE_WIDTH = 120

@@ -7,9 +7,8 @@ from typing import Any, NoReturn
 
 from lowprec._version import __version__
 from lowprec.cli.commands import autotune, check, completion, info, matmul, plan, run
-from lowprec.cli.errors import USAGE, CommandError
 from lowprec.cli.options import did_you_mean
-from lowprec.cli.output import note, print_text
+from lowprec.cli.output import USAGE, CommandError, note, print_text
 
 _DESCRIPTION = "Matrix products in a precision you choose; the precision used is reported."
 

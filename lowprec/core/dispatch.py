@@ -219,7 +219,7 @@ def _resolve_within(
 ) -> ResolvedMode:
     check_devices(request.views(x, y))
     problem = request.problem(spec_of(x), spec_of(y))
-    mode_within = imported("lowprec.core.tolerance:mode_within")
+    mode_within = imported("lowprec.core.plan_call:mode_within")
     found: tuple[ResolvedMode, Any] = mode_within(rtol, math_mode, problem, capabilities(x.device), bound)
     return found[0]
 

@@ -18,7 +18,7 @@ from lowprec.planning.schedule import Product
 
 if TYPE_CHECKING:  # needed by cuBLASLt alone, or by printing alone
     from lowprec.planning.calls import CublasLtCall
-    from lowprec.planning.roofline import Roofline
+    from lowprec.planning.costs import Roofline
 
 
 @cache

@@ -25,8 +25,7 @@ from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
 from lowprec.profiling import export
 from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord
-from lowprec.profiling.summary import extents, totals
-from lowprec.profiling.table import to_text
+from lowprec.profiling.summary import extents, to_text, totals
 
 if TYPE_CHECKING:
     from lowprec.backends import Arguments

@@ -1,12 +1,17 @@
-"""Sums over the products of a profile."""
+"""Sums over the products of a profile, and its table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
+from lowprec.errors import UnsupportedError, quoted
+from lowprec.modes import ModeSource
 from lowprec.profiling.records import ProductRecord
+from lowprec.util.tables import Table, plain_text
 
 
 @dataclass
@@ -85,3 +90,117 @@ def _sums(records: Sequence[ProductRecord], key: Callable[[ProductRecord], str])
         name: {"products": len(group.records), "elapsed_ms": group.elapsed_ms, "flops": group.flops}
         for name, group in grouped(records, key).items()
     }
+
+
+WIDTH = 120
+
+#: Columns of words give way down to this where the table would be too wide.
+_LEAST_WORDS = 8
+
+
+def _dtypes(r: ProductRecord) -> str:
+    operands = r.a_dtype if r.a_dtype == r.b_dtype else f"{r.a_dtype} @ {r.b_dtype}"
+    return operands if operands == r.out_dtype else f"{operands} -> {r.out_dtype}"
+
+
+def _units(r: ProductRecord) -> str:
+    if r.error is not None:
+        return "failed"
+    if r.units_used is None:
+        return "unknown"
+    return "used" if r.units_used else "not used" if r.units_eligible else "-"
+
+
+#: What makes products count as one, by ``by``.
+_KEYS: dict[str, dict[str, Callable[[ProductRecord], str]]] = {
+    "product": {
+        "m x n x k": lambda r: extents(r.m, r.n, r.k, r.batch_count),
+        "dtypes": _dtypes,
+        "mode": lambda r: r.mode if r.mode_has_effect else "-",
+        "chosen by": lambda r: ModeSource(r.source).name.lower() if r.mode_has_effect else "-",
+        "device": lambda r: r.device,
+        "kernel": lambda r: r.kernel if r.algorithm is None else f"{r.kernel} {r.algorithm}",
+        "units": _units,
+    },
+    "range": {"range": lambda r: r.label or "(outside of ranges)"},
+}
+
+#: The other columns, which have a time or a rate of each group.
+_NUMBERS = (">calls", ">total ms", ">median ms", ">share", ">TFLOP/s", ">of peak")
+
+
+def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: str) -> str:
+    """Return the table with its totals; ``wall_ms`` is how long the profile was open."""
+    if by not in _KEYS:
+        raise UnsupportedError(f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}")
+    devices = ", ".join(dict.fromkeys(r.device for r in records))
+    title = " ".join(filter(None, ("lowprec.profile", label, f"({devices})" if devices else "")))
+    text = plain_text(_fitted(_table(title, records, _KEYS[by]))) if records else title
+    return "\n".join([text, *_sentences(records, wall_ms)])
+
+
+def _table(title: str, records: Sequence[ProductRecord], keys: dict[str, Callable[[ProductRecord], str]]) -> Table:
+    groups = grouped(records, lambda r: tuple(cell(r) for cell in keys.values()))
+    whole_ms = Group(list(records)).elapsed_ms
+    rows = [[*key, *_numbers(group, whole_ms)] for key, group in groups.items()]
+    columns = [
+        (heading, *cells)
+        for heading, *cells in zip((*keys, *_NUMBERS), *rows, strict=True)
+        if not (heading == "device" and len(set(cells)) == 1) and not (heading == ">of peak" and set(cells) == {"-"})
+    ]
+    headings, *rows = map(list, zip(*columns, strict=True))
+    return Table(title, headings, rows)
+
+
+def _numbers(group: Group, whole_ms: float) -> list[str]:
+    return [
+        str(len(group.records)),
+        f"{group.elapsed_ms:.3f}" if group.timed else "-",
+        f"{median(r.elapsed_ms or 0.0 for r in group.timed):.3f}" if group.timed else "-",
+        f"{group.elapsed_ms / whole_ms:.1%}" if whole_ms and group.timed else "-",
+        "-" if group.tflops is None else f"{group.tflops:.3g}",
+        "-" if group.peak_share is None else f"{group.peak_share:.0%}",
+    ]
+
+
+def _fitted(table: Table) -> Table:
+    """Return a table that fits on a line: the widest columns of words give way."""
+    widths = table.widths
+    words = [i for i, column in enumerate(table.columns) if not column.startswith(">")]
+    while sum(widths) + 2 * len(widths) > WIDTH:
+        widest = max(words, key=widths.__getitem__)
+        if widths[widest] <= _LEAST_WORDS:
+            break
+        widths[widest] -= 1
+
+    def cut(text: str, i: int) -> str:
+        return text if i not in words or len(text) <= widths[i] else f"{text[: widths[i] - 3]}..."
+
+    columns, *rows = (list(map(cut, line, range(len(line)))) for line in (table.columns, *table.rows))
+    return replace(table, columns=columns, rows=rows)
+
+
+def _sentences(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
+    found = totals(records, wall_ms)
+    products = "1 product" if len(records) == 1 else f"{len(records)} products"
+    rate = f", {found['tflops']:.3g} TFLOP/s" if found["tflops"] is not None else ""
+    yield f"{products} in {found['elapsed_ms']:.3f} ms of {wall_ms:.3f} ms{rate}"
+    if not records:
+        return
+    units = found["units"]
+    share = units["share_of_flops"]
+    on_units = f", {share:.1%} of the flops" if share is not None else ""
+    unknown = f", {units['unknown']} unknown" if units["unknown"] else ""
+    yield f"tensor, tile or vector units: {units['eligible']} eligible, {units['used']} used{unknown}{on_units}"
+    missed = [r for r in records if r.units_eligible and r.units_used is False and r.error is None]
+    for reason, group in grouped(missed, lambda r: r.units_reason).items():
+        yield _sentence(f"not used by {len(group.records)}: {reason}")
+    failed = [r for r in records if r.error is not None]
+    for error, group in grouped(failed, lambda r: r.error).items():
+        yield _sentence(f"failed, {len(group.records)}: {error}")
+    if found["untimed"]:
+        yield _sentence(f"without a time, {found['untimed']}: captured into a CUDA graph")
+
+
+def _sentence(text: str) -> str:
+    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)

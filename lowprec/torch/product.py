@@ -20,7 +20,7 @@ from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.core import dispatch
 from lowprec.core.arguments import Request, parse_dtype
 from lowprec.core.executors import capabilities
-from lowprec.core.tolerance import mode_within
+from lowprec.core.plan_call import mode_within
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import Activation, OperandSpec

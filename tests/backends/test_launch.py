@@ -14,7 +14,7 @@ import interrupts
 import lowprec
 from cpu_units import needs
 from lowprec.arrays import library_of
-from lowprec.backends.cpu import batches, threads
+from lowprec.backends.cpu import stacks, threads
 from lowprec.backends.cpu.packed import run
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
 from lowprec.backends.execution import Arguments
@@ -102,7 +102,7 @@ def test_broadcast_batches(kernel: MicroKernel, rng: np.random.Generator) -> Non
 def test_batches_beyond_what_is_kept(
     kernel: MicroKernel, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "KEPT", 2)
+    monkeypatch.setattr(stacks, "KEPT", 2)
     a, b = whole_numbers(rng, kernel, 7, 9, 30), whole_numbers(rng, kernel, 7, 30, 9)
     np.testing.assert_array_equal(multiply(kernel, a, b), want(a, b))
 

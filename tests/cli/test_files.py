@@ -15,7 +15,7 @@ import pytest
 
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.cli import files
-from lowprec.cli.errors import CommandError
+from lowprec.cli.output import CommandError
 from lowprec.formats import DType
 
 

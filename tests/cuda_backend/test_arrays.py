@@ -19,7 +19,7 @@ pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
 
 from lowprec.arrays import ArrayView, Device, libraries, library_of
 from lowprec.arrays.base import Library
-from lowprec.arrays.device_array import DeviceArray
+from lowprec.arrays.device_memory import DeviceArray
 from lowprec.arrays.dlpack import export, view_of_capsule
 from lowprec.arrays.view import memory_at
 from lowprec.backends import Arguments

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.arrays import device_array
+from lowprec.arrays import device_memory
 from lowprec.arrays.view import Device
 from lowprec.backends.cuda import libraries as module
 from lowprec.formats import DType
@@ -31,8 +31,8 @@ class OnDevice:
     def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
         block = SimpleNamespace(address=self.host.ctypes.data, share=lambda: None)
         memory = SimpleNamespace(allocate=lambda *_: block)
-        with mock.patch.object(device_array, "provider", return_value=memory):
-            array = device_array.DeviceArray((4, 4), DType.FLOAT32, Device(2, 0), 1)
+        with mock.patch.object(device_memory, "provider", return_value=memory):
+            array = device_memory.DeviceArray((4, 4), DType.FLOAT32, Device(2, 0), 1)
         return array.__dlpack__(stream=-1, max_version=max_version)
 
 

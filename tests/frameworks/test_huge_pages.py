@@ -13,7 +13,7 @@ import pytest
 import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
-from lowprec.arrays import huge_pages
+from lowprec.arrays import torch_library
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 NEEDS_HUGE_PAGES = pytest.mark.skipif(not SETTING.exists(), reason="the system has no huge pages")
@@ -55,7 +55,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder()
-    monkeypatch.setattr(huge_pages, "_madvise", lambda: made)
+    monkeypatch.setattr(torch_library, "_madvise", lambda: made)
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
     return made
 
@@ -71,7 +71,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_neighbours_of_a_result_are_left_alone(
     recorder: Recorder, address: int, nbytes: int, first: int, last: int
 ) -> None:
-    huge_pages.request(address, nbytes)
+    torch_library.request_huge_pages(address, nbytes)
     assert recorder.calls == [(first, last - first, 14)]
 
 
@@ -86,9 +86,9 @@ def test_a_refusal_and_small_results_go_unnoticed(recorder: Recorder) -> None:
 
 def test_a_system_without_huge_pages_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    huge_pages._madvise.cache_clear()
+    torch_library._madvise.cache_clear()
     try:
-        huge_pages.request(0, 64 * PAGE)
-        assert huge_pages._madvise() is None
+        torch_library.request_huge_pages(0, 64 * PAGE)
+        assert torch_library._madvise() is None
     finally:
-        huge_pages._madvise.cache_clear()
+        torch_library._madvise.cache_clear()

@@ -10,7 +10,7 @@ import machines
 from lowprec.formats import BFLOAT16, FLOAT32, TF32, DType
 from lowprec.modes import MathMode
 from lowprec.planning import GemmProblem, OperandSpec, Why, plan_gemm
-from lowprec.planning.advice import advise, conversion_outweighs, memory_bound_dimensions, misaligned_dimensions
+from lowprec.planning.rendering import advise, conversion_outweighs, memory_bound_dimensions, misaligned_dimensions
 
 
 @pytest.mark.parametrize(("bits", "fine", "off"), [(8, 48, 40), (16, 40, 36), (32, 36, 34)], ids=["8", "16", "32"])

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, device_memory, library_of
-from lowprec.arrays.device_array import DeviceArray
-from lowprec.arrays.device_memory import is_served, provider, register
+from lowprec.arrays.device_memory import DeviceArray, is_served, provider, register
 from lowprec.arrays.dlpack import _open, view_of_capsule
 from lowprec.arrays.jax_library import JaxLibrary
 from lowprec.errors import ArrayError, BackendError, DeviceError, DTypeError

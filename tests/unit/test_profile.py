@@ -31,7 +31,7 @@ from lowprec.backends.cpu.packed.micro_kernels import AVX512_BF16
 from lowprec.core import executors
 from lowprec.core.arguments import PLAIN, Request, parse_dtype
 from lowprec.planning import OperandSpec, plan_gemm
-from lowprec.profiling import recorder, units
+from lowprec.profiling import recorder, records
 from programs import posix, start
 
 A = np.arange(6 * 4, dtype=np.float32).reshape(6, 4)
@@ -425,7 +425,7 @@ def gpu_plan(dtype: Any, mode: str, capability: tuple[int, int]) -> Any:
 def test_tensor_cores(
     dtype: str, mode: str, capability: tuple[int, int], used: bool | None, eligible: bool, why: str
 ) -> None:
-    found = units.units_of(gpu_plan(dtype, mode, capability), used)
+    found = records.units_of(gpu_plan(dtype, mode, capability), used)
     assert (found.eligible, found.used) == (eligible, used)
     assert why in found.reason
 

@@ -132,7 +132,7 @@ def test_planning_is_imported_with_the_first_product() -> None:
     code = (
         "import sys, numpy, lowprec; before = 'lowprec.planning' in sys.modules; "
         "lowprec.matmul(numpy.ones((2, 2)), numpy.ones((2, 2))); "
-        "print(before, 'lowprec.planning.planner' in sys.modules, 'lowprec.core.tolerance' in sys.modules)"
+        "print(before, 'lowprec.planning.planner' in sys.modules, 'lowprec.core.plan_call' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False"]

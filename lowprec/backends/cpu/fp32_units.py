@@ -13,11 +13,11 @@ import numpy as np
 
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
-from lowprec.backends.cpu import gemm, single_products, splitting, team
+from lowprec.backends.cpu import epilogue, gemm, single_products, splitting, team
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.backends.cpu.splitting import Split
-from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, stacks_of
+from lowprec.backends.cpu.stacks import Stacks, stacks_of
 from lowprec.backends.execution import Arguments, Executor, imported
 from lowprec.formats import DType, NumberFormat
 from lowprec.modes import row
@@ -101,6 +101,19 @@ def execute_stacks(
     ``kept`` is the view of a prepared ``b``, which keeps its rounded or split copy.
     """
     with_epilogue(plan, arguments, stacks, lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out, kept))
+
+
+def apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:
+    """Apply the plan's epilogue to ``product`` (overwritten) and write ``stacks.out``."""
+    epilogue.apply(
+        product,
+        stacks.out,
+        alpha=arguments.alpha,
+        beta=arguments.beta,
+        c=stacks.c,
+        bias=stacks.bias,
+        activation=plan.problem.activation,
+    )
 
 
 def with_epilogue(plan: GemmPlan, arguments: Arguments, stacks: Stacks, multiply: Callable[[Any], None]) -> None:

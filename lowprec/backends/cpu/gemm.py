@@ -11,7 +11,7 @@ import numpy as np
 
 from lowprec.arrays import NUMPY_DTYPES
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import batches, casting
+from lowprec.backends.cpu import casting, stacks
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.openblas import has_room, loaded_openblas
 from lowprec.backends.execution import Arguments, Executor
@@ -55,10 +55,11 @@ def multiply_numpy(a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` with ``numpy.matmul``; arrays of one dtype, at least 2-D, batches broadcast."""
     a = a if a.flags.c_contiguous else _in_place_or_copy(a)
     b = b if b.flags.c_contiguous else _in_place_or_copy(b)
-    if out.flags.c_contiguous or is_blas_expressible(out):
-        np.matmul(a, b, out=out)
-    else:
-        out[...] = np.matmul(a, b)
+    with np.errstate(all="ignore"):
+        if out.flags.c_contiguous or is_blas_expressible(out):
+            np.matmul(a, b, out=out)
+        else:
+            out[...] = np.matmul(a, b)
 
 
 def multiply_openblas(a: Any, b: Any, out: Any) -> None:
@@ -89,11 +90,11 @@ def library_product(a: MatrixStack, b: MatrixStack, out: MatrixStack) -> _Call:
     if not out.batch_shape:
         return library.product(a, b, out)
     product, matrices = library.batch(a, b, out), (a, b, out, None)
-    few = math.prod(out.batch_shape) <= batches.KEPT
-    kept = _columns(batches.offsets_of(matrices)) if few else None
+    few = math.prod(out.batch_shape) <= stacks.KEPT
+    kept = _columns(stacks.offsets_of(matrices)) if few else None
 
     def multiply(*first: int) -> None:
-        offsets = _columns(batches.offsets_of(matrices)) if kept is None else kept
+        offsets = _columns(stacks.offsets_of(matrices)) if kept is None else kept
         product(offsets + np.array(first, np.int64)[:, None])
 
     return multiply

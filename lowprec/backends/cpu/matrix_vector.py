@@ -17,12 +17,11 @@ import numpy as np
 from lowprec.arrays.prepared_view import Form, PreparedView
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, fp32_units, splitting, team, threads
-from lowprec.backends.cpu.batches import KEPT, addresses_of, offsets_of
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.panels import columns_for_shape, rows_for_shape
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, lies_apart, merged
 from lowprec.backends.cpu.splitting import Split
-from lowprec.backends.cpu.stacks import array_at, stacks_of
+from lowprec.backends.cpu.stacks import KEPT, addresses_of, array_at, offsets_of, stacks_of
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import FLOAT16, NumberFormat, dtype_from_name
 from lowprec.modes import MathMode, row

@@ -23,7 +23,7 @@ from lowprec.backends.cpu.packed.job import ACTIVATIONS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
 from lowprec.backends.cpu.packed.prepared_panels import Convert, PackedAs, Panels, panels_of, stack_of
 from lowprec.backends.cpu.splitting import Split
-from lowprec.backends.cpu.stacks import Stacks, apply_epilogue, stacks_of
+from lowprec.backends.cpu.stacks import Stacks, stacks_of
 from lowprec.backends.execution import Arguments, Executor, imported
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
 from lowprec.modes import row
@@ -199,7 +199,7 @@ def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         if not done and _is_split(plan):
             done = _mend(plan, single, product)
         if done:
-            apply_epilogue(plan, arguments, product, single)
+            fp32_units.apply_epilogue(plan, arguments, product, single)
         return done
 
 
@@ -242,7 +242,7 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks, *, wh
         product.real, product.imag = real, imag
         if not finite:
             _mend(plan, single, product)
-        apply_epilogue(plan, arguments, product, single)
+        fp32_units.apply_epilogue(plan, arguments, product, single)
     return True
 
 
@@ -291,14 +291,14 @@ def _scaled_product(apart: tuple[bool, bool], plan: GemmPlan, arguments: Argumen
             return False
         splitting.unscale(product, *operands)
         if not is_plain:
-            apply_epilogue(plan, arguments, product, single)
+            fp32_units.apply_epilogue(plan, arguments, product, single)
     return True
 
 
 def _int8_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     _multiply(plan, arguments, single, single.out)
     if plan.problem.has_epilogue:
-        apply_epilogue(plan, arguments, single.out, single)
+        fp32_units.apply_epilogue(plan, arguments, single.out, single)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The arrays of a product as NumPy's views in matrix form."""
+"""The arrays of a product in matrix form: as NumPy's views, and as tables of addresses that compiled code reads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,35 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cpu import epilogue
 from lowprec.backends.execution import Arguments
-from lowprec.planning import GemmPlan
+from lowprec.planning import GemmPlan, MatrixStack
+
+#: Batches up to this size keep the offsets of their matrices.
+KEPT = 1 << 10
+
+#: Those of a, b, out and c; None where there is no c.
+Matrices = tuple[MatrixStack, MatrixStack, MatrixStack, MatrixStack | None]
+
+
+def offsets_of(matrices: Matrices) -> Any:
+    """Return the offset of each matrix from the first, in bytes; shape (batch_count, 4)."""
+    shape = matrices[0].batch_shape
+    columns = []
+    for x in matrices:
+        offsets = np.zeros(shape if x is None else (), np.int64)
+        if x is not None:
+            for extent, stride in zip(shape, x.batch_strides, strict=True):
+                offsets = np.add.outer(offsets, np.arange(extent) * (stride * x.dtype.itemsize))
+        columns.append(offsets.ravel())
+    return np.stack(columns, axis=1)
+
+
+def addresses_of(matrices: Matrices, arguments: Arguments, kept: Any) -> Any:
+    """Return the addresses of all matrices, 0 for those of no c; ``kept`` are the offsets where they were kept."""
+    a, b, out, c = arguments[:4]
+    first = [x.address for x in (a, b, out)]
+    first.append(0 if c is None or matrices[3] is None else c.address)
+    return (offsets_of(matrices) if kept is None else kept) + np.array(first, np.int64)
 
 
 class Stacks(NamedTuple):
@@ -51,19 +77,6 @@ def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
 def _each_once(x: Any) -> Any:
     """Return a stack without the repeats along its batch, which would be rounded and copied one by one."""
     return x[tuple([slice(None) if step else slice(1) for step in x.strides[:-2]])]
-
-
-def apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, stacks: Stacks) -> None:
-    """Apply the plan's epilogue to ``product`` (overwritten) and write ``stacks.out``."""
-    epilogue.apply(
-        product,
-        stacks.out,
-        alpha=arguments.alpha,
-        beta=arguments.beta,
-        c=stacks.c,
-        bias=stacks.bias,
-        activation=plan.problem.activation,
-    )
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

@@ -5,12 +5,29 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from lowprec.backends.cuda.kernel_rows import KERNELS
 from lowprec.planning import Capabilities
 from lowprec.planning.gpus import flops_per_byte, model_of, parse_capability, parse_model
 
 if TYPE_CHECKING:
     from lowprec.backends.cuda.runtime import DeviceProperties
+from lowprec.planning import KernelRow, Summation
+
+CUBLASLT = KernelRow(
+    name="cublaslt",
+    units="cuBLASLt on a GPU",
+    executor="lowprec.backends.cuda.executor:GemmExecutor",
+    costs=(("tf32", 51.4 / 403), ("bfloat16", 51.4 / 806), ("float16", 51.4 / 806)),
+    cost_per_element=100.0,
+    cost_per_byte=13.0,
+    summation=Summation.TENSOR_CORES,
+    concatenates=True,
+    keeps_b=True,
+    is_cublaslt=True,
+    cuts_tf32=True,
+)
+
+KERNELS = (CUBLASLT,)
+
 
 #: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
 _LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20

@@ -16,10 +16,9 @@ import numpy as np
 
 from lowprec import tuning
 from lowprec.checking.comparison import seconds
-from lowprec.cli.errors import CommandError
 from lowprec.cli.operands import operand
 from lowprec.cli.options import add_shared, count, dtype, shape
-from lowprec.cli.output import print_json, print_table, print_text, progress
+from lowprec.cli.output import CommandError, print_json, print_table, print_text, progress
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType

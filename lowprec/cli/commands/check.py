@@ -16,12 +16,11 @@ import numpy as np
 
 from lowprec.checking.comparison import Case, Comparison, compare, variants_of
 from lowprec.checking.measure import Load, load
-from lowprec.cli.errors import CommandError
 from lowprec.cli.exports import check_exports, export
 from lowprec.cli.files import read_array
 from lowprec.cli.operands import DISTRIBUTIONS, pairs
 from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
-from lowprec.cli.output import note, print_json, print_table, print_text, progress
+from lowprec.cli.output import CommandError, note, print_json, print_table, print_text, progress
 from lowprec.formats import DType
 from lowprec.modes import available_modes
 from lowprec.report import info

@@ -11,8 +11,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from lowprec.cli.errors import CommandError
-from lowprec.cli.output import print_text
+from lowprec.cli.output import CommandError, print_text
 from lowprec.formats import OPERAND_DTYPES
 from lowprec.modes import available_modes
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lowprec.cli.errors import CommandError
 from lowprec.cli.files import read_array
 from lowprec.cli.options import add_operands, add_shared, shape
-from lowprec.cli.output import print_json, print_text
+from lowprec.cli.output import CommandError, print_json, print_text
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType

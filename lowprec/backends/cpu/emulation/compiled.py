@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
-from lowprec.backends.cpu.emulation.operands import NOWHERE, Operand
+from lowprec.backends.cpu.emulation.arrays import NOWHERE, Operand
 from lowprec.backends.cpu.packed import native  # noqa: F401 - makes numba's target, safely
 from lowprec.backends.cpu.packed.stored_code import sources_digest
 from lowprec.policy.interrupts import raised_in

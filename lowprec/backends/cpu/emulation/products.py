@@ -12,7 +12,7 @@ from lowprec.architectures import Architecture, parse_architecture
 from lowprec.backends.cpu import fp32_units, numba_import, team, threads
 from lowprec.backends.cpu.emulation import arrays
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic
-from lowprec.backends.cpu.emulation.operands import NAN, Operand
+from lowprec.backends.cpu.emulation.arrays import NAN, Operand
 from lowprec.backends.execution import Executor
 from lowprec.planning import GemmPlan
 from lowprec.policy import environment

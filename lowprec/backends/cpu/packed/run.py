@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import batches, buffers, casting, team, threads
+from lowprec.backends.cpu import buffers, casting, stacks, team, threads
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.jobs import Job, Operand, anywhere, float_bits, job_of, matrix_of, operand_of
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
@@ -190,7 +190,7 @@ _LARGE = 1 << 25
 class Batch(NamedTuple):
     """The matrices of a batch."""
 
-    matrices: batches.Matrices  # of a, b, out and c
+    matrices: stacks.Matrices  # of a, b, out and c
     #: Shape (count, 4), in bytes; None where they are not kept.
     offsets: Any
     batch_count: int
@@ -230,7 +230,7 @@ def prepare(
         return None
     job = dataclasses.replace(job, is_short=False, block_columns=0, blockings={})
     matrices = layout.a, layout.b, layout.out, c
-    offsets = batches.offsets_of(matrices) if count <= batches.KEPT else None
+    offsets = stacks.offsets_of(matrices) if count <= stacks.KEPT else None
     batch = Batch(matrices, offsets, count, count * each >= micro_kernel.shared_from)
     return functools.partial(execute_batch, job, batch, find)
 
@@ -259,7 +259,7 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
     alpha, beta = arguments.alpha.real, arguments.beta.real
     words[J.ALPHA], words[J.BETA] = float_bits(alpha), float_bits(beta)
     words[J.BIAS] = 0 if arguments.bias is None else arguments.bias.address
-    table = batches.addresses_of(batch.matrices, arguments, batch.offsets)
+    table = stacks.addresses_of(batch.matrices, arguments, batch.offsets)
     a, b = (J.B, J.A) if job.transposed else (J.A, J.B)
     of_batch = _BatchWords()
     of_batch[J.BATCH_JOB], of_batch[J.BATCH_DRIVE] = (ctypes.addressof(words), job.kernels.macro_kernel)

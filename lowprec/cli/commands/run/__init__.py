@@ -22,9 +22,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lowprec.cli.errors import CommandError
 from lowprec.cli.options import mode
-from lowprec.cli.output import flush, note
+from lowprec.cli.output import CommandError, flush, note
 from lowprec.modes import MathMode, mode_names
 from lowprec.policy import environment
 
