@@ -111,7 +111,6 @@ def _view(name: str, x: Any) -> ArrayView:
 
 
 def _batch_shape(views: dict[str, ArrayView]) -> tuple[int, ...]:
-    """Return the batch of the result; raise ShapeError where the shapes do not fit."""
     shapes = {name: view.shape for name, view in views.items()}
     a, b, c = shapes.values()
     told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -124,7 +123,6 @@ def _batch_shape(views: dict[str, ArrayView]) -> tuple[int, ...]:
 
 
 def _check_values(name: str, x: Any, fmt: str) -> None:
-    """Raise ArrayError where an array holds a finite number that is none of a format."""
     rounded = np.empty(x.shape, np.float32)
     round_float32(x, FORMATS[fmt], rounded)
     wrong = np.argwhere((rounded != x) & ~np.isnan(x))

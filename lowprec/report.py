@@ -123,7 +123,6 @@ def _driver() -> str | None:
 
 
 def _library(name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]) -> dict[str, Any]:
-    """Return a library's row; ``opened`` has the libraries that a backend opens without Python's import."""
     module = sys.modules.get(name)
     version = getattr(module, "__version__", None) or _installed_version(distributions)
     detail = opened.get(name)

@@ -103,8 +103,6 @@ class AutocastReport:
 
 
 class _Record:
-    """Counts of calls, from any thread."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, list[Any]] = {}  # the fields of AutocastRow after the first
@@ -206,7 +204,6 @@ def _are_multiplied(name: str, operands: Operands) -> bool:
 
 
 def _multiplied(xp: Any, name: str, operands: Operands) -> Any:
-    """Return lowprec's product; arrays of a library that it knows only by DLPack come back as arrays of it."""
     args, kwargs = list(operands.args), dict(operands.kwargs)
     if "dims" in kwargs:  # PyTorch's word
         kwargs["axes"] = kwargs.pop("dims")

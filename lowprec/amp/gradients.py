@@ -229,7 +229,6 @@ def gradient_report(grads: Any) -> GradientReport:
 
 
 def _fates(magnitudes: Any, to: NumberFormat) -> tuple[int, int, int]:
-    """Return how many are lost, subnormal and overflowing, as rounding to nearest has it."""
     half = to.smallest_subnormal / 2
     # A tie goes to zero, which is even; TF32 rounds ties away.
     lost = magnitudes < half if to is TF32 else magnitudes <= half
@@ -241,7 +240,6 @@ def _fates(magnitudes: Any, to: NumberFormat) -> tuple[int, int, int]:
 
 
 def _blocks(arrays: list[Any]) -> Iterator[Any]:
-    """Yield magnitudes that are finite and not zero, as float64."""
     for array in arrays:
         flat = array.reshape(-1)
         for first in range(0, flat.size, _BLOCK):

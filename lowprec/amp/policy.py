@@ -141,8 +141,6 @@ class Policy:
         object.__setattr__(self, "moves", tuple(sorted(moves.items())))
         object.__setattr__(self, "_lists", _list_table(self.moves))
 
-    # -- presets and text ---------------------------------------------------------------------
-
     @classmethod
     def preset(cls, level: str, *, half: str = "float16", **overrides: Any) -> Policy:
         """Return the policy of one of apex's levels, with properties of your own.
@@ -241,8 +239,6 @@ class Policy:
         half = values.get("compute", "float16")
         return cls.preset(level, half=half if half != "float32" else "float16", **values)
 
-    # -- lists --------------------------------------------------------------------------------
-
     def list_of(self, name: str) -> str | None:
         """Return the list that a function is on: ``"allow"``, ``"deny"``, ``"infer"`` or None."""
         return self._lists.get(name)
@@ -285,8 +281,6 @@ class Policy:
                 return fn(*found.args, **found.kwargs)
 
         return call
-
-    # -- containers ---------------------------------------------------------------------------
 
     def cast_params(self, params: Any, model: Any = None) -> Any:
         """Return weights in ``params``; those of normalizations in float32 with ``norms_float32``.
@@ -354,7 +348,6 @@ def _value(name: str, text: str) -> Any:
 
 
 def _cast_float(x: Any, name: str) -> Any:
-    """Return an array of floats in another type; float64 and what is no float as they are."""
     return cast(x, name) if is_float(x, wide=False) else x
 
 

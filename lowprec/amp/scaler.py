@@ -21,8 +21,6 @@ class _Stage(Enum):
 
 
 class _Optimizer:
-    """What one optimizer has done since the last update."""
-
     def __init__(self) -> None:
         self.stage = _Stage.READY
         self.flags: list[Any] = []

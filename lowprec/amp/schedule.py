@@ -77,7 +77,6 @@ class PrecisionSchedule:
         self._state = _State()
 
     def _steps(self, at: Any) -> tuple[int, ...]:
-        """Return after how many steps each next mode begins."""
         listed = _listed(at)
         steps = tuple(check_count("a step of at", step, 0) for step in listed or ())
         rises = all(a < b for a, b in zip((0, *steps), steps, strict=False))

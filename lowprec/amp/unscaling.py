@@ -168,7 +168,6 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
 
 
 def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
-    """Queue one kernel for all arrays of an element type, on CuPy's current stream."""
     from lowprec.backends.cuda import unscaling
 
     cupy: Any = sys.modules["cupy"]
@@ -219,7 +218,6 @@ def _jax_program(jax: Any) -> Any:
 
 
 def _by_namespace(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
-    """Multiply and look in two passes, by the functions of the Array API."""
     xp = array_module(arrays[0])
     flag = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
     results = []

@@ -117,7 +117,6 @@ def _import(array: Any, stream: int | None) -> ArrayView:
 
 
 def _is_cpu(device: Any) -> bool:
-    """Whether the device is a CPU; raise if it is a set of devices."""
     platform: str | None = getattr(device, "platform", None)
     if platform is None:
         raise ElsewhereError(

@@ -77,7 +77,6 @@ def check(
 
 
 def _host(x: Any) -> Array:
-    """Return an operand as a NumPy array on its own memory."""
     view = library_of(x).view(x)
     if not view.device.is_host:
         raise UnsupportedError(

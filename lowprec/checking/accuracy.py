@@ -95,5 +95,4 @@ def _norm(x: Array) -> float:
 
 
 def _ratio(error: float, scale: float) -> float:
-    """Return the quotient; no error of nothing is no error."""
     return error / scale if scale else (0.0 if error == 0 else math.inf)

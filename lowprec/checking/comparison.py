@@ -234,13 +234,7 @@ def compare(
         plans[variant.name] = variant.plan()
         result = np.asarray(variant(0))
         errors[variant.name] = reference.compare(result, plans[variant.name])
-    timings = take_turns(
-        {v.name: v for v in variants},
-        rounds,
-        budget=budget,
-        spinning=[name for name, plan in plans.items() if plan.kernel == "numpy"],
-        step=step,
-    )
+    timings = take_turns({v.name: v for v in variants}, rounds, budget=budget, step=step)
     baseline = timings[variants[0].name]
     rows = tuple(
         Row(name, plans[name], timing, timing.speedup_over(baseline), errors[name]) for name, timing in timings.items()

@@ -1,7 +1,7 @@
 """Comparable times: variants take turns in one process, and medians decide.
 
 Slow phases of a machine affect all variants alike when they take turns. Each timed call follows an untimed one of the
-same variant, because caches hold another library's data and its threads may still spin. Operands are rotated, so that
+same variant, because caches hold another variant's data. Operands are rotated, so that
 none is in the cache.
 """
 
@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,10 +21,6 @@ MIN_ROUNDS = 3
 #: The clock and the call of a closure cost a microsecond; short calls are repeated until this much is timed.
 _SHORTEST_SAMPLE = 1e-3
 _MOST_CALLS_PER_SAMPLE = 200
-
-#: Seconds for which the threads of NumPy's OpenBLAS spin after a product (0.1 measured at 2.6 GHz), and some more.
-SETTLE = 0.15
-
 
 #: Sets of operands that are rotated, and the bytes that they may take together.
 _MOST_SETS, _MOST_BYTES = 3, 2**28
@@ -89,41 +85,31 @@ def take_turns(
     rounds: int,
     *,
     budget: float,
-    spinning: Collection[str] = (),
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
     """Time each variant once per round, in changing order; the argument of a variant selects its operands.
 
     No new round begins ``budget`` seconds after the first, once ``MIN_ROUNDS`` are done; ``step`` is called with the
-    number of a round before each. ``spinning`` names variants whose threads spin afterwards: another variant that
-    follows makes untimed calls for ``SETTLE`` seconds.
+    number of a round before each.
     """
     names = list(variants)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    begin, before = time.perf_counter(), ""
+    begin = time.perf_counter()
     for number in range(rounds):
         if number >= MIN_ROUNDS and time.perf_counter() - begin > budget:
             break
         step(f"round {number + 1}")
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            settle = SETTLE if before in spinning and name not in spinning else 0.0
-            samples[name].append(_sample(variants[name], number, settle))
-            before = name
+            samples[name].append(_sample(variants[name], number))
     return {name: Timing(tuple(taken)) for name, taken in samples.items()}
 
 
-def _sample(call: Callable[[int], Any], number: int, settle: float) -> float:
-    """Return the seconds per call, after untimed calls."""
+def _sample(call: Callable[[int], Any], number: int) -> float:
     clock = time.perf_counter
-    begin = start = clock()
-    while True:
-        call(number)
-        now = clock()
-        last, start = now - start, now
-        if now - begin >= settle:
-            break
-    calls = min(max(1, int(_SHORTEST_SAMPLE / max(last, 1e-9))), _MOST_CALLS_PER_SAMPLE)
+    start = clock()
+    call(number)
+    calls = min(max(1, int(_SHORTEST_SAMPLE / max(clock() - start, 1e-9))), _MOST_CALLS_PER_SAMPLE)
     start = clock()
     for i in range(calls):
         call(number + 1 + i)

@@ -127,6 +127,5 @@ def _warnings_in_a_line() -> Iterator[None]:
 
 
 def _refuse(message: str) -> int:
-    """Print the message as one line."""
     note(f"lowprec: {' '.join(message.split())}")
     return USAGE

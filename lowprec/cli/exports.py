@@ -59,7 +59,6 @@ def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
 
 
 def _style(number: int) -> dict[str, Any]:
-    """Return the style of the n-th series."""
     return {
         "marker": _MARKERS[number % len(_MARKERS)],
         "color": _COLOURS[number % len(_COLOURS)],

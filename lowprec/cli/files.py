@@ -79,7 +79,6 @@ def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
 
 
 def _converted(path: str, array: Array, dtype: DType | None) -> Array:
-    """Return the array as another element type; raise where imaginary parts or integers would be lost."""
     reason = ""
     if array.dtype.kind not in "biufc":
         reason = ", which is not a number"

@@ -35,9 +35,6 @@ def _namespace(name: str, x: Any) -> Namespace:
     return found
 
 
-# -- two operands ---------------------------------------------------------------------------------
-
-
 def tensordot(
     a: Any,
     b: Any,
@@ -262,9 +259,6 @@ def linear(
         refuse_prepared(x=x)
         name_argument(error, {"x": x, "weight": weight, "bias": bias}, view_of_b)
         raise
-
-
-# -- einsum ---------------------------------------------------------------------------------------
 
 
 def einsum(

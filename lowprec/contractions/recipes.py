@@ -16,8 +16,6 @@ _RECIPES = 1024
 
 
 class _Side(NamedTuple):
-    """How an operand of a step is made ready: its diagonals, the order of its axes, the sums over the last of them."""
-
     diagonals: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
     rows: int  # elements per sum's factor: what is left when the last axes are summed
@@ -66,8 +64,6 @@ class Step(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """A value while the recipe is made: its number, the names of its axes and their lengths."""
-
     number: int
     names: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -120,7 +116,6 @@ def _parse(
 
 
 def _step(taken: list[_Term], kept: tuple[str, ...], number: int) -> tuple[Step, _Term]:
-    """Return the step that multiplies one or two values, and what it makes, which has that number."""
     cleaned = [_without_repeats(term) for term in taken]
     axes = [dict(zip(names, lengths, strict=True)) for _, names, lengths in cleaned]
     lengths = {name: max(a.get(name, 0) for a in axes) for a in axes for name in a}

@@ -90,7 +90,6 @@ def _is_shape(x: Any) -> bool:
 
 
 def _is_description(x: Any) -> bool:
-    """Whether ``x`` only describes an array: shape and dtype, no memory."""
     if isinstance(x, tuple):
         return len(x) == 2
     if isinstance(x, type):
@@ -244,7 +243,6 @@ def _length(name: str, value: Any) -> int:
 
 
 def _scalar(name: str, value: Any) -> complex:
-    """Return a factor as a Python number; raise ElsewhereError where it is one that JAX traces."""
     if type(value) is float:
         return value
     if getattr(value, "ndim", None) == 0 and is_array(value) and library_of(value).name == "jax":

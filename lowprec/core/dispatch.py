@@ -152,7 +152,6 @@ _DEFAULTS = {name: x.default for name, x in inspect.signature(matmul).parameters
 
 
 def _given(keywords: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the keyword arguments of :func:`matmul` that differ from their defaults, by name."""
     named = zip(_DEFAULTS.items(), keywords, strict=True)
     return {
         name: x for (name, default), x in named if x is not default and not (type(x) is float and x == default)
@@ -203,7 +202,6 @@ def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> 
 
 
 def _arrays(a: Any, b: Any, out: Any, c: Any, bias: Any, scale_a: Any, scale_b: Any) -> dict[str, Any]:
-    """Return the arguments of :func:`matmul` that may be arrays, in the order in which they are looked at."""
     return {
         "a": a, "b": b, "out": out, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
     }  # fmt: skip

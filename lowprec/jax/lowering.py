@@ -130,7 +130,6 @@ def _sum_of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool)
 
 
 def _outer_sum(of_a: Any, of_b: Any, shape: Shape) -> Any:
-    """Return the sums of two operands' exponents with the axes of the result: batch, of ``a``, of ``b``."""
     (contract_a, contract_b), (batch_a, batch_b) = shape.dimensions
     kept_a = kept(of_a.ndim, contract_a, batch_a)
     kept_b = kept(of_b.ndim, contract_b, batch_b)

@@ -94,7 +94,6 @@ def matmul(
 
 
 def _array(name: str, x: Any) -> jax.Array:
-    """Return an argument as an array of JAX; raises ArrayError unless it is one of JAX or NumPy."""
     if isinstance(x, jax.Array):
         return x
     if not isinstance(x, np.ndarray):

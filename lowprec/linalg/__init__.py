@@ -96,15 +96,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _guarded(function: _Function) -> _Function:
-    """Add to a docstring what it raises, and which functions do the work."""
     if function.__doc__ is not None:
         routes = ", ".join(map(str, ROUTES[function.__name__].values()))
         text = cleandoc(function.__doc__)
         function.__doc__ = text.replace("Examples\n--------\n", _IN_COMMON.format(routes=routes))
     return function
-
-
-# -- solving --------------------------------------------------------------------------------------
 
 
 @_guarded
@@ -193,9 +189,6 @@ def pinv(a: Any, /, *, rtol: float | None = None) -> Any:
     return call("pinv", a, rtol=rtol)
 
 
-# -- decompositions -------------------------------------------------------------------------------
-
-
 @_guarded
 def cholesky(a: Any, /) -> Any:
     """Return the lower triangles ``L``, shape (..., n, n), with ``a = L @ L^H``.
@@ -274,9 +267,6 @@ def svd(a: Any, /, *, full_matrices: bool = True) -> SVDResult:
     return SVDResult(*call("svd", a, full_matrices=full_matrices))
 
 
-# -- numbers of a matrix --------------------------------------------------------------------------
-
-
 @_guarded
 def det(a: Any, /) -> Any:
     """Return the determinants of square matrices, shape (...).
@@ -331,9 +321,6 @@ def matrix_rank(a: Any, /, *, rtol: float | None = None) -> Any:
     if rtol is None:
         return call("matrix_rank", a)
     return call("matrix_rank", a, rtol=rtol)
-
-
-# -- functions of matrices and points -------------------------------------------------------------
 
 
 @_guarded

@@ -281,7 +281,6 @@ def _with_losses(case: _Case, error: RelativeError, k: int, parts: int, *, uncon
 
 
 def _joint(*errors: float) -> float:
-    """Return the product of 1 + x, less 1, without losing the digits of a small x."""
     return expm1(sum(map(log1p, errors)))
 
 
@@ -332,7 +331,6 @@ def _aligned_early(case: _Case, parts: int) -> tuple[float, float, float]:
 
 
 def _formula(case: _Case) -> str:
-    """Return the expression behind the relative bound, with its numbers put in."""
     factors = []
     if case.operands:
         scaled = f" + 2^-39 sqrt({case.scaled_over})" if case.scaled_over else ""
@@ -368,7 +366,6 @@ def _power(value: float) -> str:
 
 
 def _condition(case: _Case, is_split: bool) -> str:
-    """Return what the data must satisfy."""
     texts = []
     narrow = [(case.operand, "|x|", " in the operands")] if case.operands else []
     if case.scaled_over:

@@ -39,7 +39,6 @@ def reads_k_contiguous(data: DType) -> bool:
 
 
 def _writes(data: DType) -> tuple[DType, ...]:
-    """Return the element types of D for A and B of this type; of 32 bits and more, only their own."""
     return data.results if data.bits <= 16 else (data,)
 
 
@@ -63,8 +62,6 @@ def _matrix(stack: MatrixStack, batch_stride: int) -> LtMatrix:
 
 
 class _Terms(NamedTuple):
-    """What the rules below look at."""
-
     plan: GemmPlan
     problem: GemmProblem
     layout: GemmLayout
@@ -223,7 +220,6 @@ def _by_column(stack: MatrixStack) -> MatrixStack:
 
 
 def _addend(plan: GemmPlan) -> MatrixStack | None:
-    """Return the addend as the call itself could read it, None where there is none or BLAS cannot express it."""
     problem, layout = plan.problem, plan.layout
     if not problem.has_beta or problem.c is None:
         return None
@@ -285,7 +281,6 @@ def _in_steps(stack: MatrixStack) -> bool:
 
 
 def _reasons_of_epilogue(terms: _Terms) -> Iterator[Reason]:
-    """Yield why the epilogue cannot be fused."""
     problem, out, c = terms.problem, terms.layout.out, terms.addend
     if problem.has_beta:
         fits = c is not None and c.dtype is terms.plan.out_dtype and c.order == out.order

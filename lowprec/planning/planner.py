@@ -172,7 +172,6 @@ def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
 
 
 def _copies_of_call(call: CublasLtCall | None) -> tuple[Copy, ...]:
-    """Return the temporary arrays of a product by cuBLASLt: operands rewritten, a staged result."""
     if call is None:
         return ()
     packs = (("a", call.pack_a), ("b", call.pack_b))

@@ -111,7 +111,6 @@ def title(plan: GemmPlan) -> str:
 
 
 def _rows(plan: GemmPlan) -> Iterator[Row]:
-    """Yield the table's rows in the order of the questions: which mode, what runs, at what cost, how exact."""
     yield "device", f"{plan.capabilities.device}: {plan.capabilities.name}"
     if plan.capabilities.predicted:
         yield "prediction", _PREDICTION.format(source=plan.capabilities.source)
@@ -254,7 +253,6 @@ def _spec(spec: OperandSpec) -> str:
 
 
 def _quantity(value: float, unit: str) -> str:
-    """Return a number with its decimal prefix: ``17.2 Gflop``."""
     for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 10**power:
             return f"{value / 10**power:.3g} {prefix}{unit}"

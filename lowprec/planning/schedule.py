@@ -62,7 +62,6 @@ def make_schedule(
 
 
 def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Iterator[tuple[list[Pair], float]]:
-    """Yield the pairs of each product, and its factor."""
     if row.sums_parts and not all(rounded):
         # One operand has no second part, and nothing is saved: the products of its only part.
         pairs = [(int(rounded[0]), int(rounded[1])), (0, 0)] if any(rounded) else [(0, 0)]

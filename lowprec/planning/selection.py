@@ -90,7 +90,6 @@ def select_mode(
 
 
 def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPlan]:
-    """Yield a plan for each mode to weigh: those that the device runs, or one for all where modes do not act."""
     first = plan_gemm(problem, capabilities, MathMode.FP32)
     for mode in available_modes() if first.mode_has_effect else (MathMode.FP32,):
         if mode is MathMode.FP32_EMULATED:

@@ -219,7 +219,6 @@ def _weight(row: ModeRow, parts: _Parts, index: int) -> float:
 
 
 def _karatsuba_rounding(row: ModeRow, a: _Parts, b: _Parts) -> float:
-    """Return what rounding the sums of the parts adds."""
     u = row.operand_format.unit_roundoff
     # A sum below the normal range is exact: parts are multiples of 2^-24.
     x, y = (_weight(row, parts, len(parts.weights)) for parts in (a, b))

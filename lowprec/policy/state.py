@@ -21,9 +21,6 @@ FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 _process_mode: MathMode | None = None
 
 
-# -- scopes and the default ----------------------------------------------------------------------
-
-
 class math_mode(PolicyScope):
     """Multiply in this mode inside a ``with`` block or a decorated function.
 
@@ -235,9 +232,6 @@ def get_math_mode() -> MathMode:
     <MathMode.FP32: 'fp32'>
     """
     return resolve().mode
-
-
-# -- the order of precedence ----------------------------------------------------------------------
 
 
 def resolve(argument: str | MathMode | None = None) -> ResolvedMode:

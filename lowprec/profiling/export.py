@@ -61,7 +61,6 @@ def _product(row: int, start_ms: float, elapsed_ms: float, r: ProductRecord) -> 
 
 
 def _on_streams(records: Sequence[ProductRecord]) -> Iterator[dict[str, Any]]:
-    """Yield the products that ran on streams, each as early as its stream and its submission allow."""
     rows: dict[tuple[str, int], int] = {}
     ends: dict[int, float] = {}
     for r in sorted(records, key=lambda record: record.start_ms):

@@ -245,7 +245,6 @@ def _attach() -> None:
 
 
 def _observer(product: CachedExecutor, resolved: ResolvedMode, *_operands: ArrayView) -> CachedExecutor:
-    """Return what runs in the place of a product: the product, observed."""
     thread = threading.get_ident()
     listeners = [p for p in dict.fromkeys(_listening) if p._thread in (None, thread)]
     if not listeners:
@@ -255,7 +254,6 @@ def _observer(product: CachedExecutor, resolved: ResolvedMode, *_operands: Array
 
 
 def _execute(product: CachedExecutor, resolved: ResolvedMode, listeners: list[profile], arguments: Arguments) -> None:
-    """Run a product, take its time, and tell the listeners, whether or not it fails."""
     backend = product.backend
     measurement = Measurement(product.plan, resolved, arguments.a, arguments.b)
     try:

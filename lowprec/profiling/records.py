@@ -171,7 +171,6 @@ class Measurement:
             self._stopwatch = None
 
     def _read_ms(self) -> float | None:
-        """Return the time of the product; on a GPU, the first reader waits for it."""
         stopwatch = self._stopwatch
         if stopwatch is not None:
             try:

@@ -164,7 +164,6 @@ def _numbers(group: Group, whole_ms: float) -> list[str]:
 
 
 def _fitted(table: Table) -> Table:
-    """Return a table that fits on a line: the widest columns of words give way."""
     widths = table.widths
     words = [i for i, column in enumerate(table.columns) if not column.startswith(">")]
     while sum(widths) + 2 * len(widths) > WIDTH:

@@ -239,8 +239,6 @@ def linear(
     )  # fmt: skip
 
 
-# -- calls that the compiler traces ---------------------------------------------------------------
-
 _SUPPORTED = frozenset(inspect.signature(matmul).parameters)
 
 
@@ -265,9 +263,6 @@ def traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
 )
 def _uncompiled(a: Any, b: Any, /, **given: Any) -> Any:
     return dispatch.matmul(a, b, **given)
-
-
-# -- the mode within a tolerance ------------------------------------------------------------------
 
 
 def _mode_within(a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None) -> str:
@@ -304,9 +299,6 @@ def _check_tensors(**arguments: Any) -> None:
             )
         if x is not None and x.is_nested:
             raise ArrayError(f"{name} is nested; multiply its parts, from {name}.unbind()")
-
-
-# -- dispatch -------------------------------------------------------------------------------------
 
 
 def _product(a: Tensor, b: Tensor, math_mode: Any, backward_mode: Any, alpha: float, out_dtype: str) -> Tensor:
@@ -347,8 +339,6 @@ def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
 
 
 class _Plain(torch.autograd.function._SingleLevelFunction):
-    """For plain tensors outside of ``torch.func``, in half the time of :class:`_Transformed`."""
-
     _compiled_autograd_key = COMPILED_KEY
 
     @staticmethod
@@ -364,8 +354,6 @@ class _Plain(torch.autograd.function._SingleLevelFunction):
 
 
 class _Transformed(torch.autograd.Function):
-    """For ``torch.func`` and forward-mode derivatives."""
-
     backward = _Plain.backward
 
     @staticmethod

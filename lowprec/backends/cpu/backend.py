@@ -46,7 +46,6 @@ def _numba_has_failed() -> bool:
 
 
 def _without_numba(plan: GemmPlan) -> GemmPlan:
-    """Return the plan of a product on what the CPU can do now that importing numba has failed."""
     casting.has_kernels.cache_clear()
     micro_kernels.obstacle.cache_clear()
     device.forget()

@@ -92,15 +92,9 @@ def _give(*returned: _Buffer) -> None:
 
 
 class borrow:
-    """Lend scratch memory for the length of a `with` block.
+    """Lend ``nbytes`` of uninitialised memory to a `with` block, which gets its address, aligned to 4096 bytes.
 
-    Where an exception strikes while it is being taken or given back, the buffer is lost to the garbage collector; it is
-    never lent twice.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size wanted. The contents are undefined. The block gets the address of the memory, aligned to 4096 bytes.
+    After an exception on entry or exit the buffer is left to the garbage collector; it is never lent twice.
     """
 
     __slots__ = ("_buffer", "_nbytes")

@@ -58,8 +58,6 @@ _EXTREMA = 384
 
 # The cache on disk knows a kernel by its name and by what it closes over.
 
-# --- vectors of bits of float32 ---------------------------------------------------------------
-
 
 def float_splat(value: float) -> Any:
     """Return 16 times a number."""
@@ -82,7 +80,6 @@ def _widened_float16(builder: Any, x: Any) -> Any:
 
 
 def _read(builder: Any, storage: str, address: Any) -> Any:
-    """Bits, as float32, of 16 numbers in sequence."""
     x = builder.load(pointer(builder, address, ir.VectorType(ELEMENTS[storage], LANES)), align=1)
     if storage == "int8":
         return bits_of(builder, builder.sitofp(x, ir.VectorType(F32, LANES)))
@@ -124,9 +121,6 @@ def cast_vector(builder: Any, index: int, address: Any, extrema: Extrema) -> Any
     if rounding == DIGITS:
         extrema.update(bits)
     return _rounded(builder, rounding, bits)
-
-
-# --- extrema ----------------------------------------------------------------------------------
 
 
 class Extrema:
@@ -195,9 +189,6 @@ def extrema_in(typing_context, scratch):
         return builder.or_(builder.shl(found[0], word(32)), found[1])
 
     return types.intp(types.intp), generate
-
-
-# --- writing them -----------------------------------------------------------------------------
 
 
 @intrinsic(prefer_literal=True)
@@ -280,11 +271,7 @@ def extrema_kernel() -> Any:
     return native.callable_at(compile_kernel(_cast_function(index, 0), 7), 7)
 
 
-# --- narrowing results ------------------------------------------------------------------------
-
-
 def _narrow_float16(builder: Any, bits: Any) -> Any:
-    """The 16 bits of a float16, in 32."""
     magnitude = magnitude_of(builder, bits)
     normal = builder.lshr(nearest(builder, magnitude, 13), splat(13))
     normal = builder.sub(normal, splat(112 << 10))
@@ -310,7 +297,6 @@ def _narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _narrow_run(typing_context, is_float16, source, target):
-    """Round 16 float32 in sequence to 16-bit numbers in sequence."""
     to_float16 = bool(is_float16.literal_value)
 
     def generate(context, builder, signature, args):

@@ -58,7 +58,6 @@ _ACTIVATIONS: dict[Activation, Callable[[Any], Any]] = {Activation.RELU: relu, A
 
 
 def _add_saturating(product: Any, addend: Any) -> None:
-    """Add integers in place; a sum beyond the type becomes the nearest number of it."""
     limits = np.iinfo(product.dtype)
     lowest, highest = limits.min - np.minimum(addend, 0), limits.max - np.maximum(addend, 0)
     np.clip(product, lowest, highest, out=product)

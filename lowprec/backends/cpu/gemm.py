@@ -27,7 +27,6 @@ _Call = Callable[[int, int, int], None]
 
 
 def _stack(dtype: np.dtype[Any], extents: _Extents, batch: tuple[int, ...] = ()) -> MatrixStack:
-    """Return the matrices of an array whose strides are multiples of its elements, broadcast to a batch."""
     (*own, rows, cols), steps = extents
     *strides, row_stride, col_stride = (step // dtype.itemsize for step in steps)
     strides = [x if n > 1 else 0 for n, x in zip(own, strides, strict=True)]

@@ -79,7 +79,6 @@ def _units() -> list[str]:
 
 
 def _instruction_set_rows(hidden: frozenset[str]) -> list[dict[str, Any]]:
-    """Return the instruction sets that matter on x86-64; elsewhere no processor has any of them."""
     if not cpuinfo.is_x86_64():
         return []
     flags = cpuinfo.cpu_flags()
@@ -112,7 +111,6 @@ def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:
 
 
 def _blas() -> dict[str, Any]:
-    """Return which BLAS NumPy was built with and, of an OpenBLAS, for which processor its kernels are."""
     config: Any = np.show_config(mode="dicts")
     blas = (config or {}).get("Build Dependencies", {}).get("blas", {})
     found = {key: blas.get(key) for key in ("name", "version", "openblas configuration")}

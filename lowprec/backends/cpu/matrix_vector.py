@@ -87,7 +87,6 @@ def prepare(plan: GemmPlan) -> Executor:
 
 
 def _geometry_of_plan(plan: GemmPlan) -> _Geometry | None:
-    """Return that of each product of a plan, None where more is to be done than to multiply the arrays."""
     layout, problem = plan.layout, plan.problem
     if problem.has_epilogue or layout.out.dtype is not plan.accumulator:
         return None
@@ -110,7 +109,6 @@ def _rounding(plan: GemmPlan) -> NumberFormat | None:
 
 
 def _exchanged(plan: GemmPlan, a: Any, b: Any, out: Any) -> list[Any]:
-    """Return matrix, vectors and result, the two-dimensional arrays of a product."""
     return [b.T, a.T, out.T] if multiplies_b(plan.layout) else [a, b, out]
 
 

@@ -150,7 +150,6 @@ def _panels(plan: GemmPlan, arguments: Arguments, component: int = 0) -> Panels 
 
 
 def _packing_of_b(plan: GemmPlan, component: int = 0) -> tuple[PackedAs, Convert]:
-    """Return how ``b`` is packed, and what converts its matrices before."""
     a, b = (_multiplied_dtype(plan, operand) for operand in (0, 1))
 
     def convert(x: Any, workspace: Workspace) -> Any:
@@ -247,7 +246,6 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks, *, wh
 
 
 def _plane(x: Any, component: int, workspace: Workspace) -> Any:
-    """Return the real part (0) or the imaginary part (1) as a float32 array of its own."""
     plane = workspace.array(x.shape, np.dtype(np.float32))
     plane[...] = ((x.real, x.imag) if x.dtype.kind == "c" else (x, 0.0))[component]
     return plane
@@ -273,7 +271,6 @@ def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
 
 
 def _scaled_product(apart: tuple[bool, bool], plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    """Compute a product of which these operands are scaled."""
     if plan.compute_dtype.is_complex:
         return False
     dtype, rounding = np.dtype(np.float32), _ROUNDINGS[fp32_units.rounding_format(plan)]

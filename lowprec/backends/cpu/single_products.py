@@ -34,8 +34,6 @@ _SMALL_BYTES, _ALIGNMENT = 64 << 10, 64
 
 
 class _Operand(NamedTuple):
-    """How an operand is cast, and as what it is multiplied."""
-
     stack: MatrixStack
     #: From the addresses of operand, cast numbers and scratch memory to whether the operand has to be scaled instead;
     #: None for one that is multiplied where it is.
@@ -183,7 +181,6 @@ def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
 
 
 def _epilogue(plan: GemmPlan) -> Epilogue | None:
-    """Return what follows a row-major float32 product; None where c is no matrix of the result's shape."""
     problem, layout, c, bias = plan.problem, plan.layout, None, None
     if problem.c is not None and problem.has_beta:
         addend = addend_layout(problem.c, problem.a, problem.b, layout)

@@ -82,7 +82,6 @@ def rounded(arrays: tuple[Any, ...], dtype: np.dtype[Any], fmt: NumberFormat | N
 def _targets(
     arrays: tuple[Any, ...], dtype: np.dtype[Any], fmt: NumberFormat | None, workspace: Workspace
 ) -> tuple[list[Any], list[tuple[Any, Any]]]:
-    """Return where rounded arrays will be, and which are to be cast into which."""
     results, pairs = [], []
     for x in arrays:
         if x.dtype == dtype and fmt is None:

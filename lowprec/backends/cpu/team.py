@@ -77,8 +77,6 @@ def _kernel(kind: str, name: str) -> Any:
 
 
 class _Team:
-    """The own workers of this process."""
-
     def __init__(self) -> None:
         kernel = functools.partial(_kernel, "callable_kernel")
         self.run: Callable[[int, int], int] = kernel("run")
@@ -171,8 +169,6 @@ def description() -> str:
     return "lowprec's own workers" if openmp() is None else "PyTorch's OpenMP threads"
 
 
-# --- when there are compiled kernels --------------------------------------------------------------
-
 #: Multiplications that take a library as long as numba's import takes, some 0.1 s on one thread.
 _IMPORT_PAYS = 1 << 32
 _spent = 0
@@ -193,9 +189,6 @@ def is_ready(multiplications: int) -> bool:
     if _spent >= _IMPORT_PAYS:
         numba_import.begin()
     return False
-
-
-# --- running --------------------------------------------------------------------------------------
 
 
 def run(kernel: int, argument: int, workers: int, scratch: int = 0, scratch_bytes: int = 0) -> None:
@@ -221,16 +214,9 @@ def run_rows(
 ) -> None:
     """Call a function for each row of a table, shared among threads.
 
-    Parameters
-    ----------
-    signature : str
-        Of the functions, as :func:`team_kernels.rows_kernel` reads it.
-    table : array of int64, shape (rows, 1 + len(signature)), C-contiguous
-        The address of a function and its arguments in each row.
-    bases : tuple of int
-        Addresses to which arguments ``a``, ``b`` and ``c`` of the rows are relative.
-    results : int
-        Address of a word for the result of each row; 0 ignores the results.
+    ``table`` holds int64 (rows, 1 + len(signature)): in each row the address of a function and its arguments, as
+    :func:`team_kernels.rows_kernel` reads the ``signature``. ``bases`` are addresses to which arguments ``a``, ``b``
+    and ``c`` are relative; ``results`` is the address of a word for the result of each row, 0 to ignore them.
     """
     job = _Job()
     job[FUNCTION : RESULTS + 1] = [

@@ -51,7 +51,6 @@ def is_flat(x: Any, out: Any, first: int, target: int) -> bool:
 
 
 def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
-    """Unscale by NumPy's functions; return whether Inf or NaN was found."""
     found = not np.isfinite(x).all()
     if x.dtype.itemsize == 2:  # the product is rounded once, from float32
         out[...] = x.astype(np.float32) * inverse

@@ -145,8 +145,6 @@ class GemmExecutor:
 
 
 class _Term(NamedTuple):
-    """One product of the schedule."""
-
     call: CublasLtCall
     #: Bytes from the addresses of the first and the second operand.
     first: int

@@ -132,8 +132,6 @@ class Contest:
 
 
 class _Offsets(NamedTuple):
-    """A copy of an array in a set of copies."""
-
     pointer: int  # from the start of the set
     lowest: int  # of the first byte from the pointer
     nbytes: int

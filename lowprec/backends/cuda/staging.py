@@ -29,8 +29,6 @@ class KeptPacking(NamedTuple):
 
 
 class _Operand(NamedTuple):
-    """An operand that is packed for each product."""
-
     packing: Packing
     pack: Packer
     start: int  # in the block

@@ -108,7 +108,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
-    """Return the mode in force, None where no mode acts; raises for shapes that do not fit."""
     if options.dtype.is_float8:
         return None  # only a GPU has a plan
     described = (ShapeDtype(x, options.dtype) for x in (a, b))
@@ -132,7 +131,6 @@ def _product(a: Shape, b: Shape) -> str:
 
 
 def _cells(result: AutotuneResult) -> tuple[str, ...]:
-    """Return the cells of a result in the table."""
     timed = result.timed
     if not timed:
         return "0", "-", "-", "-", "nothing to choose"
@@ -168,7 +166,6 @@ _MAKERS: dict[str, Callable[[], Make | None]] = {"torch": _torch, "cupy": _cupy}
 
 
 def _maker() -> Make:
-    """Return a function that creates arrays on the GPU."""
     reasons = []
     for name, offer in _MAKERS.items():
         try:

@@ -43,8 +43,7 @@ reading the table:
 
 A terminal of less than 100 columns omits the kernel, then the error.
 
-The modes take turns, with an untimed call before each timed one. Where some of them use NumPy's OpenBLAS, untimed calls
-go on until its threads, which spin for a while after each product, are asleep.
+The modes take turns, with an untimed call before each timed one.
 """
 
 _SIZE = 1024
@@ -138,7 +137,6 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Yield the operands of two files, or random ones."""
     if options.a is None:
         yield from _random_cases(options)
         return

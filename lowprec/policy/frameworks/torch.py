@@ -68,8 +68,6 @@ _SET = {
 
 
 class _Functions(NamedTuple):
-    """PyTorch's getters and setters."""
-
     get_old: Callable[[], str]
     put_old: Callable[[str], None]
     get_cudnn: Callable[[], bool]

@@ -76,7 +76,6 @@ def _add_group(a: Operand, b: Operand, c: Any, arithmetic: Arithmetic) -> Any:
 
 
 def _toward_zero(x: Any) -> Any:
-    """Round to float32 toward zero, the result in float64."""
     rounded = (x.view(np.int64) & ~_BEYOND_FLOAT32).view(np.float64)
     subnormal = np.trunc(x * 2.0**149) * 2.0**-149
     rounded = np.where(np.abs(x) < FLOAT32.smallest_normal, subnormal, rounded)

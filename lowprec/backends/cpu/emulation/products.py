@@ -71,7 +71,6 @@ def multiply(a: Any, b: Any, c: Any | None, model: Arithmetic) -> Any:
 
 
 def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
-    """Compute ``c += a @ b`` for matrices, in blocks that threads take one by one."""
     accumulate, (m, n) = _twin(), c.shape
     x, y = Operand.of(a, model.emin), Operand.of(b, model.emin)
     blocks = [

@@ -73,9 +73,6 @@ def anywhere(operand: Operand) -> Operand:
 Vector = tuple[int, str, int]
 
 
-# --- kernels ----------------------------------------------------------------------------------
-
-
 class Kernels(NamedTuple):
     """The compiled functions for operands of some types and one rounding."""
 
@@ -119,7 +116,6 @@ def _scheme(dtype: str, rounding: str, storage: str, offset: int) -> Scheme:
 
 
 def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
-    """Return which parts as they are packed are multiplied, the smallest products first."""
     if not (a.is_split or b.is_split):
         pairs = [(i, j) for i in range(a.parts) for j in range(b.parts)]
         return tuple(sorted(pairs, key=sum, reverse=True))
@@ -158,9 +154,6 @@ def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: 
     run = native.callable_at(address, macro_kernel.MACRO_ARITY)
     is_split, sums_chunks = a.is_split or b.is_split, a.is_wide
     return Kernels(a.step, a.parts, b.parts, is_split, sums_chunks, words, address, run)
-
-
-# --- blocking ---------------------------------------------------------------------------------
 
 
 class Blocking(NamedTuple):
@@ -204,8 +197,6 @@ def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tup
 
 
 class _Sizes(NamedTuple):
-    """What the blocking of a product follows from."""
-
     m: int
     n: int
     k: int
@@ -276,9 +267,6 @@ def words_of(fields: dict[int, int]) -> bytes:
 def float_bits(value: float) -> int:
     """Return a float64 as the word that a job holds."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-# --- jobs -------------------------------------------------------------------------------------
 
 
 def epilogue_words(

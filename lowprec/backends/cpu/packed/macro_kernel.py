@@ -53,8 +53,6 @@ from lowprec.backends.cpu.packed.vector_arithmetic import INFINITY, bits_of, mag
 
 MACRO_ARITY = 2
 
-# --- the state of the processor ---------------------------------------------------------------
-
 
 @intrinsic
 def _configure_tiles(typing_context, config):
@@ -102,9 +100,6 @@ def _holds_nonfinite(typing_context, block):
     return types.intp(types.intp), generate
 
 
-# --- the loops around it ----------------------------------------------------------------------
-
-
 @inlined(types.intp)
 def _pack_a(job, first_strip, end_strip, first_step, end_step, target, strip_bytes, scratch):
     return call(
@@ -144,7 +139,6 @@ def _pack_shared_b(job, index, scratch):
 
 @inlined(types.intp)
 def _pack_shared_a(job, index, scratch):
-    """One task of the packing phase: a strip of A over some steps."""
     strips, steps = field(job, J.STRIPS_M), field(job, J.PACK_B_STEPS)
     strip, step = index % strips, (index // strips) * steps
     end_step = lesser(step + steps, field(job, J.STEPS))
@@ -155,7 +149,6 @@ def _pack_shared_a(job, index, scratch):
 
 @inlined(types.intp)
 def _check_a(job, index, scratch):
-    """Pack some strips of A for the sake of the flags alone."""
     strips, steps = field(job, J.TASK_STRIPS_M), field(job, J.STEPS)
     chunk = field(job, J.CHUNK_STEPS)
     end_strip = lesser((index + 1) * strips, field(job, J.STRIPS_M))

@@ -40,7 +40,6 @@ def _converted(builder: Any, address: Any, kind: int) -> Any:
 
 
 def _converted_row(builder: Any, address: Any, kind: int) -> list[Any]:
-    """A row of a block in the output's type, as vectors of 64 bytes."""
     next_tile = builder.add(address, ir.Constant(I64, 1024))
     values = [_converted(builder, half, kind) for half in (address, next_tile)]
     if ITEM_BYTES[kind] == 2:

@@ -68,40 +68,18 @@ def gemm(
     activation: str | None = None,
     panels: Panels | None = None,
 ) -> bool:
-    """Compute ``out = activation(alpha * a @ b + beta * c + bias)``.
+    """Compute ``out = activation(alpha * a @ b + beta * c + bias)``; see `lowprec.matmul`.
 
-    Parameters
-    ----------
-    a, b : array, shapes (m, k) and (k, n)
-        float32, bfloat16 or float16 in any combination, or both int8; all extents are at least 1.
-    out : array, shape (m, n)
-        float32, bfloat16 or float16; int32 for int8 operands. It must not overlap `a` or `b`, and may be the same
-        memory as `c`, element by element.
-    rounding : str
-        What float32 operands become: "bf16", "tf32", "fp16" (float16's digits; the caller looks after the range), or
-        parts of the mode "bf16x3", "bf16x6", "bf16x9" or "tf32x3". Ties go to even, in TF32 away from zero. Storage of
-        16 or 8 bits stays as it is; "exact" is for products without a float32 operand, and for FP32 units.
-    alpha, beta : float
-        Rounded to float32. int8 takes the defaults only.
-    c : array, shape (m, n), optional
-        float32, bfloat16 or float16; not read if `beta` is 0.
-    bias : array, shape (n,), optional
-    activation : {"relu", "gelu"}, optional
-    panels : Panels, optional
-        Of `b`, whose elements are not read then. The columns of `out` must not be contiguous, unless its rows are, too.
+    ``a`` (m, k) and ``b`` (k, n), of positive extents, are float32, bfloat16 or float16 in any combination, or both
+    int8, which take no epilogue. ``out`` is float32, bfloat16 or float16, or int32 for int8; it may be ``c``, element
+    by element. ``rounding`` of float32 operands: "bf16", "tf32", "fp16" (digits of float16, without its range), or the
+    parts of "bf16x3", "bf16x6", "bf16x9" or "tf32x3"; "exact" on FP32 units and for operands of 16 or 8 bits.
+    ``panels`` replace the elements of ``b``; then the columns of ``out`` must not be contiguous, unless its rows are.
 
-    Returns
-    -------
-    bool
-        False if an operand in two parts (float32 in mode tf32 or fp16, or float16, on units for bfloat16) holds a value
-        that is not finite after rounding: then `c` is as it was, also where `out` is the same memory; without `c` what
-        `out` holds is undefined. False, too, if operands were split and a sum is NaN or infinite: then all is done, and
-        such elements are NaN or infinite in what alpha, c, bias and activation were applied to.
-
-    Raises
-    ------
-    ValueError
-        The types do not go together or are not the micro-kernel's, or int8 comes with an epilogue.
+    Returns False if an operand in two parts holds a value that is not finite after rounding: ``c`` is unchanged then,
+    and without ``c`` the contents of ``out`` are undefined. It also returns False if operands were split and a sum is
+    not finite: all is computed, and these elements are NaN or infinite before alpha, c, bias and activation. Raises
+    ValueError for types that do not go together.
     """
     (m, k), n = a.shape, b.shape[1]
     x, to, other = operand_of(a), operand_of(out), operand_of(c) if beta else None
@@ -164,7 +142,6 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
 
 
 def _execute_blocks(job: Job, arguments: Arguments) -> bool:
-    """Run a job block by block of columns, each of which packs its own columns of B."""
     a, b, out, c, bias, alpha, beta = arguments[:7]
     n, done = job.shape[1], True
 

@@ -174,7 +174,6 @@ def _two_part_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bo
 
 
 def _wide_row(builder: Any, scheme: Scheme, run: Any) -> Any:
-    """A tile row of 16 float32 from a run of 16 elements."""
     if scheme.storage == "float16":
         return builder.fpext(run, ir.VectorType(F32, 16))
     if scheme.storage == "bfloat16":

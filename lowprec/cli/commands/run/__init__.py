@@ -102,7 +102,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _program(options: argparse.Namespace) -> list[str]:
-    """Return the arguments for Python."""
     words = ["-m", *options.module] if options.module else []
     words += options.program
     if words[:1] == ["--"]:
@@ -120,7 +119,6 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 
 def _check(script: str) -> None:
-    """Raise if the script cannot be read."""
     try:
         kind = os.stat(script).st_mode
         if stat.S_ISREG(kind):

@@ -61,8 +61,6 @@ AVX2 = Registers(
 
 @dataclass(frozen=True)
 class _Group:
-    """Some rows and two registers of columns of a block."""
-
     registers: Registers
     multiply: str
     offset: int
