@@ -12,11 +12,10 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.compilation import compile_kernel
-from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, load, pointer, store
+from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, emitted, load, pointer, store
 from lowprec.backends.cpu.packed.vector_arithmetic import (
     INFINITY,
     SIGN,
@@ -171,49 +170,38 @@ def clear_run(scratch):
         store(scratch + i, 0, "i64")
 
 
-@intrinsic
-def extrema_in(typing_context, scratch):
+@emitted(types.intp)
+def extrema_in(builder, scratch):
     """The largest magnitude, by its bits, times 2^32, and the smallest that is not zero, less 1."""
-
-    def generate(context, builder, signature, args):
-        (scratch,) = args
-        vector, word = ir.VectorType(I32, LANES), scratch.type
-        found = []
-        for offset, name in ((0, "umax"), (64, "umin")):
-            at = pointer(builder, builder.add(scratch, word(_EXTREMA + offset)), vector)
-            function = cgutils.get_or_insert_function(
-                builder.module, ir.FunctionType(I32, [vector]), f"llvm.vector.reduce.{name}.v{LANES}i32"
-            )
-            one = builder.call(function, [builder.load(at, align=1)])
-            found.append(builder.zext(one, word))
-        return builder.or_(builder.shl(found[0], word(32)), found[1])
-
-    return types.intp(types.intp), generate
+    vector, word = ir.VectorType(I32, LANES), scratch.type
+    found = []
+    for offset, name in ((0, "umax"), (64, "umin")):
+        at = pointer(builder, builder.add(scratch, word(_EXTREMA + offset)), vector)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(I32, [vector]), f"llvm.vector.reduce.{name}.v{LANES}i32"
+        )
+        one = builder.call(function, [builder.load(at, align=1)])
+        found.append(builder.zext(one, word))
+    return builder.or_(builder.shl(found[0], word(32)), found[1])
 
 
-@intrinsic(prefer_literal=True)
-def _cast_runs(typing_context, index, count, writes, source, target, steps, scratch):
+@emitted(literals=("index", "count", "writes"))
+def _cast_runs(builder, index, count, writes, source, target, steps, scratch):
     """Cast numbers in sequence, ``count`` times 16 at each step; or look at the extrema alone."""
-    number, vectors = index.literal_value, count.literal_value
-    is_written = bool(writes.literal_value)
+    number, vectors = index, count
+    is_written = bool(writes)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
-
-    def generate(context, builder, signature, args):
-        _, _, _, source, target, steps, scratch = args
-        word, extrema = source.type, Extrema(builder, number, scratch)
-        with cgutils.for_range(builder, steps, intp=word) as loop:
-            first = builder.mul(loop.index, word(LANES * vectors))
-            for i in range(vectors):
-                at = builder.add(first, word(LANES * i))
-                from_ = builder.add(source, builder.mul(at, word(item)))
-                bits = cast_vector(builder, number, from_, extrema)
-                if is_written:
-                    to = builder.add(target, builder.mul(at, word(4)))
-                    builder.store(bits, pointer(builder, to, bits.type), align=1)
-        extrema.write()
-        return context.get_dummy_value()
-
-    return types.void(index, count, writes, *[types.intp] * 4), generate
+    word, extrema = source.type, Extrema(builder, number, scratch)
+    with cgutils.for_range(builder, steps, intp=word) as loop:
+        first = builder.mul(loop.index, word(LANES * vectors))
+        for i in range(vectors):
+            at = builder.add(first, word(LANES * i))
+            from_ = builder.add(source, builder.mul(at, word(item)))
+            bits = cast_vector(builder, number, from_, extrema)
+            if is_written:
+                to = builder.add(target, builder.mul(at, word(4)))
+                builder.store(bits, pointer(builder, to, bits.type), align=1)
+    extrema.write()
 
 
 def _cast_function(index: int, writes: int = 1) -> Any:
@@ -295,16 +283,10 @@ def _narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
     return builder.trunc(words, ir.VectorType(I16, LANES))
 
 
-@intrinsic(prefer_literal=True)
-def _narrow_run(typing_context, is_float16, source, target):
-    to_float16 = bool(is_float16.literal_value)
-
-    def generate(context, builder, signature, args):
-        row = _narrowed(builder, _read(builder, "float32", args[1]), is_float16=to_float16)
-        builder.store(row, pointer(builder, args[2], row.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(is_float16, types.intp, types.intp), generate
+@emitted(literals=("is_float16",))
+def _narrow_run(builder, is_float16, source, target):
+    row = _narrowed(builder, _read(builder, "float32", source), is_float16=bool(is_float16))
+    builder.store(row, pointer(builder, target, row.type), align=1)
 
 
 def _narrow_function(is_float16: int) -> Any:

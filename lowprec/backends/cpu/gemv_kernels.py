@@ -8,7 +8,6 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from lowprec.backends.cpu import scaling
 from lowprec.backends.cpu.casting import SCRATCH_BYTES
@@ -34,7 +33,7 @@ from lowprec.backends.cpu.gemv_arithmetic import (
 )
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
-from lowprec.backends.cpu.packed.native import I8, I16, I32, call, load, pointer, store
+from lowprec.backends.cpu.packed.native import I8, I16, I32, call, emitted, load, pointer, store
 
 # The cache on disk knows a kernel by its name and by what it closes over.
 
@@ -58,80 +57,68 @@ def _prefetch(builder: Any, address: Any) -> None:
     builder.call(function, [place, I32(0), I32(3), I32(1)])
 
 
-@intrinsic(prefer_literal=True)
-def _dots(typing_context, index, count, width, source, steps, x, x_stride, sums, scratch):
+@emitted(literals=("index", "count", "width"))
+def _dots(builder, index, count, width, source, steps, x, x_stride, sums, scratch):
     """Add to 16 sums for each vector the products of a row with it, ``count`` times those of 16 sums at each step."""
-    number, vectors = index.literal_value, range(width.literal_value)
+    number, vectors = index, range(width)
     numbers = arithmetic(number)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
-    runs = range(count.literal_value)
-
-    def generate(context, builder, signature, args):
-        _, _, _, source, steps, x, x_stride, sums, scratch = args
-        extrema = Extrema(builder, number, scratch)
-        vector, word = ir.VectorType(numbers.total, LANES), source.type
-        multipliers = ir.VectorType(numbers.factor, numbers.step)
-        # One sum would wait for itself at each step.
-        totals = [[cgutils.alloca_once(builder, vector) for _ in runs] for _ in vectors]
-        for total in (total for each in totals for total in each):
-            builder.store(numbers.zeros, total)
-        with cgutils.for_range(builder, steps, intp=word) as loop:
-            for i in runs:
-                number_at = builder.add(builder.mul(loop.index, word(numbers.step * len(runs))), word(numbers.step * i))
-                from_ = builder.add(source, builder.mul(number_at, word(item)))
-                if i * numbers.step * item % 64 == 0:
-                    _prefetch(builder, from_)
-                value = numbers_of(builder, number, from_, extrema)
-                at = builder.add(x, builder.mul(number_at, word(numbers.factor_bytes)))
-                for j, each in enumerate(totals):
-                    place = builder.add(at, builder.mul(x_stride, word(j)))
-                    factors = builder.load(pointer(builder, place, multipliers), align=1)
-                    total = multiply_add(builder, value, factors, builder.load(each[i]))
-                    builder.store(total, each[i])
-        extrema.write()
-        for j, each in enumerate(totals):
-            place = pointer(builder, builder.add(sums, word(64 * j)), vector)
-            result = builder.load(place, align=1)
-            for total in each:
-                result = added(builder, result, builder.load(total))
-            builder.store(result, place, align=1)
-        return context.get_dummy_value()
-
-    return types.void(index, count, width, *[types.intp] * 6), generate
+    runs = range(count)
+    extrema = Extrema(builder, number, scratch)
+    vector, word = ir.VectorType(numbers.total, LANES), source.type
+    multipliers = ir.VectorType(numbers.factor, numbers.step)
+    # One sum would wait for itself at each step.
+    totals = [[cgutils.alloca_once(builder, vector) for _ in runs] for _ in vectors]
+    for total in (total for each in totals for total in each):
+        builder.store(numbers.zeros, total)
+    with cgutils.for_range(builder, steps, intp=word) as loop:
+        for i in runs:
+            number_at = builder.add(builder.mul(loop.index, word(numbers.step * len(runs))), word(numbers.step * i))
+            from_ = builder.add(source, builder.mul(number_at, word(item)))
+            if i * numbers.step * item % 64 == 0:
+                _prefetch(builder, from_)
+            value = numbers_of(builder, number, from_, extrema)
+            at = builder.add(x, builder.mul(number_at, word(numbers.factor_bytes)))
+            for j, each in enumerate(totals):
+                place = builder.add(at, builder.mul(x_stride, word(j)))
+                factors = builder.load(pointer(builder, place, multipliers), align=1)
+                total = multiply_add(builder, value, factors, builder.load(each[i]))
+                builder.store(total, each[i])
+    extrema.write()
+    for j, each in enumerate(totals):
+        place = pointer(builder, builder.add(sums, word(64 * j)), vector)
+        result = builder.load(place, align=1)
+        for total in each:
+            result = added(builder, result, builder.load(total))
+        builder.store(result, place, align=1)
 
 
-@intrinsic(prefer_literal=True)
-def _axpys(typing_context, index, cols, width, source, col_stride, steps, x, x_stride, y, y_stride, scratch):
+@emitted(literals=("index", "cols", "width"))
+def _axpys(builder, index, cols, width, source, col_stride, steps, x, x_stride, y, y_stride, scratch):
     """Add to y, for each vector, the products of ``cols`` columns with as many numbers of it, 16 rows at each step."""
-    number, count, vectors = index.literal_value, cols.literal_value, range(width.literal_value)
+    number, count, vectors = index, cols, range(width)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
-
-    def generate(context, builder, signature, args):
-        _, _, _, source, col_stride, steps, x, x_stride, y, y_stride, scratch = args
-        extrema = Extrema(builder, number, scratch)
-        vector, word = ir.VectorType(arithmetic(number).total, LANES), source.type
-        starts = [builder.add(x, builder.mul(x_stride, word(j))) for j in vectors]
-        factors = [column_factors(builder, number, start, count) for start in starts]
-        with cgutils.for_range(builder, steps, intp=word) as loop:
-            addresses = []
-            for col in range(count):
-                from_ = builder.add(source, builder.mul(col_stride, word(col)))
-                addresses.append(builder.add(from_, builder.mul(loop.index, word(LANES * item))))
-                if LANES * item >= 32:  # of less, a processor looks far enough ahead by itself
-                    _prefetch(builder, addresses[-1])
-            values = columns_of(builder, number, addresses, extrema)
-            row = builder.add(y, builder.mul(loop.index, word(64)))
-            for j, each in enumerate(factors):
-                place = builder.add(row, builder.mul(y_stride, word(j)))
-                place = pointer(builder, place, vector)
-                total = builder.load(place, align=1)
-                for value, factor_ in zip(values, each, strict=True):
-                    total = multiply_add(builder, value, factor_, total)
-                builder.store(total, place, align=1)
-        extrema.write()
-        return context.get_dummy_value()
-
-    return types.void(index, cols, width, *[types.intp] * 8), generate
+    extrema = Extrema(builder, number, scratch)
+    vector, word = ir.VectorType(arithmetic(number).total, LANES), source.type
+    starts = [builder.add(x, builder.mul(x_stride, word(j))) for j in vectors]
+    factors = [column_factors(builder, number, start, count) for start in starts]
+    with cgutils.for_range(builder, steps, intp=word) as loop:
+        addresses = []
+        for col in range(count):
+            from_ = builder.add(source, builder.mul(col_stride, word(col)))
+            addresses.append(builder.add(from_, builder.mul(loop.index, word(LANES * item))))
+            if LANES * item >= 32:  # of less, a processor looks far enough ahead by itself
+                _prefetch(builder, addresses[-1])
+        values = columns_of(builder, number, addresses, extrema)
+        row = builder.add(y, builder.mul(loop.index, word(64)))
+        for j, each in enumerate(factors):
+            place = builder.add(row, builder.mul(y_stride, word(j)))
+            place = pointer(builder, place, vector)
+            total = builder.load(place, align=1)
+            for value, factor_ in zip(values, each, strict=True):
+                total = multiply_add(builder, value, factor_, total)
+            builder.store(total, place, align=1)
+    extrema.write()
 
 
 @njit(inline="always")

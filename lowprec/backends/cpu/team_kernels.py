@@ -12,7 +12,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu import team as T
@@ -28,6 +27,7 @@ from lowprec.backends.cpu.packed.native import (
     atomic_store,
     call,
     callable_at,
+    emitted,
     exchange_if,
     field,
     instruction,
@@ -152,29 +152,26 @@ _BASES = {"a": T.A, "b": T.B, "c": T.C}
 
 
 def _row_call(signature: str) -> Any:
-    def call_row(typing_context, row, job, scratch):
-        def generate(context, builder, _, args):
-            def word(base: Any, index: int) -> Any:
-                at = builder.add(base, ir.Constant(I64, 8 * index))
-                return builder.load(pointer(builder, at, I64), align=8)
+    def call_row(builder, row, job, scratch):
+        def word(base: Any, index: int) -> Any:
+            at = builder.add(base, ir.Constant(I64, 8 * index))
+            return builder.load(pointer(builder, at, I64), align=8)
 
-            parameters = []
-            for i, letter in enumerate(signature, 1):
-                value = args[2] if letter == "s" else word(args[0], i)
-                if letter in _BASES:
-                    value = builder.add(value, word(args[1], _BASES[letter]))
-                elif letter in "if":
-                    value = builder.trunc(value, I32)
-                if letter in "fd":
-                    value = builder.bitcast(value, F32 if letter == "f" else F64)
-                parameters.append(value)
-            kind = ir.FunctionType(I64, [x.type for x in parameters])
-            return builder.call(pointer(builder, word(args[0], 0), kind), parameters)
-
-        return types.intp(types.intp, types.intp, types.intp), generate
+        parameters = []
+        for i, letter in enumerate(signature, 1):
+            value = scratch if letter == "s" else word(row, i)
+            if letter in _BASES:
+                value = builder.add(value, word(job, _BASES[letter]))
+            elif letter in "if":
+                value = builder.trunc(value, I32)
+            if letter in "fd":
+                value = builder.bitcast(value, F32 if letter == "f" else F64)
+            parameters.append(value)
+        kind = ir.FunctionType(I64, [x.type for x in parameters])
+        return builder.call(pointer(builder, word(row, 0), kind), parameters)
 
     call_row.__name__ = f"call_row {signature}"
-    return intrinsic(call_row)
+    return emitted(types.intp)(call_row)
 
 
 @cache

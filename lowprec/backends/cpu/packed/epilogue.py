@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
 from lowprec.backends.cpu import gelu
 from lowprec.backends.cpu.packed import job as J
@@ -29,6 +28,7 @@ from lowprec.backends.cpu.packed.native import (
     I32,
     call,
     callable_at,
+    emitted,
     field,
     lesser,
     load,
@@ -41,51 +41,35 @@ from lowprec.backends.cpu.packed.result_rows import BFLOAT16, FLOAT16, FLOAT32, 
 EPILOGUE_ARITY = 7
 
 
-@intrinsic
-def _load_float16(typing_context, address):
-    def generate(context, builder, signature, args):
-        return builder.fpext(builder.load(pointer(builder, args[0], F16), align=2), F32)
-
-    return types.float32(types.intp), generate
+@emitted(types.float32)
+def _load_float16(builder, address):
+    return builder.fpext(builder.load(pointer(builder, address, F16), align=2), F32)
 
 
-@intrinsic
-def _float32_of_bits(typing_context, bits):
-    def generate(context, builder, signature, args):
-        return builder.bitcast(args[0], F32)
-
-    return types.float32(types.uint32), generate
+@emitted(types.float32, of=types.uint32)
+def _float32_of_bits(builder, bits):
+    return builder.bitcast(bits, F32)
 
 
-@intrinsic
-def _floats(typing_context, address):
+@emitted(types.CPointer(types.float32))
+def _floats(builder, address):
     """The address of float32 values, for `carray`: loops over an array become vector code."""
-
-    def generate(context, builder, signature, args):
-        return pointer(builder, args[0], F32)
-
-    return types.CPointer(types.float32)(types.intp), generate
+    return pointer(builder, address, F32)
 
 
-@intrinsic(prefer_literal=True)
-def _widen_row(typing_context, source, target, kind):
-    from_ = kind.literal_value
-
-    def generate(context, builder, signature, args):
-        floats, wide, halves = (ir.VectorType(t, 32) for t in (F32, I32, F16))
-        if from_ == FLOAT32:
-            values = builder.load(pointer(builder, args[0], floats), align=1)
-        elif from_ == BFLOAT16:
-            words = builder.load(pointer(builder, args[0], ir.VectorType(I16, 32)), align=1)
-            shifted = builder.shl(builder.zext(words, wide), vector(I32, [16] * 32))
-            values = builder.bitcast(shifted, floats)
-        else:
-            stored = builder.load(pointer(builder, args[0], halves), align=1)
-            values = builder.fpext(stored, floats)
-        builder.store(values, pointer(builder, args[1], floats), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, kind), generate
+@emitted(literals=("kind",))
+def _widen_row(builder, source, target, kind):
+    floats, wide, halves = (ir.VectorType(t, 32) for t in (F32, I32, F16))
+    if kind == FLOAT32:
+        values = builder.load(pointer(builder, source, floats), align=1)
+    elif kind == BFLOAT16:
+        words = builder.load(pointer(builder, source, ir.VectorType(I16, 32)), align=1)
+        shifted = builder.shl(builder.zext(words, wide), vector(I32, [16] * 32))
+        values = builder.bitcast(shifted, floats)
+    else:
+        stored = builder.load(pointer(builder, source, halves), align=1)
+        values = builder.fpext(stored, floats)
+    builder.store(values, pointer(builder, target, floats), align=1)
 
 
 @inlined(types.float32)

@@ -26,7 +26,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
@@ -38,6 +37,7 @@ from lowprec.backends.cpu.packed.native import (
     atomic_load,
     atomic_store,
     call,
+    emitted,
     field,
     inline_asm,
     instruction,
@@ -54,13 +54,9 @@ from lowprec.backends.cpu.packed.vector_arithmetic import INFINITY, bits_of, mag
 MACRO_ARITY = 2
 
 
-@intrinsic
-def _configure_tiles(typing_context, config):
-    def generate(context, builder, signature, args):
-        inline_asm(builder, "ldtilecfg ($0)", "r,~{memory}", ir.VoidType(), args)
-        return context.get_dummy_value()
-
-    return types.void(types.intp), generate
+@emitted()
+def _configure_tiles(builder, config):
+    inline_asm(builder, "ldtilecfg ($0)", "r,~{memory}", ir.VoidType(), [config])
 
 
 _release_tiles = instruction("tilerelease")
@@ -76,28 +72,21 @@ def _vectors(builder: Any, address: Any) -> Any:
         yield pointer(builder, at, _BLOCK)
 
 
-@intrinsic
-def _add_block(typing_context, total, block):
-    def generate(context, builder, signature, args):
-        for to, from_ in zip(*(_vectors(builder, x) for x in args), strict=True):
-            term = builder.load(from_, align=64)
-            builder.store(builder.fadd(builder.load(to, align=64), term), to, align=64)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), generate
+@emitted()
+def _add_block(builder, total, block):
+    for to, from_ in zip(_vectors(builder, total), _vectors(builder, block), strict=True):
+        term = builder.load(from_, align=64)
+        builder.store(builder.fadd(builder.load(to, align=64), term), to, align=64)
 
 
-@intrinsic
-def _holds_nonfinite(typing_context, block):
-    def generate(context, builder, signature, args):
-        largest = splat(0)
-        for at in _vectors(builder, args[0]):
-            size = magnitude_of(builder, bits_of(builder, builder.load(at, align=64)))
-            largest = builder.select(builder.icmp_unsigned(">", size, largest), size, largest)
-        found = builder.icmp_unsigned(">=", largest, splat(INFINITY))
-        return builder.zext(builder.bitcast(found, I16), I64)
-
-    return types.intp(types.intp), generate
+@emitted(types.intp)
+def _holds_nonfinite(builder, block):
+    largest = splat(0)
+    for at in _vectors(builder, block):
+        size = magnitude_of(builder, bits_of(builder, builder.load(at, align=64)))
+        largest = builder.select(builder.icmp_unsigned(">", size, largest), size, largest)
+    found = builder.icmp_unsigned(">=", largest, splat(INFINITY))
+    return builder.zext(builder.bitcast(found, I16), I64)
 
 
 @inlined(types.intp)

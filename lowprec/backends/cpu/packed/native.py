@@ -8,6 +8,7 @@ pointers (`call`), so that each is compiled once.
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,32 @@ def inline_asm(builder: Any, text: str, constraints: str, result: Any, args: Seq
     return builder.call(ir.InlineAsm(signature, text, constraints, side_effect=True), args)
 
 
+def emitted(result: Any = types.void, *, of: Any = types.intp, literals: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Make an intrinsic of a function that takes LLVM's builder and the arguments of a call.
+
+    ``result`` is its type and ``of`` that of the arguments; those named in ``literals`` must be literals in the calling
+    code, and are passed as Python's numbers.
+    """
+
+    def decorate(emit: Any) -> Any:
+        own = inspect.signature(emit)
+        names = list(own.parameters)[1:]
+
+        def typed(typing_context: Any, *given: Any) -> Any:
+            known = {name: x.literal_value for name, x in zip(names, given, strict=True) if name in literals}
+
+            def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+                found = emit(builder, *(known.get(name, x) for name, x in zip(names, args, strict=True)))
+                return context.get_dummy_value() if result is types.void else found
+
+            return result(*(x if name in literals else of for name, x in zip(names, given, strict=True))), generate
+
+        typed.__name__, typed.__signature__ = emit.__name__, own  # type: ignore[attr-defined]
+        return intrinsic(prefer_literal=bool(literals))(typed)
+
+    return decorate
+
+
 @intrinsic(prefer_literal=True)
 def load(typing_context, address, kind):
     """``load(address, "f32")``: the element at an address, of any alignment."""
@@ -75,29 +102,17 @@ def store(typing_context, address, value, kind):
     return types.void(types.intp, numba_type, kind), generate
 
 
-@intrinsic
-def field(typing_context, words, index):
+@emitted(types.intp)
+def field(builder, words, index):
     """``field(job, J.K)``: one of the int64 at an address."""
-
-    def generate(context, builder, signature, args):
-        word = builder.gep(pointer(builder, args[0], I64), [args[1]])
-        return builder.load(word, align=1)
-
-    return types.intp(types.intp, types.intp), generate
+    word = builder.gep(pointer(builder, words, I64), [index])
+    return builder.load(word, align=1)
 
 
-def _chosen(comparison: str) -> Any:
-    def choose(typing_context, a, b):
-        def generate(context, builder, signature, args):
-            return builder.select(builder.icmp_signed(comparison, *args), *args)
-
-        return types.intp(types.intp, types.intp), generate
-
-    return intrinsic(choose)
-
-
-#: The lesser and the greater of two integers. Python's own are compiled again for each literal.
-lesser, greater = _chosen("<"), _chosen(">")
+@emitted(types.intp)
+def lesser(builder, a, b):
+    """Return the lesser of two integers. Python's own is compiled again for each literal."""
+    return builder.select(builder.icmp_signed("<", a, b), a, b)
 
 
 @intrinsic
@@ -113,70 +128,41 @@ def call(typing_context, function, args):
     return types.intp(types.intp, types.UniTuple(types.intp, count)), generate
 
 
-@intrinsic
-def atomic_add(typing_context, address, value):
+@emitted(types.intp)
+def atomic_add(builder, address, value):
     """Add to the int64 at an address; return what it was before."""
-
-    def generate(context, builder, signature, args):
-        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "seq_cst")
-
-    return types.intp(types.intp, types.intp), generate
+    return builder.atomic_rmw("add", pointer(builder, address, I64), value, "seq_cst")
 
 
-@intrinsic
-def atomic_exchange(typing_context, address, value):
+@emitted(types.intp)
+def atomic_exchange(builder, address, value):
     """Write an int64; return what it was before."""
-
-    def generate(context, builder, signature, args):
-        return builder.atomic_rmw("xchg", pointer(builder, args[0], I64), args[1], "seq_cst")
-
-    return types.intp(types.intp, types.intp), generate
+    return builder.atomic_rmw("xchg", pointer(builder, address, I64), value, "seq_cst")
 
 
-@intrinsic
-def exchange_if(typing_context, address, expected, value):
+@emitted(types.intp)
+def exchange_if(builder, address, expected, value):
     """Write an int64 if it is as expected; return whether it was."""
-
-    def generate(context, builder, signature, args):
-        at = pointer(builder, args[0], I64)
-        found = builder.cmpxchg(at, args[1], args[2], "seq_cst", "seq_cst")
-        return builder.zext(builder.extract_value(found, 1), I64)
-
-    return types.intp(types.intp, types.intp, types.intp), generate
+    at = pointer(builder, address, I64)
+    found = builder.cmpxchg(at, expected, value, "seq_cst", "seq_cst")
+    return builder.zext(builder.extract_value(found, 1), I64)
 
 
-@intrinsic
-def atomic_load(typing_context, address):
+@emitted(types.intp)
+def atomic_load(builder, address):
     """Read an int64 that other threads write; what they wrote before it is seen as well."""
-
-    def generate(context, builder, signature, args):
-        return builder.load_atomic(pointer(builder, args[0], I64), "acquire", 8)
-
-    return types.intp(types.intp), generate
+    return builder.load_atomic(pointer(builder, address, I64), "acquire", 8)
 
 
-@intrinsic
-def atomic_store(typing_context, address, value):
+@emitted()
+def atomic_store(builder, address, value):
     """Write an int64 for other threads to see, after all that was written before."""
-
-    def generate(context, builder, signature, args):
-        builder.store_atomic(args[1], pointer(builder, args[0], I64), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), generate
+    builder.store_atomic(value, pointer(builder, address, I64), "release", 8)
 
 
 def instruction(text: str, clobbers: str = "~{memory}") -> Any:
     """Return a function that is an instruction without operands and result."""
-
-    def emit(typing_context):
-        def generate(context, builder, signature, args):
-            inline_asm(builder, text, clobbers, ir.VoidType(), [])
-            return context.get_dummy_value()
-
-        return types.void(), generate
-
-    return intrinsic(emit)
+    return emitted()(lambda builder: inline_asm(builder, text, clobbers, ir.VoidType(), []))
 
 
 #: For a loop that spins; and ``sched_yield``, as a system call.

@@ -20,11 +20,10 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
-from lowprec.backends.cpu.packed.native import I8, I32, I64, inline_asm, lesser, load, pointer, store
+from lowprec.backends.cpu.packed.native import I8, I32, I64, emitted, inline_asm, lesser, load, pointer, store
 from lowprec.backends.cpu.packed.tile_rows import Scheme, pack_row, transpose
 
 #: Bytes of scratch that a packing kernel needs: a padded block and the tiles to be transposed.
@@ -52,24 +51,19 @@ def _pad_function(scheme: Scheme) -> Any:
     return pad
 
 
-@intrinsic
-def _copy_line(typing_context, source, target, count):
+@emitted()
+def _copy_line(builder, source, target, count):
     """Copy so many bytes, 64 at most, and fill up to 64 with zeros; nothing else is read."""
-
-    def generate(context, builder, signature, args):
-        line, bits = ir.VectorType(I8, 64), ir.VectorType(ir.IntType(1), 64)
-        from_, to = (pointer(builder, address, line) for address in args[:2])
-        ones, whole = ir.Constant(I64, -1), ir.Constant(I64, 64)
-        mask = builder.lshr(ones, builder.sub(whole, args[2]))
-        some = builder.bitcast(mask, bits)
-        operands = [from_, ir.Constant(I32, 1), some, ir.Constant(line, None)]
-        signature = ir.FunctionType(line, [x.type for x in operands])
-        name = "llvm.masked.load.v64i8.p0v64i8"
-        function = cgutils.get_or_insert_function(builder.module, signature, name)
-        builder.store(builder.call(function, operands), to, align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, types.intp), generate
+    line, bits = ir.VectorType(I8, 64), ir.VectorType(ir.IntType(1), 64)
+    from_, to = (pointer(builder, address, line) for address in (source, target))
+    ones, whole = ir.Constant(I64, -1), ir.Constant(I64, 64)
+    mask = builder.lshr(ones, builder.sub(whole, count))
+    some = builder.bitcast(mask, bits)
+    operands = [from_, ir.Constant(I32, 1), some, ir.Constant(line, None)]
+    signature = ir.FunctionType(line, [x.type for x in operands])
+    name = "llvm.masked.load.v64i8.p0v64i8"
+    function = cgutils.get_or_insert_function(builder.module, signature, name)
+    builder.store(builder.call(function, operands), to, align=1)
 
 
 @inlined(types.void)
@@ -81,14 +75,10 @@ def _pad_rows(source, stride, rows, row_bytes, target, target_stride):
             _copy_line(from_ + at, to + at, lesser(64, row_bytes - at))
 
 
-@intrinsic
-def _clear_line(typing_context, target):
-    def generate(context, builder, signature, args):
-        line = ir.VectorType(I8, 64)
-        builder.store(ir.Constant(line, None), pointer(builder, args[0], line), align=64)
-        return context.get_dummy_value()
-
-    return types.void(types.intp), generate
+@emitted()
+def _clear_line(builder, target):
+    line = ir.VectorType(I8, 64)
+    builder.store(ir.Constant(line, None), pointer(builder, target, line), align=64)
 
 
 @inlined(types.void)
@@ -97,13 +87,9 @@ def _clear(target, count):
         _clear_line(target + offset)
 
 
-@intrinsic
-def _prefetch(typing_context, address):
-    def generate(context, builder, signature, args):
-        inline_asm(builder, "prefetcht1 ($0)", "r", ir.VoidType(), args)
-        return context.get_dummy_value()
-
-    return types.void(types.intp), generate
+@emitted()
+def _prefetch(builder, address):
+    inline_asm(builder, "prefetcht1 ($0)", "r", ir.VoidType(), [address])
 
 
 def _block_function(scheme: Scheme, across: int) -> Any:

@@ -12,12 +12,11 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.compilation import inlined
-from lowprec.backends.cpu.packed.native import F16, I16, I32, I64, field, load, pointer, shuffle, store, vector
+from lowprec.backends.cpu.packed.native import F16, I16, I32, I64, emitted, field, load, pointer, shuffle, store, vector
 from lowprec.backends.cpu.packed.vector_arithmetic import floats_of, narrowed_bfloat16
 
 #: For each strip of rows of results that are written past the caches: the last vector of each row.
@@ -52,83 +51,58 @@ def _stream(builder: Any, line: Any, address: Any) -> None:
     stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
 
 
-@intrinsic(prefer_literal=True)
-def _put_row(typing_context, source, target, kind, stream):
+@emitted(literals=("kind", "stream"))
+def _put_row(builder, source, target, kind, stream):
     """Write a row of a block, 32 elements in sequence; past the caches if `stream`, then it begins a cache line."""
-    to, past_caches = kind.literal_value, bool(stream.literal_value)
-
-    def generate(context, builder, signature, args):
-        for i, value in enumerate(_converted_row(builder, args[0], to)):
-            address = builder.add(args[1], ir.Constant(I64, 64 * i))
-            if past_caches:
-                _stream(builder, value, address)
-            else:
-                builder.store(value, pointer(builder, address, value.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, kind, stream), generate
+    for i, value in enumerate(_converted_row(builder, source, kind)):
+        address = builder.add(target, ir.Constant(I64, 64 * i))
+        if stream:
+            _stream(builder, value, address)
+        else:
+            builder.store(value, pointer(builder, address, value.type), align=1)
 
 
-@intrinsic(prefer_literal=True)
-def _put_across(typing_context, source, target, kind, behind, kept):
+@emitted(literals=("kind",))
+def _put_across(builder, source, target, kind, behind, kept):
     """Write whole cache lines past the caches: the last elements that were `kept`, and all but the last of a row.
 
     `behind` says how many: so many elements before the target a line begins. The row's last vector is kept then.
     """
-    to = kind.literal_value
-
-    def generate(context, builder, signature, args):
-        source, target, _, behind, kept = args
-        values = _converted_row(builder, source, to)
-        line, item = values[0].type, ITEM_BYTES[to]
-        before = builder.load(pointer(builder, kept, line), align=64)
-        first = builder.sub(ir.Constant(I64, line.count), behind)
-        order = builder.insert_element(
-            ir.Constant(line, ir.Undefined), builder.trunc(first, line.element), ir.Constant(I32, 0)
-        )
-        order = shuffle(builder, order, order, [0] * line.count)
-        order = builder.add(order, vector(line.element, range(line.count)))
-        name = f"llvm.x86.avx512.vpermi2var.{'hi' if item == 2 else 'd'}.512"
-        two = cgutils.get_or_insert_function(builder.module, ir.FunctionType(line, [line] * 3), name)
-        target = builder.sub(target, builder.mul(behind, ir.Constant(I64, item)))
-        for i, value in enumerate(values):
-            whole = builder.call(two, [before, order, value])
-            _stream(builder, whole, builder.add(target, ir.Constant(I64, 64 * i)))
-            before = value
-        builder.store(before, pointer(builder, kept, line), align=64)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, kind, types.intp, types.intp), generate
+    values = _converted_row(builder, source, kind)
+    line, item = values[0].type, ITEM_BYTES[kind]
+    before = builder.load(pointer(builder, kept, line), align=64)
+    first = builder.sub(ir.Constant(I64, line.count), behind)
+    order = builder.insert_element(
+        ir.Constant(line, ir.Undefined), builder.trunc(first, line.element), ir.Constant(I32, 0)
+    )
+    order = shuffle(builder, order, order, [0] * line.count)
+    order = builder.add(order, vector(line.element, range(line.count)))
+    name = f"llvm.x86.avx512.vpermi2var.{'hi' if item == 2 else 'd'}.512"
+    two = cgutils.get_or_insert_function(builder.module, ir.FunctionType(line, [line] * 3), name)
+    target = builder.sub(target, builder.mul(behind, ir.Constant(I64, item)))
+    for i, value in enumerate(values):
+        whole = builder.call(two, [before, order, value])
+        _stream(builder, whole, builder.add(target, ir.Constant(I64, 64 * i)))
+        before = value
+    builder.store(before, pointer(builder, kept, line), align=64)
 
 
-@intrinsic(prefer_literal=True)
-def _keep(typing_context, source, kind, kept):
-    to = kind.literal_value
-
-    def generate(context, builder, signature, args):
-        last = _converted_row(builder, args[0], to)[-1]
-        builder.store(last, pointer(builder, args[2], last.type), align=64)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, kind, types.intp), generate
+@emitted(literals=("kind",))
+def _keep(builder, source, kind, kept):
+    last = _converted_row(builder, source, kind)[-1]
+    builder.store(last, pointer(builder, kept, last.type), align=64)
 
 
-@intrinsic(prefer_literal=True)
-def _put_some(typing_context, source, target, kind, mask):
+@emitted(literals=("kind",))
+def _put_some(builder, source, target, kind, mask):
     """Write those of 16 elements in sequence whose bit in `mask` is set."""
-    to = kind.literal_value
-
-    def generate(context, builder, signature, args):
-        value, some = _converted(builder, args[0], to), ir.VectorType(ir.IntType(1), 16)
-        at, width = pointer(builder, args[1], value.type), value.type.element.width
-        signature = ir.FunctionType(ir.VoidType(), [value.type, at.type, I32, some])
-        name = f"llvm.masked.store.v16i{width}.p0v16i{width}"
-        function = cgutils.get_or_insert_function(builder.module, signature, name)
-        selected = builder.bitcast(builder.trunc(args[3], I16), some)
-        builder.call(function, [value, at, ir.Constant(I32, 1), selected])
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp, kind, types.intp), generate
+    value, some = _converted(builder, source, kind), ir.VectorType(ir.IntType(1), 16)
+    at, width = pointer(builder, target, value.type), value.type.element.width
+    signature = ir.FunctionType(ir.VoidType(), [value.type, at.type, I32, some])
+    name = f"llvm.masked.store.v16i{width}.p0v16i{width}"
+    function = cgutils.get_or_insert_function(builder.module, signature, name)
+    selected = builder.bitcast(builder.trunc(mask, I16), some)
+    builder.call(function, [value, at, ir.Constant(I32, 1), selected])
 
 
 @inlined(types.intp)

@@ -12,9 +12,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from lowprec.backends.cpu.packed.native import F16, F32, I8, I16, I32, inline_asm, pointer, shuffle, vector
+from lowprec.backends.cpu.packed.native import F16, F32, I8, I16, I32, emitted, inline_asm, pointer, shuffle, vector
 from lowprec.backends.cpu.packed.vector_arithmetic import (
     INFINITY,
     bits_of,
@@ -213,53 +212,42 @@ def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) 
 _ELEMENT = {"bfloat16": I16, "float16": F16, "int8": I8}
 
 
-@intrinsic(prefer_literal=True)
-def pack_row(typing_context, index, interleave, source, run_stride, target, part_stride):
+@emitted(types.intp, literals=("index", "interleave"))
+def pack_row(builder, index, interleave, source, run_stride, target, part_stride):
     """Read runs of 16 elements `run_stride` bytes apart, write a tile row per part; flags."""
-    scheme = BY_INDEX[index.literal_value]
-    woven = bool(interleave.literal_value)
-
-    def generate(context, builder, signature, args):
-        _, _, source, run_stride, target, part_stride = args
-        # TF32 rounds bits; bfloat16 conversions want floats of the same 16 lanes.
-        by_bits = scheme.is_wide or scheme.rounding in ("tf32", "fp16", "tf32x3")
-        element = _ELEMENT.get(scheme.storage, I32 if by_bits else F32)
-        runs = []
-        for _ in range(scheme.per_dword):
-            runs.append(_load_run(builder, source, element, 16))
-            source = builder.add(source, run_stride)
-        rows, flags = _tile_rows(builder, scheme, runs, woven)
-        for row in rows:
-            builder.store(row, pointer(builder, target, row.type), align=64)
-            target = builder.add(target, part_stride)
-        return builder.zext(flags, ir.IntType(64))
-
-    return types.intp(index, interleave, *[types.intp] * 4), generate
+    scheme = BY_INDEX[index]
+    # TF32 rounds bits; bfloat16 conversions want floats of the same 16 lanes.
+    by_bits = scheme.is_wide or scheme.rounding in ("tf32", "fp16", "tf32x3")
+    element = _ELEMENT.get(scheme.storage, I32 if by_bits else F32)
+    runs = []
+    for _ in range(scheme.per_dword):
+        runs.append(_load_run(builder, source, element, 16))
+        source = builder.add(source, run_stride)
+    rows, flags = _tile_rows(builder, scheme, runs, bool(interleave))
+    for row in rows:
+        builder.store(row, pointer(builder, target, row.type), align=64)
+        target = builder.add(target, part_stride)
+    return builder.zext(flags, ir.IntType(64))
 
 
-@intrinsic
-def transpose(typing_context, source, target):
+@emitted()
+def transpose(builder, source, target):
     """Transpose a tile as a 16 x 16 matrix of dwords."""
-
-    def generate(context, builder, signature, args):
-        row_type = ir.VectorType(I32, 16)
-        offsets = [ir.Constant(ir.IntType(64), 64 * i) for i in range(16)]
-        rows = []
-        for offset in offsets:
-            address = builder.add(args[0], offset)
-            rows.append(builder.load(pointer(builder, address, row_type), align=64))
-        # Swap the off-diagonal blocks of size 1, 2, 4, 8.
-        for size in (1, 2, 4, 8):
-            low = [j if not j & size else 16 + j - size for j in range(16)]
-            high = [j + size if not j & size else 16 + j for j in range(16)]
-            for i in range(16):
-                if not i & size:
-                    a, b = rows[i], rows[i + size]
-                    rows[i] = shuffle(builder, a, b, low)
-                    rows[i + size] = shuffle(builder, a, b, high)
-        for row, offset in zip(rows, offsets, strict=True):
-            address = builder.add(args[1], offset)
-            builder.store(row, pointer(builder, address, row_type), align=64)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), generate
+    row_type = ir.VectorType(I32, 16)
+    offsets = [ir.Constant(ir.IntType(64), 64 * i) for i in range(16)]
+    rows = []
+    for offset in offsets:
+        address = builder.add(source, offset)
+        rows.append(builder.load(pointer(builder, address, row_type), align=64))
+    # Swap the off-diagonal blocks of size 1, 2, 4, 8.
+    for size in (1, 2, 4, 8):
+        low = [j if not j & size else 16 + j - size for j in range(16)]
+        high = [j + size if not j & size else 16 + j for j in range(16)]
+        for i in range(16):
+            if not i & size:
+                a, b = rows[i], rows[i + size]
+                rows[i] = shuffle(builder, a, b, low)
+                rows[i + size] = shuffle(builder, a, b, high)
+    for row, offset in zip(rows, offsets, strict=True):
+        address = builder.add(target, offset)
+        builder.store(row, pointer(builder, address, row_type), align=64)
