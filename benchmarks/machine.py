@@ -54,12 +54,20 @@ def cpu_flags() -> list[str]:
     return [flag for flag in FLAGS if flag in cpuinfo.cpu_flags()]
 
 
+def cpu_family() -> int | None:
+    """Return the family that an x86 processor reports, None where the system does not report it."""
+    from lowprec.backends.cpu import cpuinfo
+
+    family = cpuinfo._cpuinfo().get("cpu family", "")
+    return int(family) if family.isdigit() else None
+
+
 def generation() -> str:
     """Return which of AMD's generations with AVX-512 this is, since names may not tell; empty for other processors."""
     from lowprec.backends.cpu import cpuinfo
 
     is_one = "amd" in cpu_model().lower() and "avx512f" in cpuinfo.system_flags()
-    return _ZEN.get(cpuinfo.cpu_family(), "") if is_one else ""
+    return _ZEN.get(cpu_family(), "") if is_one else ""
 
 
 def numpy_handicap() -> str:

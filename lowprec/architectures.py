@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import unique
 
 from lowprec.errors import UnsupportedError, quoted
-from lowprec.util.enums import StrEnum
+from lowprec.util.plain import StrEnum
 
 
 @unique

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lowprec import formats
 from lowprec.errors import ModeError, quoted
 from lowprec.formats import ComputeType, DType, NumberFormat
-from lowprec.util.enums import StrEnum
+from lowprec.util.plain import StrEnum
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture

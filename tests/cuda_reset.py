@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from lowprec.backends.cuda import autotune, bindings, cublas, executor, handles, memory, models, timing
+from lowprec.backends.cuda import autotune, bindings, cublas, executor, handles, measuring, memory, models
 from lowprec.backends.cuda.libraries import loaded
 from lowprec.backends.cuda.runtime import call, on_device
 
@@ -28,7 +28,7 @@ def reset() -> None:
 
 def release_timing_events() -> None:
     """Destroy the events of stopwatches that nobody uses."""
-    _events(timing._idle, lambda events: events)
+    _events(measuring._idle, lambda events: events)
 
 
 def _events(by_device: dict[tuple[Any, int], Any], idle: Any) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lowprec.amp.arguments import is_float
-from lowprec.amp.containers import mapped
-from lowprec.amp.norms import is_module, norms_of
+from lowprec.amp.containers import is_module, mapped, norms_of
 from lowprec.amp.policy import Policy
 from lowprec.amp.rules import check_entries
 from lowprec.amp.scaler import LossScaler

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lowprec.amp.arguments import by_list, is_float
-from lowprec.amp.containers import leaves, mapped, paths
-from lowprec.amp.norms import is_module, norms_by_name, norms_of
+from lowprec.amp.containers import is_module, leaves, mapped, norms_by_name, norms_of, paths
 from lowprec.amp.rules import SettingError, check_scale
 from lowprec.amp.scaler import LossScaler
 from lowprec.arrays.namespaces import cast

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from lowprec.formats import FLOAT32
 from lowprec.planning import GemmPlan
-from lowprec.util.enums import StrEnum
+from lowprec.util.plain import StrEnum
 
 Array = npt.NDArray[Any]
 

@@ -47,7 +47,7 @@ class KernelRow(NamedTuple):
     micro_kernel: str = ""  # what multiplies packed operands, as "module:name"
     formats: frozenset[str] | None = None  # what it multiplies, by `format_name`; None for anything
     requires: str | None = None  # feature that the device must have
-    missing: str = ""  # what to say where the device has it not
+    missing: str = ""  # reason where the device lacks it; "no" and the units by default
     instruction_sets: tuple[str, ...] = ()  # beyond the common ones, as the system calls them
     cost_per_flop: float = 1.0  # time; 1 is FP32 on the same device
     costs: tuple[tuple[str, float], ...] = ()  # of the formats that differ, on tensor cores
@@ -192,7 +192,7 @@ def _unsupported_reason(
     m, n, k = layout.m, layout.n, layout.k
     elements = m * k + k * n + m * n
     if row.requires is not None and row.requires not in capabilities.features:
-        return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing)
+        return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}")
     if products > 1 and row.single_product:
         return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
     if is_chunked and row.shares_sums:

@@ -9,7 +9,7 @@ from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import OPERAND_DTYPES, DType, promote
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
-from lowprec.util.enums import StrEnum
+from lowprec.util.plain import StrEnum
 
 
 @unique

@@ -18,7 +18,7 @@ from lowprec.planning.plan import Candidate, GemmPlan
 from lowprec.planning.planner import PLAN_CACHE_SIZE, plan_gemm
 from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason, Why
-from lowprec.util.enums import StrEnum
+from lowprec.util.plain import StrEnum
 
 
 @unique

@@ -11,7 +11,7 @@ from enum import unique
 from typing import Any, Protocol
 
 from lowprec.modes import MathMode
-from lowprec.util.enums import StrEnum
+from lowprec.util.plain import StrEnum
 
 
 @unique

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import unique
 
-from lowprec.util.enums import StrEnum
+from lowprec.util.plain import StrEnum
 from lowprec.util.tables import Table, plain_text
 
 

@@ -1,8 +1,9 @@
-"""Plain values, as JSON has them."""
+"""Plain values: what JSON holds, and enumerations that are strings."""
 
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import Any
 
 
@@ -21,3 +22,21 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return value
+
+
+class StrEnum(str, Enum):
+    """An enumeration whose members are strings and print as such: Python's own, which comes with 3.11.
+
+    Examples
+    --------
+    >>> class Colour(StrEnum):
+    ...     RED = "red"
+    >>> str(Colour.RED), f"{Colour.RED}", Colour.RED == "red"
+    ('red', 'red', True)
+    """
+
+    def __str__(self) -> str:
+        return str.__str__(self)
+
+    # Without Enum's detour: modes are looked up on every call.
+    __hash__ = str.__hash__

@@ -180,7 +180,7 @@ def test_exit_is_quiet_while_workers_sleep_or_work() -> None:
 
 
 def test_num_threads_is_within_the_machine() -> None:
-    assert 1 <= threads.num_threads() <= threads.cpu_limit() <= (os.cpu_count() or 1)
+    assert 1 <= threads.num_threads() <= (os.cpu_count() or 1)
 
 
 def test_threadpoolctl_acts_on_it() -> None:
@@ -192,7 +192,7 @@ def test_threadpoolctl_acts_on_it() -> None:
     assert threads.num_threads() == before
 
 
-@pytest.mark.skipif(threads.cpu_limit() < 2, reason="this machine has a single CPU")
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="this machine has a single CPU")
 def test_variables_of_blas_act_on_it() -> None:
     code = "import numpy; from lowprec.backends.cpu import threads; print(threads.num_threads())"
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

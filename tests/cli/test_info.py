@@ -28,7 +28,7 @@ from lowprec.policy.switch_report import SwitchRow
 
 #: The modules whose names the tests replace.
 module = importlib.import_module("lowprec.report")
-cpu_module = importlib.import_module("lowprec.backends.cpu.info")
+cpu_module = importlib.import_module("lowprec.backends.cpu.device")
 command = importlib.import_module("lowprec.cli.commands.info")
 info = module.info
 

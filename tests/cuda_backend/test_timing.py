@@ -13,7 +13,7 @@ import pytest
 import lowprec
 from cuda_reset import release_timing_events
 from device_fixture import SoftwareGpu
-from lowprec.backends.cuda import timing
+from lowprec.backends.cuda import measuring as timing
 from lowprec.backends.cuda.libraries import Libraries, use
 from lowprec.backends.cuda.runtime import on_device
 from lowprec.errors import BackendError

@@ -271,7 +271,7 @@ def test_slug(
     load: Load, monkeypatch: pytest.MonkeyPatch, model: str, family: int | None, flags: list[str], slug: str
 ) -> None:
     machine = load("machine")
-    monkeypatch.setattr(cpuinfo, "cpu_family", lambda: family)
+    monkeypatch.setattr(machine, "cpu_family", lambda: family)
     monkeypatch.setattr(cpuinfo, "system_flags", lambda: frozenset(flags))
     monkeypatch.setattr(machine, "cpu_model", lambda: model)
     monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
@@ -631,7 +631,7 @@ def test_full_precision_in_disguise_is_noticed(load: Load, monkeypatch: pytest.M
 def test_a_numpy_below_the_machine_is_warned_of(
     core_type: str | None, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpu = importlib.import_module("lowprec.backends.cpu.info")
+    cpu = importlib.import_module("lowprec.backends.cpu.device")
     flags = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
     monkeypatch.setattr(cpu.cpuinfo, "cpu_flags", lambda: flags)
     monkeypatch.setattr(cpu, "_numpys_core_type", lambda: core_type)

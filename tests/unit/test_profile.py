@@ -721,9 +721,9 @@ def test_chrome_trace(prof: lowprec.profile, tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
-    from lowprec.profiling import export
+    from lowprec.profiling import recorder
 
-    export.write_json(tmp_path / "x.json", {"a": [float("inf"), (1.5, float("nan"))]})
+    recorder.write_json(tmp_path / "x.json", {"a": [float("inf"), (1.5, float("nan"))]})
     assert json.loads((tmp_path / "x.json").read_text("utf-8")) == {"a": [None, [1.5, None]]}
 
 

@@ -10,7 +10,7 @@ from lowprec.arrays import CPU, ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
 from lowprec.backends.cpu import buffers, casting, device, fp32_units, numba_import, packed_products
 from lowprec.backends.cpu.device import capabilities as capabilities
-from lowprec.backends.cpu.info import info as info
+from lowprec.backends.cpu.device import info as info
 from lowprec.backends.cpu.packed import micro_kernels, run
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, imported
 from lowprec.formats import DType

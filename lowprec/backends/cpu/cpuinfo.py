@@ -28,12 +28,6 @@ def cpu_name() -> str:
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
-def cpu_family() -> int | None:
-    """Return the family that an x86 processor counts itself to, None where the system does not tell."""
-    family = _cpuinfo().get("cpu family", "")
-    return int(family) if family.isdigit() else None
-
-
 def is_x86_64() -> bool:
     """Whether the processor is one of those whose instruction sets lowprec has kernels for."""
     return platform.machine() in ("x86_64", "AMD64")
@@ -69,8 +63,3 @@ def llvm_features() -> str | None:
     names = (x.replace("_", "-" if x.startswith("amx") else "") for x in sorted(hidden_flags()))
     # In this order: taking one away takes away all that needs it.
     return ",".join([*present, *(f"-{name}" for name in names)])
-
-
-def has_fma() -> bool:
-    """Whether a product of two numbers and a sum are rounded together, as far as the system tells."""
-    return "fma" in cpu_flags() or "sse2" not in system_flags()

@@ -1,18 +1,29 @@
-"""What this machine can do, as planning wants to know it."""
+"""The capabilities of this machine, and what ``lowprec.info`` reports of it."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from lowprec.architectures import Architecture
 from lowprec.arrays import Device
-from lowprec.backends.cpu import casting
+from lowprec.backends.cpu import casting, cpuinfo, numba_import, openblas, team, threads
 from lowprec.backends.cpu.cpuinfo import cpu_flags, cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.backends.cpu.openblas import openblas
-from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, is_available
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MICRO_KERNELS, is_available, obstacle
+from lowprec.errors import EnvironmentVariableError
+from lowprec.formats import BFLOAT16
+from lowprec.modes import MathMode
+from lowprec.modes import row as mode_row
 from lowprec.planning import Capabilities
+from lowprec.policy import environment
 from lowprec.policy.state import emulated
 
 
@@ -35,7 +46,7 @@ def forget() -> None:
 
 @functools.cache
 def _emulating(architecture: Architecture) -> Capabilities:
-    from lowprec.backends.cpu.emulation.kernel_rows import kernels  # only who emulates needs them
+    from lowprec.backends.cpu.emulation.arithmetic import kernels  # only who emulates needs them
 
     real = _capabilities()
     return replace(real, kernels=(*kernels(architecture), *real.kernels))
@@ -46,7 +57,136 @@ def features() -> frozenset[str]:
     found = {
         **{x.name: is_available(x) and x.is_for(cpu_flags()) for x in MICRO_KERNELS},
         # Its panels are shared by compiled kernels; without them NumPy's BLAS has threads of its own.
-        "openblas": casting.has_kernels() and openblas() is not None,
+        "openblas": casting.has_kernels() and openblas.openblas() is not None,
         "numba": casting.has_kernels(),
     }
     return frozenset(name for name, present in found.items() if present)
+
+
+def info() -> dict[str, Any]:
+    """Return the CPU, NumPy's BLAS, the version of lowprec's own (None where there is none), and what is lacking."""
+    try:
+        hidden = cpuinfo.hidden_flags()
+    except EnvironmentVariableError:  # told with the variables; products raise it
+        device = {**_device(), "instruction_sets": [], "units": []}
+        return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
+    no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
+    warnings = [numba_import.failure()] if numba_import.failure() else []
+    if no_tiles:
+        on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
+        modes = "modes" if obstacle(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
+        warnings.append(f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32")
+    if library is None and sys.platform != "darwin":
+        warnings.append(
+            f'scipy-openblas64 {_why_not_openblas()} (pip install "lowprec[cpu]"): products that do not run on tile '
+            "units are left to NumPy's BLAS"
+        )
+    blas = _blas()
+    warnings += _blas_below_the_machine(blas["core_type"])
+    return {
+        "devices": [{**_device(), "instruction_sets": _instruction_set_rows(hidden), "units": _units()}],
+        "versions": {"scipy_openblas64": None if library is None else library.version},
+        "blas": blas,
+        "warnings": warnings,
+    }
+
+
+def _threads() -> tuple[int, str]:
+    try:
+        return threads.num_threads(), team.description()
+    except EnvironmentVariableError:  # reported with the variables; products raise it
+        return 1, ""
+
+
+def _device() -> dict[str, Any]:
+    try:
+        affinity = len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # the system cannot tell
+        affinity = os.cpu_count() or 1
+    count, name_of_team = _threads()
+    return {
+        "device": "cpu",
+        "name": cpuinfo.cpu_name(),
+        "cores": os.cpu_count(),
+        "affinity": affinity,
+        "threads": count,
+        "team": name_of_team,
+    }
+
+
+def _units() -> list[str]:
+    found = features()
+    here = (x.unit for x in MICRO_KERNELS if x.name in found and x.storage != "float32")
+    return list(dict.fromkeys(here))
+
+
+def _instruction_set_rows(hidden: frozenset[str]) -> list[dict[str, Any]]:
+    if not cpuinfo.is_x86_64():
+        return []
+    flags = cpuinfo.cpu_flags()
+    rows = []
+    for name, used, by in _instruction_sets():
+        if name in hidden:
+            used, by = False, "hidden by LOWPREC_MAX_CPU_ISA"
+        elif name not in flags:
+            used = False
+        rows.append({"name": name, "present": name in flags | hidden, "used": used, "by": by})
+    return rows
+
+
+def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:
+    """Yield the instruction sets that matter for products, whether lowprec's kernels use them, and which."""
+    library = openblas.openblas()
+    chosen = {"avx2": "Haswell", "avx512f": "SkylakeX"}
+    for name, core_type in chosen.items():
+        if library is None or library.core_type not in chosen.values():
+            yield name, None, "NumPy's BLAS chooses for itself"
+        else:
+            is_it = library.core_type == core_type
+            yield name, is_it, f"OpenBLAS, kernels for {core_type}" if is_it else ""
+    found = features()
+    here = [row for row in KERNELS if row.requires in found]
+    named = (name for row in KERNELS for name in row.instruction_sets)
+    for name in dict.fromkeys(("avx512_fp16", *named)):
+        users = ", ".join(row.name for row in here if name in row.instruction_sets)
+        yield name, bool(users), f"lowprec's kernels {users}" if users else ""
+
+
+def _blas() -> dict[str, Any]:
+    config: Any = np.show_config(mode="dicts")
+    blas = (config or {}).get("Build Dependencies", {}).get("blas", {})
+    found = {key: blas.get(key) for key in ("name", "version", "openblas configuration")}
+    return {**found, "core_type": _numpys_core_type()}
+
+
+def _numpys_core_type() -> str | None:
+    for path in threads.openblas_paths():
+        function = threads.openblas_function(path, "openblas_get_corename")
+        if function is not None and "numpy" in path:
+            function.restype = ctypes.c_char_p
+            return str(function().decode())
+    return None
+
+
+def _blas_below_the_machine(core_type: str | None) -> list[str]:
+    """Return a warning where NumPy multiplies with lesser kernels than the processor deserves."""
+    best = openblas.core_type(cpuinfo.cpu_flags())
+    if best != openblas.AVX512 or core_type not in openblas.BELOW_AVX512:
+        return []
+    held = next(row.value for row in environment.rows() if row.name == "OPENBLAS_CORETYPE")
+    cure = (
+        f"set OPENBLAS_CORETYPE={best} before Python starts"
+        if held is None
+        else f"OPENBLAS_CORETYPE={held} holds it there; unset it, or set it to {best}, before Python starts"
+    )
+    warning = (
+        f"NumPy's OpenBLAS has its kernels for {core_type} on a processor with AVX-512, so numpy.matmul takes up to "
+        f"twice as long as it could (lowprec's own copy is not affected): {cure}"
+    )
+    return [warning]
+
+
+def _why_not_openblas() -> str:
+    if openblas.library_path() is None:
+        return "is not installed"
+    return "is installed, but its library cannot be opened or is in the process for something else"

@@ -34,7 +34,6 @@ AMX_BF16 = _TILES._replace(
     formats=frozenset({"bfloat16"}),
     micro_kernel=f"{_MICRO_KERNELS}:AMX_BF16",
     requires="amx_bf16",
-    missing="no bfloat16 tile units (AMX)",
     instruction_sets=("avx512_bf16", "amx_tile", "amx_bf16"),
     cost_per_flop=0.09,
 )
@@ -76,7 +75,6 @@ AMX_INT8 = _TILES._replace(
     formats=frozenset({"int8"}),
     micro_kernel=f"{_MICRO_KERNELS}:AMX_INT8",
     requires="amx_int8",
-    missing="no int8 tile units (AMX)",
     instruction_sets=("amx_tile", "amx_int8"),
     cost_per_flop=0.06,
 )
@@ -88,7 +86,6 @@ AVX512_BF16 = _TILES._replace(
     micro_kernel=f"{_MICRO_KERNELS}:AVX512_BF16",
     formats=frozenset({"bfloat16"}),
     requires="avx512_bf16",
-    missing="no bfloat16 vector units (AVX512-BF16)",
     instruction_sets=("avx512_bf16",),
     # Below, a BLAS multiplies the rounded operands in the time in which this kernel is called.
     minimum_elements=9_000,
@@ -116,7 +113,6 @@ AVX512_VNNI = AVX512_BF16._replace(
     micro_kernel=f"{_MICRO_KERNELS}:AVX512_VNNI",
     formats=frozenset({"int8"}),
     requires="avx512_vnni",
-    missing="no int8 vector units (AVX512-VNNI)",
     instruction_sets=("avx512_vnni",),
     minimum_elements=0,
     # Of smaller ones, NumPy's loop over rounded operands does one in the time in which a block is padded.
@@ -130,7 +126,6 @@ AVX_VNNI = AVX512_VNNI._replace(
     units="int8 vector units (AVX-VNNI)",
     micro_kernel=f"{_MICRO_KERNELS}:AVX_VNNI",
     requires="avx_vnni",
-    missing="no int8 vector units (AVX-VNNI)",
     instruction_sets=("avx_vnni",),
     cost_per_flop=0.55,
 )

@@ -42,13 +42,6 @@ def _affinity() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def cpu_limit() -> int:
-    """CPUs that this thread may use: its affinity mask and its control group's quota."""
-    cpus = len(_affinity()) or os.cpu_count() or 1
-    quota = _cgroup_cpus()
-    return cpus if quota is None else min(cpus, quota)
-
-
 def _loaded(path: str) -> ctypes.PyDLL | None:
     """A handle on a library that is in the process already; nothing is ever loaded by this."""
     try:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.backends.cuda import bindings, memory, runtime, timing
+from lowprec.backends.cuda import bindings, measuring, memory, runtime
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.libraries import libraries
@@ -92,7 +92,7 @@ def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
 def stopwatch(arguments: Arguments) -> Stopwatch:
     """Start timing a product by events on its stream."""
     with runtime.on_device(arguments.a.device.index):
-        return timing.EventStopwatch(arguments.a.device.index, arguments.stream)
+        return measuring.EventStopwatch(arguments.a.device.index, arguments.stream)
 
 
 def tune(

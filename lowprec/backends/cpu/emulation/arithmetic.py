@@ -1,4 +1,4 @@
-"""What the arithmetic of a tensor core on numbers of one format is: values, from the tables of planning and formats."""
+"""The arithmetic of a tensor core on numbers of one format, and the kernels that emulate it, as data."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import functools
 from typing import NamedTuple
 
 from lowprec.architectures import Architecture
+from lowprec.backends.cpu.kernel_rows import NUMPY
 from lowprec.errors import UnsupportedError
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
+from lowprec.planning import KernelRow, Summation
 from lowprec.planning.tensor_cores import accumulation
 
 #: Formats that are emulated, by name.
@@ -62,3 +64,35 @@ def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
             f"{', '.join(formats_of(architecture))}"
         )
     return Arithmetic(model.group, model.fraction_bits, model.least_exponent, FORMATS[fmt].emin)
+
+
+_BLAS = "lowprec.backends.cpu.emulation.products"
+
+
+def kernels(architecture: Architecture) -> tuple[KernelRow, ...]:
+    """Return the kernels of an architecture.
+
+    Examples
+    --------
+    >>> [row.name for row in kernels(Architecture.HOPPER)]
+    ['hopper_float16', 'hopper_bfloat16', 'hopper_tf32']
+    """
+    return tuple(_kernel(architecture, fmt) for fmt in formats_of(architecture))
+
+
+def _kernel(architecture: Architecture, fmt: str) -> KernelRow:
+    model = arithmetic(architecture, fmt)
+    return NUMPY._replace(
+        name=f"{architecture}_{fmt}",
+        units=(
+            f"{architecture.label}'s tensor cores, imitated bit by bit: groups of {model.group} products, "
+            f"{model.fraction_bits} fraction bits, rounded toward zero"
+        ),
+        executor=f"{_BLAS}:prepare",
+        blas=f"{_BLAS}:{architecture}_{fmt}",
+        formats=frozenset({fmt}),
+        summation=Summation.TENSOR_CORES,
+        emulates=architecture,
+        # 512 x 512 x 512 with numba, one thread against one of numpy.matmul.
+        cost_per_flop=4.0,
+    )

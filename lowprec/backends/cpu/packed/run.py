@@ -1,28 +1,16 @@
 """Matrix products by the macro-kernel and a micro-kernel of x86-64 CPUs: any strides, any epilogue.
 
-A run copies the words of a job, puts in addresses and factors, and calls the macro-kernel in one thread, in several, or
-for each product of a batch. Of a batch each thread takes products from a shared counter; a matrix of B that the product
-before had, too, is packed once for both.
+A product copies the words of its job, sets addresses and factors, and calls the macro-kernel in one thread, in several,
+or for each product of a batch. The threads of a batch take products from a shared counter; a matrix of B that two
+consecutive products share is packed once.
 
 A float16 or TF32 value has 11 significant bits and is the exact sum of two bfloat16 values, so on units for bfloat16
 `fp16`, `tf32` and float16 storage run as four bfloat16 products that share one accumulator. So do all products of the
 parts into which a mode such as `bf16x6` splits the operands: three, six or nine, and four for each of TF32 parts.
 
-Numerics
---------
-With u = 2**-24 and P products summed for each element (P = k in one part, 4 k in two),
-
-    |computed - exact| <= gamma(P + 1) * (|A| @ |B|) + 2 * P * 2**-126 * (1 + max|A| + max|B|)
-
-where A and B are the rounded operands and the parts of a pair, having one sign, sum to no more than
-the value. gamma(p) = p * u / (1 - p * u). The second term, which FP32 units do not have, is absolute:
-``TDPBF16PS`` takes subnormal inputs as zero and writes subnormal sums as zero, and so does the conversion of float32 to
-bfloat16; a low part below 2**-126 is lost in the same way. It matters only to operands or results
-near the lower end of the range of float32. Rounding of sums is to nearest even, whatever the
-processor's rounding mode says. The result does not depend on the number of threads, bit for bit.
-
-Of operands that are split, each chunk of k, of 2048 / parts at most, is summed separately and added to those before;
-`planning.bounds` has the bound.
+Sums are rounded to nearest even, whatever the processor's rounding mode, and the result does not depend on the number
+of threads. ``TDPBF16PS`` and the conversion to bfloat16 flush subnormal numbers to zero; `planning.bounds` has the
+bounds.
 """
 
 from __future__ import annotations
