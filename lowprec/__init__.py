@@ -73,7 +73,7 @@ def __getattr__(name: str) -> typing.Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(_LAZY[name])
-    # A module of that name is what was asked for; otherwise it holds it.
+    # The value is the module itself, or an attribute of it.
     value = globals()[name] = getattr(module, name, module)
     return value
 

@@ -1,4 +1,4 @@
-"""Generations of NVIDIA GPUs by name, for what imitates their tensor cores."""
+"""Generations of NVIDIA GPUs by name, for the emulation of their tensor cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor cores in software: what one of them makes of small numbers of a format, bit by bit.
+"""Tensor cores in software: their products of small numbers of a format, bit by bit.
 
 :class:`lowprec.emulate` puts the same arithmetic behind ``matmul``; :func:`mma` is the instruction itself.
 
@@ -36,8 +36,8 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
     """Return ``c + a @ b`` as a chain of instructions of an architecture's tensor cores computes it, bit by bit.
 
     Each element is one chain along k, in ascending order: instruction after instruction (see the table of
-    :doc:`emulation`), each of one or two groups of products, and what a group gives, rounded toward zero to float32, is
-    the c of the next one. The last group is filled up with zeros, which change nothing.
+    :doc:`emulation`), each of one or two groups of products, and the result of a group, rounded toward zero to float32,
+    is the c of the next one. The last group is filled up with zeros, which change nothing.
 
     Parameters
     ----------
@@ -113,13 +113,13 @@ def _view(name: str, x: Any) -> ArrayView:
 def _batch_shape(views: dict[str, ArrayView]) -> tuple[int, ...]:
     shapes = {name: view.shape for name, view in views.items()}
     a, b, c = shapes.values()
-    told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    described = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     if min(map(len, shapes.values())) < 2 or a[-1] != b[-2] or c[-2:] != (a[-2], b[-1]):
-        raise ShapeError(f"mma takes a (..., m, k), b (..., k, n) and c (..., m, n); these have shapes {told}")
+        raise ShapeError(f"mma takes a (..., m, k), b (..., k, n) and c (..., m, n); these have shapes {described}")
     try:
         return np.broadcast_shapes(*(shape[:-2] for shape in shapes.values()))
     except ValueError:
-        raise ShapeError(f"the batches do not broadcast: the shapes are {told}") from None
+        raise ShapeError(f"the batches do not broadcast: the shapes are {described}") from None
 
 
 def _check_values(name: str, x: Any, fmt: str) -> None:

@@ -54,12 +54,12 @@ class ArrayError(LowprecError, TypeError):
     """An argument is not an array that can be read or written in place: no DLPack, a tracer, a tensor with grad."""
 
 
-class ElsewhereError(ArrayError):
-    """An array without memory to read now; ``road`` is its library's own product, ``"module:function"``."""
+class DelegateError(ArrayError):
+    """An array without memory to read now; ``target`` is its library's own product, ``"module:function"``."""
 
-    def __init__(self, message: str, road: str) -> None:
+    def __init__(self, message: str, target: str) -> None:
         super().__init__(message)
-        self.road = road
+        self.target = target
 
 
 class DTypeError(LowprecError, TypeError):

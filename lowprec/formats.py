@@ -38,7 +38,7 @@ class NumberFormat:
     emin: int  # exponent of the smallest normal number, as a power of two
     emax: int  # exponent of the largest number
     largest: float  # given, not derived: E4M3 uses its top exponent for numbers
-    has_infinity: bool = True  # what an overflow becomes; otherwise NaN
+    has_infinity: bool = True  # the result of an overflow; otherwise NaN
 
     @property
     def unit_roundoff(self) -> float:
@@ -128,7 +128,7 @@ class DType(Enum):
 
     @property
     def results(self) -> tuple[DType, ...]:
-        """Element types that a product may have, the first by default; empty for what is no operand."""
+        """Element types that a product may have, the first by default; empty for types that are no operands."""
         return tuple(_BY_NAME[name] for name in self._results)
 
     @property

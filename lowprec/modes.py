@@ -1,4 +1,4 @@
-"""Math modes: what becomes of float32 operands, as one table.
+"""Math modes: the rounding and splitting of float32 operands, as one table.
 
 A mode acts on single precision only (float32 and complex64), as cuBLAS's and JAX's do. The order of the table is
 the order of the documentation; ``planning.bounds`` gives the guaranteed error of each.
@@ -57,10 +57,10 @@ class ModeRow:
 
     mode: MathMode
     operand_format: NumberFormat  # to which each part of an operand is rounded
-    inputs: str  # what the operands become, in words
+    inputs: str  # the operands as multiplied, in words
     jax_preset: str | None = None  # the equal preset of jax.lax.DotAlgorithmPreset
-    compute_type: ComputeType = ComputeType.COMPUTE_32F  # what cuBLASLt may do with its data
-    data: DType | None = None  # element type of what a GPU multiplies; None: the operands' own
+    compute_type: ComputeType = ComputeType.COMPUTE_32F  # allowed for cuBLASLt
+    data: DType | None = None  # element type that a GPU multiplies; None: the operands' own
     parts: int = 1  # in which each operand is split
     pairs: tuple[Pair, ...] = ((0, 0),)  # products of parts, in the order in which they are summed
     part_exponent: int = 0  # each part is multiplied by 2 to this power more than the one before
@@ -79,7 +79,7 @@ class ModeRow:
         return self.operand_format is formats.TF32
 
     def factor(self, pair: Pair) -> float:
-        """Return by what the product of a pair of parts is multiplied."""
+        """Return the factor of the product of a pair of parts."""
         if self.factors:
             return self.factors[self.pairs.index(pair)]
         return float(2.0 ** (-self.part_exponent * sum(pair)))
@@ -98,7 +98,7 @@ _ON_TENSOR_CORES: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
     formats.FLOAT16: (ComputeType.COMPUTE_32F, DType.FLOAT16),
 }
 
-#: By what the low part of two float16 parts is multiplied, as a power of two: its bits, so that it is as large as the
+#: The factor of the low part of two float16 parts, as a power of two: its bits, so that it is as large as the
 #: high part at most.
 _LOW_EXPONENT = 11
 _LOW = 2.0**-_LOW_EXPONENT
@@ -184,16 +184,16 @@ class ResolvedMode:
     """Which mode is in force, and why."""
 
     mode: MathMode
-    source: ModeSource  # who decided
-    #: What the decider asked for, where it differs from ``mode`` (``NVIDIA_TF32_OVERRIDE=0`` turned ``tf32`` into
-    #: ``fp32``), or what an argument asked for that was overruled.
+    source: ModeSource  # of the decision
+    #: The requested mode, where it differs from ``mode`` (``NVIDIA_TF32_OVERRIDE=0`` turned ``tf32`` into
+    #: ``fp32``), or an overruled argument.
     requested: MathMode | None = None
     reasons: tuple[str, ...] = ()  # the story in full sentences, for people
     emulates: Architecture | None = None  # whose tensor cores the CPU imitates
 
 
-#: Other accepted names. ``highest``, ``high`` and ``medium`` mean what they mean in PyTorch; JAX uses
-#: ``highest`` and ``high`` alike, and its preset names are accepted as they stand.
+#: Other accepted names. ``highest``, ``high`` and ``medium`` have PyTorch's meaning; JAX uses
+#: ``highest`` and ``high`` alike, and its preset names are accepted unchanged.
 ALIASES: dict[str, MathMode] = {
     "float32": MathMode.FP32,
     "highest": MathMode.FP32,

@@ -197,7 +197,7 @@ class AutocastNamespace:
 
 
 def _are_multiplied(name: str, operands: Operands) -> bool:
-    """Whether lowprec multiplies arrays of these types, or has the words to refuse what is no array."""
+    """Whether lowprec multiplies arrays of these types, or raises the error for other arguments."""
     if name == "linear" and (len(operands.args) < 2 or operands.args[1].ndim != 2):
         return False  # PyTorch takes its own keywords, and a vector
     return all(dtype_name(x) in _DTYPES for x in operands.args if is_operand(x))
@@ -228,7 +228,7 @@ def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
     ----------
     xp : module
         NumPy, PyTorch, ``jax.numpy``, CuPy, array_api_strict or another namespace; one that :func:`autocast` returned
-        gets the new policy in the place of the old one.
+        gets the new policy instead of the old one.
     policy : Policy or str
         As :meth:`Policy.parse` takes it.
 

@@ -67,13 +67,13 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
         if isinstance(tree, tuple) and hasattr(tree, "_fields"):
             return type(tree)(*row)
         return type(tree)(row)
-    if isinstance(tree, np.generic):  # what NumPy's reductions return
+    if isinstance(tree, np.generic):  # a result of NumPy's reductions
         tree = np.asarray(tree)
     if is_array(tree) or (numbers and isinstance(tree, int | float)):
         return function(tree, *others)
     raise ArrayError(
         f"expected arrays in lists, tuples or dicts, got {quoted(tree)} of type {type(tree).__name__}; "
-        "None may stand where there is no array"
+        "None may replace an array"
     )
 
 
@@ -93,7 +93,7 @@ def _check(same: bool, tree: Any, others: Any) -> None:
         kinds = " and ".join(quoted(type(other).__name__) for other in others)
         size = "nothing" if tree is None else len(tree)
         raise ShapeError(
-            f"containers of different structures: {quoted(type(tree).__name__)} of {size} beside {kinds}; give both "
+            f"containers of different structures: {quoted(type(tree).__name__)} of {size} and {kinds}; give both "
             "the same keys and lengths"
         )
 
@@ -123,7 +123,7 @@ def norms_of(model: Any) -> frozenset[str]:
 
 
 def norms_by_name(all_names: list[str]) -> frozenset[str]:
-    """Return the names with "norm" or "bn" in them, and those beside running statistics."""
+    """Return the names with "norm" or "bn" in them, and those next to running statistics."""
     owners = {
         owner for owner, _, last in (name.rpartition(".") for name in all_names)
         if last in _STATISTICS

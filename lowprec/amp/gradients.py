@@ -35,7 +35,7 @@ _BLOCK, _LEAST = 1 << 18, -1074
 
 @dataclass(frozen=True)
 class FormatShares:
-    """What becomes of gradients in one format at one scale: shares of the elements that are finite and not zero.
+    """Losses of gradients in one format at one scale, as shares of the finite nonzero elements.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class GradientReport:
     suggested_scale : float
         Of :func:`suggest_scale`.
     exponents : dict of int to int
-        How many magnitudes lie in [2^e, 2^(e+1)), by e.
+        Number of magnitudes in [2^e, 2^(e+1)), by e.
     shares : tuple of FormatShares
         At scale 1 and at the suggested scale.
     """
@@ -173,7 +173,7 @@ def suggest_scale(grads: Any) -> float:
 
 
 def gradient_report(grads: Any) -> GradientReport:
-    """Count gradients by their exponents, and what float16, bfloat16 and TF32 lose of them.
+    """Count gradients by their exponents, and the shares that float16, bfloat16 and TF32 lose.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""float32 weights beside the copies in 16 bits that a network computes with.
+"""float32 master weights, and the 16-bit copies that a network computes with.
 
 Source: P. Micikevicius et al., "Mixed precision training", arXiv 1710.03740, section 3.1: an update below half a unit
 in the last place of a weight is lost where the weight has 11 bits.
@@ -24,7 +24,7 @@ class MasterWeights:
     Parameters
     ----------
     params : container of arrays or torch.nn.Module
-        Of any library; what is float64, and what is no float, keeps its type. They are copied. Of a module, the
+        Of any library; float64 and non-float arrays keep their types. They are copied. Of a module, the
         parameters by their names, and its modules' types decide which are of normalizations.
     policy : Policy or str
         Of the copies: its ``params``, and float32 for normalizations where it says so.
@@ -104,7 +104,7 @@ class MasterWeights:
         return self.params
 
     def state_dict(self, scaler: LossScaler | None = None) -> dict[str, Any]:
-        """Return what a checkpoint holds: copies of the masters, the policy as text, and a scaler's state."""
+        """Return a checkpoint: copies of the masters, the policy as text, and a scaler's state."""
         state = {"masters": mapped(_own, self.masters), "policy": str(self._policy)}
         return state if scaler is None else {**state, "scaler": scaler.state_dict()}
 

@@ -23,7 +23,7 @@ from lowprec.policy import environment
 
 LISTS = ("allow", "deny", "infer")
 
-#: Products and what is made of them; what loses most in 16 bits; what takes the widest type of its operands. Names
+#: Products; functions that lose most in 16 bits; functions that take the widest type of their operands. Names
 #: are those of the Array API, of its ``linalg``, and of functions that networks define themselves.
 DEFAULT_LISTS = {
     "allow": "matmul tensordot vecdot einsum linear conv conv1d conv2d conv3d attention",
@@ -42,7 +42,7 @@ _STORAGE = ("float32", "bfloat16", "float16")
 _COMPUTE = ("float32", "tf32", "bfloat16", "float16")
 _WORDS = {"true": True, "false": False}
 
-#: jmp's names of what a policy has, and of element types.
+#: jmp's names of a policy's entries and of element types.
 _KEYS = {"p": "params", "c": "compute", "o": "output"}
 _TYPES = {
     "full": "float32", "f32": "float32", "half": "float16", "f16": "float16", "bf16": "bfloat16",
@@ -76,13 +76,13 @@ class Policy:
     compute : {"float32", "tf32", "bfloat16", "float16"}
         Of the functions on the allow list; ``"tf32"`` is float32 in that math mode.
     output : {"float32", "bfloat16", "float16"}
-        Of what the network returns.
+        Of the network's results.
     functions : bool
         Whether each function casts its operands, by the lists.
     norms_float32 : bool
         Whether weights and statistics of normalizations stay float32; :meth:`cast_params` describes which these are.
     masters : bool
-        Whether an optimizer should keep float32 weights beside those in ``params``.
+        Whether an optimizer should keep float32 weights in addition to those in ``params``.
     loss_scale : float or "dynamic", optional
         ``"dynamic"`` for ``compute="float16"``, else 1, if not given: the other types have float32's exponents.
     moves : tuple of (str, str)
@@ -93,7 +93,7 @@ class Policy:
     SettingError
         If a value is none of these.
     EnvironmentVariableError
-        If a variable ``LOWPREC_AMP_...`` holds what is no name of a function.
+        If a variable ``LOWPREC_AMP_...`` holds something other than names of functions.
 
     Examples
     --------
@@ -291,7 +291,7 @@ class Policy:
         model : torch.nn.Module, optional
             The module with these names. Its modules' types decide which weights are of normalizations: those of
             classes whose name ends on "Norm" ("Norm1d" and so on), or that derive from such a class. Without one,
-            names decide: those with "norm" or "bn" in them, and those beside running statistics.
+            names decide: those with "norm" or "bn" in them, and those next to running statistics.
 
         Raises
         ------
@@ -311,17 +311,17 @@ class Policy:
             is_norm = next(following) in norms and self.norms_float32
             return _cast_float(x, "float32" if is_norm else self.params)
 
-        leaves(params)  # refuses what is no array before the first cast
+        leaves(params)  # raises for leaves that are no arrays before the first cast
         return mapped(one, params)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return what goes into the network: in ``params``, unless each function casts by itself."""
+        """Return the network's inputs in ``params``, unchanged where each function casts by itself."""
         if self.functions:
             return inputs
         return mapped(lambda x: _cast_float(x, self.params), inputs)
 
     def cast_output(self, output: Any) -> Any:
-        """Return what the network returns, in ``output``."""
+        """Return the network's results in ``output``."""
         return mapped(lambda x: _cast_float(x, self.output), output)
 
     def scaler(self, **keywords: Any) -> LossScaler:
@@ -378,7 +378,7 @@ def _contradictions(policy: Policy, overrides: Mapping[str, Any]) -> list[str]:
         and "norms_float32=True has no effect: all weights are float32",
         "functions": policy.functions and (
             (policy.compute == "float32" and "functions=True has no effect: the functions compute in float32 anyway")
-            or (not is_wide and "functions=True casts again what a model in 16 bits has cast already")
+            or (not is_wide and "functions=True casts operands of a 16-bit model a second time")
         ),
         "loss_scale": (
             (policy.loss_scale == "dynamic" and policy.compute != "float16"

@@ -42,7 +42,7 @@ class LossScaler:
         As :class:`ScaleRule` takes them. With ``dynamic=False`` steps with Inf or NaN are skipped nevertheless. Floor
         and cap are no part of the state dictionary.
     enabled : bool
-        False makes everything pass through: ``scale`` and ``unscale`` return what came, ``step`` always steps.
+        With False, ``scale`` and ``unscale`` return their argument, and ``step`` always steps.
     reduce : callable, optional
         For training in several processes: takes whether this process found Inf or NaN, returns whether any did. It is
         called once for each optimizer and update.
@@ -57,7 +57,7 @@ class LossScaler:
     >>> import numpy as np
     >>> scaler = LossScaler(init_scale=1024.0)
     >>> weight = np.array([1.0, 2.0], np.float32)
-    >>> scaled = weight * scaler.scale(np.float32(0.25))  # stands for a backward pass
+    >>> scaled = weight * scaler.scale(np.float32(0.25))  # in place of a backward pass
     >>> grads = scaler.unscale({"w": scaled})
     >>> scaler.step(lambda: weight - grads["w"])
     array([0.75, 1.5 ], dtype=float32)
@@ -119,7 +119,7 @@ class LossScaler:
         ----------
         loss : array, number or container of arrays
             Elements keep their type, and a product with a 16-bit number is rounded once; as in PyTorch, a 16-bit loss
-            of no dimensions becomes float32, which holds what is beyond float16.
+            of no dimensions becomes float32, whose range includes numbers beyond float16's.
         """
         if not self._enabled:
             return loss
@@ -136,10 +136,10 @@ class LossScaler:
         Parameters
         ----------
         grads : container of arrays
-            float32, float64 or bfloat16; None may stand for a gradient that is not there. Of PyTorch's sparse tensors
+            float32, float64 or bfloat16; None for a missing gradient. Of PyTorch's sparse tensors
             (COO) the values are divided, as ``GradScaler`` does.
         out : container of arrays, optional
-            Receives the results: ``grads`` itself for a division in place. What comes twice, as the gradient of tied
+            Receives the results: ``grads`` itself for a division in place. A duplicate, such as the gradient of tied
             weights does, is divided once; other overlaps are not looked for. An exception from outside (a signal
             handler's) can leave it half done.
         optimizer : hashable, optional
@@ -177,7 +177,7 @@ class LossScaler:
         return results
 
     def step(self, fn: Callable[..., Any], *args: Any, optimizer: Hashable = None, **kwargs: Any) -> Any:
-        """Call a function if all gradients were finite, and return what it returns; else return None.
+        """Call a function if all gradients were finite, and return its result; else return None.
 
         This is where the program waits for a GPU, once.
 
@@ -186,7 +186,7 @@ class LossScaler:
         fn : callable
             Updates the weights.
         *args, **kwargs
-            What it is called with.
+            Its arguments.
         optimizer : hashable, optional
             As in :meth:`unscale`.
 
@@ -200,7 +200,7 @@ class LossScaler:
         state = self._optimizers.get(optimizer)
         if state is None:
             raise ScalerStateError(
-                f"step(){_of(optimizer)} before unscale(); call unscale(grads) first, and use what it returns"
+                f"step(){_of(optimizer)} before unscale(); call unscale(grads) first, and use its result"
             )
         if state.stage is _Stage.STEPPED:
             raise ScalerStateError(

@@ -13,7 +13,7 @@ from lowprec.policy import math_mode
 
 
 class _State(NamedTuple):
-    """Where a schedule stands; replaced as a whole, so that an interrupt never finds it half changed."""
+    """The state of a schedule; replaced as a whole, so that an interrupt never finds it half changed."""
 
     steps: int = 0
     stage: int = 0
@@ -129,7 +129,7 @@ class PrecisionSchedule:
             self._state = _State(steps, stage, waited + 1, lowest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands, as plain values."""
+        """Return the state of the schedule as plain values."""
         lowest = self._state.lowest
         return {**self._state._asdict(), "lowest": lowest if math.isfinite(lowest) else None}
 

@@ -43,7 +43,7 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     inverse = np.float32(1.0 / scale)
     groups: dict[Any, list[int]] = {}
     names: dict[type, str] = {}
-    first: dict[Any, int] = {}  # by what is written, the gradient that comes first
+    first: dict[Any, int] = {}  # by target, the first gradient
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
         name = names.get(type(x)) or names.setdefault(type(x), _library(x))
         if target is not None:
@@ -70,7 +70,7 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
 
 
 def _elements(array: Any, library: str) -> Any:
-    """Return what is the same for views of the same elements, as far as the library tells; else for one object."""
+    """Return a key equal for views of the same elements, where the library reveals that, else for one object."""
     if library == "numpy" and array.size:
         return data_pointer(array), array.shape, array.strides
     if library == "torch" and (values := _values(array)).numel():
@@ -95,7 +95,7 @@ def check_gradient(array: Any, *, coo: bool = False) -> str:
     name = dtype_name(array)
     if name == "float16":
         raise GradientTypeError(
-            "float16 gradients must not be unscaled: what is small is lost again. Keep master weights in float32 "
+            "float16 gradients must not be unscaled: small ones are lost again. Keep master weights in float32 "
             "(lowprec.amp.MasterWeights) and cast their gradients to float32 first"
         )
     if name not in DTYPES:
@@ -114,7 +114,7 @@ def _check(array: Any, target: Any) -> None:
         return
     if type(target) is not type(array) or dtype_name(target) != name:
         raise DTypeError(
-            f"out holds {type(target).__name__} of {dtype_name(target)} beside a gradient that is "
+            f"out holds {type(target).__name__} of {dtype_name(target)} for a gradient that is "
             f"{type(array).__name__} of {name}; make both alike"
         )
     if shape_of(target) != shape_of(array):
@@ -177,7 +177,7 @@ def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tup
     device = library.view(arrays[0]).device
     with cupy.cuda.Device(device.index):
         results = _new(cupy.empty_like, arrays, targets)
-        # What has gaps, or overlaps, is copied before and after.
+        # Arrays with gaps or overlaps are copied before and after.
         pairs = [
             (x, out) if host_unscaling.is_flat(x, out, x.data.ptr, out.data.ptr) else (cupy.array(x, order="C"),) * 2
             for x, out in zip(arrays, results, strict=True)
@@ -199,10 +199,10 @@ def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tupl
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         raise ArrayError(
             "gradients that JAX traces: LossScaler decides by their values, which are not there yet; use "
-            "lowprec.amp.functional inside jit, or unscale what the compiled function returns"
+            "lowprec.amp.functional inside jit, or unscale the compiled function's results"
         )
     if any(out is not None for out in targets):
-        raise ArrayError("JAX's arrays cannot be written: leave out= away and use what is returned")
+        raise ArrayError("JAX's arrays cannot be written: omit out= and use the result")
     return _jax_program(jax)(list(arrays), inverse)  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,7 @@ class Library(ABC):
     keeps_owners: bool = False
 
     def check_type(self, array: Any) -> None:  # noqa: B027 - most libraries have nothing to refuse
-        """Raise an ArrayError, which names the way out, for what passes for an array here and has no memory to read."""
+        """Raise an ArrayError with a remedy for an array of this library without memory to read."""
 
     #: Whether an array's element type may yield to that of its partner in a product.
     has_weak_types: bool = False
@@ -79,9 +79,9 @@ class Library(ABC):
 def check_writable(view: ArrayView) -> None:
     """Raise :class:`ArrayError` unless writing through the view is safe and reaches the caller's memory."""
     if view.copied is not None:
-        raise ArrayError(f"out cannot be written in place: {view.copied}; pass a plain array, or leave out= away")
+        raise ArrayError(f"out cannot be written in place: {view.copied}; pass a plain array or omit out=")
     if view.read_only:
-        raise ArrayError("out is read-only; pass a writable array, or leave out= away")
+        raise ArrayError("out is read-only; pass a writable array or omit out=")
     if view.strides != contiguous_strides(view.shape) and overlaps_itself(view.shape, view.strides):
         raise ArrayError(
             f"out of shape {view.shape} repeats elements (strides {view.strides}, in elements), as a broadcast view "

@@ -27,7 +27,7 @@ class CupyLibrary(Library):
         self._device_type = _ROCM if cupy.cuda.runtime.is_hip else _CUDA
 
     def check_type(self, array: Any) -> None:
-        """Refuse subclasses: what they add would be lost in the result."""
+        """Refuse subclasses, whose additions would be lost in the result."""
         if type(array) is not self._cupy.ndarray:
             raise ArrayError(f"{type(array).__name__} is not accepted; pass cupy.asarray(array)")
 

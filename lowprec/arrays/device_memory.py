@@ -43,19 +43,19 @@ class DeviceMemory(Protocol):
         """Return lowprec's own stream of a device, always the same."""
 
     def order(self, before: int, after: int, device: Device) -> None:
-        """Have later work of stream ``after`` wait for what stream ``before`` holds now."""
+        """Have later work of stream ``after`` wait for the current work of stream ``before``."""
 
     def check_captures(self, streams: Sequence[int], device: Device) -> None:
         """Raise a BackendError if work that joins these streams would end the capture of a graph."""
 
     def synchronize(self, stream: int, device: Device) -> None:
-        """Wait on the host for what a stream holds now."""
+        """Wait on the host for the current work of a stream."""
 
     def copy(self, source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
         """Copy bytes between two addresses of the device, in the order of a stream."""
 
     def hold(self, owners: Sequence[Any], device: Device) -> None:
-        """Hold objects that work on a device is about to need, whatever happens, until :meth:`keep` tells how long."""
+        """Hold objects that work on a device is about to need, whatever happens, until :meth:`keep` sets how long."""
 
     def keep(self, owners: Sequence[Any], stream: int, device: Device) -> None:
         """Hold objects until the work that a stream holds now is done."""
@@ -77,13 +77,13 @@ def is_served(device: Device) -> bool:
 
 
 def provider(device: Device) -> DeviceMemory:
-    """Return what serves a device; raises DeviceError if nothing does."""
+    """Return the provider of a device; raises DeviceError if there is none."""
     found = _providers.get(device.type)
     if found is None:
         load = _loaders.get(device.type)
         if load is None:
             raise DeviceError(
-                f"the result would be on {device}, where lowprec has no memory to put it; arrays must lie in host "
+                f"the result would be on {device}, where lowprec has no memory for it; arrays must be in host "
                 "memory or on an NVIDIA GPU"
             )
         found = _providers[device.type] = load()

@@ -32,7 +32,7 @@ _MAJOR = 1
 _READ_ONLY = 1 << 0
 _IS_COPIED = 1 << 1
 
-# Pinned host memory is host memory to whoever reads it, and managed memory is read on the GPU that DLPack names.
+# Pinned host memory is read as host memory, and managed memory on the GPU that DLPack names.
 _HOST_TYPES = frozenset({1, 3, 11})
 _DEVICE_TYPES = {13: 2}
 
@@ -89,7 +89,7 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 
 
 def _open(capsule: object) -> tuple[_Tensor, int]:
-    """Return the tensor in a capsule that nobody has consumed, and the flags of its version (0 if it has none)."""
+    """Return the tensor in an unconsumed capsule, and the flags of its version (0 if it has none)."""
     if type(capsule) is not _CAPSULE:
         raise ArrayError(f"__dlpack__ returned a {type(capsule).__name__}, not a capsule")
     name = _get_name(capsule)

@@ -17,11 +17,11 @@ from lowprec.arrays.device_memory import DeviceArray, is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import aligned_empty, host_view
 from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer
-from lowprec.errors import ArrayError, DTypeError, ElsewhereError
+from lowprec.errors import ArrayError, DelegateError, DTypeError
 from lowprec.formats import DType, dtype_from_name
 
-#: What multiplies what JAX traces, and what is spread over several devices.
-ROAD = "lowprec.jax:matmul"
+#: The target for arrays that JAX traces or that are sharded over several devices.
+DELEGATE = "lowprec.jax:matmul"
 
 _64_BIT = frozenset({DType.FLOAT64, DType.COMPLEX128})
 
@@ -39,12 +39,12 @@ class JaxLibrary(Library):
         self._first_cpu = functools.cache(lambda: jax.devices("cpu")[0])
 
     def check_type(self, array: Any) -> None:
-        """Refuse tracers, which stand for arrays that do not exist yet: JAX is to do what there is to do."""
+        """Raise for tracers, whose products JAX computes."""
         if isinstance(array, self._jax.core.Tracer):
-            raise ElsewhereError(
+            raise DelegateError(
                 f"a JAX tracer ({type(array).__name__}) has no data: inside jit, grad, vmap and other transforms "
                 "lowprec has matmul; call the rest outside, or through jax.pure_callback",
-                ROAD,
+                DELEGATE,
             )
 
     def view(self, array: Any) -> ArrayView:
@@ -57,7 +57,7 @@ class JaxLibrary(Library):
         except RuntimeError as error:
             raise ArrayError(f"the JAX array cannot be read: {error}") from error
         if host is None:
-            # Each array is asked: one that lies in pinned memory of the host names the GPU as its device as well.
+            # Each array is asked: one in pinned memory of the host also names the GPU as its device.
             return _import(array, self.current_stream(device_of(array)))
         if not host.flags.c_contiguous and data_pointer(host) != array.unsafe_buffer_pointer():
             return host_view(host, "its layout on the device is not row-major")
@@ -65,7 +65,7 @@ class JaxLibrary(Library):
 
     def writable_view(self, array: Any) -> NoReturn:
         """Refuse JAX arrays."""
-        raise ArrayError("JAX arrays are immutable and cannot be out; leave out= away")
+        raise ArrayError("JAX arrays are immutable and cannot be out; omit out=")
 
     def current_stream(self, device: Device) -> int | None:
         """Return lowprec's own stream of a GPU."""
@@ -119,10 +119,10 @@ def _import(array: Any, stream: int | None) -> ArrayView:
 def _is_cpu(device: Any) -> bool:
     platform: str | None = getattr(device, "platform", None)
     if platform is None:
-        raise ElsewhereError(
+        raise DelegateError(
             f"the JAX array is spread over several devices ({device}), where lowprec has matmul; else gather it with "
             "jax.device_put(array, jax.devices()[0])",
-            ROAD,
+            DELEGATE,
         )
     return platform == "cpu"
 

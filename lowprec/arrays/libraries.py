@@ -20,7 +20,7 @@ from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
 from lowprec.arrays.prepared_view import Prepared
 from lowprec.arrays.view import ArrayView
-from lowprec.errors import ArrayError, ElsewhereError
+from lowprec.errors import ArrayError, DelegateError
 
 
 class OptionalLibrary(NamedTuple):
@@ -55,8 +55,8 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 def library_of(array: Any) -> Library:
     """Return the library of an array.
 
-    Raises ArrayError, with a remedy, for what is no array or cannot be read in place: a tracer, a masked array, a
-    subclass that changes the meaning of the elements.
+    Raises ArrayError, with a remedy, for an argument that is no array or cannot be read in place: a tracer, a masked
+    array, a subclass that changes the meaning of the elements.
     """
     found = _BY_TYPE.get(type(array))
     return _look_up(array) if found is None else found
@@ -72,7 +72,7 @@ def _look_up(array: Any) -> Library:
     if kind in _DLPACK_TYPES:
         return DLPACK
     found = _find(array)
-    if array.__class__ is not kind:  # a proxy, which stands for an array of any type
+    if array.__class__ is not kind:  # a proxy for an array of any type
         return found
     if found is not DLPACK:
         _BY_TYPE[kind] = found
@@ -90,12 +90,12 @@ def _find(array: Any) -> Library:
         library.check_type(array)
         return library
     if is_dask_array(array):
-        raise ElsewhereError(_DASK, "lowprec.dask:matmul")
+        raise DelegateError(_DASK, "lowprec.dask:matmul")
     if isinstance(array, Prepared):
-        raise ElsewhereError(
-            "expected an array, got a prepared operand, which stands only for b of matmul and for the weight of "
+        raise DelegateError(
+            "expected an array, got a prepared operand, which is accepted only as b of matmul and as the weight of "
             "linear; pass the array itself",
-            road="",
+            target="",
         )
     if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise ArrayError(

@@ -18,7 +18,7 @@ _MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "cupy": "cup
 
 
 def array_module(array: Any) -> Any:
-    """Return the Array API namespace of an array's library, or what that library has in its place."""
+    """Return the Array API namespace of an array's library, or its equivalent."""
     return namespace_of(array)._xp
 
 
@@ -145,7 +145,7 @@ class Namespace:
         return self._xp.ones((n,), dtype=like.dtype)
 
     def conjugated(self, x: Any) -> Any:
-        """Return the complex conjugate; what is real stays as it is."""
+        """Return the complex conjugate; real arrays are returned unchanged."""
         return self._xp.conj(x) if "complex" in str(x.dtype) else x
 
 

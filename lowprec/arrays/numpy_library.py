@@ -69,7 +69,7 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     try:
         raw: NDArray[Any] = np.empty(prod(shape) * dtype.itemsize + CACHE_LINE, np.uint8)
     except (MemoryError, ValueError):  # ValueError: no such size exists
-        return np.empty(shape, dtype)  # which says for what there is no memory
+        return np.empty(shape, dtype)  # its error names the array that memory lacks
     return np.ndarray(shape, dtype, raw, -data_pointer(raw) % CACHE_LINE)
 
 
@@ -97,7 +97,7 @@ class NumpyLibrary(Library):
 
     @staticmethod
     def refuse_subclass(array: NDArray[Any]) -> ArrayError:
-        """Return the error for an array whose class changes what its elements mean (masks, units, ``*``)."""
+        """Return the error for an array whose class changes the meaning of its elements (masks, units, ``*``)."""
         name = type(array).__name__
         if isinstance(array, np.ma.MaskedArray):
             return ArrayError(
@@ -105,7 +105,7 @@ class NumpyLibrary(Library):
                 "array.data to ignore the mask"
             )
         return ArrayError(
-            f"{name} is not accepted: the result would be a plain numpy.ndarray and lose what the subclass adds; "
+            f"{name} is not accepted: the result would be a plain numpy.ndarray without the subclass's additions; "
             "pass numpy.asarray(array)"
         )
 

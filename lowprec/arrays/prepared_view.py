@@ -83,7 +83,7 @@ def _turned(extents: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
-    """What a caller holds of a prepared view; :class:`lowprec.PreparedOperand` says what it tells of it."""
+    """The caller's handle of a prepared view; :class:`lowprec.PreparedOperand` adds its properties."""
 
     _view: PreparedView
 
@@ -96,7 +96,7 @@ def refuse_prepared(**arguments: Any) -> None:
     for name, value in arguments.items():
         if isinstance(value, Prepared):
             raise ArrayError(
-                f"{name} is a prepared operand; it stands only for b of matmul, and for the weight of linear, beside "
+                f"{name} is a prepared operand; it is accepted only as b of matmul, and as the weight of linear, with "
                 "an array that is read in place; pass the array itself"
             )
 
@@ -120,7 +120,7 @@ _ALIGNMENT_BYTES = 256
 
 
 def _host_copy(view: ArrayView) -> NDArray[Any]:
-    """Return a copy of the elements alone; where large gaps lie between them, the system gives no memory."""
+    """Return a copy of the elements alone; the system provides no memory for large gaps between them."""
     if not view.size:
         return np.empty(view.shape, view.ndarray().dtype)
     first, last = view.extent()

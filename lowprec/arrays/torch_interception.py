@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lowprec.errors import ArrayError, ElsewhereError
+from lowprec.errors import ArrayError, DelegateError
 
-#: What multiplies where torch must see the product.
-ROAD = "lowprec.torch:matmul"
+#: The target where torch must see the product.
+DELEGATE = "lowprec.torch:matmul"
 
 
 def probes_of(torch: Any) -> tuple[Callable[[], Any], ...]:
@@ -31,24 +31,24 @@ def probes_of(torch: Any) -> tuple[Callable[[], Any], ...]:
 
 
 def refuse_interception(torch: Any) -> None:
-    """Raise an ArrayError if what one of the probes has found would miss a product; a function mode alone does not."""
+    """Raise an ArrayError if an interception that a probe found would miss a product; function modes do not."""
     if torch._C._is_tracing():
         raise ArrayError(
             "torch.jit.trace is recording, and would record an empty result for lowprec's product; call lowprec "
             "outside the traced function"
         )
     if torch._C._are_functorch_transforms_active():
-        raise ElsewhereError(
+        raise DelegateError(
             "the call is inside a torch.func transform (vmap, grad, jvp, functionalize), which acts on torch's "
             "operations; call lowprec outside the transform",
-            ROAD,
+            DELEGATE,
         )
     mode = _dispatch_mode(torch)
     if mode is not None:
-        raise ElsewhereError(
+        raise DelegateError(
             f"the torch mode {type(mode).__name__} is active: it acts on torch's operations and would not see "
             "lowprec's product; call lowprec outside the mode",
-            ROAD,
+            DELEGATE,
         )
 
 
@@ -61,10 +61,10 @@ def refuse_tangent(torch: Any, array: Any) -> None:
     if core._dispatch_tls_is_dispatch_key_excluded(core.DispatchKey.AutogradFunctionality):
         return
     if torch.autograd.forward_ad.unpack_dual(array).tangent is not None:
-        raise ElsewhereError(
+        raise DelegateError(
             "the torch tensor has a tangent of forward-mode AD, which only lowprec.matmul carries on; pass "
             "torch.autograd.forward_ad.unpack_dual(tensor).primal",
-            ROAD,
+            DELEGATE,
         )
 
 
@@ -72,7 +72,7 @@ def _dispatch_mode(torch: Any) -> Any:
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     if mode is not None:
         return mode
-    # The stack of these modes is the process's; whether they act on this thread tells a dispatch key.
+    # The stack of these modes is the process's; a dispatch key shows whether they act on this thread.
     if not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
         return None
     return torch._ops._get_current_dispatch_mode_pre_dispatch()

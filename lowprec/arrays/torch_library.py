@@ -10,9 +10,9 @@ from types import MethodType
 from typing import Any, NoReturn
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.torch_interception import ROAD, probes_of, refuse_interception, refuse_tangent
+from lowprec.arrays.torch_interception import DELEGATE, probes_of, refuse_interception, refuse_tangent
 from lowprec.arrays.view import CPU, ArrayView, Device
-from lowprec.errors import ArrayError, ElsewhereError
+from lowprec.errors import ArrayError, DelegateError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -72,16 +72,16 @@ class TorchLibrary(Library):
             self._device_types["cuda"] = _ROCM
         self.device_of = functools.cache(self._device_of)
         self._accepted = (torch.Tensor, torch.nn.Parameter)
-        # What its compiled code allocates with takes a third of the time; older versions lack it.
+        # The allocator of its compiled code takes a third of the time; older versions lack it.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_on_cpu = getattr(guards, "_empty_strided_cpu", None)
-        # What torch's own compiler calls: 0.1 us, where torch.cuda.current_stream makes an object first.
+        # Used by torch's own compiler: 0.1 us, while torch.cuda.current_stream makes an object first.
         self._raw_stream = getattr(
             torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream
         )
 
     def check_type(self, array: Any) -> None:
-        """Refuse tensors whose class stands for something other than strided memory."""
+        """Raise for tensors whose class is not strided memory."""
         kind = type(array)
         if kind not in self._accepted:
             tensor, parameter = self._accepted
@@ -92,7 +92,7 @@ class TorchLibrary(Library):
                 MethodType(tensor.__torch_function__.__func__, kind),
             ):
                 return  # it only adds attributes
-            refuse = functools.partial(ElsewhereError, road=ROAD) if acts else ArrayError
+            refuse = functools.partial(DelegateError, target=DELEGATE) if acts else ArrayError
             raise refuse(
                 f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may hold no memory of its "
                 "own; pass a plain tensor (tensor.full_tensor() of a DTensor, "
@@ -100,7 +100,7 @@ class TorchLibrary(Library):
             )
 
     def view(self, array: Any) -> ArrayView:
-        """Return the view of a tensor, unless what intercepts torch's operations would miss the product."""
+        """Return the view of a tensor, unless an interception of torch's operations would miss the product."""
         dispatch_modes, function_modes, is_tracing, transforms = self._probes
         if dispatch_modes() or function_modes() or is_tracing() or transforms():
             refuse_interception(self._torch)
@@ -112,7 +112,7 @@ class TorchLibrary(Library):
             refuse_tangent(self._torch, array)
         copied = None
         if array.requires_grad and self._grad_enabled():
-            raise ElsewhereError(_WITH_GRAD, ROAD)
+            raise DelegateError(_WITH_GRAD, DELEGATE)
         dtype = self._dtypes.get(array.dtype)
         if dtype is None:
             self._refuse_dtype(array)
@@ -133,7 +133,7 @@ class TorchLibrary(Library):
         return ArrayView(dtype, shape, strides, device, array, False, address, copied)
 
     def _view_of_dead(self, array: Any) -> ArrayView:
-        """Return the view of what a transform has wrapped that has ended."""
+        """Return the view of a tensor wrapped by a transform that has ended."""
         unwrapped = self._torch._C._functorch.unwrap_if_dead(array)
         if unwrapped is array:
             raise self._without_memory(array) from None
@@ -183,7 +183,9 @@ class TorchLibrary(Library):
         if array.is_nested:
             return ArrayError("the torch tensor is nested; multiply its parts, from tensor.unbind()")
         if array.is_meta:
-            return ElsewhereError("the torch tensor is on device 'meta', where it has no memory that can be read", ROAD)
+            return DelegateError(
+                "the torch tensor is on device 'meta', where it has no memory that can be read", DELEGATE
+            )
         if self.device_of(array.device) is None:
             return ArrayError(
                 f"the torch tensor is on device {str(array.device)!r}, where it has no memory that can be read; "
@@ -191,5 +193,5 @@ class TorchLibrary(Library):
             )
         return ArrayError(
             "the torch tensor has no memory of its own: its storage has been freed, as FSDP does between uses (see "
-            "FSDP.summon_full_params), or torch holds its elements elsewhere; pass a tensor that has them"
+            "FSDP.summon_full_params), or torch keeps its elements in another tensor; pass a tensor that has them"
         )

@@ -49,7 +49,7 @@ class Device(NamedTuple):
 
     type: int  # ``DLDeviceType``: 1 is the CPU, 2 is CUDA
     #: Which of the devices of that type; 0 for the CPU.
-    index: int  # type: ignore[assignment]  # a field is what a reader expects, not tuple.index
+    index: int  # type: ignore[assignment]  # readers expect a field, not tuple.index
 
     @property
     def is_host(self) -> bool:

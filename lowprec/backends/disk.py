@@ -56,16 +56,16 @@ def _find_directory() -> Path | str:
         if found.is_absolute():
             return found
         # "~" stays where there is no home, and would be a folder of that name.
-        why = f"the system's folder for caches, {found}, would lie in whichever folder is the current one;"
+        why = f"the system's folder for caches, {found}, is relative to the current folder;"
     except ImportError:
         why = "the system's folder for them is not known without platformdirs; pip install platformdirs, or"
-    except (RuntimeError, OSError, KeyError) as error:  # no home, or the system does not tell
+    except (RuntimeError, OSError, KeyError) as error:  # no home, or one unknown to the system
         why = f"LOWPREC_CACHE_DIR={chosen}: {error};" if chosen else f"{error};"
     return f"{why} {_OWN_FOLDER}"
 
 
 def read_bytes(name: str) -> bytes | None:
-    """Return what a file holds, None if there is none, or none that can be read and trusted."""
+    """Return the contents of a file, None if it is missing, unreadable or not trusted."""
     path = _path(name)
     if path is None:
         return None
@@ -84,7 +84,7 @@ def read_bytes(name: str) -> bytes | None:
 
 
 def read_json(name: str) -> dict[str, Any]:
-    """Return the object that a file holds, an empty one if there is no file; a damaged file is set aside."""
+    """Return the object that a file holds, an empty one if there is no file; a damaged file is renamed."""
     data = read_bytes(name)
     try:
         value = json.loads(data) if data is not None else {}
@@ -107,7 +107,9 @@ def set_aside(name: str, reason: str) -> None:
     with contextlib.suppress(OSError):
         os.replace(path, kept)
     warnings.warn(
-        f"lowprec does not use {path}: {reason}; it is kept as {kept.name} and made anew", LowprecWarning, stacklevel=2
+        f"lowprec does not use {path}: {reason}; it is kept as {kept.name} and written again",
+        LowprecWarning,
+        stacklevel=2,
     )
 
 
@@ -127,13 +129,13 @@ def write_bytes(name: str, data: bytes) -> None:
     except (OSError, RuntimeError) as error:  # the latter where links or folders go in a circle
         words = getattr(error, "strerror", None) or error
         _warn_once(
-            f"lowprec cannot write to its cache {cache_directory()} ({words}), so what it holds lasts for this "
+            f"lowprec cannot write to its cache {cache_directory()} ({words}), so its contents last for this "
             "process only; set LOWPREC_CACHE_DIR to a folder that it may write"
         )
 
 
 def _path(name: str) -> Path | None:
-    """Return where a file of the cache lies; None, after a warning, if the folder is not known or not to be trusted."""
+    """Return the path of a file of the cache; None, after a warning, if the folder is unknown or not trusted."""
     folder = cache_directory()
     if folder is None:
         return None
@@ -141,7 +143,7 @@ def _path(name: str) -> Path | None:
     for used in (folder, path.parent):
         try:
             why = _distrust(os.stat(used))
-        except OSError:  # not there yet, or whoever opens it is told
+        except OSError:  # missing or unreadable: open() reports it
             continue
         if why:
             _warn_once(f"lowprec does not use its cache {used}: {why}; take it over (chmod go-w), or {_OWN_FOLDER}")
@@ -150,7 +152,7 @@ def _path(name: str) -> Path | None:
 
 
 def _distrust(found: os.stat_result) -> str:
-    """Return how somebody else could have changed a file or folder, an empty string if nobody could."""
+    """Return how another user could have changed a file or folder, an empty string if none could."""
     if os.name != "posix":
         return ""
     if found.st_uid not in _trusted_users():
@@ -172,7 +174,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
-#: What was warned of in this process.
+#: Warnings given in this process.
 _warned: set[str] = set()
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # planning is imported with the first product
 
 @functools.cache
 def imported(name: str) -> Any:
-    """Return what a kernel's row names as ``"module:name"``; its module is imported with the first product."""
+    """Return an attribute named as ``"module:name"``; the module is imported with the first product."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -45,12 +45,12 @@ Executor: TypeAlias = Callable[[Arguments], None]
 
 
 class ExecutionInfo(NamedTuple):
-    """What a product ran on, as a backend tells it."""
+    """The units and algorithm of a product, as its backend reports them."""
 
     #: Whether tensor units (tile units of a CPU, or its vector units for bfloat16 and int8) multiplied; None where the
-    #: library does not tell.
+    #: library does not report it.
     units: bool | None
-    algorithm: str | None = None  # what the library chose, in its own words
+    algorithm: str | None = None  # the library's description of its choice
 
 
 class AlgorithmTiming(NamedTuple):
@@ -82,7 +82,7 @@ class Backend(Protocol):
     """One kind of device. A module with these functions is a backend."""
 
     def capabilities(self, device: Device) -> Capabilities:
-        """Return what the device can do."""
+        """Return the capabilities of the device."""
 
     def prepare(self, plan: GemmPlan) -> Executor:
         """Return the function that executes a plan."""
@@ -105,7 +105,7 @@ class Backend(Protocol):
         """Write row-major ``source``, of :meth:`staging_dtype`, to ``out``, of the same shape and device."""
 
     def describe(self, plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
-        """Return what the device's library tells of how it would run a plan, as rows of names and values."""
+        """Return the device library's description of how it would run a plan, as rows of names and values."""
 
     def tune(
         self, execute: Executor, arguments: Arguments, *, candidates: int, progress: Callable[[int, int], None] | None
@@ -116,4 +116,4 @@ class Backend(Protocol):
         """Start to take the time of a product; None where it is done when its executor returns."""
 
     def execution_info(self, plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-        """Return what this thread's last product ran on, an execution of ``execute``, made from ``plan``."""
+        """Return the units of this thread's last product, an execution of ``execute``, made from ``plan``."""

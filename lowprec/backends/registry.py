@@ -28,7 +28,7 @@ def backend_of(device: Device) -> Backend:
     """Return the backend that serves a device; raises DeviceError if none does."""
     if device.type not in _MODULES:
         raise DeviceError(
-            f"no backend of this version serves the device {device}; arrays must lie in host memory or on an NVIDIA GPU"
+            f"no backend of this version serves the device {device}; arrays must be in host memory or on an NVIDIA GPU"
         )
     return _backend(device.type)
 
@@ -42,8 +42,8 @@ def predicted(device: str) -> Capabilities:
 def release_memory() -> None:
     """Give back the memory that lowprec keeps for later products: buffers of the CPU, pools of each GPU.
 
-    What is in use stays. The GPUs that lowprec has used are waited for, with all work that is queued there. Where an
-    allocation fails inside lowprec it does the same and tries once more. What libraries cache themselves is theirs to
+    Memory in use stays. It waits for all work queued on the GPUs that lowprec has used. Where an
+    allocation fails inside lowprec it does the same and tries again. Caches of libraries are theirs to
     give back (``torch.cuda.empty_cache()``, for example).
 
     Raises
@@ -70,5 +70,5 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
-# What gives memory to results whose library gives none.
+# Memory for results whose library provides none.
 register(2, lambda: cast(DeviceMemory, importlib.import_module("lowprec.backends.cuda.memory")))

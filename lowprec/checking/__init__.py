@@ -33,7 +33,7 @@ def check(
         (the last three) are compared with copies in float32.
     b : array, shape (..., k, n) or (k,)
     modes : sequence of str or MathMode, optional
-        What to compare with ``fp32``; by default all modes.
+        Modes to compare with ``fp32``; by default all.
     rounds : int
         Samples of each mode's time.
     budget : float
@@ -80,7 +80,7 @@ def _host(x: Any) -> Array:
     view = library_of(x).view(x)
     if not view.device.is_host:
         raise UnsupportedError(
-            f"check compares on the host, and this array lies on {view.device}; copy it to the host, "
+            f"check compares on the host, and this array is on {view.device}; copy it to the host, "
             "and use lowprec.profile to time products on a GPU"
         )
     return view.ndarray()

@@ -1,4 +1,4 @@
-"""The error of a product against float64, and what was promised about it."""
+"""The error of a product against float64, and its guaranteed bound."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Reference:
         return _ratio(math.sqrt(squares), self._norm_ab)
 
     def _may_overflow(self, plan: GemmPlan) -> bool:
-        """Whether an Inf is what the plan announces: a format without the range, or sums beyond the result's."""
+        """Whether the plan announces an Inf: a format without the range, or sums beyond the result's."""
         out = plan.out_dtype.format or FLOAT32
         return not plan.bound.unconditional or self._norm_ab > min(out.largest, FLOAT32.largest)
 

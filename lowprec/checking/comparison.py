@@ -21,10 +21,10 @@ from lowprec.util.tables import Table, html, plain_text
 
 Pair = tuple[Array, Array]
 
-#: Element types for which there is no wider reference, and what to round them to.
+#: Element types for which there is no wider reference, and the types to round them to.
 _SINGLE = {"float64": "float32", "complex128": "complex64"}
 
-#: Left out of a table that is too wide, the first one first: ``plan`` tells the one, the plots show the other.
+#: Columns omitted from a table that is too wide, in this order; ``plan`` and the plots show them.
 _OPTIONAL = ("kernel", "error")
 
 
@@ -117,11 +117,11 @@ class Comparison:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the reader must know beside the table."""
+        """Remarks on the table."""
         plans = [row.plan for row in self.rows]
         reasons = [reason for p in plans if p.resolved for reason in p.resolved.reasons]
         notes = [p.note for p in plans if p.note]
-        # Where the data made the plan take its way out, the table's kernel is not what ran.
+        # Where the data made the product fall back, another kernel than the table's ran.
         fallbacks = [
             f"{row.name}: {text}"
             for row in self.rows

@@ -42,7 +42,7 @@ class Load(NamedTuple):
             return ""
         return (
             f"the machine is busy (load average {self.average:.1f} on {self.cpus} CPUs before the first product): "
-            "times and ratios are not what it can do"
+            "times and ratios are disturbed"
         )
 
 

@@ -2,7 +2,7 @@
 
 Each function arranges axes by the library's own functions (permute, reshape, diagonal), and every sum is a matrix
 product: a sum over an axis of one operand alone is a product with ones, so that 16-bit numbers are added in FP32 as
-everywhere in lowprec. What is traced or differentiated by the library stays so.
+everywhere in lowprec. The library traces and differentiates these functions as its own.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def vecdot(
     b : array, shape (..., k)
         The other axes broadcast.
     axis : int
-        Where the vectors lie, counted from the end: -1 to -N, N being the smaller number of axes.
+        The axis of the vectors, counted from the end: -1 to -N, N being the smaller number of axes.
     out_dtype, math_mode, rtol, bound, k_chunk
         As :func:`~lowprec.matmul` takes them.
 
@@ -191,10 +191,10 @@ def vecdot(
         shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
         if left.shape[-1] != right.shape[-1]:
             lengths = f"{left.shape[-1]} and {right.shape[-1]} numbers"
-            raise ShapeError(f"vecdot: along axis {axis} of {shapes} lie {lengths}") from None
+            raise ShapeError(f"vecdot: axis {axis} of {shapes} has {lengths}") from None
         pairs = zip(left.shape[-2::-1], right.shape[-2::-1], strict=False)
         if any(1 not in pair and pair[0] != pair[1] for pair in pairs):
-            raise ShapeError(f"vecdot: {shapes} do not broadcast beside axis {axis}") from None
+            raise ShapeError(f"vecdot: {shapes} do not broadcast apart from axis {axis}") from None
         raise
     return product[..., 0, 0]
 
@@ -281,7 +281,7 @@ def einsum(
     Parameters
     ----------
     subscripts : str
-        For example ``"bij,bjk->bik"``; "..." stands for axes that broadcast.
+        For example ``"bij,bjk->bik"``; "..." denotes axes that broadcast.
     *operands : array
         Of any libraries that :func:`~lowprec.matmul` takes together.
     optimize : str, bool or sequence of sequences of int

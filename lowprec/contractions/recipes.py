@@ -18,7 +18,7 @@ _RECIPES = 1024
 class _Side(NamedTuple):
     diagonals: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
-    rows: int  # elements per sum's factor: what is left when the last axes are summed
+    rows: int  # elements left when the last axes are summed
     terms: int | None  # how many elements each sum has; None where nothing is summed
     shape: tuple[int, ...]
 
@@ -34,7 +34,7 @@ class _Side(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One product: the values that it takes, and what becomes of them. Values are numbered in order of appearance."""
+    """One product: its operands by number, in order of appearance, and their arrangement."""
 
     takes: tuple[int, ...]
     sides: tuple[_Side, ...]  # two, or one operand that is summed and arranged alone

@@ -98,7 +98,7 @@ def _is_description(x: Any) -> bool:
 
 
 def spec_of(x: ArrayView) -> OperandSpec:
-    """Return what planning knows of a view: shape, strides and element type."""
+    """Return the shape, strides and element type of a view, for planning."""
     found: OperandSpec = imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides)
     return found
 
@@ -145,11 +145,11 @@ class Request(NamedTuple):
         return found
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
-        """Return what an executor takes."""
+        """Return the arguments of an executor."""
         return Arguments(a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream)
 
     def needs_staging(self, a: ArrayView, b: ArrayView) -> bool:
-        """Whether writing ``out`` could change what is still to be read, so that the result is staged elsewhere."""
+        """Whether writing ``out`` could change elements still to be read, so that the result is staged."""
         out, c = self.out, self.c
         if out is None:
             return False
@@ -158,7 +158,7 @@ class Request(NamedTuple):
             return True
         if c is None:
             return False
-        # Element by element is safe where ``c`` is ``out`` itself, but not where it lies across it.
+        # Element by element is safe where ``c`` is ``out`` itself, but not where they overlap otherwise.
         same = (c.address, c.dtype, c.shape, c.strides)
         if same == (out.address, out.dtype, out.shape, out.strides):
             return False
@@ -277,7 +277,7 @@ def check_scalars(request: Request, compute_dtype: DType) -> None:
 
 
 def check_devices(views: dict[str, ArrayView]) -> None:
-    """Raise if the arrays of a call, by their names, do not lie on one device; descriptions lie on none."""
+    """Raise if the arrays of a call, by their names, are not on one device; descriptions are on none."""
     devices = {name: view.device for name, view in views.items() if not view.is_description}
     first = next(iter(devices), "")
     for name, device in devices.items():
@@ -298,7 +298,7 @@ def check_known_shape(name: str, x: Any) -> None:
         raise ShapeError(f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first")
 
 
-#: Arguments that None leaves away.
+#: Arguments that None omits.
 _OPTIONAL = frozenset({"out", "c", "bias", "scale_a", "scale_b"})
 
 
@@ -315,11 +315,11 @@ def name_argument(error: LowprecError, arrays: dict[str, Any], look: Callable[[A
         try:
             if x is not None or name not in _OPTIONAL:
                 views[name] = view_of(x, writable=True) if name == "out" else look(x)
-        # What the array's own code raises now is not the error, which must not be lost to it.
+        # An exception of the array's own code now must not replace the error.
         except Exception as found:  # noqa: BLE001
             if type(found) is type(error) and found.args == error.args:
-                told = name == "out" and str(error).startswith("out ")  # as only an output is
-                error.argument = None if told else name
+                names_itself = name == "out" and str(error).startswith("out ")  # as only an output is
+                error.argument = None if names_itself else name
                 return
     if isinstance(error, DeviceError):
         try:

@@ -20,7 +20,7 @@ from lowprec.backends.execution import imported
 from lowprec.core import streams
 from lowprec.core.arguments import PLAIN, Request, bind, check_devices, name_argument, spec_of
 from lowprec.core.executors import CachedExecutor, capabilities, look_up
-from lowprec.errors import ArrayError, DTypeError, ElsewhereError, UnsupportedError
+from lowprec.errors import ArrayError, DelegateError, DTypeError, UnsupportedError
 from lowprec.modes import MathMode, ResolvedMode
 
 
@@ -54,7 +54,7 @@ def matmul(
         On the device of ``a``; batches broadcast. Mixed floating-point dtypes go to the wider one, bfloat16 with
         float16 to float32.
     out : array, shape (..., m, n), optional
-        Receives the result, which is then also what is returned. It may share memory with the operands.
+        Receives the result, and is returned. It may share memory with the operands.
     c : array, broadcasts to (..., m, n), optional
         Addend; not read where ``beta`` is 0.
     alpha, beta : number
@@ -75,7 +75,7 @@ def matmul(
         mean of zero, and grows with the square root of the inner dimension.
     k_chunk : int, optional
         For experts: sum the (leading) product in pieces of the inner dimension of this length. By default the plan
-        chooses: where tensor cores cut what they sum, as long a piece as keeps their error within that of FP32.
+        chooses: where tensor cores cut the terms of a sum, as long a piece as keeps their error within that of FP32.
     scale_a, scale_b : number or array of one float32, optional
         Factors of FP8 operands, which their values were divided by when they were rounded.
 
@@ -91,7 +91,7 @@ def matmul(
     ShapeError
         The shapes do not fit together.
     DeviceError
-        The arrays lie on different devices, or on one that no backend serves.
+        The arrays are on different devices, or on one that no backend serves.
     ModeError
         There is no such mode or bound, or no mode meets ``rtol``.
     UnsupportedError
@@ -123,8 +123,8 @@ def matmul(
         if not (plain and k_chunk is None):
             request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
             x, y = (x, y) if request.alpha else without_terms(x, y)
-    except ElsewhereError as elsewhere:
-        return _elsewhere(elsewhere, a, b, _given(keywords))
+    except DelegateError as error:
+        return _delegated(error, a, b, _given(keywords))
     except (ArrayError, DTypeError) as error:
         name_argument(error, _arrays(a, b, out, c, bias, scale_a, scale_b))
         raise
@@ -159,14 +159,14 @@ def _given(keywords: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
-    """Stand for :func:`matmul` where PyTorch's compiler reads the caller's function."""
+    """Replace :func:`matmul` where PyTorch's compiler traces the caller."""
     from lowprec.torch.product import traced_matmul
 
     return traced_matmul(a, b, **keywords)
 
 
 def _in_graph() -> bool:
-    """Whether PyTorch's compiler reads :func:`matmul` itself, as it does what a function calls after a graph break."""
+    """Whether PyTorch's compiler traces :func:`matmul` itself, as it does after a graph break in the caller."""
     return False
 
 
@@ -175,27 +175,27 @@ _in_graph._torchdynamo_inline = lambda: True  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _road(name: str) -> tuple[Any, frozenset[str]]:
-    road = imported(name)
-    return road, frozenset(inspect.signature(road).parameters)
+def _delegate(name: str) -> tuple[Any, frozenset[str]]:
+    delegate = imported(name)
+    return delegate, frozenset(inspect.signature(delegate).parameters)
 
 
 #: Arguments that nothing can make up for once the product is there.
 _OF_THE_PRODUCT = {"out", "rtol", "bound", "k_chunk"}
 
 
-def _elsewhere(found: ElsewhereError, a: Any, b: Any, given: dict[str, Any]) -> Any:
-    """Multiply on the road of an operand's own library, with the arguments that were given, or raise."""
+def _delegated(found: DelegateError, a: Any, b: Any, given: dict[str, Any]) -> Any:
+    """Multiply by the delegate of an operand's library, or raise if it lacks one of the given arguments."""
     refuse_prepared(a=a, **given, b=b)
     arrays = _arrays(a, b, *map(given.get, ("out", "c", "bias", "scale_a", "scale_b")))
-    road, takes = _road(found.road)
+    delegate, takes = _delegate(found.target)
     if not given.keys() <= takes:
         lacking = sorted(given.keys() - takes)
         name_argument(found, arrays)
-        way_out = "leave it away" if _OF_THE_PRODUCT & set(lacking) else "apply it to the result"
+        way_out = "omit it" if _OF_THE_PRODUCT & set(lacking) else "apply it to the result"
         raise UnsupportedError(f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}")
     try:
-        return road(a, b, **given)
+        return delegate(a, b, **given)
     except (ArrayError, DTypeError) as error:
         name_argument(error, arrays)
         raise
@@ -223,7 +223,7 @@ def _resolve_within(
 
 
 def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:
-    """Return a new array for a result; where memory is short, once more without what lowprec keeps."""
+    """Return a new array for a result; where memory is short, again after releasing lowprec's buffers."""
     try:
         return library.allocate(found.out_shape, found.out_dtype, device, like)
     except Exception as error:
@@ -234,7 +234,7 @@ def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any
 
 
 def _out_of_place(resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView) -> Executor:
-    """Return what computes into new memory and then writes ``out``, which shares memory with what is read."""
+    """Return an executor that writes ``out``, which shares memory with an operand, from new memory."""
     device, backend = x.device, backend_of(x.device)
     dtype = backend.staging_dtype(target.dtype)
     staged = look_up(resolved, x, y, request._replace(out=None, out_dtype=dtype))

@@ -21,7 +21,7 @@ _PLAN_GEMM = "lowprec.planning:plan_gemm"
 
 
 class CachedExecutor(NamedTuple):
-    """An executor, what its result is like, and the plan behind it."""
+    """An executor, the shape and type of its result, and its plan."""
 
     execute: Executor
     out_shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class CachedExecutor(NamedTuple):
     backend: Backend
 
 
-#: Sees what is about to run on which operands, and returns what runs in its place.
+#: Receives an executor and its operands before a product, and returns the executor to run.
 Observer: TypeAlias = Callable[[CachedExecutor, ResolvedMode, ArrayView, ArrayView], CachedExecutor]
 
 _observer: Observer | None = None
@@ -45,13 +45,13 @@ def observe(observer: Observer | None) -> None:
 
 
 def forget() -> None:
-    """Make executors, and their plans, anew: as if the devices had not been asked yet what they can do."""
+    """Clear the plan and executor caches."""
     _executors.clear()
     imported(_PLAN_GEMM).cache_clear()
 
 
 def capabilities(device: Device) -> Capabilities:
-    """Return what a device can do; raises DeviceError if no backend serves it."""
+    """Return a device's capabilities; raises DeviceError if no backend serves it."""
     return backend_of(device).capabilities(device)
 
 

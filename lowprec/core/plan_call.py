@@ -48,7 +48,7 @@ def mode_within(
     """
     measure = Bound.GUARANTEED if bound is None else check_bound(bound)
     if rtol is None:
-        raise ModeError(f"bound={str(measure)!r} says what rtol= is about; pass rtol=, too")
+        raise ModeError(f"bound={str(measure)!r} selects the bound of rtol=; pass rtol=, too")
     rtol = check_rtol(rtol)
     if math_mode is not None:
         raise ModeError(
@@ -87,13 +87,13 @@ def plan(
     Parameters
     ----------
     a, b : array, ShapeDtype, pair of shape and dtype, or anything with ``shape`` and ``dtype``
-        As for :func:`lowprec.matmul`. What only describes an array is taken as a contiguous one in host memory.
+        As for :func:`lowprec.matmul`. A description is taken as a contiguous array in host memory.
     out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`; arrays may be described here too.
     device : str, optional
         An NVIDIA GPU that need not be there, by model or compute capability: ``"h200"``, ``"sm_90"``, ``"9.0"``. The
-        plan is then that of arrays with these shapes and strides in its memory, by what is published of it, wherever
-        they lie; neither a driver nor a CUDA library is needed.
+        plan is then that of arrays with these shapes and strides in its memory, by published data, wherever
+        they are; neither a driver nor a CUDA library is needed.
 
     Returns
     -------
@@ -164,7 +164,7 @@ def _described(x: Any) -> ArrayView:
 def _algorithm(made: GemmPlan, x: ArrayView, y: ArrayView, request: Request) -> tuple[tuple[str, str], ...]:
     out = request.out
     if out is None:
-        # A new array will lie at an address that every kernel likes.
+        # The address of a new array is aligned for every kernel.
         strides = contiguous_strides(made.out_shape)
         out = ArrayView(made.out_dtype, made.out_shape, strides, x.device, None, False, 0)
     return backend_of(x.device).describe(made, request.arguments(x, y, out))

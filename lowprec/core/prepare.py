@@ -43,7 +43,7 @@ class PreparedOperand(Prepared):
 
     @property
     def device(self) -> str:
-        """Where it lies: ``"cpu"``, ``"cuda:0"``."""
+        """Its device: ``"cpu"``, ``"cuda:0"``."""
         return str(self._view.device)
 
     @property
@@ -58,13 +58,13 @@ class PreparedOperand(Prepared):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now: the copy, and what products have made of it."""
+        """Bytes held now: the copy, and its packed forms."""
         once = OperandSpec(self._view.dtype, self.shape, self._view.strides).stored_bytes
         return once + self.packed_bytes
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of what products have made of the copy so far: rounded, split, packed."""
+        """Bytes of the copy's packed forms so far: rounded, split, packed."""
         return sum(form.nbytes for form in list(self._view.forms.values()))
 
     @property
@@ -75,13 +75,13 @@ class PreparedOperand(Prepared):
         return PreparedOperand(self._view.transposed)
 
     def release(self) -> None:
-        """Give back what products have made of the copy; the next one makes it anew."""
+        """Free the packed forms of the copy; the next product makes them again."""
         self._view.forms.clear()
 
     def __repr__(self) -> str:
         return (
             f"PreparedOperand({self.dtype} {self.shape}, {self.order or 'strided'}, for {self.math_mode}, on "
-            f"{self.device}, {self.packed_bytes:,} bytes packed beside {self.nbytes - self.packed_bytes:,})"
+            f"{self.device}, {self.packed_bytes:,} bytes packed in addition to {self.nbytes - self.packed_bytes:,})"
         )
 
     def __reduce__(self) -> Any:
@@ -98,16 +98,16 @@ def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOp
     """Return an operand that products round, split and pack once for all of them, a weight for example.
 
     ``matmul(a, prepare(b))`` has the bits of ``matmul(a, b)``, in whatever mode is in force: preparing saves time and
-    nothing else. What a product in the mode of ``math_mode`` makes of ``b`` is kept for the next one. A product in
+    nothing else. A product in the mode of ``math_mode`` keeps its packed form of ``b`` for the next one. A product in
     another mode, because an argument, a scope, the guard or the environment says so, reads the copy as any array, and
     so does a kernel that multiplies ``b`` as it is (in full FP32, all but small ones); :func:`plan` shows which it is.
 
     Parameters
     ----------
     b : array, shape (..., k, n) or (k,)
-        As :func:`matmul` takes it. It is copied: what is written to it later does not show.
+        As :func:`matmul` takes it. It is copied: later writes to it have no effect.
     math_mode : str or MathMode, optional
-        For which to keep what is made of ``b``; by default the mode in force here. It does not decide how a product is
+        The mode whose packed form of ``b`` is kept, by default the current one. It does not decide how a product is
         multiplied.
 
     Returns

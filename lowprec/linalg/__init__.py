@@ -64,8 +64,8 @@ class SlogdetResult(NamedTuple):
 class LstsqResult(NamedTuple):
     """Solution, squared residual norms per column, rank of ``a`` and its singular values.
 
-    What the library does not compute is empty: in most of them the residuals where ``a`` is wide or of deficient
-    rank, in PyTorch on a GPU the rank and the singular values too.
+    Values that the library does not compute are empty: in most libraries the residuals where ``a`` is wide or of
+    deficient rank, in PyTorch on a GPU the rank and the singular values too.
     """
 
     solution: Any

@@ -36,7 +36,7 @@ _Function = Callable[..., Any]
 class Route(NamedTuple):
     """The way to one function of one library."""
 
-    #: Where it is, and what it is called there.
+    #: Its module and its name there.
     module: str
     name: str
     #: Called with the function in front of the operands, where it cannot be called as the others are.
@@ -230,5 +230,5 @@ ROUTES: Mapping[str, Mapping[str, Route]] = {
     },
 }
 
-#: What a library has not, and the way out.
+#: Functions that a library lacks, and the remedy.
 LACKING: Mapping[tuple[str, str], str] = {("cdist", "jax"): "take jax.numpy.linalg.norm(a[:, None] - b[None], axis=-1)"}

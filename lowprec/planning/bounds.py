@@ -7,7 +7,7 @@ element and therefore for the Frobenius norms,
 
     |C - AB| <= ((1 + u_a) (1 + u_b) (1 + gamma_d) (1 + u_out) - 1) |A| |B|  +  an absolute term,
 
-where u_a and u_b round the operands and u_out the result. The absolute term is what underflow adds.
+where u_a and u_b round the operands and u_out the result. The absolute term is the error of underflow.
 
 *Tile units* (Intel 64 and IA-32 Architectures Software Developer's Manual, TDPBF16PS): each instruction adds 32
 products to an element as two sums of 16, so d = 17 plus the number of instructions per element. Products of two
@@ -17,7 +17,7 @@ bfloat16 values are exact in FP32; subnormal inputs and results count as zero.
 after the other, or their sum at once, no product goes through more than two roundings in it, so d = k, rounded up to an
 even number. Subnormal inputs and results count as zero here, too.
 
-*Products of parts in one pass* over packed operands (``KernelRow.shares_sums``) share their sums, which begin anew
+*Products of parts in one pass* over packed operands (``KernelRow.shares_sums``) share their sums, which start again
 with each chunk of k, of 2048 / parts at most, and are added in FP32. Tile units add all products of a step before the
 next step, so that a term meets the roundings of all of them over the chunk; vector units add one product over the
 whole chunk after the other, the smallest first, so that a term meets those of its own and of the larger ones. One more
@@ -25,18 +25,18 @@ rounding for each further chunk.
 
 *Tensor cores* (see ``planning.tensor_cores``): d counts the roundings of their model. How cuBLAS rounds float32 data
 to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10. Products are aligned before they
-are normalised, a subnormal factor with the exponent of nu, the smallest normal number: what is cut is gamma_d of the
+are normalised, a subnormal factor with the exponent of nu, the smallest normal number: the loss is gamma_d of the
 sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand and gamma_d k nu^2 per element of the
 result (in scaled rows, which reach 2^28 nu, of the norms: gamma_d 2^-27 sqrt(k)). Results below float32's normal range
 are cut, too.
 
 *Scaling* (``fp16`` and its schemes): rows of a and columns of b are scaled by powers of two so that the largest number
-of each lies in [2^14, 2^15). What then falls below float16's normal range loses at most 2^-25, which is 2^-39 of that
-largest number; over a row of k numbers that is at most sqrt(k) 2^-39 of the row's norm.
+of each is in [2^14, 2^15). Numbers that then fall below float16's normal range lose at most 2^-25, which is 2^-39 of
+that largest number; over a row of k numbers that is at most sqrt(k) 2^-39 of the row's norm.
 
 *Chunks of k* add one rounding for each sum of a chunk. *Products of parts* and *probable* bounds are in
-``planning.split_bounds``. What underflows in the parts of a number is at most twice what one part loses: the rest, and
-what it would have given to products that are not formed.
+``planning.split_bounds``. Underflow in the parts of a number loses at most twice the loss of one part: the rest, and
+its share of the products that are not formed.
 
 *Complex*: rounding the components of x moves x by at most u |x|. Each component of the result is a sum of 2k real
 products, off by at most gamma_d of its magnitudes; the vector (|ar||br| + |ai||bi|, |ar||bi| + |ai||br|) has norm at
@@ -76,7 +76,7 @@ CHUNK_STEPS = 64
 # TF32 as it is where numbers may be cut instead of rounded: one bit less is guaranteed.
 _TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
 
-# What scaling leaves to underflow, over the largest number of a row.
+# The loss by underflow after scaling, over the largest number of a row.
 _SCALED_LOSS = 2.0**-39
 
 # Twice the smallest normal float16 over the same number.
@@ -96,17 +96,17 @@ class ErrorBound:
     """
 
     relative: float  # factor of ``|A| |B|``, and of the product of the Frobenius norms
-    #: What an element of an operand may lose to underflow, beyond its relative rounding.
+    #: The loss of an operand's element by underflow, beyond its relative rounding.
     operand_absolute: float
-    result_absolute: float  # what an element of the result may lose to underflow
+    result_absolute: float  # the loss of a result's element by underflow
     k: int  # length of the sums
     formula: str  # the expression behind ``relative``
-    #: What underflow may cost, in words; empty where it is no more than the accumulator's own underflow.
+    #: The cost of underflow in words; empty where it is no more than the accumulator's own underflow.
     absolute: str
-    condition: str  # what the data must satisfy for the bound to hold
+    condition: str  # the condition on the data for the bound to hold
     #: Whether ``relative`` alone describes the mode: false where the mode's own range can be left.
     unconditional: bool
-    #: What takes the place of ``relative`` with probability ``probability`` at least, where rounding errors have a mean
+    #: Replaces ``relative`` with probability ``probability`` at least, where rounding errors have a mean
     #: of zero.
     probable: float = 0.0
     by_norms: bool = False  # whether it holds for the norms only, because rows were scaled
@@ -133,7 +133,7 @@ def holds(fmt: NumberFormat, values_of: NumberFormat) -> bool:
 
 
 def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
-    """Return the format of what is multiplied: the mode's in single precision, else the storage's; None for int8."""
+    """Return the format of the multiplied numbers: that of the mode in single precision, else of the storage."""
     if compute_dtype.is_single_precision:
         return row(mode).operand_format
     return compute_dtype.format
@@ -256,7 +256,7 @@ def error_bound(
 
 
 def _with_losses(case: _Case, error: RelativeError, k: int, parts: int, *, unconditional: bool) -> ErrorBound:
-    """Return the bound with what underflows; ``parts`` is 0 where no operand is split."""
+    """Return the bound with the losses by underflow; ``parts`` is 0 where no operand is split."""
     is_split, out = parts > 0, case.out
     norms_loss, *early = _aligned_early(case, 1 + parts)
     operand_loss, term_loss, out_loss = _underflow(case)
@@ -348,7 +348,7 @@ def _formula(case: _Case) -> str:
 
 
 def _absolute_text(operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat) -> str:
-    """Return what underflow may cost, in words; nothing at the level of the accumulator's own underflow."""
+    """Return the cost of underflow in words; empty at the level of the accumulator's own underflow."""
     parts = []
     if operand_loss:
         parts.append(f"{_power(operand_loss)} per element of an operand")

@@ -1,4 +1,4 @@
-"""What cuBLASLt is asked for, as values: matrices, what is rewritten before the call, and the call."""
+"""A call of cuBLASLt as values: its matrices, the packing before it, and its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ComplexAs = Literal["no", "pairs", "rotated"]
 class Pack:
     """An operand that is rewritten before the product; padding is zero."""
 
-    dtype: DType  # of what is written
+    dtype: DType  # of the packed elements
     transposed: bool  # the rows that are written are the operand's columns
     rows: int  # of each matrix that is written, without padding
     cols: int
@@ -28,7 +28,7 @@ class Pack:
     complex_as: ComplexAs  # how complex numbers become real ones
     reason: Reason
     parts: int = 1  # of the operand, side by side along the inner dimension, those of ``a`` the last part first
-    side_by_side: bool = False  # the inner dimension lies along the lines
+    side_by_side: bool = False  # the inner dimension is along the lines
 
     @property
     def count(self) -> int:
@@ -65,7 +65,7 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class LtMatrix:
-    """A matrix as cuBLASLt is told of it: column-major."""
+    """A matrix as passed to cuBLASLt: column-major."""
 
     dtype: DType
     rows: int

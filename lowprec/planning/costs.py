@@ -34,7 +34,7 @@ def expected_cost(plan: GemmPlan) -> float:
     each = plan.capabilities.cost_per_flop(kernel, format_name(plan.operand_format))
     cost = each * sum(product.length for product in plan.schedule) / max(layout.k, 1)
     if plan.call is not None:
-        # What is rewritten before and after the call is written and read; what a product is added to, as well.
+        # Copies before and after the call are written and read; so are sums to which a product is added.
         moved = 2 * sum(copy.nbytes for copy in plan.copies)
         moved += 2 * (len(plan.schedule) - 1) * plan.call.product_bytes
         return cost + moved * kernel.cost_per_byte / plan.flops
@@ -49,11 +49,11 @@ def expected_cost(plan: GemmPlan) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds that each part takes at least; arithmetic and memory overlap, what is rewritten does not."""
+    """The least seconds of each part; arithmetic and memory overlap, copies do not."""
 
     seconds: float  # of all
     arithmetic: float  # of the products, at the peak rate
-    memory: float  # of reading what is multiplied and writing the result, once
+    memory: float  # of reading the operands and writing the result, once
     rewriting: float  # of the kernels that rewrite operands before, or the result after
     units: str  # whose peak rate it is
     tflops: float  # that rate
@@ -74,11 +74,11 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     for spec, pack in ((problem.a, call.pack_a), (problem.b, call.pack_b)):
         read += pack.nbytes if pack else spec.stored_bytes
         rewritten += spec.stored_bytes + pack.nbytes if pack else 0
-    # What else the plan moves: the result, c and bias.
+    # The plan's other data: the result, c and bias.
     around = plan.bytes_moved - problem.a.stored_bytes - problem.b.stored_bytes
     if call.staged:
         rewritten += call.product_bytes + around
-        # What a product is added to is read and written.
+        # Sums to which a product is added are read and written.
         around = call.product_bytes * (2 * len(plan.schedule) - 1)
     arithmetic = flops / (rate * 1e12)
     memory, rewriting = ((x / able.bytes_per_second) for x in (read + around, rewritten))

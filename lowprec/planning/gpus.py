@@ -22,9 +22,9 @@ Rate = float | None
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """One row: what NVIDIA says of a model."""
+    """One row: the published data of a model."""
 
-    key: str  # what a caller asks for
+    key: str  # the caller's name of it
     name: str
     compute_capability: Capability
     multiprocessors: int
@@ -49,7 +49,7 @@ class GpuModel:
 
 _NO = None
 
-#: The first of a compute capability stands for what has no row of its own.
+#: The first of a compute capability serves models without a row.
 MODELS = (
     GpuModel(
         "v100", "NVIDIA V100 SXM2", (7, 0), 80, 1530, (7.8, 15.7, _NO, _NO, 125, _NO, _NO), 900, 32, 6,
@@ -153,12 +153,12 @@ def parse_capability(text: str) -> Capability | None:
 
 
 def _plain(text: str) -> str:
-    """Return a name without what writers leave out: the maker's words, spaces and hyphens."""
+    """Return a name without the maker's words, spaces and hyphens."""
     return re.sub(r"nvidia|tesla|geforce|[\s_-]", "", text.lower())
 
 
 def model_of(name: str) -> GpuModel | None:
-    """Return the row of a GPU that is there, by the name that its driver tells; None for a model without a row."""
+    """Return the row of a GPU that is there, by the name that its driver reports; None for a model without a row."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     found = [model for model in MODELS if words.issuperset(model.key.split("-"))]
     return max(found, key=lambda model: len(model.key), default=None)

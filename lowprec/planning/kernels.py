@@ -23,7 +23,7 @@ INT8 = "int8"
 
 
 def format_name(fmt: NumberFormat | None) -> str:
-    """Return the name of what is multiplied: a format's, or ``"int8"``."""
+    """Return the name of the multiplied numbers: a format's, or ``"int8"``."""
     return INT8 if fmt is None else fmt.name
 
 
@@ -41,11 +41,11 @@ class KernelRow(NamedTuple):
     """What one kernel is, needs and costs."""
 
     name: str
-    units: str  # what it runs on, for people
+    units: str  # the units it runs on, for people
     executor: str  # function from a plan to its executor, as "module:function"
-    blas: str = ""  # what multiplies arrays for an executor of several kernels, as "module:name"
-    micro_kernel: str = ""  # what multiplies packed operands, as "module:name"
-    formats: frozenset[str] | None = None  # what it multiplies, by `format_name`; None for anything
+    blas: str = ""  # the product of arrays, for an executor of several kernels, as "module:name"
+    micro_kernel: str = ""  # the product of packed operands, as "module:name"
+    formats: frozenset[str] | None = None  # formats it multiplies, by `format_name`; None for any
     requires: str | None = None  # feature that the device must have
     missing: str = ""  # reason where the device lacks it; "no" and the units by default
     instruction_sets: tuple[str, ...] = ()  # beyond the common ones, as the system calls them
@@ -65,7 +65,7 @@ class KernelRow(NamedTuple):
     vectors: range | None = None  # runs products of a matrix and so many vectors only
     is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
-    keeps_b: bool = False  # what it makes of a prepared operand
+    keeps_b: bool = False  # whether it keeps its packed form of a prepared operand
     emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
     fallback: Why | None = None  # operands that it leaves to the next kernel of the device
     # Below these it costs more than it saves; elements are those of a, b and the result.
@@ -90,11 +90,11 @@ class KernelRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a device can do; whoever asked the device passes it in."""
+    """The capabilities of a device, passed in by its backend."""
 
     device: str  # "cpu" or "cuda:0"
     name: str  # its model, for people
-    kernels: tuple[KernelRow, ...] = field(hash=False)  # most welcome first; the last needs nothing
+    kernels: tuple[KernelRow, ...] = field(hash=False)  # preferred first; the last has no requirements
     features: frozenset[str] = frozenset()  # of device and libraries, as `KernelRow.requires` says
     flops_per_byte: float = 16.0  # peak rate over memory bandwidth
     compute_capability: tuple[int, int] | None = None  # of an NVIDIA GPU: major, minor
@@ -118,7 +118,7 @@ class Capabilities:
         return kernel.emulates.capability if kernel.emulates else self.compute_capability
 
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
-        """Return what one flop costs on a kernel of this device, in numbers of this format."""
+        """Return the cost of a flop on a kernel of this device, in numbers of this format."""
         if fmt == FLOAT64.name:
             rates = dict(self.peak_tflops)
             single, double = rates.get(FLOAT32.name), rates.get(fmt)
@@ -131,7 +131,7 @@ class Capabilities:
 
 
 class KernelChoice(NamedTuple):
-    """A kernel, why the more welcome ones were passed over, and which one takes what it cannot treat."""
+    """A kernel, why preferred ones were passed over, and the fallback for operands that it refuses."""
 
     kernel: KernelRow
     passed_over: tuple[Reason, ...] = ()

@@ -1,4 +1,4 @@
-"""Shapes and strides of a product, to what a GEMM is called with: m, n, k, order, leading dimension, batch.
+"""From shapes and strides of a product to the arguments of a GEMM: m, n, k, order, leading dimension, batch.
 
 Sources: the Array API's ``matmul`` (shapes); the CBLAS interface (leading dimensions).
 """
@@ -80,7 +80,7 @@ class MatrixStack:
 
     @property
     def op(self) -> Literal["N", "T"]:
-        """``"T"`` where a row-major BLAS call must transpose what is stored."""
+        """``"T"`` where a row-major BLAS call must transpose the stored matrix."""
         return "T" if self.order == "col" else "N"
 
     @property
@@ -253,7 +253,7 @@ def with_rows_copied(layout: GemmLayout) -> GemmLayout:
 
 
 def _collapse(layout: GemmLayout, copies_a: bool = False) -> GemmLayout:
-    """Turn the batch into rows where one GEMM can stand for all."""
+    """Turn the batch into rows where one GEMM can compute all."""
     count = layout.batch_count
     if count < 2 or layout.m == 0 or layout.b.batch_stride != 0:
         return layout

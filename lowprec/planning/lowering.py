@@ -65,7 +65,7 @@ class _Terms(NamedTuple):
     plan: GemmPlan
     problem: GemmProblem
     layout: GemmLayout
-    data: DType  # of what is multiplied, complex64 where it stays complex
+    data: DType  # of the multiplied numbers, complex64 where they stay complex
     summed_in: DType  # of the sums, and of alpha and beta
     as_real: bool  # whether complex operands are multiplied as real matrices of twice the extents
     k_contiguous: bool
@@ -162,7 +162,7 @@ def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Operand:
 
 
 def _reason_to_pack(terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], parts: int) -> Reason | None:
-    """Return why an operand cannot be read where it lies, None if it can."""
+    """Return why an operand cannot be read in place, None if it can."""
     dtype = stack.dtype
     if dtype is not terms.data and not (terms.k_contiguous and reads_k_contiguous(dtype)):
         return Reason.of(Why.OTHER_DTYPE, dtype=dtype, data=terms.data)

@@ -30,7 +30,7 @@ def _rendering() -> Any:
 
 
 class Copy(NamedTuple):
-    """A copy that is made because of where or how an array lies."""
+    """A copy that is made because of an array's memory or layout."""
 
     operand: str  # "a", "b" or "out"
     reasons: tuple[Reason, ...]
@@ -59,29 +59,29 @@ class GemmPlan:
     problem: GemmProblem
     capabilities: Capabilities  # of the device
     mode: MathMode  # in force
-    scheme: MathMode  # the mode that it stands for: another one where the mode is ``fp32_emulated``
+    scheme: MathMode  # the mode that runs: another one where the mode is ``fp32_emulated``
     mode_has_effect: bool  # whether the mode changes anything for these element types
     layout: GemmLayout
     compute_dtype: DType  # common element type of the operands
     out_dtype: DType
     out_shape: tuple[int, ...]
-    operand_format: NumberFormat | None  # of what is multiplied, once rounded; None for integers
+    operand_format: NumberFormat | None  # of the multiplied numbers, once rounded; None for integers
     rounded: tuple[bool, bool]  # whether ``a`` and ``b`` are rounded to it
-    multiplied_dtype: DType  # element type of what a GPU multiplies
-    cublas_compute_type: ComputeType  # what the mode allows, in cuBLASLt's words
+    multiplied_dtype: DType  # element type that a GPU multiplies
+    cublas_compute_type: ComputeType  # allowed by the mode, as cuBLASLt names it
     schedule: tuple[Product, ...]  # the matrix products, in the order in which they are summed
-    kernel_row: KernelRow  # what runs each of them
-    passed_over: tuple[Reason, ...]  # why no more welcome kernel of the device does
-    fallback: KernelRow | None  # what takes operands that the kernel cannot treat
+    kernel_row: KernelRow  # runs each of them
+    passed_over: tuple[Reason, ...]  # why preferred kernels of the device do not
+    fallback: KernelRow | None  # takes operands that the kernel refuses
     copies: tuple[Copy, ...]
     #: Of the product as the caller wrote it: 2 m n k per real product, 8 m n k per complex one.
     flops: int
-    resolved: ResolvedMode | None = None  # who chose the mode
+    resolved: ResolvedMode | None = None  # the source of the mode
     candidates: tuple[Candidate, ...] = ()  # what ``rtol`` considered
-    call: CublasLtCall | None = None  # what cuBLASLt is asked for, where it computes
-    #: Whether what is made of a prepared ``b`` is kept, and why; None where ``b`` is an array.
+    call: CublasLtCall | None = None  # the call of cuBLASLt, where it computes
+    #: Whether the packed form of a prepared ``b`` is kept, and why; None where ``b`` is an array.
     prepared: Reason | None = None
-    #: What cuBLASLt tells of the algorithm that it chose, by name; empty until a device was asked.
+    #: cuBLASLt's description of its algorithm, by name; empty without a device.
     algorithm: tuple[tuple[str, str], ...] = ()
 
     @cached_property

@@ -21,7 +21,7 @@ from lowprec.planning.reasons import Reason, Why
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
 
-if TYPE_CHECKING:  # what only cuBLASLt needs is imported with the first product for it
+if TYPE_CHECKING:  # imported with the first product for cuBLASLt
     from lowprec.planning.calls import CublasLtCall
 
 PLAN_CACHE_SIZE = 1024
@@ -74,7 +74,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     # One product of a copy of ``a`` is faster than many small ones where enough columns use it.
     pays = layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
     if rows is not layout and choice.kernel.blas and pays:
-        # What takes no copies would read strides that there are not.
+        # Kernels that take no copies would read strides that do not exist.
         as_rows, layout = choose(rows), rows
         choice = as_rows if as_rows.kernel.blas else choice
     kernel = choice.kernel

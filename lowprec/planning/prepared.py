@@ -1,4 +1,4 @@
-"""Whether a product keeps what it makes of a prepared operand."""
+"""Whether a product keeps its packed form of a prepared operand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def kept_modes(plan: GemmPlan) -> frozenset[str]:
-    """Return the modes: if ``b`` was prepared for one, what a product in this plan makes of it is kept for the next."""
+    """Return the modes: if ``b`` was prepared for one, a product of this plan keeps its packed form."""
     if _why(plan, plan.mode) is not Why.KEPT:
         return frozenset()
     return frozenset((plan.mode,) if plan.mode_has_effect else MathMode)

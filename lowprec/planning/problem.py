@@ -69,7 +69,7 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
         if not spec.dtype.results:
             legal = ", ".join(str(d) for d in OPERAND_DTYPES if capabilities.has_float8 or not d.is_float8)
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
-    # A pair of FP8 types is multiplied as it is; one of the two stands for it.
+    # A pair of FP8 types is multiplied unchanged; one of the two represents it.
     return DType.FLOAT8_E4M3FN if all(d.is_float8 for d in dtypes) else promote(*dtypes)
 
 

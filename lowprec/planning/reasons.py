@@ -8,7 +8,7 @@ from enum import Enum, unique
 
 @unique
 class Why(Enum):
-    """Kinds of reasons, by what they explain; each value is the sentence, with places for the data."""
+    """Kinds of reasons; each value is the sentence, with placeholders for the data."""
 
     # Why a kernel was passed over.
     REQUIREMENT_NOT_MET = "{missing}"
@@ -20,7 +20,7 @@ class Why(Enum):
     TOO_DEEP = "{kernel} pays where m and n are no less than k, which is {k}"
     TOO_SMALL_PRODUCTS = "{units} pays from {minimum:.3g} flops for each product of a batch, these have {flops:.3g}"
 
-    # What a kernel cannot treat, and what happens then.
+    # Operands that a kernel refuses, and the consequence.
     NOT_FINITE_IN_TWO_PARTS = "an Inf or NaN in an operand: FP32 units with the same rounded operands"
     NOT_FINITE_IN_PARTS = "an element that comes out NaN or infinite is computed again, in FP32"
 
@@ -44,11 +44,11 @@ class Why(Enum):
     REAL_PRODUCT = "the product is made of real numbers"
     SEVERAL_PRODUCTS = "{products} products are summed"
     NO_FUSED_ALGORITHM = "cuBLASLt has no algorithm that adds or activates here"
-    ADDEND_DIFFERS = "c lies or is stored otherwise than the result"
+    ADDEND_DIFFERS = "c has another layout or element type than the result"
     BIAS_NOT_FUSED = "bias is fused for real row-major results, packed, aligned and of their element type"
     ACTIVATION_NOT_FUSED = "{activation} is not fused for {out}"
 
-    # What becomes of a prepared operand.
+    # Uses of a prepared operand.
     KEPT = "what the first product in {mode} makes of b is kept for the others"
     PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, the mode in force is {mode}: read as any array"
     NOT_KEPT = "{kernel} keeps nothing of b: read as any array"

@@ -290,14 +290,14 @@ def _plain(value: Any) -> Any:
 
 
 def kernel_reason(plan: GemmPlan) -> str:
-    """Return what the kernel runs on, and why preferred kernels were passed over."""
+    """Return the kernel's units, and why preferred kernels were passed over."""
     row = plan.kernel_row
     as_real = plan.compute_dtype.is_complex and row.products_per_complex > 1
     return "; ".join([row.units, *map(str, plan.passed_over), *(["four real products"] if as_real else [])])
 
 
 def compute_words(compute: ComputeType, data: DType | None) -> str:
-    """Return a compute type with its data, where that is not what the type is named after."""
+    """Return a compute type with its data, where its name does not include that."""
     if data is None or data.bits >= 32 or data.format is None:
         return str(compute)
     return f"{compute} on {'float8' if data.is_float8 else data} data"
@@ -316,7 +316,7 @@ def note(plan: GemmPlan) -> str:
 
 
 def fallbacks(plan: GemmPlan) -> tuple[str, ...]:
-    """Return what is done with operands that the kernel cannot treat."""
+    """Return the handling of operands that the kernel refuses."""
     why = plan.kernel_row.fallback if plan.fallback else None
     if max(plan.split) > 1:
         why = Why.NOT_FINITE_IN_PARTS
@@ -324,7 +324,7 @@ def fallbacks(plan: GemmPlan) -> tuple[str, ...]:
 
 
 def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
-    """Return what is multiplied in place of an operand."""
+    """Return an operand as multiplied, in words."""
     operand = int(name == "b")
     dtype = (plan.problem.a, plan.problem.b)[operand].dtype
     pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None

@@ -39,8 +39,8 @@ def make_schedule(
 ) -> tuple[Product, ...]:
     """Return the products of a mode, the smallest first.
 
-    ``rounded`` says whether ``a`` and ``b`` are split; what the format holds has one part. The product of the leading
-    parts runs in pieces of ``k_chunk``, each added in the accumulator's format, or in one piece. Where
+    ``rounded`` says whether ``a`` and ``b`` are split; an operand in the format has one part. The product of the
+    leading parts runs in pieces of ``k_chunk``, each added in the accumulator's format, or in one piece. Where
     ``concatenates``, products with the same factor run as one, their parts side by side.
 
     Examples

@@ -1,7 +1,7 @@
 """Guaranteed errors of products of parts, and errors that are met with a stated probability.
 
-A number x is split into parts, x = p_0 + p_1 + ... + rest: each part is what the parts before leave, rounded to nearest
-with p bits, u = 2^-p. What p_0 leaves is at most u 2^e for |x| in [2^e, 2^(e+1)), a power of two, and so
+A number x is split into parts, x = p_0 + p_1 + ... + rest: each part is the rest of the parts before, rounded to
+nearest with p bits, u = 2^-p. The rest after p_0 is at most u 2^e for |x| in [2^e, 2^(e+1)), a power of two, and so
 
     |p_0| <= (1 + u) |x|,   |p_1| <= 2^-p |x|,   |p_2| <= 2^-(2p+1) |x|,   |rest| <= 2^-(n p + n - 1) |x| for n parts,
 
@@ -12,14 +12,14 @@ the bounds of the parts and s that of the rest, for every element
                  +  sum of w_i w_j gamma_d over those that are) |A| |B|,
 
 where a product that is formed goes through d roundings: those of its own sum over k, and one for each time that it, or
-a later product, is added. A factor that is no power of two rounds once more. Scheme and idea of the chunks: Ootomo and
+a later product, is added. A factor that is no power of two adds a rounding. Scheme and idea of the chunks: Ootomo and
 Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance"
 (2022); bfloat16 parts: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for
 higher-precision computations" (2019); Fasi, Higham, Lopez, Mary and Mikaitis, "Matrix multiplication in multiword
 arithmetic: error analysis and application to GPU tensor cores" (2023).
 
-*Scaled rows* (float16): what falls below the normal range loses at most 2^-25 of numbers whose row reaches 2^14, in the
-last part divided by what it was multiplied by. Over a row of k numbers, 2^-39 (of the rest: 2^-(39 + t), t the scale of
+*Scaled rows* (float16): numbers below the normal range lose at most 2^-25 of numbers whose row reaches 2^14, in the
+last part divided by its scale. Over a row of k numbers, 2^-39 (of the rest: 2^-(39 + t), t the scale of
 the last part) times sqrt(k) joins u and s; the bound is then one of norms.
 
 *Karatsuba*: the sum of the parts is rounded to float16 with u. Its error reaches the middle products, of weight 2^-11.
@@ -29,7 +29,7 @@ exceed expm1(lambda sqrt(d) u + d u^2 / (1 - u)) with probability at most 2 exp(
 that is formed (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019, Theorem 2.4; without
 independence Ipsen and Zhou, "Probabilistic error analysis for inner products", 2020). lambda makes that
 ``FAILURE`` for all sums of the product together, each with all of its prefixes. Errors of truncation have no mean of
-zero: what tensor cores cut counts in full.
+zero: cuts of tensor cores count in full.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def gamma(count: float, fmt: NumberFormat) -> float:
 
 @lru_cache(maxsize=1024)
 def confidence(sums: int) -> float:
-    """Return lambda for so many rounded sums: what they exceed together with probability ``FAILURE`` at most."""
+    """Return lambda for so many rounded sums, exceeded by any with probability ``FAILURE`` at most."""
     return sqrt(2 * log(2 * max(sums, 1) / FAILURE)) * (1 + 2.0**-23)
 
 
@@ -86,7 +86,7 @@ class Depth(NamedTuple):
         return gamma(self.total, fmt)
 
     def probable(self, fmt: NumberFormat, size: float) -> float:
-        """Return what they add with ``size`` the lambda of :func:`confidence`; never more than the worst."""
+        """Return their error with ``size`` the lambda of :func:`confidence`; never more than the worst."""
         u = fmt.unit_roundoff
         spread = expm1(min(size * sqrt(self.nearest) * u + self.nearest * u * u / (1 - u), 1.0))
         return min(self.worst(fmt), spread + gamma(self.cut, fmt) * (1 + spread))
@@ -131,9 +131,9 @@ def in_one_pass(
 def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
     """Return in which pieces of k tensor cores sum the leading product, None for one piece.
 
-    The longest whose error on data of one sign, on which what is cut adds up, is about that of an FP32 sum; where none
+    The longest whose error on data of one sign, on which cuts add up, is about that of an FP32 sum; where none
     is, the shortest. Such data show about a seventh of the worst that d cuts may do, and of k roundings to nearest
-    sqrt(k) u / 4. (Bounds would not tell: the guaranteed one takes roundings, which mostly cancel, for as bad as cuts,
+    sqrt(k) u / 4. (Bounds do not help: the guaranteed one takes roundings, which mostly cancel, for as bad as cuts,
     the probable one the rarest of them for the rule.)
 
     Examples
@@ -156,7 +156,7 @@ class RelativeError(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Bounds of the parts of an operand, in its own units, and of what they leave."""
+    """Bounds of the parts of an operand, in its own units, and of the rest."""
 
     weights: tuple[float, ...]
     rest: float

@@ -47,7 +47,7 @@ _EIGHT_BITS: tuple[_Model, ...] = (
     ((8, 9), Accumulation(16, 13, -132, 32, result_bits=13)),
 )
 
-#: By format of what is multiplied, the newest capability first; the last is the first that multiplies it.
+#: By format of the operands, the newest capability first; the last is the first that multiplies it.
 _MODELS: dict[str, tuple[_Model, ...]] = {
     "float16": _SIXTEEN_BITS,
     "bfloat16": _SIXTEEN_BITS[:2],
@@ -68,7 +68,7 @@ _FLOAT64_COST_OF_A_CPU = 2.0
 
 
 def float64_cost(capability: Capability | None) -> float:
-    """Return what a flop in FP64 costs in units of FP32 on a GPU, or on a CPU (None)."""
+    """Return the cost of a flop in FP64 relative to FP32 on a GPU, or on a CPU (None)."""
     if capability is None:
         return _FLOAT64_COST_OF_A_CPU
     return _FLOAT64_COSTS.get(capability, _FLOAT64_COST_ELSEWHERE)

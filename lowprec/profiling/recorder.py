@@ -98,13 +98,13 @@ Threads = Literal["all", "current"]
 
 
 class profile:
-    """Record each product that lowprec runs inside a ``with`` block: what it was, how fast, on which units.
+    """Record each product that lowprec runs inside a ``with`` block: its kind, speed and units.
 
     ``print`` shows a table with a row for each kind of product, and totals. Profiles may be nested and may overlap;
     each records for itself. One that is entered again goes on recording.
 
     A product counts when it runs: a call that is refused (shapes that do not fit) is none, one that fails while it
-    runs is recorded with its error, which goes on to the caller. On a GPU recording waits for nothing; what reads
+    runs is recorded with its error, which goes on to the caller. On a GPU recording waits for nothing; reading
     times (``records``, ``table``, ``totals``, the files) waits for the products. Products that are captured into a
     CUDA graph are recorded without a time.
 
@@ -136,7 +136,7 @@ class profile:
     def __init__(self, label: str = "", *, threads: Threads = "all") -> None:
         if not isinstance(label, str):
             raise UnsupportedError(
-                f"profile takes a label, which is text, got {quoted(label)}; what is to be recorded runs in its block: "
+                f"profile takes a label, which is text, got {quoted(label)}; the products to record run in its block: "
                 "with lowprec.profile() as prof"
             )
         if threads not in get_args(Threads):
@@ -272,7 +272,7 @@ class profile:
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write a time line in the Trace Event Format, for Perfetto and ``chrome://tracing``.
 
-        Products and ranges lie on the rows of their threads by the host's clock. Products on a GPU also lie on the
+        Products and ranges are on the rows of their threads by the host's clock. Products on a GPU are also on the
         row of their stream, each after the one before it and not before it was submitted; the gaps between them are
         not measured.
 

@@ -46,7 +46,7 @@ def units_of(plan: GemmPlan, used: bool | None) -> Units:
         major, minor = capability
         reason = f"tensor cores of compute capability {major}.{minor} do not multiply {fmt} numbers"
     elif used is None:
-        reason = "the library does not tell"
+        reason = "the library does not report it"
     else:
         reason = "the library chose an algorithm without tensor cores"
     return Units(since is not None, used, reason)
@@ -93,9 +93,9 @@ class ProductRecord:
     mode: str  #: In force; see ``mode_has_effect``.
     source: str  #: Who chose the mode.
     mode_has_effect: bool  #: False for element types on which no mode acts.
-    number_format: str  #: Of what was multiplied, once rounded.
+    number_format: str  #: Of the multiplied numbers, once rounded.
     kernel: str
-    algorithm: str | None  #: What the library chose, in its own words, where it reports that.
+    algorithm: str | None  #: The library's description of its choice, where it reports one.
     device: str
     stream: int | None  #: CUDA stream; None where there are none.
     flops: int  #: 2 m n k per real product, 8 m n k per complex one.
@@ -109,7 +109,7 @@ class ProductRecord:
     copies: tuple[str, ...]  #: Operands that were copied or rewritten before, and why.
     thread: str  #: Name of the calling thread.
     thread_id: int
-    error: str | None  #: What was raised, where the product failed.
+    error: str | None  #: The error, where the product failed.
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -145,7 +145,7 @@ class Measurement:
         self._stream: int | None = None
         self._elapsed_ms: float | None = None
         self._error: str | None = None
-        #: What the backend reports of a product that succeeded.
+        #: The backend's report of a product that succeeded.
         self.ran: ExecutionInfo | None = None
 
     def start(self, stopwatch: Stopwatch | None) -> None:
@@ -163,7 +163,7 @@ class Measurement:
             self._elapsed_ms = (self._end_ns - self._start_ns) / 1e6
 
     def fail(self, error: BaseException) -> None:
-        """Keep what went wrong, but not the exception, which holds the caller's frames."""
+        """Keep the error's text, but not the exception, which holds the caller's frames."""
         self._end_ns = time.perf_counter_ns()
         self._error, self._elapsed_ms = f"{type(error).__name__}: {error}", None
         if self._stopwatch is not None:

@@ -111,7 +111,7 @@ def _units(r: ProductRecord) -> str:
     return "used" if r.units_used else "not used" if r.units_eligible else "-"
 
 
-#: What makes products count as one, by ``by``.
+#: The keys by which products are grouped, by ``by``.
 _KEYS: dict[str, dict[str, Callable[[ProductRecord], str]]] = {
     "product": {
         "m x n x k": lambda r: extents(r.m, r.n, r.k, r.batch_count),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-#: Of a name in a folder, so that what is added to it fits into the 255 bytes that file systems allow.
+#: Of a name in a folder, so that the name with its suffix fits the 255 bytes that file systems allow.
 _LONGEST_PREFIX = 40
 
 
@@ -27,7 +27,7 @@ def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *
     _refuse_special(path)
     target = Path(path).resolve()
     temporary = target.with_name(f".{target.name[:_LONGEST_PREFIX]}.{secrets.token_hex(8)}.tmp")
-    # One frame, so that no signal handler's exception finds the file made and nobody in charge of it.
+    # One frame, so that no signal handler's exception leaves the file behind.
     try:
         with open(temporary, "xb", opener=_opener(mode)) as file:
             write(file)

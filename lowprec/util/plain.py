@@ -8,7 +8,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """Return a value, or what holds values, with None for each number that JSON does not have (Inf, NaN).
+    """Return a value, or a container of values, with None for each number that JSON lacks (Inf, NaN).
 
     Examples
     --------

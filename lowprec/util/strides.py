@@ -1,4 +1,4 @@
-"""Steps of arrays in memory, as plain numbers: what views and plans both ask of them."""
+"""Strides of arrays as plain numbers, for views and plans."""
 
 from __future__ import annotations
 

@@ -582,7 +582,7 @@ def test_two_views_of_the_same_elements() -> None:
 def test_jax_has_no_out() -> None:
     jnp = load_or_skip(Backend.JAX).jax.numpy
     x = jnp.ones(2, jnp.float32)
-    with pytest.raises(ArrayError, match="leave out= away"):
+    with pytest.raises(ArrayError, match="omit out="):
         LossScaler().unscale(x, out=x)
 
 

@@ -22,7 +22,7 @@ import pytest
 import interrupts
 import lowprec
 from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, team, threads
-from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, obstacle
+from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, unsupported_reason
 from programs import posix
 
 needs_openblas = pytest.mark.skipif(openblas.openblas() is None, reason="scipy-openblas64 is not installed")
@@ -337,7 +337,7 @@ def expired_limits() -> int:
     [
         pytest.param(openblas.openblas.__wrapped__, id="openblas"),
         pytest.param(casting.has_kernels.__wrapped__, id="casting"),
-        pytest.param(lambda: obstacle.__wrapped__(AMX_BF16), id="amx"),
+        pytest.param(lambda: unsupported_reason.__wrapped__(AMX_BF16), id="amx"),
         pytest.param(cpuinfo._cpuinfo.__wrapped__, id="cpuinfo"),
         pytest.param(expired_limits, id="threads", marks=pytest.mark.sweep),
         pytest.param(lambda: team.call(lambda: None, 3), id="team"),

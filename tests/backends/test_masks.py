@@ -14,7 +14,7 @@ import pytest
 
 from lowprec.backends.cpu import cpuinfo, openblas
 from lowprec.backends.cpu.packed import micro_kernels
-from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, obstacle
+from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, unsupported_reason
 from lowprec.errors import EnvironmentVariableError
 from lowprec.policy import environment
 
@@ -89,7 +89,7 @@ def test_products_below_a_limit(isa: str, tmp_path: Path) -> None:
     assert {name: x for name, x in found["excess"].items() if x > 1} == {}
     units = set(found["features"]) - {"openblas", "numba"}
     assert units <= ALLOWED[isa]
-    here = {kernel.name for kernel in MICRO_KERNELS if not obstacle(kernel)}
+    here = {kernel.name for kernel in MICRO_KERNELS if not unsupported_reason(kernel)}
     # Beside AMX, what is left to OpenBLAS is no feature.
     left = {x.name for x in MICRO_KERNELS if x.unmeasured_with} if {"amx_bf16"} <= units else set()
     assert units == (here & ALLOWED[isa]) - left
@@ -156,7 +156,7 @@ def test_a_plan_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(micro_kernels, "system_flags", lambda: kernel.cpu_flags)
     monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: kernel.cpu_flags - {"avx512_bf16"})
-    assert obstacle.__wrapped__(kernel) == f"{ISA} hides the {kernel.unit} of this CPU"
+    assert unsupported_reason.__wrapped__(kernel) == f"{ISA} hides the {kernel.unit} of this CPU"
 
 
 def test_every_flag_of_a_micro_kernel_is_one_that_a_limit_hides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,4 +186,4 @@ def test_a_limit_is_read_again_after_a_bad_one(monkeypatch: pytest.MonkeyPatch) 
 def test_another_architecture_has_no_units_of_x86(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     for kernel in MICRO_KERNELS:
-        assert "on Linux on x86-64 only" in obstacle.__wrapped__(kernel)
+        assert "on Linux on x86-64 only" in unsupported_reason.__wrapped__(kernel)

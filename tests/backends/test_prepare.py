@@ -422,7 +422,7 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
     prepared = lowprec.prepare(b, math_mode="bf16")
     c = lowprec.prepare(numbers(rng, "float32", 64, 96))
     for call in (lowprec.matmul, lowprec.plan):
-        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand; it stands only for b of matmul"):
+        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand; it is accepted only as b of matmul"):
             call(prepared, b)
         with pytest.raises(lowprec.ArrayError, match="a is a prepared operand"):
             call(prepared, prepared)
@@ -432,9 +432,9 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
             call(a, prepared, out=c)
         with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
             call(a[:, 1:], prepared)
-    with pytest.raises(lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"):
+    with pytest.raises(lowprec.ArrayError, match="a prepared operand, which is accepted only as b of matmul"):
         lowprec.vecdot(a, prepared)
-    with pytest.raises(lowprec.ArrayError, match="a prepared operand, which stands only for b of matmul"):
+    with pytest.raises(lowprec.ArrayError, match="a prepared operand, which is accepted only as b of matmul"):
         lowprec.prepare(prepared)
     with pytest.raises(lowprec.ModeError, match="'bf17' is not a math mode"):
         lowprec.prepare(b, math_mode="bf17")

@@ -142,7 +142,7 @@ def x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_elsewhere_than_on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(cpu_module, "obstacle", micro_kernels.obstacle.__wrapped__)
+    monkeypatch.setattr(cpu_module, "unsupported_reason", micro_kernels.unsupported_reason.__wrapped__)
     found = info()
     assert found["devices"][0]["instruction_sets"] == []
     assert any("used on Linux on x86-64 only" in w for w in found["warnings"])
@@ -152,7 +152,7 @@ def test_elsewhere_than_on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx2"}))
     monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: frozenset({"avx2"}))
-    monkeypatch.setattr(cpu_module, "obstacle", micro_kernels.obstacle.__wrapped__)
+    monkeypatch.setattr(cpu_module, "unsupported_reason", micro_kernels.unsupported_reason.__wrapped__)
     found = info()
     sets = found["devices"][0]["instruction_sets"]
     assert _named(sets, "avx2")["present"] is True
@@ -166,7 +166,7 @@ def test_modes_on_vector_units_are_named_where_there_are_no_tile_units(
 ) -> None:
     """Those that a plan gives vector units for bfloat16, and no others."""
     monkeypatch.setattr(
-        cpu_module, "obstacle", lambda unit: "" if unit.name in able.features else f"{unit.name} is missing"
+        cpu_module, "unsupported_reason", lambda unit: "" if unit.name in able.features else f"{unit.name} is missing"
     )
     x = OperandSpec.contiguous(DType.FLOAT32, (1024, 1024))
     plans = [plan_gemm(GemmProblem(x, x), able, mode) for mode in MathMode]
@@ -208,7 +208,7 @@ def test_without_openblas_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: every)
     monkeypatch.setattr(micro_kernels, "_request_permission", lambda: True)
     monkeypatch.setattr(micro_kernels.numba_import, "is_installed", lambda: False)
-    monkeypatch.setattr(cpu_module, "obstacle", micro_kernels.obstacle.__wrapped__)
+    monkeypatch.setattr(cpu_module, "unsupported_reason", micro_kernels.unsupported_reason.__wrapped__)
     monkeypatch.setattr(cpu_module.openblas, "openblas", lambda: None)
     monkeypatch.setattr(cpu_module.openblas, "library_path", lambda: None)
 

@@ -11,7 +11,7 @@ import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 
-_STANDS_FOR = "is a prepared operand; it stands only for b of matmul, and for the weight of linear"
+_STANDS_FOR = "is a prepared operand; it is accepted only as b of matmul, and as the weight of linear"
 
 
 def draw(*shape: int) -> Any:
@@ -91,7 +91,7 @@ def test_dask() -> None:
 def test_where_elements_are_asked_for() -> None:
     """Whatever is no product refuses it, in words; so does NumPy's own product, which would take it for a scalar."""
     a, prepared = draw(20, 128), lowprec.prepare(draw(128, 96))
-    message = "got a prepared operand, which stands only for b of matmul and for the weight of linear"
+    message = "got a prepared operand, which is accepted only as b of matmul and as the weight of linear"
     for call in (
         lambda: lowprec.einsum("ij,jk->ik", a, prepared),
         lambda: lowprec.tensordot(a, prepared, axes=1),

@@ -419,7 +419,7 @@ def gpu_plan(dtype: Any, mode: str, capability: tuple[int, int]) -> Any:
         ("float32", "tf32", (9, 0), True, True, "tensor cores"),
         ("float32", "bf16", (7, 5), False, True, "capability 7.5 do not multiply bfloat16"),
         ("float64", "fp32", (8, 0), False, True, "without tensor cores"),
-        ("float16", "fp32", (7, 0), None, True, "does not tell"),
+        ("float16", "fp32", (7, 0), None, True, "does not report it"),
     ],
 )
 def test_tensor_cores(

@@ -47,7 +47,7 @@ def _numba_has_failed() -> bool:
 
 def _without_numba(plan: GemmPlan) -> GemmPlan:
     casting.has_kernels.cache_clear()
-    micro_kernels.obstacle.cache_clear()
+    micro_kernels.unsupported_reason.cache_clear()
     device.forget()
     return plan_gemm(plan.problem, capabilities(CPU), plan.mode)
 
@@ -64,7 +64,7 @@ def temporary(
 
 
 def release_memory() -> None:
-    """Give the buffers of all threads that nobody uses back to the system."""
+    """Return the unused buffers of all threads to the system."""
     buffers.release_all()
 
 
@@ -79,13 +79,13 @@ def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
 
 
 def stopwatch(arguments: Arguments) -> None:
-    """Return None: the host's clock tells, because a product is done when its executor returns."""
+    """Return None: the host's clock suffices, because a product is done when its executor returns."""
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
     """Return whether this thread's last product ran on units for its numbers; where a part of it fell back, not."""
     by_kernel = isinstance(execute, functools.partial) and execute.func in _BY_UNITS
-    # What holds narrower numbers in float32 multiplies on FP32 units.
+    # Kernels that hold narrower numbers in float32 multiply on FP32 units.
     by_units = by_kernel and plan.kernel_row.holds_in is None
     return ExecutionInfo(by_units and not (plan.fallback and packed_products.fell_back()))
 

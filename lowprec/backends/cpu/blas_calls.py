@@ -38,7 +38,7 @@ _NEVER_PARALLEL, _NEVER_PARALLEL_VECTOR = 1 << 15, 1 << 12
 #: Multiplications of a batch that pay for waking a thread.
 _PAYS_TO_SHARE = 4_000_000
 
-#: Kernels, and what they multiply so that an element's bits do not depend on the panel that it lies in.
+#: Kernels and their dtypes for which an element's bits do not depend on its panel.
 _SAME_BITS_IN_ANY_PANEL = frozenset({("SkylakeX", "float32")})
 
 Product = Callable[[int, int, int], None]

@@ -20,7 +20,7 @@ RETAINED_LIMIT_BYTES = 512 << 20
 
 _PAGE = 4096
 _SMALLEST = 64 << 10
-#: Buffers below this size are not worth a look at what all threads retain.
+#: Smaller buffers do not trigger a check of the memory that all threads retain.
 _LARGE = 1 << 20
 #: Below this, fresh memory comes from the allocator's own pools and costs less than a loan.
 _SMALL = 64 << 10

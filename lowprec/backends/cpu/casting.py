@@ -64,7 +64,7 @@ def has_kernels() -> bool:
 
 
 def can_compile() -> bool:
-    """Whether the kernels can be compiled here, as importing numba for them tells."""
+    """Whether the kernels can be compiled here, which importing numba shows."""
     if not has_kernels():
         return False
     if numba_import.fails():
@@ -136,7 +136,7 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
 
 
 def lie_apart(arrays: Sequence[Any]) -> bool:
-    """Whether numbers in float32 or bfloat16 lie too far apart for float16's digits, and must be scaled."""
+    """Whether numbers in float32 or bfloat16 are too far apart for float16's digits, and must be scaled."""
     pieces, extrema = [], 0
     # Widened ones live until all have been looked at.
     arrays = [x.astype(np.float32, copy=False) for x in arrays]
@@ -160,7 +160,7 @@ def narrow(source: Any, out: Any) -> None:
         out[...] = source
         return
     kernel = kernels().narrow_kernel(name_of(out.dtype))
-    # The same cut as for a cast the other way, which names what is strided first.
+    # The same pieces as for a cast in the other direction, with the strided array first.
     _run(
         [
             (0, kernel, target, address, row_stride, col_stride, rows, cols)

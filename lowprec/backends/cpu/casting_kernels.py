@@ -34,7 +34,7 @@ from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 
 DIGITS = FLOAT16_DIGITS.name
 
-#: What is read and how it is rounded, by the names of `lowprec.formats` (and `scaling.FLOAT16_DIGITS`); None where the
+#: Stored types and their roundings, by the names of `lowprec.formats` (and `scaling.FLOAT16_DIGITS`); None where the
 #: format holds all that is stored. A kernel is made from the position here.
 CASTS = (
     ("float32", "tf32"),
@@ -55,7 +55,7 @@ KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
 #: Where in the scratch memory the extrema are: 16 largest magnitudes, 16 of the smallest less 1.
 _EXTREMA = 384
 
-# The cache on disk knows a kernel by its name and by what it closes over.
+# The key of the cache on disk includes a kernel's name and its closure.
 
 
 def float_splat(value: float) -> Any:
@@ -150,7 +150,7 @@ class Extrema:
             builder.store(builder.select(beyond, x, before), local)
 
     def write(self) -> None:
-        """Store what was found."""
+        """Store the extrema."""
         for at, local in self.found:
             self.builder.store(self.builder.load(local), at, align=1)
 

@@ -17,7 +17,13 @@ from lowprec.arrays import Device
 from lowprec.backends.cpu import casting, cpuinfo, numba_import, openblas, team, threads
 from lowprec.backends.cpu.cpuinfo import cpu_flags, cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MICRO_KERNELS, is_available, obstacle
+from lowprec.backends.cpu.packed.micro_kernels import (
+    AMX_BF16,
+    AVX512_BF16,
+    MICRO_KERNELS,
+    is_available,
+    unsupported_reason,
+)
 from lowprec.errors import EnvironmentVariableError
 from lowprec.formats import BFLOAT16
 from lowprec.modes import MathMode
@@ -46,14 +52,14 @@ def forget() -> None:
 
 @functools.cache
 def _emulating(architecture: Architecture) -> Capabilities:
-    from lowprec.backends.cpu.emulation.arithmetic import kernels  # only who emulates needs them
+    from lowprec.backends.cpu.emulation.arithmetic import kernels  # needed for emulation only
 
     real = _capabilities()
     return replace(real, kernels=(*kernels(architecture), *real.kernels))
 
 
 def features() -> frozenset[str]:
-    """Return what this machine has of what the kernels' rows require."""
+    """Return the features that the kernels' rows require and this machine has."""
     found = {
         **{x.name: is_available(x) and x.is_for(cpu_flags()) for x in MICRO_KERNELS},
         # Its panels are shared by compiled kernels; without them NumPy's BLAS has threads of its own.
@@ -64,17 +70,17 @@ def features() -> frozenset[str]:
 
 
 def info() -> dict[str, Any]:
-    """Return the CPU, NumPy's BLAS, the version of lowprec's own (None where there is none), and what is lacking."""
+    """Return the CPU, NumPy's BLAS, the version of lowprec's own (None where there is none), and missing features."""
     try:
         hidden = cpuinfo.hidden_flags()
-    except EnvironmentVariableError:  # told with the variables; products raise it
+    except EnvironmentVariableError:  # reported with the variables; products raise it
         device = {**_device(), "instruction_sets": [], "units": []}
         return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
-    no_tiles, library = obstacle(AMX_BF16), openblas.openblas()
+    no_tiles, library = unsupported_reason(AMX_BF16), openblas.openblas()
     warnings = [numba_import.failure()] if numba_import.failure() else []
     if no_tiles:
         on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
-        modes = "modes" if obstacle(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
+        modes = "modes" if unsupported_reason(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
         warnings.append(f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32")
     if library is None and sys.platform != "darwin":
         warnings.append(
@@ -101,7 +107,7 @@ def _threads() -> tuple[int, str]:
 def _device() -> dict[str, Any]:
     try:
         affinity = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # the system cannot tell
+    except (AttributeError, OSError):  # unknown to the system
         affinity = os.cpu_count() or 1
     count, name_of_team = _threads()
     return {
@@ -169,7 +175,7 @@ def _numpys_core_type() -> str | None:
 
 
 def _blas_below_the_machine(core_type: str | None) -> list[str]:
-    """Return a warning where NumPy multiplies with lesser kernels than the processor deserves."""
+    """Return a warning where NumPy's BLAS uses kernels of an older processor than this one."""
     best = openblas.core_type(cpuinfo.cpu_flags())
     if best != openblas.AVX512 or core_type not in openblas.BELOW_AVX512:
         return []

@@ -168,7 +168,7 @@ def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any, k
                     out += term
         splitting.unscale(out, split_a, split_b)
     if not is_whole and max(plan.split) > 1:
-        mend(kernel, a, b, out)
+        recompute_non_finite(kernel, a, b, out)
 
 
 def whole_operands(
@@ -206,7 +206,7 @@ def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView
     return found
 
 
-def mend(kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
+def recompute_non_finite(kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
     """Put FP32's own NaN and infinities, by the BLAS of a kernel, where a sum of products of parts is not finite."""
     lost = ~np.isfinite(out)
     if not lost.any():

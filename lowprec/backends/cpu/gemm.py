@@ -1,4 +1,4 @@
-"""Products of matrices that already hold what the mode says, by lowprec's OpenBLAS or by NumPy's BLAS."""
+"""Products of matrices already rounded for the mode, by lowprec's OpenBLAS or by NumPy's BLAS."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _openblas_product(dtype: np.dtype[Any], a: _Extents, b: _Extents, out: _Exte
 
 
 def library_product(a: MatrixStack, b: MatrixStack, out: MatrixStack) -> _Call:
-    """Return what multiplies the matrices of stacks; small batches keep how far each is from the first."""
+    """Return the product of the matrices of stacks; small batches keep the offset of each matrix."""
     library = loaded_openblas()
     if not out.batch_shape:
         return library.product(a, b, out)
@@ -151,7 +151,7 @@ def _library_call(plan: GemmPlan) -> Executor:
 
 
 class Blas(NamedTuple):
-    """A library that multiplies arrays which hold what the mode says."""
+    """A library that multiplies arrays already rounded for the mode."""
 
     #: Computes ``out = a @ b``; arrays of one dtype, at least 2-D, batches broadcast.
     multiply: Callable[[Any, Any, Any], None]

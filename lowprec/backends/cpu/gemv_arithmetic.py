@@ -18,7 +18,7 @@ from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, pointer
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What numbers are cast to, and what 16 sums are of."""
+    """The types of the factors and of 16 sums."""
 
     factor: Any
     total: Any
@@ -58,7 +58,7 @@ def numbers_of(builder: Any, index: int, address: Any, extrema: Extrema) -> Any:
 
 
 def columns_of(builder: Any, index: int, addresses: Sequence[Any], extrema: Extrema) -> list[Any]:
-    """Return 16 numbers of each column, cast; of int8 those of two beside each other."""
+    """Return 16 numbers of each column, cast; of int8 those of two adjacent columns."""
     if arithmetic(index) is FLOATS:
         return [numbers_of(builder, index, at, extrema) for at in addresses]
     kind = ir.VectorType(I8, LANES)

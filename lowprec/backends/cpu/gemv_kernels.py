@@ -35,22 +35,22 @@ from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 from lowprec.backends.cpu.packed.native import I8, I16, I32, call, emitted, load, pointer, store
 
-# The cache on disk knows a kernel by its name and by what it closes over.
+# The key of the cache on disk includes a kernel's name and its closure.
 
-#: The numbers of vectors that there are kernels for; others are filled up, by whatever lies in memory.
+#: The numbers of vectors with kernels of their own; others are padded with arbitrary memory.
 WIDTHS = (1, 2, 4, 8)
 
-#: Scratch memory: what a cast may use, and behind it 16 sums for each vector.
+#: Scratch memory: that of a cast, followed by 16 sums for each vector.
 SUMS = SCRATCH_BYTES
 GEMV_SCRATCH_BYTES = SUMS + 64 * WIDTHS[-1]
 
-#: Bytes from what a loop reads to what it asks for. The arithmetic on the way fills the processor's window, so that it
+#: Bytes from a load to its prefetch. The arithmetic on the way fills the processor's window, so that it
 #: does not look far enough ahead by itself: on a Zen 5, 2 KiB make the loops that round 1.2 to 1.4 times as fast.
 _AHEAD = 2048
 
 
 def _prefetch(builder: Any, address: Any) -> None:
-    """Ask for what the loop reads some steps later, more than the processor looks ahead by itself."""
+    """Prefetch data of some steps later, further ahead than the processor's own prefetcher."""
     place = pointer(builder, builder.add(address, address.type(_AHEAD)), I8)
     kind = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")

@@ -21,7 +21,7 @@ _TILES = KernelRow(
     reads_any_strides=True,
     single_product=True,
     keeps_b=True,
-    # Below these, most of what the kernel does is padding.
+    # Below these, most of the kernel's work is padding.
     minimum_elements=8_000,
     minimum_elements_complex=100_000,
     minimum_k=16,
@@ -148,7 +148,7 @@ GEMV = KernelRow(
     minimum_elements=49_152,
 )
 
-#: Nothing is rounded, but a BLAS's product of matrices packs what it reads.
+#: Nothing is rounded, but a BLAS's product of matrices packs its operands.
 GEMV_FP32 = GEMV._replace(
     name="gemv_fp32",
     units="FP32 units, reading a matrix that meets 2 to 4 vectors once",
@@ -166,18 +166,18 @@ GEMV_WIDE = GEMV._replace(
     minimum_elements=80_000,
 )
 
-#: A fourth of the bytes to read, and no packing of what is read once.
+#: A fourth of the bytes to read, and no packing of a matrix that is read once.
 GEMV_INT8 = GEMV._replace(
     name="gemv_int8",
     units="integer vector units, widening a matrix of int8 that meets 1 to 4 vectors as it is read",
     formats=frozenset({"int8"}),
     holds_in=None,
     keeps_b=False,
-    # Below, what packs passes its padding in the time in which this one is called.
+    # Below, the packed kernel finishes in the time of calling this one.
     minimum_elements=100_000,
 )
 
-#: What has no units of its own is rounded and widened while it is packed.
+#: Formats without units of their own are rounded and widened while they are packed.
 AVX512_FP32_ROUNDED = AVX512_BF16._replace(
     name="avx512_fp32_rounded",
     units="FP32 vector units (AVX-512), rounding the operands as they are packed",

@@ -35,7 +35,7 @@ class _Geometry(NamedTuple):
     m: int
     k: int
     vectors: int
-    to: NumberFormat | None  # what both are rounded to
+    to: NumberFormat | None  # the rounding of both
     dtype: str  # of the matrix, of which rows or columns are contiguous
     row_stride: int
     col_stride: int
@@ -238,7 +238,7 @@ def _native() -> Any:
 def _gemv(geometry: _Geometry) -> _Gemv:
     native, g = _native(), geometry
     of_matrix, of_vectors = (casting.cast_index(x, g.to) for x in (g.dtype, g.vector_dtype))
-    # Plans for this kernel multiply what it reads.
+    # Plans for this kernel have operands that it reads.
     assert of_matrix is not None
     assert of_vectors is not None
     by_rows = g.col_stride == dtype_from_name(g.dtype).itemsize

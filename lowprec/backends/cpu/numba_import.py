@@ -33,14 +33,14 @@ def is_installed() -> bool:
     try:
         # No generator: an interrupt that strikes as one is thrown away would be lost.
         return None not in map(importlib.util.find_spec, ("numba", "llvmlite"))
-    except ValueError as error:  # a module that somebody put in its place
+    except ValueError as error:  # a module that replaces it
         if not raised_in(error, "importlib.util"):
             raise
         return False
 
 
 def failure() -> str:
-    """Return why numba could not be imported, an empty string if nobody has tried or it went well."""
+    """Return why numba could not be imported; empty if it was imported or not tried."""
     return _failure[0] if _failure else ""
 
 

@@ -31,17 +31,17 @@ _PACKAGE = "scipy_openblas64"
 AVX512 = "SkylakeX"
 BELOW_AVX512 = ("Haswell", "Zen", "Sandybridge", "Nehalem", "Prescott", "Katmai")
 
-#: What the processors had for which the kernels of that name were written.
+#: Instruction sets of the processors for which the kernels of that name were written.
 _CORE_TYPES = (
     (AVX512, frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})),
     ("Haswell", frozenset({"avx2", "fma"})),
 )
 
-#: What is loaded where the processor has better kernels that are not to be used.
+#: Loaded where better kernels of the processor are hidden.
 _BELOW_AVX2 = "Nehalem"
 
 #: Address space that loading the library takes with a thread for it, and that each thread in a product takes (its
-#: buffer, and the stack and the arena of a new thread of the pool): what is not to be had ends the process.
+#: buffer, and the stack and the arena of a new thread of the pool): a failed allocation ends the process.
 _LIBRARY_BYTES, _THREAD_BYTES = 144 << 20, 112 << 20
 
 
@@ -75,7 +75,7 @@ def library_path() -> str | None:
 
 
 def _is_loaded(path: str) -> bool:
-    """Whether somebody else (a NumPy that was built with this package) has loaded this very library already."""
+    """Whether another user, such as a NumPy built with this package, has loaded this library."""
     if not hasattr(os, "RTLD_NOLOAD"):
         return False
     try:

@@ -30,7 +30,7 @@ from lowprec.modes import row
 from lowprec.planning import GemmPlan
 from lowprec.planning.prepared import kept_modes
 
-#: The kernel's words for what float32 operands become.
+#: The kernel's names of roundings of float32 operands.
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
 
 _last = threading.local()
@@ -77,12 +77,12 @@ def _is_one_job(plan: GemmPlan) -> bool:
         and not (dtype is DType.INT8 and problem.has_epilogue)
         and problem.activation in ACTIVATIONS
         and not (plan.fallback and problem.has_beta)  # c may be the result, and read again
-        and is_available(_micro_kernel(plan))  # nothing stands in for it
+        and is_available(_micro_kernel(plan))  # the micro-kernel itself, no replacement
     )
 
 
 def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
-    """Return what finds the panels of a prepared ``b``, at little cost; None where none are kept."""
+    """Return the function that finds the panels of a prepared ``b``; None where none are kept."""
     modes = kept_modes(plan)
     if not modes:
         return None
@@ -196,15 +196,15 @@ def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
         product = workspace.array(single.out.shape, np.dtype(np.float32))
         done = _multiply(plan, arguments, single, product)
         if not done and _is_split(plan):
-            done = _mend(plan, single, product)
+            done = _recompute_non_finite(plan, single, product)
         if done:
             fp32_units.apply_epilogue(plan, arguments, product, single)
         return done
 
 
-def _mend(plan: GemmPlan, single: Stacks, product: Any) -> bool:
+def _recompute_non_finite(plan: GemmPlan, single: Stacks, product: Any) -> bool:
     assert plan.fallback is not None, "rows that sum products of parts have one"
-    fp32_units.mend(plan.fallback, single.a, single.b, product)
+    fp32_units.recompute_non_finite(plan.fallback, single.a, single.b, product)
     return True
 
 
@@ -240,7 +240,7 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks, *, wh
         product = workspace.array(shape, dtype)
         product.real, product.imag = real, imag
         if not finite:
-            _mend(plan, single, product)
+            _recompute_non_finite(plan, single, product)
         fp32_units.apply_epilogue(plan, arguments, product, single)
     return True
 

@@ -24,7 +24,7 @@ _BLOCK = 1 << 17
 def rounded_to_odd(x: Any) -> Any:
     """Return float64 as float32 such that rounding the result to fewer digits rounds ``x`` once.
 
-    What is no float32 becomes the neighbour whose last digit is odd: it lies on the side of every tie where ``x`` does.
+    Other numbers become the neighbour whose last digit is odd, which is on the same side of every tie as ``x``.
 
     Examples
     --------

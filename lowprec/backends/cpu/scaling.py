@@ -21,7 +21,7 @@ from lowprec.formats import FLOAT16, TF32
 #: The digits of float16 and the range of float32.
 FLOAT16_DIGITS = replace(TF32, name="float16 digits")
 
-#: The largest magnitude of a scaled row lies in [2^14, 2^15): in the top binade but one of float16.
+#: The largest magnitude of a scaled row is in [2^14, 2^15): in the top binade but one of float16.
 TOP_EXPONENT = 14
 
 #: Binades from there to the smallest normal number.

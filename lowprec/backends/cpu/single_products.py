@@ -29,7 +29,7 @@ from lowprec.planning.prepared import kept_modes
 #: Elements of a, b and the result up to which one thread casts them.
 _MOST_ELEMENTS = 1 << 18
 
-#: Memory up to which a fresh allocation costs less than a loan, and what arrays in it begin at multiples of.
+#: Memory up to which a fresh allocation costs less than a loan, and the alignment of arrays in it.
 _SMALL_BYTES, _ALIGNMENT = 64 << 10, 64
 
 
@@ -72,7 +72,7 @@ def _operand(stack: MatrixStack, to: NumberFormat | None) -> _Operand:
 
 
 class _Product(NamedTuple):
-    """The steps of a product; its memory holds what the casts need, cast operands, the product, and its epilogue's."""
+    """The steps of a product; its memory holds cast operands, the product, and scratch of casts and epilogue."""
 
     a: _Operand
     b: _Operand
@@ -82,7 +82,7 @@ class _Product(NamedTuple):
     at_product: int
     at_block: int
     kept_modes: frozenset[str]
-    key: Any  # of what a prepared b keeps
+    key: Any  # of the packed form that a prepared b keeps
 
     def run(self, arguments: Arguments, memory: int) -> bool:
         """Run a product in memory at an address; return False where operands have to be scaled."""

@@ -87,7 +87,7 @@ def _targets(
         if x.dtype == dtype and fmt is None:
             results.append(x)
             continue
-        # In the order in which the source lies, so that both are passed through in sequence.
+        # In the order of the source in memory, so that both are read and written in sequence.
         turned = abs(x.strides[-2]) < abs(x.strides[-1])
         shape = x.swapaxes(-1, -2).shape if turned else x.shape
         out = workspace.array(shape, dtype)
@@ -151,7 +151,7 @@ def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tu
     exponents *= largest != 0
     steps = [exponents]
     if np.maximum.reduce(np.abs(exponents), None, initial=0) > _LARGEST_FACTOR:
-        # 2^163 is no float32; what is rounded in between is far below float16's smallest number.
+        # 2^163 is no float32; roundings in between are far below float16's smallest number.
         steps = [exponents // 2, exponents - exponents // 2]
     factors = [np.ldexp(np.float32(1), x).reshape(*x.shape, *[1] * len(components)) for x in steps]
 
@@ -178,7 +178,7 @@ def _blocks(count: int, rows: int, row_numbers: int) -> list[tuple[slice, slice]
 
 
 def unscale(out: Any, a: Split, b: Split) -> None:
-    """Take back what the operands were scaled by, in a contiguous product or any other."""
+    """Undo the scaling of the operands in a product, contiguous or not."""
     if a.exponents is None and b.exponents is None:
         return
     scaled = [x.exponents for x in (a, b) if x.exponents is not None]

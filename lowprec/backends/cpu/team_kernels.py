@@ -112,7 +112,7 @@ def serve(worker):
             _pause()
         if job == 0:
             atomic_exchange(worker + _ASLEEP, 1)
-            # A job that was offered before is seen here; who offers one later sees that the worker sleeps.
+            # A job that was offered before is seen here; a later caller sees that the worker sleeps.
             if atomic_add(worker, 0) == 0:
                 call(field(team, T.WAIT), (field(worker, T.SEMAPHORE), -1))
             atomic_exchange(worker + _ASLEEP, 0)

@@ -12,7 +12,7 @@ import numpy as np
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import casting, team, threads
 
-#: Elements per block of NumPy's way: source, result and what is found fit the second-level cache together.
+#: Elements per block with NumPy alone: source, result and flags fit the second-level cache together.
 _BLOCK = 1 << 16
 
 #: Elements that a thread takes at a time, and below which there is one thread.

@@ -138,10 +138,10 @@ class _PackingLaunch:
         self._source_bytes = packing.source.dtype.itemsize
         self._out_bytes = packing.dtype.itemsize * packing.parts_per_number
         lines = shape.out_rows * packing.lines_per_row
-        parts, beside = packing.parts, packing.side_by_side
-        line_stride = shape.out_cols * (parts if beside else 1)
+        parts, side_by_side = packing.parts, packing.side_by_side
+        line_stride = shape.out_cols * (parts if side_by_side else 1)
         batch_stride = shape.out_cols * parts * lines
-        part_step = shape.out_cols * (1 if beside else lines)
+        part_step = shape.out_cols * (1 if side_by_side else lines)
         first_part = part_step * (parts - 1) if packing.descending else 0
         #: Between lines, matrices and parts of the target, in numbers of the source.
         self._steps = (line_stride, batch_stride, -part_step if packing.descending else part_step)

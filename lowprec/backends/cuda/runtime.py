@@ -173,7 +173,7 @@ def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
         runtime.cudaGetLastError()
         raise DeviceMemoryError(
             f"cuda:{current_device()} has no {nbytes / _MIB:.1f} MiB of memory left for lowprec; free some (frameworks "
-            "give back what they cache with torch.cuda.empty_cache() or "
+            "release their caches with torch.cuda.empty_cache() or "
             "cupy.get_default_memory_pool().free_all_blocks())"
         )
     if status != 0:

@@ -9,10 +9,10 @@ import numpy as np
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
 from lowprec.formats import FLOAT32
 
-#: Exponent of what is not there: a zero never is the largest term. It stays below all when two of them are added.
+#: Exponent of a zero, which is never the largest term; the sum of two of them is also below all others.
 NOWHERE = -(2**20)
 
-#: What a tensor core makes of every NaN.
+#: A tensor core's result for every NaN.
 NAN = np.uint32(0x7FFFFFFF)
 
 

@@ -24,13 +24,13 @@ _Accumulate = Callable[[Operand, Operand, Any, slice, slice, Arithmetic], None]
 
 
 class Emulation(NamedTuple):
-    """What multiplies arrays of one format, in the place of a BLAS; see ``KernelRow.blas``."""
+    """The product of arrays of one format, used like a BLAS; see ``KernelRow.blas``."""
 
     multiply: Callable[[Any, Any, Any], None]
 
 
 def __getattr__(name: str) -> Emulation:
-    """Return what a kernel's row names, such as ``hopper_tf32``."""
+    """Return the emulation that a kernel's row names, such as ``hopper_tf32``."""
     architecture, _, fmt = name.partition("_")
     if architecture not in [x.value for x in Architecture]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

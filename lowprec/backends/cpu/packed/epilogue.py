@@ -134,7 +134,7 @@ def _read_row(source, stride, kind, end, target):
 
 @inlined(types.void)
 def _add_array(acc, rows, end, factor, source, row_stride, col_stride, kind, scratch):
-    """Add rows of any kind and strides; what is added after their end is never written."""
+    """Add rows of any kind and strides; columns after their end are added, but never written."""
     addend = carray(_floats(scratch), (32,))
     for i in range(rows):
         # The rows of a bias are one row, read once.

@@ -32,11 +32,11 @@ SUM_NOT_FINITE = 25  # set when a sum of split operands is one
 
 WORDS = 96
 
-# STREAM: the result is written past the caches, whole lines at a time; what is left of a row may wait for the next
+# STREAM: the result is written past the caches, whole lines at a time; the rest of a row may be kept for the next
 # block, in scratch memory at KEPT_OFFSET.
 
-# CHUNK_OFFSET: where operands are split, each chunk of k is summed anew, in a block of scratch here, and added to those
-# before it; then sums are looked at, too. Else it is 0.
+# CHUNK_OFFSET: where operands are split, each chunk of k is summed separately, in a scratch block, and added to the
+# sums before it, which are checked for non-finite numbers. Else it is 0.
 
 # A_PACKED: A is short, so all of it is packed before the first task, in PACK_A_TASKS, and each task packs its strips of
 # B, B_TASK_STRIP_BYTES each; 0 where B was prepared. Without it each task packs its strips of A.
@@ -47,7 +47,7 @@ KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
 RELU, GELU = 1, 2
 ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU}
 
-# --- a batch: what each of its products changes in a copy of one job ---
+# --- a batch: the words that each of its products changes in a copy of one job ---
 BATCH_NEXT = 0  # the next product; written by the threads
 BATCH_NOT_FINITE = 1  # set when NOT_FINITE or SUM_NOT_FINITE of a product is
 BATCH_JOB, BATCH_COUNT, BATCH_FIELD_A, BATCH_FIELD_B, BATCH_DRIVE, BATCH_SCRATCH = range(8, 8 + 6)

@@ -80,7 +80,7 @@ class Kernels(NamedTuple):
     parts_a: int
     parts_b: int
     is_split: bool  # whether a part is the rounded rest of those before
-    sums_chunks: bool  # whether each call of the micro-kernel sums anew, so that bits depend on the chunks of k
+    sums_chunks: bool  # whether calls of the micro-kernel sum separately, so that bits depend on the chunks of k
     words: dict[int, int]  # packing and micro-kernel
     macro_kernel: int  # its address
     run: Callable[[int, int], int]  # the macro-kernel, for one thread
@@ -379,7 +379,7 @@ def job_of(
     item = dtype_from_name(out.dtype).itemsize
     strip_bytes = 2048 * kernels.parts_b * _ceil_div(k, kernels.step)
     block = 32 * max(1, _MOST_PACKED // strip_bytes)
-    # What is not finite in B must be seen before c, which may be the result, is overwritten.
+    # Non-finite numbers in B must be found before c, which may be the result, is overwritten.
     is_divisible = c is None or kernels.parts_b == 1 or kernels.is_split
     return Job(
         micro_kernel, kernels, (m, n, k), words,

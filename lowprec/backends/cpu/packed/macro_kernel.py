@@ -203,8 +203,8 @@ def _multiply_chunk(
     # A block's epilogue waits until the next block has been multiplied: by then its accumulators
     # are in memory, and its instructions fill the time in which the other's last sums are made.
     pending, pending_m, pending_n, kept, place = 0, 0, 0, 0, 0
-    # What is summed anew takes the whole chunk in one call.
-    anew = 0 if step == 0 else field(job, J.CHUNK_OFFSET)
+    # Separate sums take the whole chunk in one call.
+    separate = 0 if step == 0 else field(job, J.CHUNK_OFFSET)
     for n in range(strip_n, end_n):
         b = packed_b + (n - strip_n) * strip_bytes_b - step * step_b
         acc0 = accumulators + (n - strip_n) * acc_column
@@ -221,8 +221,8 @@ def _multiply_chunk(
                 if acc == pending:
                     _apply_epilogue(job, pending, pending_m, pending_n, scratch, kept, place)
                     pending = 0
-                if anew != 0:
-                    chunk = scratch + anew
+                if separate != 0:
+                    chunk = scratch + separate
                     call(micro, (a, b + s * step_b, chunk, count, 0, following + m * share))
                     _add_block(acc, chunk)
                 else:

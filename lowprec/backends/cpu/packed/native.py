@@ -130,13 +130,13 @@ def call(typing_context, function, args):
 
 @emitted(types.intp)
 def atomic_add(builder, address, value):
-    """Add to the int64 at an address; return what it was before."""
+    """Add to the int64 at an address; return its old value."""
     return builder.atomic_rmw("add", pointer(builder, address, I64), value, "seq_cst")
 
 
 @emitted(types.intp)
 def atomic_exchange(builder, address, value):
-    """Write an int64; return what it was before."""
+    """Write an int64; return its old value."""
     return builder.atomic_rmw("xchg", pointer(builder, address, I64), value, "seq_cst")
 
 
@@ -150,7 +150,7 @@ def exchange_if(builder, address, expected, value):
 
 @emitted(types.intp)
 def atomic_load(builder, address):
-    """Read an int64 that other threads write; what they wrote before it is seen as well."""
+    """Read an int64 that other threads write; their earlier writes are visible as well."""
     return builder.load_atomic(pointer(builder, address, I64), "acquire", 8)
 
 

@@ -68,7 +68,7 @@ def _copy_line(builder, source, target, count):
 
 @inlined(types.void)
 def _pad_rows(source, stride, rows, row_bytes, target, target_stride):
-    """Copy rows of contiguous bytes; what is between them in the target becomes zero, or is zero already."""
+    """Copy rows of contiguous bytes; gaps in the target become zero, or are zero already."""
     for row in range(rows):
         from_, to = source + row * stride, target + row * target_stride
         for at in range(0, row_bytes, 64):

@@ -28,7 +28,7 @@ _SHARED_FROM = 1 << 20
 class Panels(NamedTuple):
     """Matrices of B as a micro-kernel reads them, one after the other."""
 
-    memory: Any  # what holds them, which the operand may give back while a product reads it
+    memory: Any  # their owner, which the operand may release while a product reads it
     #: Of the first panel of the first, and bytes from each to the next.
     address: int
     step: int
@@ -62,7 +62,7 @@ class PackedAs(NamedTuple):
         )  # fmt: skip
 
 
-#: Returns what is packed of a matrix, in the type in which it is multiplied.
+#: Returns a matrix in the type in which it is multiplied.
 Convert = Callable[[Any, buffers.Workspace], Any]
 
 

@@ -1,7 +1,7 @@
 """Rows of a finished block: rounded to the output's type and written, large results past the caches.
 
 A cache line that is written as a whole need not be read before, which is half of the traffic, and does not displace
-packed operands. Where the rows of a block do not begin with a line, what is left at their end waits for the block to
+packed operands. Where the rows of a block do not begin with a line, the rest at their end waits for the block to
 the right of it, which the same task computes later. Without AVX-512, such rows go through the caches.
 """
 
@@ -117,7 +117,7 @@ def _put_lines_function(kind: int, put_some: Any) -> Any:
 
     @inlined(types.void)
     def put_lines(acc, target, row_stride, rows, end, kept, place):
-        """Write the rows of a block past the caches, in whole lines; what crosses lines as the module says."""
+        """Write the rows of a block past the caches, in whole lines; rows that cross lines as the module describes."""
         for i in range(rows):
             source, to, from_ = at(acc, i, 0), target + i * row_stride, kept + 64 * i
             # Elements since a line began; and those, as bits, that are left to go through the caches.
@@ -145,7 +145,7 @@ def _put_lines_function(kind: int, put_some: Any) -> Any:
 
 
 def writer(kind: int) -> Any:
-    """Return what writes a block to a result of this kind.
+    """Return the function that writes a block to a result of this kind.
 
     Its arguments: the accumulators, the job, where the first row begins, number of rows, of columns; address of 256
     bytes of scratch, of the `KEPT_BYTES` that belong to the rows, and whether the block is the `FIRST` or the `LAST` of

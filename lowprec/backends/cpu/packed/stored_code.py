@@ -21,7 +21,7 @@ from lowprec.backends import disk
 #: The function of an object file.
 SYMBOL = "lowprec_kernel"
 
-#: Of each kernel: what keeps its code in memory, and where that is.
+#: Of each kernel: the owner of its code, and its address.
 _loaded: dict[str, tuple[Any, int]] = {}
 
 
@@ -69,7 +69,7 @@ def sources_digest(package: Path = _PACKAGE) -> str:
 
 @functools.cache
 def _maker() -> str:
-    """Return all that decides what becomes of a function."""
+    """Return all that determines a function's machine code."""
     config, binding = numba.config, llvmlite.binding
     cpu = config.CPU_NAME or binding.get_host_cpu_name()
     features = config.CPU_FEATURES

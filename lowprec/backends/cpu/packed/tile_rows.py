@@ -49,7 +49,7 @@ class Scheme:
 
     @property
     def is_split(self) -> bool:
-        """Whether each part is what those before leave, rounded."""
+        """Whether each part is the rounded rest of those before."""
         return self.rounding in ("bf16x3", "bf16x6", "tf32x3")
 
 
@@ -67,7 +67,7 @@ SCHEMES = _by_kind(
     Scheme(4, "float32", "fp16", 4, 2, 32),  # rounded to a 10-bit fraction, ties to even
     Scheme(5, "int8", "exact", 1, 1, 64),
     Scheme(6, "int8", "offset", 1, 1, 64),  # x + 128, for instructions that want A unsigned
-    Scheme(7, "float32", "bf16x3", 4, 2, 32),  # rounded to bfloat16, and what that leaves
+    Scheme(7, "float32", "bf16x3", 4, 2, 32),  # rounded to bfloat16, and the rest
     Scheme(8, "float32", "bf16x6", 4, 3, 32),  # the same in three parts, exact
     Scheme(9, "float32", "tf32x3", 4, 4, 32),  # the same in two TF32 parts, each a sum of two
     Scheme(10, "float16", "tf32x3", 2, 2, 32),

@@ -37,9 +37,9 @@ class MicroKernel:
     """What one micro-kernel is and needs."""
 
     name: str  # also that of the feature which kernels' rows require
-    unit: str  # what it runs on, for people
+    unit: str  # the units it runs on, for people
     cpu_flags: frozenset[str]  # as the system calls them; packing and epilogue need theirs as well
-    storage: str  # what is multiplied: ``"bfloat16"``, ``"int8"`` or ``"float32"``
+    storage: str  # the element type it multiplies: ``"bfloat16"``, ``"int8"`` or ``"float32"``
     module: str  # whose ``emit`` returns its address by its name and the products of parts
     #: Packed A of a task: half of the second-level cache of processors with AMX and of those with AVX-512 (measured on
     #: a Zen 5), three quarters of that of others.
@@ -52,8 +52,8 @@ class MicroKernel:
     #: Products of numbers from which threads share the work: handing it over takes 1 to 10 us.
     shared_from: int = 1 << 20
     has_tiles: bool = False  # whether tiles are to be configured, which the system must permit
-    offset_a: int = 0  # what is added to each element of A while packing, so that it is unsigned
-    #: Flags of processors that leave its products to OpenBLAS, because nobody has measured the two there.
+    offset_a: int = 0  # added to each element of A while packing, so that it is unsigned
+    #: Flags of processors that leave its products to OpenBLAS, because the two have not been compared there.
     unmeasured_with: frozenset[str] = frozenset()
 
     def is_for(self, flags: frozenset[str]) -> bool:
@@ -99,7 +99,7 @@ def _request_permission() -> bool:
 
 
 @lru_cache(maxsize=len(MICRO_KERNELS))
-def obstacle(kernel: MicroKernel) -> str:
+def unsupported_reason(kernel: MicroKernel) -> str:
     """Return the reason why a micro-kernel does not run here, or an empty string; cached.
 
     It needs Linux on x86-64, its instruction sets, numba, and for tiles the kernel's permission, which is requested
@@ -127,4 +127,4 @@ def obstacle(kernel: MicroKernel) -> str:
 
 def is_available(kernel: MicroKernel) -> bool:
     """Whether a micro-kernel can run here."""
-    return not obstacle(kernel)
+    return not unsupported_reason(kernel)

@@ -30,14 +30,14 @@ from lowprec.backends.cpu.packed.native import inline_asm
 
 @dataclass(frozen=True)
 class Registers:
-    """How the registers of an instruction set are used, and the words for what is done with them."""
+    """The use of the registers of an instruction set, and its instructions."""
 
     name: str  # ``"zmm"`` or ``"ymm"``; accumulators are the first of them
     #: Two for a row of B, two that take turns for the dwords of A, two for the sums of B's columns.
     b: tuple[int, int]
     a: tuple[int, int]
     sums: tuple[int, int]
-    offset: int  # for what was added to A, in the first group
+    offset: int  # for the number added to A, in the first group
     #: Where the two registers of a group's columns are in a block of B, and of accumulators, in bytes.
     columns: tuple[tuple[int, int], ...]
     #: Of the groups. The accumulators should hide the latency of the instruction.
@@ -87,7 +87,7 @@ class _Group:
         r = self.registers
         zeros = [f"{r.zero} {x}, {x}, {x}" for x, _ in self.accumulators]
         if self.adds_sums:
-            # What is added at the end may have left the cache.
+            # The accumulators may have left the cache.
             return [f"prefetcht0 {memory}" for _, memory in self.accumulators] + zeros
         loads = [f"{r.move} {memory}, {register}" for register, memory in self.accumulators]
         return ["testq $4, $4", "jz 2f", *loads, "jmp 3f", "2:", *zeros, "3:"]
@@ -169,7 +169,7 @@ def micro_kernel_text(
     return "\n".join([*lines, "vzeroupper"])
 
 
-#: By micro-kernel: registers, instruction, what is added to A, and whether each call sums separately.
+#: By micro-kernel: registers, instruction, the number added to A, and whether each call sums separately.
 _INSTRUCTIONS: dict[str, tuple[Registers, str, int, bool]] = {
     "avx512_bf16": (AVX512, "vdpbf16ps", 0, False),  # pairs of bfloat16 into float32
     "avx512_fp32": (AVX512, "vfmadd231ps", 0, True),
