@@ -115,7 +115,6 @@ def _opens_driver() -> bool:
 
 
 def _driver() -> str | None:
-    """Return the first line of the NVIDIA driver's description, None where there is no driver."""
     try:
         return _NVIDIA_DRIVER.read_text().partition("\n")[0].strip() or None
     except OSError:

@@ -74,7 +74,6 @@ class Reference:
         return Errors(relative, normalised, bound, verdict)
 
     def _bound(self, plan: GemmPlan) -> float:
-        """Return the guaranteed ``|C - AB| / (|A| |B|)``, underflow included, over the whole batch."""
         pairs = zip(self._norms_a.flat, self._norms_b.flat, strict=True)
         squares = sum(plan.bound.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs)
         return _ratio(math.sqrt(squares), self._norm_ab)

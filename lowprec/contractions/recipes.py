@@ -145,7 +145,6 @@ def _step(taken: list[_Term], kept: tuple[str, ...], number: int) -> tuple[Step,
 
 
 def _without_repeats(term: _Term) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...], tuple[int, ...]]:
-    """Return the diagonals to take so that no axis has another one's name, and the names and lengths after that."""
     names, lengths, diagonals = list(term.names), list(term.lengths), []
     for name in dict.fromkeys(names):
         while names.count(name) > 1:
@@ -167,7 +166,6 @@ def _side(
     batch: list[str],
     groups: tuple[list[str], ...],
 ) -> _Side:
-    """Return how an operand becomes a stack of matrices: an axis for each of ``batch``, and one for each group."""
     names, _ = term
     placed = [*batch, *(name for group in groups for name in group)]
     gone = [name for name in names if name not in axes]

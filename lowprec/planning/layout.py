@@ -253,7 +253,6 @@ def with_rows_copied(layout: GemmLayout) -> GemmLayout:
 
 
 def _collapse(layout: GemmLayout, copies_a: bool = False) -> GemmLayout:
-    """Turn the batch into rows where one GEMM can compute all."""
     count = layout.batch_count
     if count < 2 or layout.m == 0 or layout.b.batch_stride != 0:
         return layout

@@ -202,7 +202,6 @@ def _layout_rows(plan: GemmPlan) -> Iterator[Row]:
 
 
 def _operand(operand: MatrixStack) -> str:
-    """Return order, leading dimension and batch step, or the strides where BLAS has no words for them."""
     if operand.order is None:
         text = f"strides {operand.row_stride}, {operand.col_stride}"
     else:

@@ -156,8 +156,6 @@ class RelativeError(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Bounds of the parts of an operand, in its own units, and of the rest."""
-
     weights: tuple[float, ...]
     rest: float
 

@@ -205,7 +205,6 @@ def _settle_all() -> list[str]:
 
 
 def _settle(stack: list[_Layer]) -> list[str]:
-    """Remove the top layers without blocks, and restore their switches."""
     remarks: list[str] = []
     while stack and not stack[-1].blocks:
         layer = stack[-1]

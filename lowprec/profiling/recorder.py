@@ -343,7 +343,6 @@ def _nvtx() -> Any | None:
 
 
 def _annotate(name: Callable[[], str]) -> AbstractContextManager[Any]:
-    """Return a range of this thread for NVIDIA's profilers, where the ``nvtx`` package is installed."""
     package = _nvtx()
     found: AbstractContextManager[Any] = contextlib.nullcontext()
     if package is not None:

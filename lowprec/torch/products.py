@@ -34,7 +34,6 @@ def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) ->
 
 
 def _summed(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Terms:
-    """Return the sum over a batch as one product with a long inner dimension."""
     return Terms(a.transpose(0, 1).flatten(1), b.flatten(0, 1), c, alpha, beta)
 
 

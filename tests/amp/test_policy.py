@@ -51,7 +51,7 @@ def test_another_narrow_type() -> None:
         ("O1", {"masters": True}, "masters=True has no effect"),
         ("O0", {"norms_float32": True}, "norms_float32=True has no effect"),
         ("O0", {"functions": True}, "functions=True has no effect"),
-        ("O2", {"functions": True}, "casts again what a model in 16 bits"),
+        ("O2", {"functions": True}, "casts operands of a 16-bit model"),
         ("O0", {"loss_scale": "dynamic"}, "of no use: float32 has float32's exponents"),
         ("O1", {"loss_scale": 1.0}, "loses gradients below 6e-8"),
         ("O1", {"params": "float16"}, "lose updates below 1/4096 of a weight"),

@@ -409,7 +409,7 @@ def test_what_it_tells(rng: np.random.Generator) -> None:
     assert prepared.packed_bytes == 2 * 4 * 96 * 128  # two parts, held in float32
     assert prepared.nbytes == 3 * 4 * 96 * 128
     assert repr(prepared) == (
-        "PreparedOperand(float32 (96, 128), col, for fp16x3, on cpu, 98,304 bytes packed beside 49,152)"
+        "PreparedOperand(float32 (96, 128), col, for fp16x3, on cpu, 98,304 bytes packed in addition to 49,152)"
     )
     prepared.release()
     assert prepared.packed_bytes == 0

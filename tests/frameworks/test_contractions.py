@@ -242,7 +242,7 @@ def test_vecdot_refuses_what_is_no_axis() -> None:
 @with_namespace
 def test_vecdot_tells_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
     a, b = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 5, 6))
-    with pytest.raises(lowprec.ShapeError, match=r"along axis -1 of shapes \(3, 4\) and \(5, 6\) lie 4 and 6"):
+    with pytest.raises(lowprec.ShapeError, match=r"axis -1 of shapes \(3, 4\) and \(5, 6\) has 4 and 6"):
         lowprec.vecdot(a, b)
     with pytest.raises(lowprec.ShapeError, match=r"\(3, 4\) and \(2, 4\) do not broadcast"):
         lowprec.vecdot(a, xp.asarray(draw(0, 2, 4)))

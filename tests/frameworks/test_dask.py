@@ -220,7 +220,7 @@ def test_k_chunk_reaches_each_chunk() -> None:
     assert lowprec.matmul(a, b, k_chunk=7).name == found.name
     with pytest.raises(lowprec.ShapeError, match="k_chunk must be an integer of at least 1, got"):
         matmul(a, b, k_chunk=0)
-    with pytest.raises(lowprec.ModeError, match="bound='probable' says what rtol= is about"):
+    with pytest.raises(lowprec.ModeError, match="bound='probable' selects the bound of rtol="):
         matmul(a, b, bound="probable")
 
 

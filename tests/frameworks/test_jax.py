@@ -750,7 +750,7 @@ def test_what_a_gpu_is_asked_for(jax: Any, mode: str) -> None:
     ("keywords", "error", "match"),
     [
         ({"rtol": 0.1}, lowprec.UnsupportedError, "rtol= cannot be used here: a: a JAX tracer"),
-        ({"k_chunk": 2}, lowprec.UnsupportedError, "k_chunk= cannot be used here.*; leave it away"),
+        ({"k_chunk": 2}, lowprec.UnsupportedError, "k_chunk= cannot be used here.*; omit it"),
         ({"math_mode": "half"}, lowprec.ModeError, "'half' is not a math mode"),
         ({"activation": "tanh"}, lowprec.UnsupportedError, "activation 'tanh' is not supported"),
         ({"out_dtype": "float64"}, lowprec.DTypeError, "out_dtype float64 is not possible"),

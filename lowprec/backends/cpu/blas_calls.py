@@ -190,7 +190,7 @@ class OpenBlas:
 
         def product(a: int, b: int, out: int) -> None:
             self.use_one_thread()
-            workers = threads.num_threads()
+            workers = 1 if team.is_sharing() else threads.num_threads()
             table = table_of(workers)
             if len(table) == 1:
                 single(a, b, out)

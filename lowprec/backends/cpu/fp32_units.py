@@ -80,7 +80,6 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
 
 
 def _slices(stacks: Stacks) -> list[Stacks]:
-    """Return a batch of small products in slices which stay in the cache; other batches whole."""
     a, b, out, c, bias = stacks
     each = max([x.shape[-2] * x.shape[-1] for x in (a, b, out)])
     if out.ndim < 3 or each > _SMALL_PRODUCT or not a.ndim == b.ndim == out.ndim or 1 in (len(a), len(b)):

@@ -262,7 +262,6 @@ def _lies_apart(x: Any) -> bool:
 
 
 def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
-    """Whether ``b`` must be scaled, which is looked at once where it is prepared."""
     view = arguments.b
     if type(view) is not PreparedView or view.mode not in kept_modes(plan):
         return _lies_apart(b)

@@ -71,7 +71,6 @@ def columns_for_shape(m: int, k: int, width: int) -> tuple[list[tuple[int, int]]
 
 
 def _cut(m: int, n: int, k: int, count: int, smallest_panel: int) -> list[Panel]:
-    """Cut into at most ``count`` panels, fewer where one would be too small."""
     for pieces in range(count, 1, -1):
         # The panels nearest to squares reread the least of a and b; of equals the one with whole columns.
         grids = [(d, pieces // d) for d in range(1, pieces + 1) if pieces % d == 0]

@@ -164,6 +164,11 @@ def openmp() -> threads.OpenMP | None:
     return None if _is_child or _local.is_sharing else threads.openmp()
 
 
+def is_sharing() -> bool:
+    """Whether this thread runs its part of :func:`call`."""
+    return _local.is_sharing
+
+
 def description() -> str:
     """Return which threads share products, for ``info()``."""
     return "lowprec's own workers" if openmp() is None else "PyTorch's OpenMP threads"
