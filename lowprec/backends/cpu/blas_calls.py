@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -35,8 +35,8 @@ _ONE_AND_ZERO = {name: np.array([1, 0], name) for name in _FUNCTIONS}
 #: Up to this many multiplications OpenBLAS uses one thread (of complex numbers), with matrices and with a vector.
 _NEVER_PARALLEL, _NEVER_PARALLEL_VECTOR = 1 << 15, 1 << 12
 
-#: Multiplications of a batch that pay for waking a thread.
-_PAYS_TO_SHARE = 4_000_000
+#: Multiplications of a batch that pay for waking a thread; products of a batch from which each is one call.
+_PAYS_TO_SHARE, _MANY = 4_000_000, 32
 
 #: Kernels and their dtypes for which an element's bits do not depend on its panel.
 _SAME_BITS_IN_ANY_PANEL = frozenset({("SkylakeX", "float32")})
@@ -81,27 +81,35 @@ class OpenBlas:
         if self._get_threads() != 1:
             self._set_threads(1)
 
-    def product(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
+    def product(self, a: MatrixStack, b: MatrixStack, out: MatrixStack, *, shared: bool = True) -> Product:
         """Return a function of the addresses of one a, b and out that computes ``out = a @ b``.
 
-        All are of one dtype, float32, float64, complex64 or complex128, and such as BLAS can express.
+        All are of one dtype, float32, float64, complex64 or complex128, in a layout of BLAS; threads share the work.
         """
         if b.cols == 1:
-            return self._matrix_vector(a, b, out)
+            return self._matrix_vector(a, b, out, shared)
         if a.rows == 1 or out.order != "row":
-            whole = self.product(b.transposed, a.transposed, out.transposed)
-            return lambda a, b, out: whole(b, a, out)
-        return self._matrix_matrix(a, b, out)
+            turned = self.product(b.transposed, a.transposed, out.transposed, shared=shared)
+            return lambda a, b, out: turned(b, a, out)
+        return self._matrix_matrix(a, b, out, shared)
 
     def batch(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> BatchedProduct:
         """Return a function that computes ``out = a @ b`` for the matrices at all addresses passed to it.
 
-        Each matrix is multiplied by one thread, or cut as its shape says: threads change no bit.
+        One call computes each of many products, panels those of few; the number of threads changes no bit.
         """
         m, n, k = a.rows, b.cols, a.cols
         if m * n * k >= 2 * SMALLEST_PANEL:
-            product = self.product(a, b, out)
-            return lambda x: team.share(lambda abc: product(*abc), list(zip(*x.tolist(), strict=True)))
+            few, many = (self.product(a, b, out, shared=shared) for shared in (True, False))
+
+            def each(addresses: Any) -> None:
+                count = addresses.shape[1]
+                self.use_one_thread()
+                team.is_ready(count * m * n * k)
+                product = few if count < _MANY else many
+                team.share(lambda abc: product(*abc), list(zip(*addresses.tolist(), strict=True)))
+
+            return each
         if out.order != "row":
             whole = self.batch(b.transposed, a.transposed, out.transposed)
             return lambda x: whole(x[[1, 0, 2]])
@@ -144,7 +152,7 @@ class OpenBlas:
 
         return batch
 
-    def _matrix_matrix(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
+    def _matrix_matrix(self, a: MatrixStack, b: MatrixStack, out: MatrixStack, shared: bool) -> Product:
         m, n, k, dtype = a.rows, b.cols, a.cols, out.dtype
         function = self._gemm[dtype.label]
         one, zero = self._factors[dtype.label]
@@ -156,7 +164,7 @@ class OpenBlas:
         def single(a: int, b: int, out: int) -> None:
             function(order, op_a, op_b, all_m, all_n, all_k, one, a, lda, b, ldb, zero, out, ldc)
 
-        if m * n * k <= _NEVER_PARALLEL:
+        if not shared or m * n * k <= _NEVER_PARALLEL:
             return single
 
         a_row, b_column, out_row, out_column = (
@@ -208,7 +216,7 @@ class OpenBlas:
 
         return product
 
-    def _matrix_vector(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> Product:
+    def _matrix_vector(self, a: MatrixStack, b: MatrixStack, out: MatrixStack, shared: bool) -> Product:
         m, k, dtype = a.rows, a.cols, out.dtype
         function = self._gemv[dtype.label]
         one, zero = self._factors[dtype.label]
@@ -222,7 +230,7 @@ class OpenBlas:
         def single(a: int, b: int, out: int) -> None:
             function(order, no_trans, all_m, all_k, one, a, lda, b, step_b, zero, out, step_out)
 
-        if m * k <= _NEVER_PARALLEL_VECTOR:
+        if not shared or m * k <= _NEVER_PARALLEL_VECTOR:
             return single
 
         letter, (all_one, all_zero) = self._words[dtype.label]
@@ -277,8 +285,7 @@ def _scalar_words(dtype: str) -> tuple[str, tuple[int, int]]:
 def _declared(library: ctypes.CDLL, name: str, argtypes: list[Any]) -> Callable[..., None]:
     function: Any = getattr(library, name)
     function.restype, function.argtypes = None, argtypes
-    declared: Callable[..., None] = function
-    return declared
+    return cast("Callable[..., None]", function)
 
 
 def _text(library: ctypes.CDLL, name: str) -> str:
