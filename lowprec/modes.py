@@ -157,7 +157,7 @@ TABLE: tuple[ModeRow, ...] = (
         factors=(_LOW * (_LOW - 1), _LOW, 1 - _LOW),
         sums_parts=True,
     ),
-    # Stands for another mode, which planning chooses.
+    # An alias of another mode, which planning chooses.
     ModeRow(_M.FP32_EMULATED, formats.FLOAT32, "those of the fastest scheme whose bound is no worse than fp32's"),
 )
 
@@ -166,7 +166,7 @@ _ROWS = {r.mode: r for r in TABLE}
 
 @unique
 class ModeSource(StrEnum):
-    """Who decided which mode is in force, in order of precedence; each value is the words that ``plan`` prints."""
+    """The source of the mode in force, in order of precedence; each value is the text that ``plan`` prints."""
 
     GUARD = "fp32_guard"
     GUARD_VARIABLE = "LOWPREC_FP32_GUARD"

@@ -23,7 +23,7 @@ _MODES = {"tf32": MathMode.TF32, "bfloat16": MathMode.BF16, "float16": MathMode.
 
 @dataclass(frozen=True)
 class Operands:
-    """What a function is called with."""
+    """The arguments of a call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -134,7 +134,7 @@ class AutocastNamespace:
 
     @property
     def policy(self) -> Policy:
-        """What decides the casts."""
+        """The settings on which casts depend."""
         return self._policy
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What gradients lose in 16 bits, and the scale that saves them.
+"""The losses of gradients in 16 bits, and the scale that avoids them.
 
 Source: P. Micikevicius et al., "Mixed precision training", arXiv 1710.03740, section 3.2 and figure 3: histograms of a
 network's gradients by exponent, of which float16 holds a part.

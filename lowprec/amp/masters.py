@@ -69,7 +69,7 @@ class MasterWeights:
 
     @property
     def policy(self) -> Policy:
-        """What decides the copies' types."""
+        """The settings on which the types of copies depend."""
         return self._policy
 
     @staticmethod

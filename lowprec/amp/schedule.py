@@ -134,7 +134,7 @@ class PrecisionSchedule:
         return {**self._state._asdict(), "lowest": lowest if math.isfinite(lowest) else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another schedule of the same modes stood.
+        """Go on where another schedule of the same modes stopped.
 
         Raises
         ------

@@ -52,7 +52,7 @@ class Library(ABC):
         return view
 
     def mark_written(self, array: Any) -> None:  # noqa: B027 - most libraries need not know
-        """Tell the library that an array is about to be written."""
+        """Notify the library that an array is about to be written."""
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:

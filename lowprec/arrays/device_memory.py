@@ -91,7 +91,7 @@ def provider(device: Device) -> DeviceMemory:
 
 
 _NO_SYNCHRONISATION = -1
-#: Stands for a consumer that names no stream; a number that DLPack allows to none.
+#: A consumer that names no stream; a number that DLPack allows to none.
 _NO_STREAM = 0
 
 

@@ -100,7 +100,7 @@ def cast(array: Any, label: str) -> Any:
 
 
 class Namespace:
-    """What contractions need of one library."""
+    """The functions of one library that contractions use."""
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp

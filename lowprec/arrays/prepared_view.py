@@ -19,7 +19,7 @@ from lowprec.errors import ArrayError
 
 
 class Form(NamedTuple):
-    """What a kernel made of an operand: rounded, split or packed."""
+    """An operand as a kernel reads it: rounded, split or packed."""
 
     value: Any
     nbytes: int

@@ -19,7 +19,7 @@ Array = npt.NDArray[Any]
 
 @unique
 class Verdict(StrEnum):
-    """What the comparison of an error with its bound says."""
+    """The result of comparing an error with its bound."""
 
     WITHIN = "within"
     ABOVE = "ABOVE"

@@ -57,7 +57,7 @@ def load() -> Load:
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured of one variant."""
+    """The measurements of one variant."""
 
     samples: tuple[float, ...]  #: Seconds per call, one of each round.
 

@@ -249,11 +249,11 @@ def linear(
     except ShapeError:
         n, k = weight.shape
         if not x.shape or x.shape[-1] != k:
-            what = f"x has shape {tuple(x.shape)}"
-            raise ShapeError(f"linear: {what}, but the weight takes (..., {k})") from None
+            subject = f"x has shape {tuple(x.shape)}"
+            raise ShapeError(f"linear: {subject}, but the weight takes (..., {k})") from None
         if bias is not None and tuple(bias.shape) != (n,):
-            what = f"bias has shape {tuple(bias.shape)}"
-            raise ShapeError(f"linear: {what}, but the weight gives ({n},)") from None
+            subject = f"bias has shape {tuple(bias.shape)}"
+            raise ShapeError(f"linear: {subject}, but the weight gives ({n},)") from None
         raise
     except (ArrayError, DTypeError, DeviceError) as error:
         refuse_prepared(x=x)

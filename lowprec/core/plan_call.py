@@ -1,4 +1,4 @@
-"""``plan``: what ``matmul`` would run, without running it."""
+"""``plan``: the execution plan of a call of ``matmul``, without executing it."""
 
 from __future__ import annotations
 

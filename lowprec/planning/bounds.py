@@ -140,7 +140,7 @@ def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
 
 
 class _Case(NamedTuple):
-    """What an error is made of: rounding the operands, the sums, and rounding the result."""
+    """The parts of an error: rounding the operands, the sums, and rounding the result."""
 
     operand: NumberFormat  # to which operands are rounded
     operands: int  # how many are

@@ -86,7 +86,7 @@ class LtMatrix:
 
 @dataclass(frozen=True, slots=True)
 class CublasLtCall:
-    """What is asked of cuBLASLt for one plan."""
+    """The request to cuBLASLt for one plan."""
 
     compute_type: ComputeType
     scale_dtype: DType  # of alpha and beta

@@ -18,7 +18,7 @@ from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
 
-#: Stands for a format where integers are multiplied.
+#: The format of products of integers.
 INT8 = "int8"
 
 

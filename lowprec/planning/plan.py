@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """What runs, and why. ``print(plan)`` shows it as a table, ``plan.to_dict()`` is ready for JSON."""
+    """The execution plan of a product. ``print(plan)`` shows a table, ``plan.to_dict()`` is ready for JSON."""
 
     problem: GemmProblem
     capabilities: Capabilities  # of the device
@@ -165,12 +165,12 @@ class GemmPlan:
 
     @property
     def kernel_reason(self) -> str:
-        """What the kernel runs on, and why preferred kernels were passed over."""
+        """The units of the kernel, and why preferred kernels were not chosen."""
         return str(_rendering().kernel_reason(self))
 
     @property
     def compute_type(self) -> str:
-        """What the mode allows, in cuBLASLt's words."""
+        """The compute type of the mode, in cuBLASLt's names."""
         return str(_rendering().compute_words(self.cublas_compute_type, self.multiplied_dtype))
 
     @property
@@ -180,17 +180,17 @@ class GemmPlan:
 
     @property
     def a_becomes(self) -> str:
-        """What is multiplied in place of ``a``."""
+        """The operand that is multiplied instead of ``a``."""
         return str(_rendering().becomes(self, "a"))
 
     @property
     def b_becomes(self) -> str:
-        """What is multiplied in place of ``b``."""
+        """The operand that is multiplied instead of ``b``."""
         return str(_rendering().becomes(self, "b"))
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """What operands the kernel cannot treat get instead."""
+        """The replacement for operands that the kernel does not support."""
         return tuple(_rendering().fallbacks(self))
 
     def __str__(self) -> str:

@@ -148,7 +148,7 @@ def _roofline(found: Roofline, able: Capabilities) -> str:
     rewriting = f", then {_duration(found.rewriting)} for the copies" if found.rewriting else ""
     return (
         f"at least {_duration(found.seconds)}: arithmetic {_duration(found.arithmetic)} "
-        f"({found.tflops:.4g} TFLOP/s, {found.units}), memory {_duration(found.memory)} beside it "
+        f"({found.tflops:.4g} TFLOP/s, {found.units}), memory {_duration(found.memory)} in parallel "
         f"({_quantity(able.bytes_per_second, 'B')}/s){rewriting}"
     )
 

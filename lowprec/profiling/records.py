@@ -1,4 +1,4 @@
-"""What a profile keeps of each product and each range, as plain values."""
+"""Records of products and ranges in a profile, as plain values."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ProductRecord:
     k: int
     batch_count: int
     mode: str  #: In force; see ``mode_has_effect``.
-    source: str  #: Who chose the mode.
+    source: str  #: The source of the mode.
     mode_has_effect: bool  #: False for element types on which no mode acts.
     number_format: str  #: Of the multiplied numbers, once rounded.
     kernel: str

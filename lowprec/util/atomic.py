@@ -16,10 +16,10 @@ _LONGEST_PREFIX = 40
 
 
 def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *, mode: int | None = None) -> None:
-    """Write a file by way of a temporary one beside it, which then takes its place in one step.
+    """Write a file by way of a temporary one next to it, which then replaces it in one step.
 
-    Whatever fails or raises before that leaves the old file as it was, and no temporary one. A link stays a link: what
-    it points to is replaced. A device, a pipe or a folder is not replaced, but an OSError.
+    An error before that leaves the old file as it was, and no temporary one. A link stays a link: the file that it
+    points to is replaced. A device, a pipe or a folder is not replaced, but an OSError.
 
     ``write`` gets the temporary file, open for writing bytes. ``mode`` are the permissions; by default those of the
     file that is replaced, else the usual ones of a new file.

@@ -1,4 +1,4 @@
-"""The capabilities of this machine, and what ``lowprec.info`` reports of it."""
+"""The capabilities of this machine, and the entries of ``lowprec.info`` about it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from lowprec.planning.prepared import kept_modes, multiplies_b
 
 
 class _Geometry(NamedTuple):
-    """What a product of a matrix and vectors is made of but for addresses; strides in bytes."""
+    """A product of a matrix and vectors without its addresses; strides in bytes."""
 
     m: int
     k: int

@@ -119,7 +119,7 @@ def _is_limited() -> bool:
     if sys.platform == "win32":
         return False
     try:
-        import resource  # a library, for which there may be no room
+        import resource  # a library, for which memory may be missing
     except ImportError:
         return True
     limits = map(resource.getrlimit, (resource.RLIMIT_AS, resource.RLIMIT_DATA))

@@ -42,7 +42,7 @@ def _pad_function(scheme: Scheme) -> Any:
 
     @inlined(types.void)
     def pad(source, lane_stride, k_stride, lanes, steps, target):
-        """Copy some lanes of some steps to a block of 32 x step, contiguous along k and zero elsewhere."""
+        """Copy some lanes of some steps to a block of 32 x step, contiguous along k, padded with zeros."""
         for lane in range(lanes):
             from_, to = source + lane * lane_stride, target + lane * step * item
             for i in range(steps):

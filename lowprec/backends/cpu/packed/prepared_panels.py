@@ -47,7 +47,7 @@ class Panels(NamedTuple):
 
 
 class PackedAs(NamedTuple):
-    """What the packing of B depends on, in addition to its elements."""
+    """The parameters of packing B, in addition to its elements."""
 
     micro_kernel: MicroKernel
     a_dtype: str

@@ -83,7 +83,7 @@ class _Group:
         ]
 
     def begin(self) -> list[str]:
-        """What the sums begin with."""
+        """Initial values of the sums."""
         r = self.registers
         zeros = [f"{r.zero} {x}, {x}, {x}" for x, _ in self.accumulators]
         if self.adds_sums:

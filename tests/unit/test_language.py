@@ -1,0 +1,58 @@
+"""Words that make a reader stop: the package, the documentation and the changelog do without them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(
+    [*(ROOT / "lowprec").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+)
+
+WORDS = re.compile(
+    r"""\b(?:
+        told | tells? | li(?:es?|ain) | stands? | stood | sits? | sat
+        | nobody | somebody | who(?:ever)? | anybody | anyone | roads? | mend(?:s|ed|ing)?
+        | anew | once\ more | beside | aside | (?:leave|left|leaving)s?\ away | in\ the\ place\ of
+        | no\ say | deserves? | welcome | by\ chance | the\ truth
+        | elsewhere | obstacles? | objections? | ambient | helpers? | news
+    )\b
+    | (?: ^ | [.,;:(]\ | \b(?:of|by|in|than|to|and|or|from|for|with|on|is|are|as|at|into|under|but|not)\ )
+      what\ (?:a|an|the|is|are|was|were|it|they|would|\w+s|\w+ed)\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+#: File and text of the uses that are right: other meanings, and questions.
+ALLOWED = {("docs/cli.md", "not what it")}
+
+
+def findings(text: str) -> list[str]:
+    """Return the words of a text that have a plainer substitute."""
+    return [match.group() for line in text.splitlines() for match in WORDS.finditer(line.strip(" #:*|-\"'`"))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The plan tells the mode.", "as cuBLASLt was told", "Nobody waits for it.", "of what is left", "What a call has"],
+)
+def test_words_are_found(text: str) -> None:
+    assert findings(text)
+
+
+@pytest.mark.parametrize("text", ["The plan shows the mode.", "somewhat slower", "the understanding of a row"])
+def test_plain_text_passes(text: str) -> None:
+    assert not findings(text)
+
+
+def test_the_language_is_plain() -> None:
+    found = {
+        (path.relative_to(ROOT).as_posix(), word.strip().lower())
+        for path in FILES
+        for word in findings(path.read_text())
+    }
+    assert found - ALLOWED == set()
+    assert ALLOWED - found == set(), "no longer used: remove them from the list"
+    assert len(ALLOWED) <= 60
