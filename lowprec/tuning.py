@@ -117,12 +117,12 @@ def autotune(
     try:
         library = library_of(a)
         x, y = library.view(a), library_of(b).view(b)
-        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
+        options = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
     except (ArrayError, DTypeError) as error:
         arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}
         name_argument(error, {**arrays, "scale_a": scale_a, "scale_b": scale_b})
         raise
-    found = look_up(policy.resolve(math_mode), x, y, request, observed=False)
+    found = look_up(policy.resolve(math_mode), x, y, options, observed=False)
     backend = backend_of(x.device)
     timed: list[AlgorithmTiming] = []
 
@@ -131,11 +131,11 @@ def autotune(
 
     stream = library.current_stream(x.device) or 0
     with ExitStack() as stack:
-        target = request.out
+        target = options.out
         if target is None:
             result = backend.temporary(found.out_shape, found.out_dtype, x.device, stream)
             target = stack.enter_context(result)
-        arguments = request.arguments(x, y, target, stream)
+        arguments = options.arguments(x, y, target, stream)
         if x.device.is_host:
             measure(arguments)
         else:

@@ -38,7 +38,7 @@ class Library(ABC):
         Raises ArrayError if it cannot be read in place, with a remedy, DTypeError if its element type is not supported.
         """
 
-    def view_another(self, array: Any) -> ArrayView:
+    def view_same_type(self, array: Any) -> ArrayView:
         """Return what :meth:`view` does, right after it: the library's state, which it checks, is still the same."""
         return self.view(array)
 

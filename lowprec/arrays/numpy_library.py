@@ -82,7 +82,7 @@ class NumpyLibrary(Library):
         """Return the view of a NumPy array."""
         return host_view(array)
 
-    view_another = view
+    view_same_type = view
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of a new NumPy array."""

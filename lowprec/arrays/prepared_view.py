@@ -18,7 +18,7 @@ from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError
 
 
-class Form(NamedTuple):
+class PackedOperand(NamedTuple):
     """An operand as a kernel reads it: rounded, split or packed."""
 
     value: Any
@@ -28,17 +28,16 @@ class Form(NamedTuple):
 class PreparedView(ArrayView):
     """A view of immutable memory, with the packed forms that kernels keep of it.
 
-    ``view`` is that of the copy, ``mode`` the one whose products keep forms, ``whole`` the view of the operand where
-    this is a matrix of its stack. ``forms`` has no lock, which a fork or signal handler could find taken: threads that
-    come first together make a form each, and one is kept.
+    ``view`` is that of the copy, ``mode`` the one whose products pack it, ``whole`` the view of the operand of whose
+    stack this is a matrix. ``packed`` has no lock, which a fork could find taken: of several first threads one wins.
     """
 
-    __slots__ = ("_transposed", "_whole", "forms", "mode")
+    __slots__ = ("_transposed", "_whole", "mode", "packed")
 
-    def __init__(self, view: ArrayView, mode: str, forms: dict[Any, Form], whole: PreparedView | None = None) -> None:
+    def __init__(self, view: ArrayView, mode: str, packed: dict[Any, Any], whole: PreparedView | None = None) -> None:
         super().__init__(view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address)
         self.mode = mode
-        self.forms = forms
+        self.packed = packed
         self._whole = whole
         self._transposed: PreparedView | None = None
 
@@ -47,11 +46,11 @@ class PreparedView(ArrayView):
         array: NDArray[Any] = self.owner if self.device.is_host else super().ndarray()
         return array
 
-    def form(self, key: Any, make: Callable[[], Form]) -> Any:
-        """Return a form, made if it is not there."""
-        found = self.forms.get(key)
+    def packed_operand(self, key: Any, make: Callable[[], PackedOperand]) -> Any:
+        """Return a packed operand, made if it is missing."""
+        found = self.packed.get(key)
         if found is None:
-            found = self.forms.setdefault(key, make())
+            found = self.packed.setdefault(key, make())
         return found.value
 
     @property
@@ -61,11 +60,11 @@ class PreparedView(ArrayView):
 
     def matrix(self, x: NDArray[Any]) -> PreparedView:
         """Return the view of one of its matrices, in host memory."""
-        return PreparedView(host_view(x), self.mode, self.forms, self)
+        return PreparedView(host_view(x), self.mode, self.packed, self)
 
     @property
     def transposed(self) -> PreparedView:
-        """The same memory with the last two axes exchanged, and the same forms."""
+        """The same memory with the last two axes exchanged, and the same packed operands."""
         if self._transposed is None:
             if self.device.is_host:
                 turned = host_view(self.owner.swapaxes(-1, -2))
@@ -73,7 +72,7 @@ class PreparedView(ArrayView):
                 turned = ArrayView(
                     self.dtype, _turned(self.shape), _turned(self.strides), self.device, self.owner, True, self.address
                 )  # fmt: skip
-            self._transposed = PreparedView(turned, self.mode, self.forms)
+            self._transposed = PreparedView(turned, self.mode, self.packed)
         return self._transposed
 
 

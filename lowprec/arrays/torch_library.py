@@ -104,9 +104,9 @@ class TorchLibrary(Library):
         dispatch_modes, function_modes, is_tracing, transforms = self._probes
         if dispatch_modes() or function_modes() or is_tracing() or transforms():
             refuse_interception(self._torch)
-        return self.view_another(array)
+        return self.view_same_type(array)
 
-    def view_another(self, array: Any) -> ArrayView:
+    def view_same_type(self, array: Any) -> ArrayView:
         """Return the view of a tensor; conjugation and negation that torch has put off are carried out first."""
         if self._forward_ad._current_level >= 0:
             refuse_tangent(self._torch, array)
@@ -137,7 +137,7 @@ class TorchLibrary(Library):
         unwrapped = self._torch._C._functorch.unwrap_if_dead(array)
         if unwrapped is array:
             raise self._without_memory(array) from None
-        return self.view_another(unwrapped)
+        return self.view_same_type(unwrapped)
 
     def mark_written(self, array: Any) -> None:
         """Let autograd notice where a tensor saved for a backward pass is overwritten, as by torch's own functions."""

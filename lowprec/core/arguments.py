@@ -103,7 +103,7 @@ def spec_of(x: ArrayView) -> OperandSpec:
     return found
 
 
-class Request(NamedTuple):
+class Options(NamedTuple):
     """What to do with the product. The fields are those of ``matmul``; arrays are views."""
 
     out: ArrayView | None = None
@@ -168,7 +168,7 @@ class Request(NamedTuple):
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
 
 #: A product with nothing around it.
-PLAIN = Request()
+PLAIN = Options()
 
 
 def bind(
@@ -184,13 +184,13 @@ def bind(
     k_chunk: Any = None,
     *,
     describing: bool = False,
-) -> Request:
+) -> Options:
     """Check the keyword arguments of ``matmul``.
 
     With ``describing``, ``out``, ``c`` and ``bias`` may be descriptions. Raises ArrayError, DTypeError or
     UnsupportedError for an illegal argument, ShapeError for ``beta`` without ``c``.
     """
-    request = Request(
+    options = Options(
         None if out is None else view_of(out, writable=True, describing=describing),
         None if c is None else view_of(c, describing=describing),
         None if bias is None else view_of(bias, describing=describing),
@@ -202,9 +202,9 @@ def bind(
         None if scale_b is None else _scale("scale_b", scale_b),
         None if k_chunk is None else _length("k_chunk", k_chunk),
     )
-    if request.beta != 0 and c is None:
-        raise ShapeError(f"beta is {request.beta}, but there is no c for it to multiply; pass c=")
-    return request
+    if options.beta != 0 and c is None:
+        raise ShapeError(f"beta is {options.beta}, but there is no c for it to multiply; pass c=")
+    return options
 
 
 def parse_out_dtype(dtype: Any) -> DType:
@@ -262,12 +262,12 @@ def _exceeds_float32(value: complex) -> bool:
     return any(_LARGEST_FLOAT32 < abs(x) < inf for x in (value.real, value.imag))
 
 
-def check_scalars(request: Request, compute_dtype: DType) -> None:
+def check_scalars(options: Options, compute_dtype: DType) -> None:
     """Raise where a complex factor meets real operands, or a scale meets operands that have none."""
-    for name, scale in (("scale_a", request.scale_a), ("scale_b", request.scale_b)):
+    for name, scale in (("scale_a", options.scale_a), ("scale_b", options.scale_b)):
         if scale is not None and not compute_dtype.is_float8:
             raise UnsupportedError(f"{name} is for FP8 operands, these are {compute_dtype}; pass alpha=")
-    for name, value in (("alpha", request.alpha), ("beta", request.beta)):
+    for name, value in (("alpha", options.alpha), ("beta", options.beta)):
         if isinstance(value, complex) and not compute_dtype.is_complex:
             raise DTypeError(f"{name} is complex, but the operands are {compute_dtype}")
         if compute_dtype.itemsize <= compute_dtype.is_complex * 4 + 4 and _exceeds_float32(value):

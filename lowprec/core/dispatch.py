@@ -18,7 +18,7 @@ from lowprec.arrays.view import without_terms
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import imported
 from lowprec.core import streams
-from lowprec.core.arguments import PLAIN, Request, bind, check_devices, name_argument, spec_of
+from lowprec.core.arguments import PLAIN, Options, bind, check_devices, name_argument, spec_of
 from lowprec.core.executors import CachedExecutor, capabilities, look_up
 from lowprec.errors import ArrayError, DelegateError, DTypeError, UnsupportedError
 from lowprec.modes import MathMode, ResolvedMode
@@ -109,9 +109,9 @@ def matmul(
     keywords = (
         out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
     )  # fmt: skip
-    if _in_graph():
-        return _in_a_graph(a, b, **_given(keywords))
-    request = PLAIN
+    if _is_traced():
+        return _traced_matmul(a, b, **_given(keywords))
+    options = PLAIN
     factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
     plain = factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None
     try:
@@ -119,10 +119,10 @@ def matmul(
         if library.has_weak_types or type(b) is not type(a):
             a, b, c, bias = promoted((a, b), c, bias)
         x = library.view(a)
-        y = library.view_another(b) if type(b) is type(a) else view_of_b(b)
+        y = library.view_same_type(b) if type(b) is type(a) else view_of_b(b)
         if not (plain and k_chunk is None):
-            request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
-            x, y = (x, y) if request.alpha else without_terms(x, y)
+            options = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
+            x, y = (x, y) if options.alpha else without_terms(x, y)
     except DelegateError as error:
         return _delegated(error, a, b, _given(keywords))
     except (ArrayError, DTypeError) as error:
@@ -131,19 +131,19 @@ def matmul(
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
-        resolved = _resolve_within(rtol, math_mode, bound, x, y, request)
-    found = look_up(resolved, x, y, request)
-    execute, target = found.execute, request.out
+        resolved = _resolve_within(rtol, math_mode, bound, x, y, options)
+    found = look_up(resolved, x, y, options)
+    execute, target = found.execute, options.out
     if target is None:
         target = _allocate(library, found, x.device, a)
     else:
-        if request.needs_staging(x, y):
-            execute = _out_of_place(resolved, x, y, request, target)
+        if options.needs_staging(x, y):
+            execute = _out_of_place(resolved, x, y, options, target)
         library_of(out).mark_written(out)
     if x.device is CPU:
-        execute(Arguments(x, y, target) if request is PLAIN else request.arguments(x, y, target))
+        execute(Arguments(x, y, target) if options is PLAIN else options.arguments(x, y, target))
     else:
-        arguments = request.arguments(x, y, target, library.current_stream(x.device) or 0)
+        arguments = options.arguments(x, y, target, library.current_stream(x.device) or 0)
         streams.run(execute, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
     return library.wrap(target.owner, a, b, c, bias) if out is None else out
 
@@ -158,20 +158,20 @@ def _given(keywords: tuple[Any, ...]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _in_a_graph(a: Any, b: Any, /, **keywords: Any) -> Any:
+def _traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
     """Replace :func:`matmul` where PyTorch's compiler traces the caller."""
-    from lowprec.torch.product import traced_matmul
+    from lowprec.torch.functions import traced_matmul
 
     return traced_matmul(a, b, **keywords)
 
 
-def _in_graph() -> bool:
+def _is_traced() -> bool:
     """Whether PyTorch's compiler traces :func:`matmul` itself, as it does after a graph break in the caller."""
     return False
 
 
-matmul._torchdynamo_inline = _in_a_graph  # type: ignore[attr-defined]
-_in_graph._torchdynamo_inline = lambda: True  # type: ignore[attr-defined]
+matmul._torchdynamo_inline = _traced_matmul  # type: ignore[attr-defined]
+_is_traced._torchdynamo_inline = lambda: True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -213,10 +213,10 @@ def _resolve_within(
     bound: str | None,
     x: ArrayView,
     y: ArrayView,
-    request: Request,
+    options: Options,
 ) -> ResolvedMode:
-    check_devices(request.views(x, y))
-    problem = request.problem(spec_of(x), spec_of(y))
+    check_devices(options.views(x, y))
+    problem = options.problem(spec_of(x), spec_of(y))
     mode_within = imported("lowprec.core.plan_call:mode_within")
     found: tuple[ResolvedMode, Any] = mode_within(rtol, math_mode, problem, capabilities(x.device), bound)
     return found[0]
@@ -233,11 +233,11 @@ def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any
     return library.allocate(found.out_shape, found.out_dtype, device, like)
 
 
-def _out_of_place(resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, target: ArrayView) -> Executor:
+def _out_of_place(resolved: ResolvedMode, x: ArrayView, y: ArrayView, options: Options, target: ArrayView) -> Executor:
     """Return an executor that writes ``out``, which shares memory with an operand, from new memory."""
     device, backend = x.device, backend_of(x.device)
     dtype = backend.staging_dtype(target.dtype)
-    staged = look_up(resolved, x, y, request._replace(out=None, out_dtype=dtype))
+    staged = look_up(resolved, x, y, options._replace(out=None, out_dtype=dtype))
 
     def execute(arguments: Arguments) -> None:
         shape, stream = staged.out_shape, arguments.stream

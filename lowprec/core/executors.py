@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from lowprec.arrays import ArrayView, Device
 from lowprec.backends import Backend, Executor, backend_of
 from lowprec.backends.execution import imported
-from lowprec.core.arguments import PLAIN, Request, check_devices, check_scalars, check_sizes, spec_of
+from lowprec.core.arguments import PLAIN, Options, check_devices, check_scalars, check_sizes, spec_of
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ResolvedMode
 from lowprec.util import forking
@@ -56,11 +56,11 @@ def capabilities(device: Device) -> Capabilities:
 
 
 def look_up(
-    resolved: ResolvedMode, x: ArrayView, y: ArrayView, request: Request, *, observed: bool = True
+    resolved: ResolvedMode, x: ArrayView, y: ArrayView, options: Options, *, observed: bool = True
 ) -> CachedExecutor:
     """Return the executor for these operands, cached; with ``observed`` the one that also calls the observer."""
     key: tuple[Any, ...] = (
-        resolved.mode, None if request is PLAIN else request.key,
+        resolved.mode, None if options is PLAIN else options.key,
         x.device, x.dtype, x.shape, x.strides,
         y.device, y.dtype, y.shape, y.strides,
     )  # fmt: skip
@@ -69,7 +69,7 @@ def look_up(
     found = _executors.get(key)
     if found is None:
         with forking.making:
-            found = _executors[key] = _make(resolved.mode, x, y, request)
+            found = _executors[key] = _make(resolved.mode, x, y, options)
         excess = len(_executors) - _CACHE_SIZE
         if excess > 0:
             for oldest in list(_executors)[:excess]:  # dictionaries keep their order
@@ -80,12 +80,12 @@ def look_up(
     return observer(found, resolved, x, y)
 
 
-def _make(mode: MathMode, x: ArrayView, y: ArrayView, request: Request) -> CachedExecutor:
-    views = request.views(x, y)
+def _make(mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
+    views = options.views(x, y)
     check_devices(views)
     backend = backend_of(x.device)
-    problem = request.problem(spec_of(x), spec_of(y))
+    problem = options.problem(spec_of(x), spec_of(y))
     plan: GemmPlan = imported(_PLAN_GEMM)(problem, backend.capabilities(x.device), mode)
-    check_scalars(request, plan.compute_dtype)
+    check_scalars(options, plan.compute_dtype)
     check_sizes(views, plan.out_shape, plan.out_dtype)
     return CachedExecutor(backend.prepare(plan), plan.out_shape, plan.out_dtype, plan, backend)

@@ -11,7 +11,7 @@ from lowprec.arrays import CPU, ArrayView
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
 from lowprec.backends import backend_of, predicted
-from lowprec.core.arguments import Request, bind, check_devices, check_scalars, name_argument, spec_of, view_of
+from lowprec.core.arguments import Options, bind, check_devices, check_scalars, name_argument, spec_of, view_of
 from lowprec.errors import ArrayError, DTypeError, ModeError, ShapeError
 from lowprec.modes import TABLE, MathMode, ModeSource, ResolvedMode, parse_mode
 from lowprec.planning import (
@@ -22,7 +22,7 @@ from lowprec.planning import (
     GemmPlan,
     GemmProblem,
     Reason,
-    Why,
+    ReasonKind,
     check_bound,
     check_rtol,
     plan_gemm,
@@ -59,7 +59,7 @@ def mode_within(
         return imposed, ()
     excluded = _TF32_MODES if policy.environment.snapshot().tf32_off else frozenset()
     selection = select_mode(problem, capabilities, rtol, excluded, measure)
-    return policy.finish(selection.mode, ModeSource.RTOL), selection.candidates
+    return policy.restrict(selection.mode, ModeSource.RTOL), selection.candidates
 
 
 def plan(
@@ -119,33 +119,33 @@ def plan(
     try:
         a, b, c, bias = promoted((a, b), c, bias)
         x, y = _described(a), _described(b)
-        request = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk,
+        options = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk,
                        describing=True)  # fmt: skip
     except (ArrayError, DTypeError, ShapeError) as error:
         name_argument(error, {"a": a, "b": b, "out": out, "c": c, "bias": bias}, _described)
         raise
-    check_devices(views := request.views(x, y))
+    check_devices(views := options.views(x, y))
     place = next((view.device for view in views.values() if not view.is_description), CPU)
     able = backend_of(place).capabilities(place) if device is None else predicted(device)
-    staged = request.needs_staging(x, y)
+    staged = options.needs_staging(x, y)
     if staged:
-        request = request._replace(out=None)
-    problem = request.problem(spec_of(x), spec_of(y))
+        options = options._replace(out=None)
+    problem = options.problem(spec_of(x), spec_of(y))
     candidates: tuple[Candidate, ...] = ()
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
         resolved, candidates = mode_within(rtol, math_mode, problem, able, bound)
     made = plan_gemm(problem, able, resolved.mode)
-    check_scalars(request, made.compute_dtype)
+    check_scalars(options, made.compute_dtype)
     copies = [
-        Copy(name, (Reason.of(Why.EXPORTED_COPY, how=view.copied),), view.nbytes)
+        Copy(name, (Reason.of(ReasonKind.EXPORTED_COPY, how=view.copied),), view.nbytes)
         for name, view in views.items()
         if view.copied is not None
     ]
     if staged:
         nbytes = prod(made.out_shape) * made.out_dtype.itemsize
-        copies.append(Copy("out", (Reason.of(Why.OVERLAP),), nbytes))
+        copies.append(Copy("out", (Reason.of(ReasonKind.OVERLAP),), nbytes))
     is_there = device is None and not any(view.is_description for view in views.values())
     return dataclasses.replace(
         made,
@@ -153,7 +153,7 @@ def plan(
         candidates=candidates,
         copies=(*made.copies, *copies),
         prepared=prepared_reason(made, y.mode) if isinstance(y, PreparedView) else None,
-        algorithm=_algorithm(made, x, y, request) if is_there and not place.is_host else (),
+        algorithm=_algorithm(made, x, y, options) if is_there and not place.is_host else (),
     )
 
 
@@ -161,10 +161,10 @@ def _described(x: Any) -> ArrayView:
     return x._view if isinstance(x, Prepared) else view_of(x, describing=True)
 
 
-def _algorithm(made: GemmPlan, x: ArrayView, y: ArrayView, request: Request) -> tuple[tuple[str, str], ...]:
-    out = request.out
+def _algorithm(made: GemmPlan, x: ArrayView, y: ArrayView, options: Options) -> tuple[tuple[str, str], ...]:
+    out = options.out
     if out is None:
         # The address of a new array is aligned for every kernel.
         strides = contiguous_strides(made.out_shape)
         out = ArrayView(made.out_dtype, made.out_shape, strides, x.device, None, False, 0)
-    return backend_of(x.device).describe(made, request.arguments(x, y, out))
+    return backend_of(x.device).describe(made, options.arguments(x, y, out))

@@ -65,7 +65,7 @@ class PreparedOperand(Prepared):
     @property
     def packed_bytes(self) -> int:
         """Bytes of the copy's packed forms so far: rounded, split, packed."""
-        return sum(form.nbytes for form in list(self._view.forms.values()))
+        return sum(form.nbytes for form in list(self._view.packed.values()))
 
     @property
     def T(self) -> PreparedOperand:
@@ -76,7 +76,7 @@ class PreparedOperand(Prepared):
 
     def release(self) -> None:
         """Free the packed forms of the copy; the next product makes them again."""
-        self._view.forms.clear()
+        self._view.packed.clear()
 
     def __repr__(self) -> str:
         return (

@@ -6,6 +6,6 @@ from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, gemm_l
 from lowprec.planning.plan import Candidate, Copy, GemmPlan
 from lowprec.planning.planner import plan_gemm
 from lowprec.planning.problem import Activation, GemmProblem, parse_activation
-from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import Product
 from lowprec.planning.selection import Bound, Selection, check_bound, check_rtol, select_mode

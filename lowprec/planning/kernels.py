@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lowprec.errors import UnsupportedError
 from lowprec.formats import FLOAT32, FLOAT64, DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
-from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class KernelRow(NamedTuple):
     cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
     keeps_b: bool = False  # whether it keeps its packed form of a prepared operand
     emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
-    fallback: Why | None = None  # operands that it leaves to the next kernel of the device
+    fallback: ReasonKind | None = None  # operands that it leaves to the next kernel of the device
     # Below these it costs more than it saves; elements are those of a, b and the result.
     minimum_elements: int = 0  # of each product of a batch, unless its flops decide
     minimum_elements_complex: int = 0
@@ -192,11 +192,11 @@ def _unsupported_reason(
     m, n, k = layout.m, layout.n, layout.k
     elements = m * k + k * n + m * n
     if row.requires is not None and row.requires not in capabilities.features:
-        return Reason.of(Why.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}")
+        return Reason.of(ReasonKind.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}")
     if products > 1 and row.single_product:
-        return Reason.of(Why.SINGLE_PRODUCT, kernel=row.name, products=products)
+        return Reason.of(ReasonKind.SINGLE_PRODUCT, kernel=row.name, products=products)
     if is_chunked and row.shares_sums:
-        return Reason.of(Why.OWN_CHUNKS, kernel=row.name)
+        return Reason.of(ReasonKind.OWN_CHUNKS, kernel=row.name)
     flops, least = 2 * m * n * k, row.minimum_batch_flops
     if is_complex and row.minimum_batch_flops_complex is not None:
         least = row.minimum_batch_flops_complex
@@ -206,14 +206,14 @@ def _unsupported_reason(
     if layout.batch_count > 1 and least and not is_complex:
         minimum = 0
     if elements < minimum:
-        return Reason.of(Why.TOO_FEW_ELEMENTS, kernel=row.name, minimum=minimum, elements=elements)
+        return Reason.of(ReasonKind.TOO_FEW_ELEMENTS, kernel=row.name, minimum=minimum, elements=elements)
     if layout.batch_count > 1 and flops < least:
-        return Reason.of(Why.TOO_SMALL_PRODUCTS, units=row.units, minimum=least, flops=flops)
+        return Reason.of(ReasonKind.TOO_SMALL_PRODUCTS, units=row.units, minimum=least, flops=flops)
     extent = row.minimum_extent_complex if is_complex else row.minimum_k
     if (min(m, n, k) if is_complex else k) < extent:
-        return Reason.of(Why.TOO_SMALL_EXTENT, kernel=row.name, minimum=extent)
+        return Reason.of(ReasonKind.TOO_SMALL_EXTENT, kernel=row.name, minimum=extent)
     if min(m, n) < row.minimum_mn:
-        return Reason.of(Why.TOO_FEW_ROWS_OR_COLUMNS, kernel=row.name, minimum=row.minimum_mn)
+        return Reason.of(ReasonKind.TOO_FEW_ROWS_OR_COLUMNS, kernel=row.name, minimum=row.minimum_mn)
     if row.is_shallow and k > min(m, n):
-        return Reason.of(Why.TOO_DEEP, kernel=row.name, k=k)
+        return Reason.of(ReasonKind.TOO_DEEP, kernel=row.name, k=k)
     return None

@@ -18,7 +18,7 @@ from lowprec.planning.calls import ComplexAs, CublasLtCall, LtMatrix, Op, Pack
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import Activation, GemmProblem
-from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.util.strides import contiguous_strides
 
 #: Types of D on which bias and activation are fused.
@@ -101,7 +101,7 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: 
     a, b = _operand(terms, "a"), _operand(terms, "b")
     staged = tuple(_reasons_to_stage(terms, a, b))
     if not (fuse or staged) and (problem.has_beta or problem.bias or problem.activation):
-        staged = (Reason.of(Why.NO_FUSED_ALGORITHM),)
+        staged = (Reason.of(ReasonKind.NO_FUSED_ALGORITHM),)
     c, d = (None, _temporary(terms, b)) if staged else (terms.addend, _result(terms))
     swapped = d.order == "row"
     first, second = (b.stack, a.stack) if swapped else (a.stack, b.stack)
@@ -165,23 +165,23 @@ def _reason_to_pack(terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], 
     """Return why an operand cannot be read in place, None if it can."""
     dtype = stack.dtype
     if dtype is not terms.data and not (terms.k_contiguous and reads_k_contiguous(dtype)):
-        return Reason.of(Why.OTHER_DTYPE, dtype=dtype, data=terms.data)
+        return Reason.of(ReasonKind.OTHER_DTYPE, dtype=dtype, data=terms.data)
     if parts > 1:
-        return Reason.of(Why.SEVERAL_PARTS)
+        return Reason.of(ReasonKind.SEVERAL_PARTS)
     if not stack.blas_expressible:
-        return Reason.of(Why.STRIDES)
+        return Reason.of(ReasonKind.STRIDES)
     if not terms.k_contiguous:
         return None
     if stack.order != ("row" if name == "a" else "col"):
-        return Reason.of(Why.INNER_CONTIGUOUS, data=terms.data)
+        return Reason.of(ReasonKind.INNER_CONTIGUOUS, data=terms.data)
     step = _ALIGNMENT_BYTES
     extents = [terms.layout.k, stack.leading_dimension or 0, *stack.batch_strides]
     if name == "b":
         extents.append(terms.layout.n)
     if not terms.aligned or any(x % step for x in extents):
-        return Reason.of(Why.READ_IN_STEPS, data=terms.data, step=step)
+        return Reason.of(ReasonKind.READ_IN_STEPS, data=terms.data, step=step)
     if name == "a" and terms.rows != terms.layout.m:
-        return Reason.of(Why.PADDED_ROWS, data=terms.data, rows=terms.rows)
+        return Reason.of(ReasonKind.PADDED_ROWS, data=terms.data, rows=terms.rows)
     return None
 
 
@@ -254,23 +254,23 @@ def _reasons_to_stage(terms: _Terms, a: _Operand, b: _Operand) -> Iterator[Reaso
     problem, out = terms.problem, terms.layout.out
     products = len(terms.plan.schedule)
     if products > 1:
-        yield Reason.of(Why.SEVERAL_PRODUCTS, products=products)
+        yield Reason.of(ReasonKind.SEVERAL_PRODUCTS, products=products)
     if terms.plan.out_dtype not in _writes(terms.data) and not terms.as_real:
-        yield Reason.of(Why.NOT_WRITTEN_AS, data=terms.data, out=terms.plan.out_dtype)
+        yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=terms.data, out=terms.plan.out_dtype)
     if not out.blas_expressible:
-        yield Reason.of(Why.RESULT_STRIDES)
+        yield Reason.of(ReasonKind.RESULT_STRIDES)
     if terms.k_contiguous and not (terms.aligned and _in_steps(out)):
-        yield Reason.of(Why.WRITTEN_IN_STEPS, data=terms.data, step=_ALIGNMENT_BYTES)
+        yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=terms.data, step=_ALIGNMENT_BYTES)
     if any(x.pack is not None and x.pack.scaled for x in (a, b)):
-        yield Reason.of(Why.SCALED_OPERANDS)
+        yield Reason.of(ReasonKind.SCALED_OPERANDS)
     if b.pack and terms.k_contiguous and b.pack.padded_rows != b.pack.rows:
-        yield Reason.of(Why.PADDED_COLUMNS, step=_ALIGNMENT_BYTES)
+        yield Reason.of(ReasonKind.PADDED_COLUMNS, step=_ALIGNMENT_BYTES)
     if terms.rows != terms.layout.m:
-        yield Reason.of(Why.PADDED_ROWS, data=terms.data, rows=terms.rows)
+        yield Reason.of(ReasonKind.PADDED_ROWS, data=terms.data, rows=terms.rows)
     if terms.k_contiguous and out.order == "col":
-        yield Reason.of(Why.ROWS_ONLY, data=terms.data)
+        yield Reason.of(ReasonKind.ROWS_ONLY, data=terms.data)
     if terms.as_real and (out.order != "row" or problem.has_alpha or problem.has_beta or problem.bias):
-        yield Reason.of(Why.REAL_PRODUCT)
+        yield Reason.of(ReasonKind.REAL_PRODUCT)
     yield from _reasons_of_epilogue(terms)
 
 
@@ -287,12 +287,12 @@ def _reasons_of_epilogue(terms: _Terms) -> Iterator[Reason]:
         if c is not None and terms.k_contiguous:
             fits = fits and _in_steps(c)
         if not fits:
-            yield Reason.of(Why.ADDEND_DIFFERS)
+            yield Reason.of(ReasonKind.ADDEND_DIFFERS)
     if problem.bias is not None and not _fuses_bias(terms, problem.bias):
-        yield Reason.of(Why.BIAS_NOT_FUSED)
+        yield Reason.of(ReasonKind.BIAS_NOT_FUSED)
     activation = problem.activation
     if activation and (activation not in _FUSED_ACTIVATIONS or terms.plan.out_dtype not in _FUSES):
-        yield Reason.of(Why.ACTIVATION_NOT_FUSED, activation=activation, out=terms.plan.out_dtype)
+        yield Reason.of(ReasonKind.ACTIVATION_NOT_FUSED, activation=activation, out=terms.plan.out_dtype)
 
 
 def _fuses_bias(terms: _Terms, bias: OperandSpec) -> bool:

@@ -17,7 +17,7 @@ from lowprec.planning.kernels import Capabilities, choose_kernel, format_name
 from lowprec.planning.layout import GemmLayout, addend_layout, gemm_layout, stacked_layout, with_rows_copied
 from lowprec.planning.plan import Copy, GemmPlan
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
-from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
 
@@ -164,10 +164,10 @@ def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
     operands = (("a", problem.a, layout.a), ("b", problem.b, layout.b))
     for (name, spec, operand), rounded in zip(operands, plan.rounded, strict=True):
         if not operand.blas_expressible and not rounded and spec.dtype is epilogue:
-            copies.append(Copy(name, (Reason.of(Why.STRIDES),), spec.stored_bytes))
+            copies.append(Copy(name, (Reason.of(ReasonKind.STRIDES),), spec.stored_bytes))
     out = problem.out
     if out and not layout.out.blas_expressible and out.dtype is epilogue:
-        copies.append(Copy("out", (Reason.of(Why.RESULT_STRIDES),), out.stored_bytes))
+        copies.append(Copy("out", (Reason.of(ReasonKind.RESULT_STRIDES),), out.stored_bytes))
     return tuple(copies)
 
 

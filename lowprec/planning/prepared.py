@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lowprec.formats import BFLOAT16, FLOAT16, DType
 from lowprec.modes import MathMode
-from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.reasons import Reason, ReasonKind
 
 if TYPE_CHECKING:
     from lowprec.planning.layout import GemmLayout
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def kept_modes(plan: GemmPlan) -> frozenset[str]:
     """Return the modes: if ``b`` was prepared for one, a product of this plan keeps its packed form."""
-    if _why(plan, plan.mode) is not Why.KEPT:
+    if _why(plan, plan.mode) is not ReasonKind.KEPT:
         return frozenset()
     return frozenset((plan.mode,) if plan.mode_has_effect else MathMode)
 
@@ -30,23 +30,23 @@ def multiplies_b(layout: GemmLayout) -> bool:
     return layout.n > layout.m
 
 
-def _why(plan: GemmPlan, prepared_for: str) -> Why:
+def _why(plan: GemmPlan, prepared_for: str) -> ReasonKind:
     kernel = plan.kernel_row
     if plan.mode_has_effect and plan.mode != prepared_for:
-        return Why.PREPARED_FOR_ANOTHER_MODE
+        return ReasonKind.PREPARED_FOR_ANOTHER_MODE
     if not kernel.keeps_b:
-        return Why.NOT_KEPT
+        return ReasonKind.NOT_KEPT
     if kernel.micro_kernel:
         out = plan.layout.out
         if out.row_stride == 1 and out.col_stride != 1:
-            return Why.TRANSPOSED_RESULT
-        return Why.KEPT if plan.flops else Why.NOTHING_TO_KEEP
+            return ReasonKind.TRANSPOSED_RESULT
+        return ReasonKind.KEPT if plan.flops else ReasonKind.NOTHING_TO_KEEP
     if kernel.vectors:
         # Kept where b is a matrix that takes half the bytes to read once it is rounded.
         halves = plan.problem.b.dtype is DType.FLOAT32 and plan.operand_format in (BFLOAT16, FLOAT16)
-        return Why.KEPT if halves and multiplies_b(plan.layout) else Why.NOT_KEPT
+        return ReasonKind.KEPT if halves and multiplies_b(plan.layout) else ReasonKind.NOT_KEPT
     rewrites = plan.call.pack_b if plan.call else _converts_b(plan)
-    return Why.KEPT if rewrites else Why.NOTHING_TO_KEEP
+    return ReasonKind.KEPT if rewrites else ReasonKind.NOTHING_TO_KEEP
 
 
 def _converts_b(plan: GemmPlan) -> bool:

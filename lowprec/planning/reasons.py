@@ -7,7 +7,7 @@ from enum import Enum, unique
 
 
 @unique
-class Why(Enum):
+class ReasonKind(Enum):
     """Kinds of reasons; each value is the sentence, with placeholders for the data."""
 
     # Why a kernel was passed over.
@@ -73,13 +73,13 @@ class Why(Enum):
 class Reason:
     """One reason; ``str`` gives its sentence."""
 
-    why: Why
+    kind: ReasonKind
     data: tuple[tuple[str, object], ...] = ()  # by the words of the sentence's template
 
     @classmethod
-    def of(cls, why: Why, **data: object) -> Reason:
+    def of(cls, kind: ReasonKind, **data: object) -> Reason:
         """Return the reason of this kind with its data."""
-        return cls(why, tuple(data.items()))
+        return cls(kind, tuple(data.items()))
 
     def __str__(self) -> str:
         data = dict(self.data)
@@ -87,4 +87,4 @@ class Reason:
         if isinstance(names, tuple):
             data["listing"] = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
             data["verb"] = "is not a multiple" if len(names) == 1 else "are not multiples"
-        return self.why.value.format(**data)
+        return self.kind.value.format(**data)

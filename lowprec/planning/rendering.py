@@ -12,7 +12,7 @@ from lowprec.modes import row
 from lowprec.planning.costs import Roofline
 from lowprec.planning.costs import roofline as roofline
 from lowprec.planning.kernels import KernelRow, format_name
-from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.util.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
@@ -68,15 +68,15 @@ def advise(plan: GemmPlan) -> tuple[Reason, ...]:
     on_tensor_cores = able.compute_capability is not None
     if bits and on_tensor_cores and (misaligned := misaligned_dimensions(m, n, k, bits)):
         step = ALIGNMENT_BYTES * 8 // bits
-        advice.append(Reason.of(Why.MISALIGNED, dimensions=misaligned, step=step, bits=bits))
+        advice.append(Reason.of(ReasonKind.MISALIGNED, dimensions=misaligned, step=step, bits=bits))
     small = memory_bound_dimensions(m, n, k)
     if small:
-        advice.append(Reason.of(Why.SMALL_DIMENSIONS, dimensions=small, most=SMALL_DIMENSION))
+        advice.append(Reason.of(ReasonKind.SMALL_DIMENSIONS, dimensions=small, most=SMALL_DIMENSION))
     elif (intensity := plan.arithmetic_intensity) < able.flops_per_byte:
-        advice.append(Reason.of(Why.LOW_INTENSITY, intensity=intensity, device=able.flops_per_byte))
+        advice.append(Reason.of(ReasonKind.LOW_INTENSITY, intensity=intensity, device=able.flops_per_byte))
     converts = any(plan.rounded) and (call is None or call.pack_a or call.pack_b)
     if converts and conversion_outweighs(m, n, plan.kernel_row.cost_per_element):
-        advice.append(Reason.of(Why.ROUNDING_COSTS_MORE))
+        advice.append(Reason.of(ReasonKind.ROUNDING_COSTS_MORE))
     return tuple(advice)
 
 
@@ -318,7 +318,7 @@ def fallbacks(plan: GemmPlan) -> tuple[str, ...]:
     """Return the handling of operands that the kernel refuses."""
     why = plan.kernel_row.fallback if plan.fallback else None
     if max(plan.split) > 1:
-        why = Why.NOT_FINITE_IN_PARTS
+        why = ReasonKind.NOT_FINITE_IN_PARTS
     return (str(Reason.of(why)),) if why else ()
 
 

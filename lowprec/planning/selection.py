@@ -17,7 +17,7 @@ from lowprec.planning.kernels import Capabilities
 from lowprec.planning.plan import Candidate, GemmPlan
 from lowprec.planning.planner import PLAN_CACHE_SIZE, plan_gemm
 from lowprec.planning.problem import GemmProblem
-from lowprec.planning.reasons import Reason, Why
+from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.util.plain import StrEnum
 
 
@@ -80,9 +80,9 @@ def select_mode(
         why = _unsupported_reason(plan, size, rtol, excluded)
         accepted = why is None and chosen is None
         if accepted:
-            chosen, why = plan.mode, Reason.of(Why.CHEAPEST)
+            chosen, why = plan.mode, Reason.of(ReasonKind.CHEAPEST)
         elif why is None:
-            why = Reason.of(Why.NO_CHEAPER, chosen=chosen)
+            why = Reason.of(ReasonKind.NO_CHEAPER, chosen=chosen)
         candidates.append(Candidate(plan.mode, size, costs[plan.mode], accepted, why))
     if chosen is None:
         raise ModeError(_no_mode(rtol, candidates, plans[0], bound))
@@ -100,11 +100,11 @@ def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPla
 
 def _unsupported_reason(plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[MathMode]) -> Reason | None:
     if plan.mode in excluded:
-        return Reason.of(Why.EXCLUDED)
+        return Reason.of(ReasonKind.EXCLUDED)
     if bound > rtol:
-        return Reason.of(Why.BOUND_TOO_LARGE, rtol=rtol)
+        return Reason.of(ReasonKind.BOUND_TOO_LARGE, rtol=rtol)
     if not plan.bound.unconditional:
-        return Reason.of(Why.BOUND_NEEDS_RANGE, condition=plan.bound.condition)
+        return Reason.of(ReasonKind.BOUND_NEEDS_RANGE, condition=plan.bound.condition)
     return None
 
 

@@ -271,7 +271,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 def overriding_mode() -> ResolvedMode | None:
     """Return the mode that the guard or ``LOWPREC_FORCE_MATH_MODE`` decides, None if neither acts.
 
-    For a caller that chooses the mode itself, as ``rtol=`` does, and passes its choice to :func:`finish`.
+    For a caller that chooses the mode itself, as ``rtol=`` does, and passes its choice to :func:`restrict`.
     """
     here, taken = innermost.get(), environment.snapshot()
     if not here.guarded and not taken.fp32_guard and taken.force_math_mode is None:
@@ -279,7 +279,7 @@ def overriding_mode() -> ResolvedMode | None:
     return _impose(None, ModeSource.DEFAULT, here.guarded, taken, here.emulates)
 
 
-def finish(mode: MathMode, source: ModeSource) -> ResolvedMode:
+def restrict(mode: MathMode, source: ModeSource) -> ResolvedMode:
     """Return the mode in force for a mode chosen by the caller, after the overrides and the guard."""
     here = innermost.get()
     return _impose(mode, source, here.guarded, environment.snapshot(), here.emulates)

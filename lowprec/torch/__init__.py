@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lowprec.torch.functions import linear, matmul
 from lowprec.torch.interception import intercept
 from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
 from lowprec.torch.layers import Linear
-from lowprec.torch.product import linear, matmul
 
 if TYPE_CHECKING:
     from lowprec.torch.inductor import inductor_options

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowprec._version import __version__
 from lowprec.errors import LowprecWarning
 from lowprec.modes import MathMode, parse_mode
+from lowprec.torch.aten import ACTED_ON, rule_of
 from lowprec.torch.operator import OPERATOR
-from lowprec.torch.products import ACTED_ON, rule_of
 
 _aten = torch.ops.aten
 

@@ -25,8 +25,8 @@ from lowprec.policy.decorators import decorated
 from lowprec.policy.entries import Entry, Scope
 from lowprec.policy.protocol import Tier
 from lowprec.policy.switches import hold, release
+from lowprec.torch.aten import ACTED_ON, Rule, Terms, rule_of
 from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
-from lowprec.torch.products import ACTED_ON, Rule, Terms, rule_of
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 #: Errors that are raised before any work is done: PyTorch multiplies then.

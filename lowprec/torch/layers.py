@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowprec.modes import MathMode, parse_mode
 from lowprec.planning import check_bound, check_rtol
-from lowprec.torch.product import linear
+from lowprec.torch.functions import linear
 
 
 class Linear(torch.nn.Linear):

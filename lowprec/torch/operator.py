@@ -139,7 +139,7 @@ def operand_gradients(
     return for_a, for_b
 
 
-def _in_graph(x: Tensor, y: Tensor, mode: str, alpha: float) -> Tensor:
+def _traced_product(x: Tensor, y: Tensor, mode: str, alpha: float) -> Tensor:
     found: Tensor = OPERATOR(x, y, mode, mode, alpha)
     return found
 
@@ -174,7 +174,7 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], _in_graph)
+        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], _traced_product)
         return None, *found, None, None, None, None, None
 
 

@@ -24,7 +24,7 @@ from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import buffers, casting, fp32_units, single_products, splitting
 from lowprec.backends.cpu.packed import prepared_panels, run
 from lowprec.modes import available_modes
-from lowprec.planning import Why
+from lowprec.planning import ReasonKind
 from lowprec.planning.plan import GemmPlan
 from lowprec.policy import environment
 
@@ -65,7 +65,7 @@ def spoil(prepared: lowprec.PreparedOperand) -> None:
 
 
 def is_kept(plan: GemmPlan) -> bool:
-    return plan.prepared is not None and plan.prepared.why is Why.KEPT
+    return plan.prepared is not None and plan.prepared.kind is ReasonKind.KEPT
 
 
 #: A mode acts on single precision alone.
@@ -84,7 +84,7 @@ def test_the_bits_of_the_array(rng: np.random.Generator, dtype: str, mode: str) 
         # A micro-kernel has panels of both components, or is told once whether b must be scaled.
         by_planes = dtype == "complex64" or any(plan.scaled)
         count = 1 + (by_planes and bool(plan.kernel_row.micro_kernel))
-        assert len(view_of(prepared).forms) == is_kept(plan) * count
+        assert len(view_of(prepared).packed) == is_kept(plan) * count
 
 
 @pytest.mark.parametrize("mode", ["fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x9", "fp16x3"])
@@ -103,7 +103,7 @@ def test_the_next_product_reads_what_the_first_made(
     spoil(prepared)
     with monkeypatch.context() as patch:
         for module in (fp32_units, prepared_panels):
-            patch.setattr(module, "Form", None)  # nothing is made
+            patch.setattr(module, "PackedOperand", None)  # nothing is made
         same(lowprec.matmul(a, prepared, math_mode=mode, bias=bias, alpha=0.5), want)
     prepared.release()
     assert not np.isfinite(lowprec.matmul(a, prepared, math_mode=mode)).all()
@@ -119,7 +119,7 @@ def test_a_large_result_that_is_written_past_the_caches(rng: np.random.Generator
         out = memory[before : before + want.size].reshape(want.shape)
         lowprec.matmul(a, prepared, out=out, math_mode="bf16", out_dtype="float32")
         same(out, want)
-    assert len(view_of(prepared).forms) <= 1
+    assert len(view_of(prepared).packed) <= 1
 
 
 LAYOUTS = {
@@ -223,7 +223,7 @@ def test_a_matrix_that_meets_vectors_is_kept_in_16_bits(
     same(lowprec.matmul(b, prepared, math_mode=mode), lowprec.matmul(b, vector, math_mode=mode))
     if plan.kernel == "gemv":  # which makes next to nothing of a vector
         assert plan.prepared is not None
-        assert plan.prepared.why is Why.NOT_KEPT
+        assert plan.prepared.kind is ReasonKind.NOT_KEPT
 
 
 @pytest.mark.parametrize("strides", oracles.STRIDES)
@@ -345,7 +345,7 @@ def test_the_mode_in_force_decides(rng: np.random.Generator, monkeypatch: pytest
         same(lowprec.matmul(a, prepared, **given), lowprec.matmul(a, b, math_mode="fp32"))
         reason = lowprec.plan(a, prepared, **given).prepared
         assert reason is not None
-        assert reason.why is Why.PREPARED_FOR_ANOTHER_MODE
+        assert reason.kind is ReasonKind.PREPARED_FOR_ANOTHER_MODE
         assert "prepared for tf32, the mode in force is fp32" in str(reason)
 
     in_full()
@@ -363,7 +363,7 @@ def test_the_mode_in_force_decides(rng: np.random.Generator, monkeypatch: pytest
     environment.refresh()
     assert prepared.nbytes == held
     with lowprec.math_mode("tf32"):
-        assert lowprec.plan(a, prepared).prepared.why is not Why.PREPARED_FOR_ANOTHER_MODE
+        assert lowprec.plan(a, prepared).prepared.kind is not ReasonKind.PREPARED_FOR_ANOTHER_MODE
         same(lowprec.matmul(a, prepared), lowprec.matmul(a, b))
         assert lowprec.prepare(b).math_mode is lowprec.MathMode.TF32
 
@@ -509,7 +509,7 @@ def test_released_in_the_middle_of_a_product(
     prepared = lowprec.prepare(b, math_mode=mode)
     want = lowprec.matmul(a, b, math_mode=mode)
     lowprec.matmul(a, prepared, math_mode=mode)
-    for form in view_of(prepared).forms.values():
+    for form in view_of(prepared).packed.values():
         memory = getattr(form.value, "memory", None)
         if memory is not None:
             weakref.finalize(memory, ctypes.memset, memory.ctypes.data, 0, memory.nbytes)

@@ -12,7 +12,7 @@ import lowprec
 from device_fixture import Gpu
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.modes import available_modes
-from lowprec.planning import Why
+from lowprec.planning import ReasonKind
 
 MODES = [str(mode) for mode in available_modes()]
 
@@ -25,7 +25,7 @@ def numbers(dtype: Any, *shape: int) -> Any:
 
 def forms(prepared: lowprec.PreparedOperand) -> dict[Any, Any]:
     view: PreparedView = prepared._view
-    return view.forms
+    return view.packed
 
 
 @pytest.mark.feature("prepared operands")
@@ -46,7 +46,7 @@ def test_the_bits_of_the_array(gpu: Gpu, dtype: Any, mode: str) -> None:
             plan = lowprec.plan(x, prepared, math_mode=mode)
             assert plan.prepared is not None
             packs = plan.call is not None and plan.call.pack_b is not None
-            assert (plan.prepared.why is Why.KEPT) == packs == bool(forms(prepared))
+            assert (plan.prepared.kind is ReasonKind.KEPT) == packs == bool(forms(prepared))
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16x3", "bf16x6"])
@@ -91,7 +91,7 @@ def test_the_copy_is_read_in_another_mode(gpu: Gpu) -> None:
         plan = lowprec.plan(x, prepared, math_mode="bf16")
     assert got.tobytes() == gpu.get(lowprec.matmul(x, unchanged)).tobytes()
     assert plan.prepared is not None
-    assert plan.prepared.why is Why.PREPARED_FOR_ANOTHER_MODE
+    assert plan.prepared.kind is ReasonKind.PREPARED_FOR_ANOTHER_MODE
     assert prepared.nbytes == held
 
 

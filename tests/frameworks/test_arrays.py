@@ -987,7 +987,7 @@ class LabelledLibrary(NumpyLibrary):
     def view(self, array: Any) -> ArrayView:
         return super().view(array.inside)
 
-    view_another = view
+    view_same_type = view
 
 
 def test_an_array_without_dlpack_is_no_description(monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import machines
 from lowprec.formats import BFLOAT16, FLOAT32, TF32, DType
 from lowprec.modes import MathMode
-from lowprec.planning import GemmProblem, OperandSpec, Why, plan_gemm
+from lowprec.planning import GemmProblem, OperandSpec, ReasonKind, plan_gemm
 from lowprec.planning.rendering import advise, conversion_outweighs, memory_bound_dimensions, misaligned_dimensions
 
 
@@ -36,9 +36,9 @@ def a_plan(sizes, fmt, intensity, rounds_for, capability):
 def test_low_intensity_is_below_the_devices_own():
     def kinds(intensity):
         advice = advise(a_plan(SQUARE, FLOAT32, intensity, None, None))
-        return [reason.why for reason in advice]
+        return [reason.kind for reason in advice]
 
-    assert kinds(15.9) == [Why.LOW_INTENSITY]
+    assert kinds(15.9) == [ReasonKind.LOW_INTENSITY]
     assert kinds(16.0) == []
 
 

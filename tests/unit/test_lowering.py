@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lowprec.errors import UnsupportedError
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, Why, plan_gemm
+from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, ReasonKind, plan_gemm
 from lowprec.planning.batches import split_batches
 from lowprec.planning.calls import CublasLtCall, LtMatrix, Pack
 from lowprec.planning.tensor_cores import roundings
@@ -270,7 +270,7 @@ def test_odd_extents_of_8_bit_types_are_padded(dtype: DType) -> None:
     for x in (call.first, call.second):
         assert x.rows % 16 == x.leading_dimension % 16 == 0
     assert call.d.rows % 16 == 0
-    assert Why.PADDED_COLUMNS in {reason.why for reason in call.staged}
+    assert ReasonKind.PADDED_COLUMNS in {reason.kind for reason in call.staged}
 
 
 def test_float16_scales_rows_of_a_and_columns_of_b() -> None:
@@ -280,7 +280,7 @@ def test_float16_scales_rows_of_a_and_columns_of_b() -> None:
     assert call.pack_b is not None
     assert call.pack_a.scaled
     assert call.pack_b.scaled
-    assert Why.SCALED_OPERANDS in {reason.why for reason in call.staged}
+    assert ReasonKind.SCALED_OPERANDS in {reason.kind for reason in call.staged}
     # float16 values among float32 ones are in range as they are.
     call = check(contiguous((8, 16), DType.FLOAT16, 0), b, MathMode.FP16)
     assert call.pack_a is None

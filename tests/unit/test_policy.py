@@ -18,12 +18,12 @@ from lowprec.errors import EnvironmentVariableError, LowprecWarning, ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode
 from lowprec.policy import (
     environment,
-    finish,
     fp32_guard,
     get_math_mode,
     math_mode,
     overriding_mode,
     resolve,
+    restrict,
     set_math_mode,
 )
 from lowprec.policy.state import FULL_FP32
@@ -222,7 +222,7 @@ def test_a_wrong_argument_is_an_error_even_where_it_is_overruled(guarded: bool) 
 def test_a_wrong_variable_is_an_error_of_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_MATH_MODE", "fp23")
     environment.refresh()
-    uses = (resolve, get_math_mode, overriding_mode, lambda: finish(BF16, S.RTOL))
+    uses = (resolve, get_math_mode, overriding_mode, lambda: restrict(BF16, S.RTOL))
     for use in uses:
         with pytest.raises(EnvironmentVariableError, match="LOWPREC_MATH_MODE"):
             use()
@@ -258,14 +258,14 @@ def test_overriding_mode(
 
 def test_finish_applies_what_stands_above_a_chosen_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     with math_mode("bf16"):
-        assert finish(TF32, S.RTOL) == ResolvedMode(TF32, S.RTOL)
+        assert restrict(TF32, S.RTOL) == ResolvedMode(TF32, S.RTOL)
     with fp32_guard():
-        assert finish(TF32, S.RTOL).mode is FP32
+        assert restrict(TF32, S.RTOL).mode is FP32
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     environment.refresh()
-    found = finish(TF32, S.RTOL)
+    found = restrict(TF32, S.RTOL)
     assert (found.mode, found.source, found.requested) == (FP32, S.RTOL, TF32)
-    assert finish(BF16, S.RTOL) == ResolvedMode(BF16, S.RTOL)
+    assert restrict(BF16, S.RTOL) == ResolvedMode(BF16, S.RTOL)
 
 
 # -- scopes and the process default ---------------------------------------------------------------

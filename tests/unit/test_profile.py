@@ -29,7 +29,7 @@ from lowprec.backends import Arguments, ExecutionInfo
 from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu.packed.micro_kernels import AVX512_BF16
 from lowprec.core import executors
-from lowprec.core.arguments import PLAIN, Request, parse_dtype
+from lowprec.core.arguments import PLAIN, Options, parse_dtype
 from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import recorder, records
 from programs import posix, start
@@ -185,10 +185,10 @@ def test_results_are_the_same_and_the_cache_holds_no_observer() -> None:
 def test_what_only_wants_the_executor_is_not_observed() -> None:
     x, y = library_of(A).view(A), library_of(B).view(B)
     with lowprec.profile() as prof:
-        plain = executors.look_up(policy.resolve(), x, y, Request(), observed=False)
-        again = executors.look_up(policy.resolve(), x, y, Request(), observed=False)
+        plain = executors.look_up(policy.resolve(), x, y, Options(), observed=False)
+        again = executors.look_up(policy.resolve(), x, y, Options(), observed=False)
         out = library_of(A).allocate((6, 5), x.dtype, x.device, A)
-        plain.execute(Request().arguments(x, y, out))
+        plain.execute(Options().arguments(x, y, out))
     assert plain is again
     assert len(prof) == 0
 

@@ -15,7 +15,7 @@ from lowprec.arrays.base import Library
 from lowprec.backends import Arguments, registry
 from lowprec.backends.cpu import backend as cpu_backend
 from lowprec.core import streams
-from lowprec.core.arguments import PLAIN, Request
+from lowprec.core.arguments import PLAIN, Options
 from lowprec.errors import BackendError, DeviceError
 from lowprec.formats import DType
 from lowprec.util.strides import contiguous_strides
@@ -125,10 +125,10 @@ def array(cls: type[Array], name: str = "") -> Array:
 def run(diary: Diary, a: Array, b: Array, **others: Any) -> None:
     views = {name: libraries.library_of(x).view(x) if isinstance(x, Array) else x for name, x in others.items()}
     x, y = (libraries.library_of(operand).view(operand) for operand in (a, b))
-    request = Request(**views)
+    options = Options(**views)
     given = tuple(others.get(name) for name in ("out", "c", "bias", "scale_a", "scale_b"))
     library = libraries.library_of(a)
-    arguments = request.arguments(x, y, request.out or x, library.current_stream(GPU) or 0)
+    arguments = options.arguments(x, y, options.out or x, library.current_stream(GPU) or 0)
     streams.run(diary.execute, arguments, library, (a, b, *given))
 
 

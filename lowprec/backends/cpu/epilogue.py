@@ -130,10 +130,10 @@ def _apply_native(product: Any, out: Any, alpha: float, beta: float, c: Any, bia
         numbers, to, addend = piece
         m = len(numbers)
         target, other = operand_of(to), None if addend is None else operand_of(addend)
-        finish = epilogue_of(m, n, anywhere(target), other and anywhere(other), vector, activation)
+        apply = epilogue_of(m, n, anywhere(target), other and anywhere(other), vector, activation)
         with buffers.borrow(BLOCK_SCRATCH_BYTES) as memory:
             at = data_pointer(numbers), target.address, other.address if other else 0, place
-            finish(*at, alpha, beta, memory)
+            apply(*at, alpha, beta, memory)
 
     pieces: list[tuple[Any, ...]] = []
     for matrices in _as_matrices(product, out, c):

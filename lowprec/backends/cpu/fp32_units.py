@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import epilogue, gemm, single_products, splitting, team
 from lowprec.backends.cpu.buffers import Workspace
@@ -192,16 +192,16 @@ def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView
     how = (plan.scheme, rounding_format(plan), plan.split[1], plan.scaled[1], emulates, dtype)
     key = (*how, data_pointer(b), b.shape, b.strides)
 
-    def make() -> Form:
+    def make() -> PackedOperand:
         with Workspace() as workspace:
             if plan.split[1] > 1 or emulates:
                 parts, exponents = split_operand(plan, b, 1, dtype, workspace)
             else:
                 ((parts, exponents),) = whole_operands(plan, (b,), dtype, workspace, first=1)
             made = Split([part.copy(order="K") for part in parts], exponents)
-        return Form(made, sum(part.nbytes for part in made.parts))
+        return PackedOperand(made, sum(part.nbytes for part in made.parts))
 
-    found: Split = kept.form(key, make)
+    found: Split = kept.packed_operand(key, make)
     return found
 
 

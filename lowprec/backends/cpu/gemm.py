@@ -13,7 +13,7 @@ from lowprec.arrays import NUMPY_DTYPES
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import casting, stacks
 from lowprec.backends.cpu.buffers import Workspace
-from lowprec.backends.cpu.openblas import has_room, loaded_openblas
+from lowprec.backends.cpu.openblas import has_memory, loaded_openblas
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
 
@@ -66,7 +66,7 @@ def multiply_openblas(a: Any, b: Any, out: Any) -> None:
 
     Arrays of one dtype, at least 2-D; batches broadcast.
     """
-    if not has_room():
+    if not has_memory():
         multiply_numpy(a, b, out)
         return
     a, b = _in_place_or_copy(a), _in_place_or_copy(b)
@@ -135,7 +135,7 @@ def _openblas_call(plan: GemmPlan) -> Executor:
     by_library, by_numpy = _library_call(plan), _numpy_call(plan)
 
     def execute(arguments: Arguments) -> None:
-        (by_library if has_room() else by_numpy)(arguments)
+        (by_library if has_memory() else by_numpy)(arguments)
 
     return execute
 

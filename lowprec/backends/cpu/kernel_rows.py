@@ -7,7 +7,7 @@ threads: those of AMX on a Xeon, those of vector units on a Zen 5.
 from __future__ import annotations
 
 from lowprec.formats import DType
-from lowprec.planning import KernelRow, Summation, Why
+from lowprec.planning import KernelRow, ReasonKind, Summation
 
 _MICRO_KERNELS = "lowprec.backends.cpu.packed.micro_kernels"
 
@@ -47,7 +47,7 @@ AMX_BF16_PAIR = AMX_BF16._replace(
     # These take the long way to the kernel, since it may decline.
     minimum_elements=20_000,
     parts=2,
-    fallback=Why.NOT_FINITE_IN_TWO_PARTS,
+    fallback=ReasonKind.NOT_FINITE_IN_TWO_PARTS,
 )
 
 #: All products of parts in one pass; a product costs as it does where there is one, which is an estimate.
@@ -57,7 +57,7 @@ AMX_BF16_PARTS = AMX_BF16._replace(
     single_product=False,
     sums_products=True,
     minimum_elements=20_000,
-    fallback=Why.NOT_FINITE_IN_PARTS,
+    fallback=ReasonKind.NOT_FINITE_IN_PARTS,
 )
 
 #: Of TF32 parts, each the exact sum of two.
@@ -104,7 +104,7 @@ AVX512_BF16_PARTS = AVX512_BF16._replace(
     single_product=False,
     sums_products=True,
     minimum_elements=0,
-    fallback=Why.NOT_FINITE_IN_PARTS,
+    fallback=ReasonKind.NOT_FINITE_IN_PARTS,
 )
 
 AVX512_VNNI = AVX512_BF16._replace(

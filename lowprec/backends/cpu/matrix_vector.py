@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, fp32_units, splitting, team, threads
 from lowprec.backends.cpu.buffers import Workspace
@@ -135,7 +135,7 @@ def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) 
     Numbers of float16 are always scaled, so that all of them fit 16 bits.
     """
 
-    def make() -> Form:
+    def make() -> PackedOperand:
         # In the order in which `_run` reads it, or a copy of it.
         in_columns = b.strides[-2] == b.itemsize or b.strides[-1] != b.itemsize
         fmt, axis = (FLOAT16, -2) if is_scaled else (to, None)
@@ -147,11 +147,11 @@ def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) 
             wide = np.empty_like(rounded)
             casting.cast([(narrow, wide)], None)
             if not np.array_equal(wide.view(np.uint32), rounded.view(np.uint32)):
-                return Form(Split([b]), 0)
+                return PackedOperand(Split([b]), 0)
         made = Split([narrow.swapaxes(-1, -2) if in_columns else narrow], exponents)
-        return Form(made, narrow.nbytes)
+        return PackedOperand(made, narrow.nbytes)
 
-    found: Split = view.form(("16 bits", to.name, data_pointer(b), b.shape, b.strides), make)
+    found: Split = view.packed_operand(("16 bits", to.name, data_pointer(b), b.shape, b.strides), make)
     return found
 
 

@@ -24,7 +24,7 @@ _importing = threading.RLock()
 forking.hold(_importing)
 _begun: list[threading.Thread] = []
 
-#: Why it failed, an empty string if it went well; at most one entry.
+#: ReasonKind it failed, an empty string if it went well; at most one entry.
 _failure: list[str] = []
 
 

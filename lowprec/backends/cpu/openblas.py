@@ -100,7 +100,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def has_room(nbytes: int | None = None) -> bool:
+def has_memory(nbytes: int | None = None) -> bool:
     """Whether the process may take so much address space, by default that of a product of this thread."""
     if nbytes is None and _local.is_unlimited:
         return True
@@ -128,7 +128,7 @@ def _is_limited() -> bool:
 
 def _load(path: str) -> OpenBlas | None:
     # Another caller's has other threads and kernels.
-    if (path not in _ours and _is_loaded(path)) or not has_room(_LIBRARY_BYTES):
+    if (path not in _ours and _is_loaded(path)) or not has_memory(_LIBRARY_BYTES):
         return None
     # Its one thread is no answer to how many a product may use.
     threads.ignore_library(path)

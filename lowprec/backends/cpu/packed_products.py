@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import casting, fp32_units, splitting, team
 from lowprec.backends.cpu.buffers import Workspace
@@ -92,7 +92,7 @@ def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
     def find(view: PreparedView) -> Panels | None:
         if view.mode not in modes:
             return None
-        form = view.forms.get(key)
+        form = view.packed.get(key)
         return stack_of(view, packed_as, convert) if form is None else form.value
 
     return find
@@ -265,8 +265,8 @@ def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
     view = arguments.b
     if type(view) is not PreparedView or view.mode not in kept_modes(plan):
         return _lies_apart(b)
-    found: bool = view.form(("apart", data_pointer(b), b.shape, b.strides), lambda: Form(_lies_apart(b), 0))
-    return found
+    key = "apart", data_pointer(b), b.shape, b.strides
+    return bool(view.packed_operand(key, lambda: PackedOperand(_lies_apart(b), 0)))
 
 
 def _scaled_product(apart: tuple[bool, bool], plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, gemm
-from lowprec.backends.cpu.openblas import has_room
+from lowprec.backends.cpu.openblas import has_memory
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.jobs import matrix_of
 from lowprec.backends.cpu.packed.rows import Epilogue, epilogue_of, is_usable
@@ -77,7 +77,7 @@ class _Product(NamedTuple):
     a: _Operand
     b: _Operand
     multiply: Callable[[int, int, int], None]
-    finish: Epilogue | None  # None where the product is the result
+    epilogue: Epilogue | None  # None where the product is the result
     at_b: int
     at_product: int
     at_block: int
@@ -93,7 +93,7 @@ class _Product(NamedTuple):
             if self.a.cast(source, x, memory):
                 return False
         if type(b) is PreparedView and b.mode in self.kept_modes:
-            kept = b.form(self.key, functools.partial(self.cast_b, b))
+            kept = b.packed_operand(self.key, functools.partial(self.cast_b, b))
             if kept is None:
                 return False
             y = data_pointer(kept)
@@ -101,24 +101,24 @@ class _Product(NamedTuple):
             source, y = y, memory + self.at_b
             if self.b.cast(source, y, memory):
                 return False
-        if self.finish is None:
+        if self.epilogue is None:
             self.multiply(x, y, to)
             return True
         product = memory + self.at_product
         self.multiply(x, y, product)
-        self.finish(
+        self.epilogue(
             product, to, 0 if c is None else c.address, 0 if bias is None else bias.address, alpha.real, beta.real,
             memory + self.at_block,
         )  # fmt: skip
         return True
 
-    def cast_b(self, view: PreparedView) -> Form:
+    def cast_b(self, view: PreparedView) -> PackedOperand:
         """Return the form of a prepared operand: its numbers as they are cast; None where they have to be scaled."""
         assert self.b.cast is not None, "nothing is kept of an operand that is multiplied where it is"
         memory = np.empty(self.b.nbytes + casting.SCRATCH_BYTES, np.uint8)
         address = data_pointer(memory)
         is_apart = self.b.cast(view.address, address, address + self.b.nbytes)
-        return Form(None if is_apart else memory, self.b.nbytes)
+        return PackedOperand(None if is_apart else memory, self.b.nbytes)
 
 
 def prepare(plan: GemmPlan, to: NumberFormat | None, otherwise: Executor) -> Executor | None:
@@ -132,7 +132,7 @@ def prepare(plan: GemmPlan, to: NumberFormat | None, otherwise: Executor) -> Exe
     run, nbytes = product.run, product.at_block + J.BLOCK_SCRATCH_BYTES + _ALIGNMENT
 
     def execute(arguments: Arguments) -> None:
-        if not has_room():
+        if not has_memory():
             done = False
         elif nbytes < _SMALL_BYTES:
             memory = np.empty(nbytes, np.uint8)
@@ -165,17 +165,17 @@ def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
     # Of a batch of one, its matrices.
     left, right, out = (replace(x, batch_shape=(), batch_strides=()) for x in (layout.a, layout.b, layout.out))
     a, b = _operand(left, to), _operand(right, to)
-    finish, size = None, 0
+    epilogue, size = None, 0
     if plan.problem.has_epilogue or out.dtype is not DType.FLOAT32 or not out.blas_expressible:
-        finish = _epilogue(plan) if is_usable() else None
-        if finish is None:
+        epilogue = _epilogue(plan) if is_usable() else None
+        if epilogue is None:
             return None
         size = _aligned(4 * layout.m * layout.n)
         out = MatrixStack.of(DType.FLOAT32, layout.m, layout.n, layout.n, 1)
     at_b = casting.SCRATCH_BYTES + a.nbytes
     at_product = at_b + b.nbytes
     return _Product(
-        a, b, gemm.library_product(a.stack, b.stack, out), finish, at_b, at_product, at_product + size,
+        a, b, gemm.library_product(a.stack, b.stack, out), epilogue, at_b, at_product, at_product + size,
         kept_modes(plan), ("cast", to, layout.b),
     )  # fmt: skip
 

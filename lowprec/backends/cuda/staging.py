@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
@@ -103,18 +103,18 @@ class Staging:
         exponents = self._exponent_bytes[1] if operand.packing.scaled else 0
         key = (operand.packing, exponents, view.address)
         captured = runtime.is_capturing(stream)
-        if captured and key not in view.forms:
+        if captured and key not in view.packed:
             return None
 
-        def make() -> Form:
+        def make() -> PackedOperand:
             start = _aligned(operand.nbytes)
             block = memory.allocate(start + exponents, view.device, stream)
             operand.pack(view.address, block.address, block.address + start, stream)
             memory.synchronize(stream, view.device)  # other streams may read it
             address = block.address + start if exponents else 0
-            return Form(KeptPacking(block, address), start + exponents)
+            return PackedOperand(KeptPacking(block, address), start + exponents)
 
-        found: KeptPacking = view.form(key, make)
+        found: KeptPacking = view.packed_operand(key, make)
         if captured:
             memory.keep((found,), stream, view.device)
         return found

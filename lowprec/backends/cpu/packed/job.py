@@ -50,7 +50,7 @@ ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU}
 # --- a batch: the words that each of its products changes in a copy of one job ---
 BATCH_NEXT = 0  # the next product; written by the threads
 BATCH_NOT_FINITE = 1  # set when NOT_FINITE or SUM_NOT_FINITE of a product is
-BATCH_JOB, BATCH_COUNT, BATCH_FIELD_A, BATCH_FIELD_B, BATCH_DRIVE, BATCH_SCRATCH = range(8, 8 + 6)
+BATCH_JOB, BATCH_COUNT, BATCH_FIELD_A, BATCH_FIELD_B, BATCH_MACRO_KERNEL, BATCH_SCRATCH = range(8, 8 + 6)
 BATCH_TABLE = 14  # the addresses of a, b, out and c for each product
 BATCH_WORDS = 16
 

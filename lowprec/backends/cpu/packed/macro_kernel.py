@@ -280,9 +280,9 @@ def batch_kernel() -> int:
     the job (4096 bytes), packed B, and scratch.
     """
 
-    def drive_all(batch, memory):
+    def share_batch(batch, memory):
         count, packed_b = field(batch, J.BATCH_COUNT), memory + 4096
-        scratch, drive = memory + field(batch, J.BATCH_SCRATCH), field(batch, J.BATCH_DRIVE)
+        scratch, one = memory + field(batch, J.BATCH_SCRATCH), field(batch, J.BATCH_MACRO_KERNEL)
         field_a = 8 * field(batch, J.BATCH_FIELD_A)
         field_b = 8 * field(batch, J.BATCH_FIELD_B)
         before = 0  # B of the product before, which is packed already
@@ -300,12 +300,12 @@ def batch_kernel() -> int:
             if field(memory, J.B) == before:
                 store(memory + 8 * J.PACK_TASKS, 0, "i64")
             before = field(memory, J.B)
-            call(drive, (memory, scratch))
+            call(one, (memory, scratch))
             if (field(memory, J.NOT_FINITE) | field(memory, J.SUM_NOT_FINITE)) != 0:
                 atomic_store(batch + 8 * J.BATCH_NOT_FINITE, 1)
         return 0
 
-    return compile_kernel(drive_all, MACRO_ARITY)
+    return compile_kernel(share_batch, MACRO_ARITY)
 
 
 @cache
@@ -315,7 +315,7 @@ def macro_kernel() -> int:
     Its arguments, `MACRO_ARITY` integers: address of the job, address of the thread's scratch.
     """
 
-    def drive(job, scratch):
+    def share_product(job, scratch):
         _packing_phase(job, scratch)
         tasks = field(job, J.TASKS)
         config = field(job, J.TILE_CONFIG)
@@ -332,4 +332,4 @@ def macro_kernel() -> int:
         _fence()
         return 0
 
-    return compile_kernel(drive, MACRO_ARITY)
+    return compile_kernel(share_product, MACRO_ARITY)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.arrays.prepared_view import Form, PreparedView
+from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, team, threads
 from lowprec.backends.cpu.packed import job as J
@@ -75,11 +75,11 @@ def panels_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Pane
 def stack_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panels:
     """Return the panels of a prepared operand, made with the first product."""
 
-    def make() -> Form:
+    def make() -> PackedOperand:
         made = _pack(packed_as, dict(_matrices(view)), convert)
-        return Form(made, made.memory.nbytes)
+        return PackedOperand(made, made.memory.nbytes)
 
-    found: Panels = view.form(packed_as.key(view.shape, view.strides), make)
+    found: Panels = view.packed_operand(packed_as.key(view.shape, view.strides), make)
     return found
 
 

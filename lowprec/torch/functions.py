@@ -18,7 +18,7 @@ from lowprec.arrays import CPU
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.core import dispatch
-from lowprec.core.arguments import Request, parse_dtype
+from lowprec.core.arguments import Options, parse_dtype
 from lowprec.core.executors import capabilities
 from lowprec.core.plan_call import mode_within
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
@@ -280,10 +280,10 @@ def _numbers(extents: Any) -> tuple[int, ...]:
 def _chosen(a: Any, b: Any, device: Any, out_dtype: Any, _: str, math_mode: Any, rtol: Any, bound: Any) -> str:
     rtol = float.fromhex(rtol) if isinstance(rtol, str) else rtol[0]
     operands = [OperandSpec(parse_dtype(dtype), *rest) for dtype, *rest in (a, b)]
-    request = Request(out_dtype=None if out_dtype is None else parse_dtype(out_dtype))
+    options = Options(out_dtype=None if out_dtype is None else parse_dtype(out_dtype))
     library: Any = library_of(torch.empty(0, device="cpu"))
     able = capabilities(library.device_of(device) or CPU)
-    return mode_within(rtol, math_mode, request.problem(*operands), able, bound)[0].mode.value
+    return mode_within(rtol, math_mode, options.problem(*operands), able, bound)[0].mode.value
 
 
 _chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
