@@ -66,7 +66,7 @@ def skipped_everywhere(results: list[Outcome]) -> dict[tuple[str, str], list[Out
     return never
 
 
-#: How the reasons begin that `tests/cpu_units.py` gives, and the processor's flag for the units that are lacking.
+#: How the reasons of `tests/support/cpu_units.py` begin, and the processor's flag for the missing units.
 UNITS = {
     "this machine has no AMX units": "amx_bf16",
     "this machine has no AVX512-BF16 units": "avx512_bf16",
@@ -79,7 +79,7 @@ UNITS = {
 
 
 #: How reasons begin that no environment here can mend, and what such tests need. A sample of the vectors is tested
-#: everywhere (`tests/tensor_core_vectors.py`).
+#: everywhere (`tests/support/tensor_core_vectors.py`).
 ABSENT = {
     "the vectors read off real tensor cores are not beside this checkout": "data that is no part of the checkout",
     "libcublasLt is not installed ": "a library that is too large for these environments",

@@ -17,7 +17,7 @@ from lowprec import ArrayError, DTypeError, UnsupportedError
 from lowprec.amp import gradient_report, suggest_scale
 from lowprec.amp.gradients import FORMATS
 from lowprec.formats import TF32, NumberFormat
-from rounding_oracle import round_scalar
+from support.rounding_oracle import round_scalar
 
 
 @pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)

@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import interrupts
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
 from lowprec import DLPackArray, DTypeError, LowprecError, ShapeError
@@ -24,6 +23,7 @@ from lowprec.amp import GradientTypeError, LossScaler, ScalerStateError, Setting
 from lowprec.amp.rules import ScaleRule
 from lowprec.arrays.namespaces import dtype_name
 from lowprec.errors import ArrayError
+from support import interrupts
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from machines import MACHINES, SOFTWARE_TILES, on
-from oracles import Epilogue
+from support import oracles
+from support.machines import MACHINES, SOFTWARE_TILES, on
+from support.oracles import Epilogue
 
 M, N, K = 7, 5, 24
 

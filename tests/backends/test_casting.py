@@ -15,7 +15,7 @@ from lowprec import formats
 from lowprec.backends.cpu import casting, gemm, threads
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.formats import NumberFormat
-from rounding_oracle import round_scalar
+from support.rounding_oracle import round_scalar
 
 needs_numba = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 

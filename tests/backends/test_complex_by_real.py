@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
 from lowprec.backends.cpu.packed import run
-from machines import MACHINES, SOFTWARE_TILES, on
+from support import oracles
+from support.machines import MACHINES, SOFTWARE_TILES, on
 
 REAL = ["float32", "bfloat16", "float16"]
 MODES = ["tf32", "bf16", "fp16", "bf16x3", "bf16x6", "bf16x9"]

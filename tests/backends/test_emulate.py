@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import interrupts
 import lowprec
 import lowprec.planning
 from lowprec import ArrayError, DTypeError, ShapeError, UnsupportedError, emulate
@@ -25,7 +24,8 @@ from lowprec.modes import TABLE, MathMode
 from lowprec.planning import GemmPlan
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy.state import emulated
-from oracles import bfloat16
+from support import interrupts
+from support.oracles import bfloat16
 
 MODES = {"tf32": TF32, "bf16": BFLOAT16, "fp16": FLOAT16}
 M, N, K = 33, 17, 100

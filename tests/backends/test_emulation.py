@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lowprec
-import tensor_core_vectors as vectors
+from backends.tensor_core_oracle import dot
 from lowprec.architectures import Architecture, parse_architecture
 from lowprec.backends.cpu import casting, numba_import
 from lowprec.backends.cpu.emulation import Arithmetic, arithmetic, arrays, formats_of, multiply
@@ -18,7 +18,7 @@ from lowprec.backends.cpu.emulation import products as emulated_products
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
 from lowprec.planning.tensor_cores import accumulation
-from tensor_core_oracle import dot
+from support import tensor_core_vectors as vectors
 
 FORMATS = {"float16": FLOAT16, "bfloat16": BFLOAT16, "tf32": TF32}
 MODELS = [(arch, fmt) for arch in Architecture for fmt in formats_of(arch)]

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from layouts import LAYOUTS
+from backends.layouts import LAYOUTS
 from lowprec import formats
 from lowprec.backends.cpu import casting, threads
 from lowprec.backends.cpu.kernel_rows import GEMV, GEMV_FP32, GEMV_WIDE
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.planning import KernelRow
-from machines import OPENBLAS
+from support import oracles
+from support.machines import OPENBLAS
 
 pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 

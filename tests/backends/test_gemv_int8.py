@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import lowprec
-from layouts import LAYOUTS
+from backends.layouts import LAYOUTS
 from lowprec.backends.cpu import casting, threads
 from lowprec.backends.cpu.kernel_rows import GEMV_INT8
 from lowprec.planning.bounds import MAX_K_INT8
-from machines import OPENBLAS
+from support.machines import OPENBLAS
 
 pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 

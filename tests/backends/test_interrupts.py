@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import interrupts
 import lowprec
 from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, team, threads
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, unsupported_reason
-from programs import posix
+from support import interrupts
+from support.programs import posix
 
 needs_openblas = pytest.mark.skipif(openblas.openblas() is None, reason="scipy-openblas64 is not installed")
 

@@ -10,9 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import interrupts
 import lowprec
-from cpu_units import needs
 from lowprec.arrays import library_of
 from lowprec.backends.cpu import stacks, threads
 from lowprec.backends.cpu.packed import run
@@ -20,6 +18,8 @@ from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
 from lowprec.backends.execution import Arguments
 from lowprec.formats import DType, dtype_from_name
 from lowprec.planning.layout import OperandSpec, gemm_layout
+from support import interrupts
+from support.cpu_units import needs
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8), "float32": np.dtype(np.float32)}
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from machines import MACHINES, on
+from support import oracles
+from support.machines import MACHINES, on
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 

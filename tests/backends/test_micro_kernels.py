@@ -23,8 +23,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import oracles
-from cpu_units import NO_UNITS, needs
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import threads
@@ -41,6 +39,8 @@ from lowprec.backends.cpu.packed.micro_kernels import (
 )
 from lowprec.backends.cpu.packed.prepared_panels import PackedAs, Panels, panels_of
 from lowprec.planning.bounds import MAX_K_INT8
+from support import oracles
+from support.cpu_units import NO_UNITS, needs
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from cpu_units import needs
 from lowprec import formats
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed.micro_kernels import AVX512_FP32
 from lowprec.backends.cpu.rounding import round_float32
-from machines import MACHINES, on
+from support import oracles
+from support.cpu_units import needs
+from support.machines import MACHINES, on
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}

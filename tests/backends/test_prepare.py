@@ -15,10 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import interrupts
 import lowprec
-import machines
-import oracles
 from lowprec import modes
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import buffers, casting, fp32_units, single_products, splitting
@@ -27,6 +24,7 @@ from lowprec.modes import available_modes
 from lowprec.planning import ReasonKind
 from lowprec.planning.plan import GemmPlan
 from lowprec.policy import environment
+from support import interrupts, machines, oracles
 
 MODES = [str(mode) for mode in available_modes()]
 DTYPES = {

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 import lowprec
-import machines
-import oracles
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu import splitting
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning import selection
+from support import machines, oracles
 
 SCHEMES = [r.mode for r in TABLE if r.parts > 1]
 SCALED = [m for m in SCHEMES if "fp16" in m]

@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import oracles
 from lowprec import formats
 from lowprec.backends.cpu.rounding import round_float32
-from rounding_oracle import round_scalar
+from support import oracles
+from support.rounding_oracle import round_scalar
 
 FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
 EXACT_TYPES = {"bf16": oracles.bfloat16, "fp16": np.float16}

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
 from lowprec.backends.cpu import casting, scaling
 from lowprec.backends.cpu.casting import cast
 from lowprec.modes import MathMode, row
-from machines import MACHINES, SOFTWARE_TILES, on
+from support import oracles
+from support.machines import MACHINES, SOFTWARE_TILES, on
 
 #: m, k, n by the road that they take: direct, BLAS, a matrix and a vector of either side.
 SHAPES = {"direct": (9, 21, 17), "blas": (150, 260, 140), "A @ v": (190, 170, 1), "v @ A": (1, 180, 170)}

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 import lowprec
-import machines
-import oracles
-import schedules
+from support import machines, oracles, schedules
 
 
 @pytest.mark.parametrize("machine", machines.MACHINES)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import interrupts
 import lowprec
+from backends.small_products import BF16, assert_same, both, matmul, numbers, views
 from lowprec import formats
 from lowprec.backends.cpu import casting, numba_import, threads
 from lowprec.core import executors
-from small_products import BF16, assert_same, both, matmul, numbers, views
+from support import interrupts
 
 pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 import lowprec
-import machines
-from cpu_units import needs
 from lowprec.backends.cpu import device, splitting, threads
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed import jobs, run
@@ -24,6 +22,8 @@ from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, Mic
 from lowprec.formats import DType
 from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm
+from support import machines
+from support.cpu_units import needs
 
 pytest.importorskip("numba")
 

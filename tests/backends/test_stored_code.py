@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-import interrupts
 from lowprec.backends.cpu import casting
 from lowprec.errors import LowprecWarning
+from support import interrupts
 
 pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import lowprec
-from cpu_units import needs
 from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.packed import jobs, run
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
+from support.cpu_units import needs
 
 LINE = 64
 GUARD = 0xA5

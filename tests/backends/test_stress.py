@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from programs import posix
+from support.programs import posix
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 

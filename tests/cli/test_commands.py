@@ -17,7 +17,7 @@ import lowprec
 from lowprec.checking import Timing
 from lowprec.cli import output
 from lowprec.modes import MathMode, available_modes
-from machines import ROWS
+from support.machines import ROWS
 
 Files = tuple[Path, Path]
 Command = Callable[..., Any]

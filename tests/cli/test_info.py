@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import lowprec
-import machines
 from lowprec.arrays import libraries
 from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu.packed import micro_kernels
@@ -25,6 +24,7 @@ from lowprec.modes import MathMode
 from lowprec.planning import Capabilities, GemmProblem, KernelRow, OperandSpec, plan_gemm
 from lowprec.policy import environment
 from lowprec.policy.switch_report import SwitchRow
+from support import machines
 
 #: The modules whose names the tests replace.
 module = importlib.import_module("lowprec.report")

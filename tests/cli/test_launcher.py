@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from lowprec.cli.commands import run as run_command
-from programs import GUARD, TF32, posix, start, write
+from support.programs import GUARD, TF32, posix, start, write
 
 REPLACE = os.execve
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from programs import GUARD, TF32, Seen, posix, same, start, write
+from support.programs import GUARD, TF32, Seen, posix, same, start, write
 
 
 @pytest.fixture(autouse=True)

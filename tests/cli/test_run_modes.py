@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cpu_units import medium_lowers
-from programs import GUARD, LIBRARY, TF32, same, start, write
+from support.cpu_units import medium_lowers
+from support.programs import GUARD, LIBRARY, TF32, same, start, write
 
 
 @pytest.fixture(autouse=True)

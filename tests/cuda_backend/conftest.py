@@ -11,10 +11,9 @@ import pytest
 
 HAS_BINDINGS = all(find_spec(name) for name in ("nvmath", "cuda", "cuda.bindings", "cuda.core"))
 if HAS_BINDINGS:
-    import device_fixture
-    import device_libraries
     import software_cuda
-    from cuda_reset import reset
+    from cuda_backend import device_fixture, device_libraries
+    from cuda_backend.cuda_reset import reset
     from lowprec.arrays import libraries
     from lowprec.backends.cuda import memory
     from lowprec.core import executors

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from cuda_reset import reset
-from device_fixture import Gpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import Gpu
 from lowprec.backends import disk
 from lowprec.backends.cuda import compiling, measuring
 from lowprec.core import executors
 from software_cuda.descriptors import SoftwareLtError
 from software_cuda.objects import INTERNAL_ERROR
+from support import oracles
 
 A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
 TRUE = oracles.product(A, A)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_reset import reset
-from device_fixture import Gpu, has_real_gpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import Gpu, has_real_gpu
 from lowprec.backends.cuda import bindings, cublas
 from lowprec.core import executors
 

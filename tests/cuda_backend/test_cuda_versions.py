@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
 import software_cuda
-from cuda_reset import reset
-from device_fixture import SoftwareGpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.backends.cuda import compiling
 from lowprec.core import executors
+from support import oracles
 
 A = np.random.default_rng(0).integers(-3, 4, (16, 16)).astype(np.float32)
 

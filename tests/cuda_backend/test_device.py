@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from cuda_reset import reset
-from device_fixture import Gpu, has_real_gpu
-from device_libraries import OnlyDLPack, StreamedLibrary
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import Gpu, has_real_gpu
+from cuda_backend.device_libraries import OnlyDLPack, StreamedLibrary
 from lowprec.backends.cuda import runtime
+from support import oracles
 
 MODES = ("fp32", "tf32", "bf16", "fp16")
 every_mode = pytest.mark.parametrize("mode", MODES)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from cuda_reset import reset
-from device_fixture import Gpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import Gpu
 from lowprec.core import executors
+from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)

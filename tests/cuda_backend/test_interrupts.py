@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-import interrupts
 import lowprec
 import software_cuda
-from cuda_reset import reset
-from device_fixture import SoftwareGpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.core import executors
+from support import interrupts
 
 pytestmark = pytest.mark.usefixtures("cheap_collections")
 

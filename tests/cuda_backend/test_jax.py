@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from device_fixture import SoftwareGpu
+from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.arrays import libraries
 from software_cuda.jax import Jax
+from support import oracles
 
 MODES = ("fp32", "tf32", "bf16", "fp16")
 

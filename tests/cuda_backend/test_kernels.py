@@ -18,9 +18,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import oracles
-from device_fixture import has_real_gpu
-from kernel_oracles import (
+from cuda_backend.device_fixture import has_real_gpu
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.backends.cuda import compiling, libraries, runtime
+from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
+from lowprec.backends.cuda.packing import Packing, prepare_packing
+from lowprec.backends.cuda.staging import epilogue, packing
+from lowprec.errors import LowprecError
+from lowprec.formats import DType
+from lowprec.modes import MathMode, available_modes
+from lowprec.planning import Activation, GemmPlan, GemmProblem, MatrixStack, OperandSpec, plan_gemm
+from software_cuda import compiler, install, uninstall
+from support import oracles
+from support.kernel_oracles import (
     LAYOUTS,
     DeviceCopies,
     Guarded,
@@ -36,17 +46,7 @@ from kernel_oracles import (
     stack_of,
     with_epilogue,
 )
-from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cuda import compiling, libraries, runtime
-from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
-from lowprec.backends.cuda.packing import Packing, prepare_packing
-from lowprec.backends.cuda.staging import epilogue, packing
-from lowprec.errors import LowprecError
-from lowprec.formats import DType
-from lowprec.modes import MathMode, available_modes
-from lowprec.planning import Activation, GemmPlan, GemmProblem, MatrixStack, OperandSpec, plan_gemm
-from machines import gpu
-from software_cuda import compiler, install, uninstall
+from support.machines import gpu
 
 STREAM = 1
 D = DType

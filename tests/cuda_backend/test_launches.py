@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from cuda_reset import reset
-from device_fixture import SoftwareGpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.backends.cuda import epilogue, packing
 from lowprec.core import executors
 from software_cuda.cupy import Cupy
+from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 MODES = ("fp32", "tf32", "bf16", "fp16")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_reset import reset
-from device_fixture import SoftwareGpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.backends.cuda import autotune, measuring, runtime
 from lowprec.backends.cuda.invocation import Invocation, Operands
 from lowprec.core import executors

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from cuda_reset import reset
+from cuda_backend.cuda_reset import reset
 from lowprec.arrays import Device, device_memory
 from lowprec.backends.cuda import memory
 from lowprec.backends.cuda.libraries import Libraries, use

@@ -31,8 +31,7 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from device_fixture import Gpu
+from cuda_backend.device_fixture import Gpu
 from lowprec import modes
 from lowprec.backends.cuda import executor, invocation, staging
 from lowprec.core import executors
@@ -40,6 +39,7 @@ from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
 from lowprec.planning import lowering, planner
 from lowprec.planning.calls import CublasLtCall
+from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from device_fixture import Gpu
+from cuda_backend.device_fixture import Gpu
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.modes import available_modes
 from lowprec.planning import ReasonKind

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from device_fixture import Gpu, has_real_gpu
+from cuda_backend.device_fixture import Gpu, has_real_gpu
 from lowprec.backends.cuda import invocation
 from lowprec.formats import DType
+from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)

@@ -16,8 +16,8 @@ import pytest
 
 import lowprec
 import software_cuda
-from cuda_reset import reset
-from device_fixture import SoftwareGpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.core import executors
 from lowprec.modes import available_modes
 from software_cuda import DeviceModel, Software, tables

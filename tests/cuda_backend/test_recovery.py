@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import lowprec
-import schedules
-from device_fixture import Gpu
+from cuda_backend.device_fixture import Gpu
 from lowprec.modes import TABLE, MathMode
+from support import schedules
 
 SCHEMES = [r.mode for r in TABLE if r.parts > 1]
 ALL = [*SCHEMES, MathMode.FP64, MathMode.FP32_EMULATED]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from device_fixture import SoftwareGpu
+from cuda_backend.device_fixture import SoftwareGpu
 from software_cuda import cublaslt, tables
 from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal
+from support import oracles
 
 REFUSALS = [INVALID_VALUE, NOT_SUPPORTED]
 

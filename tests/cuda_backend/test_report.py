@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from device_fixture import Gpu
+from cuda_backend.device_fixture import Gpu
 from lowprec.backends.cuda import bindings
 from lowprec.modes import available_modes
 

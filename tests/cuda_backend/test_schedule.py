@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-import schedules
-from device_fixture import Gpu
+from cuda_backend.device_fixture import Gpu
+from support import oracles, schedules
 
 SIXTEEN_BITS = [mode for mode in schedules.TWO_PARTS if not mode.startswith("tf32")]
 

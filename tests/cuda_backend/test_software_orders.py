@@ -13,7 +13,7 @@ import pytest
 
 import lowprec
 import software_cuda as software
-from cuda_reset import reset
+from cuda_backend.cuda_reset import reset
 from lowprec.arrays import libraries
 from lowprec.arrays.dlpack import import_array
 from lowprec.core import executors

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracles import round_to
 from software_cuda import DeviceModel, Software, tables
 from software_cuda.arithmetic import round_tf32
 from software_cuda.asking import Asked, Data, check, of_types, prepared
 from software_cuda.tables import C_32F, NO_EPILOGUE, R_8I, R_16BF, R_16F, R_32I, ROWS  # fmt: skip
+from support.oracles import round_to
 
 LEGACY = 1
 INVALID_VALUE, NOT_SUPPORTED = 7, 15

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from oracles import round_to
 from software_cuda import DeviceModel, Software
 from software_cuda.asking import Asked, Data, check, prepared, refusal
 from software_cuda.tables import (
@@ -27,6 +26,7 @@ from software_cuda.tables import (
     R_64F,
     ROWS,
 )  # fmt: skip
+from support.oracles import round_to
 
 LEGACY = 1
 INVALID_VALUE, NOT_SUPPORTED = 7, 15

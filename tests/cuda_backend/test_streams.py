@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from device_fixture import SoftwareGpu
-from device_libraries import StreamedLibrary
+from cuda_backend.device_fixture import SoftwareGpu
+from cuda_backend.device_libraries import StreamedLibrary
 from lowprec.core import executors
 from lowprec.errors import BackendError
 from software_cuda.arrays import DeviceArray, read
 from software_cuda.cupy import Cupy
+from support import oracles
 
 
 def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import lowprec
-import oracles
-from cuda_reset import reset
-from device_fixture import SoftwareGpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.arrays import Device
 from lowprec.backends.cuda import handles, memory
 from software_cuda.cupy import Cupy
+from support import oracles
 
 
 def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:

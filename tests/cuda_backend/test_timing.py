@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_reset import release_timing_events
-from device_fixture import SoftwareGpu
+from cuda_backend.cuda_reset import release_timing_events
+from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.backends.cuda import measuring as timing
 from lowprec.backends.cuda.libraries import Libraries, use
 from lowprec.backends.cuda.runtime import on_device

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from device_fixture import SoftwareGpu
-from device_libraries import StreamedLibrary, Torch
+from cuda_backend.device_fixture import SoftwareGpu
+from cuda_backend.device_libraries import StreamedLibrary, Torch
 from lowprec import amp
 from lowprec.backends.cuda import libraries, unscaling
 from lowprec.errors import BackendError

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import interrupts
 from lowprec import fp32_guard, math_mode
 from lowprec.policy import entries
+from support import interrupts
 
 ERRORS = (KeyboardInterrupt, RuntimeError)
 PAIRS = [

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpu_units import MEDIUM_IS_FULL, imitated_units, medium_lowers
 from lowprec import LowprecWarning, MathMode, fp32_guard, info, math_mode
 from lowprec.policy.controllers import controllers
+from support.cpu_units import MEDIUM_IS_FULL, imitated_units, medium_lowers
 
 
 def module(name: str) -> Any:

@@ -20,9 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import interrupts
 import lowprec
-import oracles
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import formats
@@ -30,6 +28,7 @@ from lowprec.backends.cpu import rounding, splitting
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.modes import MathMode, row
 from lowprec.policy import environment
+from support import interrupts, oracles
 
 MODES = [mode.value for mode in MathMode]
 #: One of each kind: widened, rounded, split and scaled.

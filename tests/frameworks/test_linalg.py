@@ -21,11 +21,11 @@ import pytest
 from numpy.typing import NDArray
 
 import lowprec
-from cpu_units import imitated_units, medium_lowers
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from frameworks.conftest import load_or_skip
 from lowprec import linalg
 from lowprec.linalg import routes
+from support.cpu_units import imitated_units, medium_lowers
 
 Array = NDArray[Any]
 

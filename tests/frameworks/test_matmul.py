@@ -11,12 +11,12 @@ import pytest
 from numpy.typing import NDArray
 
 import lowprec
-import oracles
 from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
 from lowprec.planning.bounds import MAX_K_INT8
-from machines import MACHINES, SOFTWARE_TILES, on
-from oracles import Epilogue
+from support import oracles
+from support.machines import MACHINES, SOFTWARE_TILES, on
+from support.oracles import Epilogue
 
 DTYPES = ["float32", "float64", "complex64", "complex128", "float16", "bfloat16"]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

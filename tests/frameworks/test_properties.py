@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import lowprec
-import oracles
 from frameworks.backends import ArrayNamespace, Backend
-from machines import MACHINES, SOFTWARE_TILES, on
-from oracles import Epilogue
+from support import oracles
+from support.machines import MACHINES, SOFTWARE_TILES, on
+from support.oracles import Epilogue
 
 AVAILABLE = [b for b in Backend if b.skip_reason() is None]
 DTYPES = ["float32", "complex64", "float64", "complex128", "float16", "bfloat16"]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import interrupts
 import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
+from support import interrupts
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import machines
 from lowprec.formats import BFLOAT16, FLOAT32, TF32, DType
 from lowprec.modes import MathMode
 from lowprec.planning import GemmProblem, OperandSpec, ReasonKind, plan_gemm
 from lowprec.planning.rendering import advise, conversion_outweighs, memory_bound_dimensions, misaligned_dimensions
+from support import machines
 
 
 @pytest.mark.parametrize(("bits", "fine", "off"), [(8, 48, 40), (16, 40, 36), (32, 36, 34)], ids=["8", "16", "32"])

@@ -13,7 +13,7 @@ from lowprec.formats import DType
 from lowprec.modes import MathMode
 from lowprec.planning import ErrorBound
 from lowprec.planning.bounds import error_bound
-from machines import ROWS
+from support.machines import ROWS
 
 F32, C64, F16 = DType.FLOAT32, DType.COMPLEX64, DType.FLOAT16
 HOPPER = (9, 0)

@@ -11,7 +11,7 @@ from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, TF32, DType
 from lowprec.modes import MathMode
 from lowprec.planning.bounds import MAX_K_INT8, error_bound, holds
 from lowprec.planning.split_bounds import gamma
-from machines import ROWS
+from support.machines import ROWS
 
 ROUNDED_MODES = (MathMode.TF32, MathMode.BF16, MathMode.FP16)
 FLUSH = np.float32(2.0**-126)

@@ -22,7 +22,7 @@ from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
 from lowprec.policy import entries, environment, fp32_guard, get_math_mode, math_mode, switch_report
 from lowprec.policy.protocol import Tier
-from made_up import Library
+from support.synthetic_library import Library
 
 FP32, TF32 = MathMode.FP32, MathMode.TF32
 

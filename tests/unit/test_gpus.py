@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import lowprec
-import machines
 from lowprec.backends.cuda import models
 from lowprec.core.arguments import spec_of, view_of
 from lowprec.modes import available_modes
 from lowprec.planning import GemmProblem, plan_gemm
 from lowprec.planning.gpus import MODELS, GpuModel, model_of, parse_model
+from support import machines
 
 SQUARE = lowprec.ShapeDtype((4096, 4096), "float32")
 BYTES = 4096 * 4096 * 4

@@ -15,14 +15,14 @@ from types import ModuleType
 
 import pytest
 
-import interrupts
-import made_up
-from interrupts import Late
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
 from lowprec.policy import entries, environment, fp32_guard, get_math_mode, math_mode, process, switches
 from lowprec.policy.protocol import Tier
-from made_up import Library
+from support import interrupts
+from support import synthetic_library as made_up
+from support.interrupts import Late
+from support.synthetic_library import Library
 
 ERRORS = (KeyboardInterrupt, TimeoutError, Late)
 #: The code of the libraries below counts as the policy's own.

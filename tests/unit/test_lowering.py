@@ -18,7 +18,7 @@ from lowprec.planning.batches import split_batches
 from lowprec.planning.calls import CublasLtCall, LtMatrix, Pack
 from lowprec.planning.tensor_cores import roundings
 from lowprec.util.strides import contiguous_strides
-from machines import gpu
+from support.machines import gpu
 
 GPU, VOLTA = gpu((9, 0)), gpu((7, 0), 4 << 20)
 

@@ -14,7 +14,7 @@ from lowprec.formats import FLOAT8_E4M3FN, OPERAND_DTYPES, DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, available_modes
 from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, parse_activation, plan_gemm
 from lowprec.planning.bounds import MAX_K_INT8
-from machines import AMX, AVX512, BARE, OPENBLAS, ROWS, gpu
+from support.machines import AMX, AVX512, BARE, OPENBLAS, ROWS, gpu
 
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
 C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32

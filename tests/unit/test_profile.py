@@ -21,8 +21,6 @@ import numpy as np
 import pytest
 
 import lowprec
-import machines
-from cpu_units import needs, needs_amx
 from lowprec import policy
 from lowprec.arrays import library_of
 from lowprec.backends import Arguments, ExecutionInfo
@@ -32,7 +30,9 @@ from lowprec.core import executors
 from lowprec.core.arguments import PLAIN, Options, parse_dtype
 from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import recorder, records
-from programs import posix, start
+from support import machines
+from support.cpu_units import needs, needs_amx
+from support.programs import posix, start
 
 A = np.arange(6 * 4, dtype=np.float32).reshape(6, 4)
 B = np.arange(4 * 5, dtype=np.float32).reshape(4, 5)

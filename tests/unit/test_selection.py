@@ -20,7 +20,7 @@ from lowprec.planning import (
     select_mode,
 )
 from lowprec.planning.costs import expected_cost
-from machines import AMX, BARE, ROWS, gpu
+from support.machines import AMX, BARE, ROWS, gpu
 
 
 def square(dtype: DType, n: int = 1024, **kwargs) -> GemmProblem:

@@ -10,8 +10,8 @@ from xml.sax.saxutils import quoteattr
 
 import pytest
 
-from cpu_units import MEDIUM_IS_FULL, NO_AMX
-from tensor_core_vectors import ABSENT
+from support.cpu_units import MEDIUM_IS_FULL, NO_AMX
+from support.tensor_core_vectors import ABSENT
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check_skips.py"
 NO_LIBRARY = "libcublasLt is not installed (nvidia-cublas, 400 MB and more)"

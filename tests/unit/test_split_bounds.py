@@ -9,13 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import machines
 from lowprec.formats import FLOAT32, TF32, DType
 from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm, planner
 from lowprec.planning.bounds import error_bound
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import Depth, chunk_for, confidence
+from support import machines
 
 SCHEMES = [r.mode for r in TABLE if r.parts > 1]
 BFLOAT16, FLOAT16 = [m for m in SCHEMES if "bf16" in m], [m for m in SCHEMES if "fp16" in m]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import interrupts
 from lowprec.backends.cuda.waiting import Waiter
+from support import interrupts
 
 #: Nothing here takes a second; only a failure takes this long.
 LONG_S = 60

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-import software_tiles
 from lowprec.arrays import CPU
 from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu import casting, epilogue, fp32_units, panels, rounding, scaling, splitting
@@ -17,6 +16,7 @@ from lowprec.backends.cpu.packed import jobs, micro_kernels, prepared_panels, ru
 from lowprec.backends.cuda.models import KERNELS as CUDA_KERNELS
 from lowprec.core import executors
 from lowprec.planning import Capabilities, KernelRow
+from support import software_tiles
 
 ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 

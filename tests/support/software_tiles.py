@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-import oracles
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.cpu.splitting import split
 from lowprec.modes import MathMode, row
 from lowprec.planning.schedule import make_schedule
+from support import oracles
 
 #: Operands in two parts: the kernel declines what is not finite.
 _TWO_PARTS = {("float32", "tf32"), ("float32", "fp16"), ("float16", "exact")}

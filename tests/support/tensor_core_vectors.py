@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_SAMPLE = Path(__file__).parent / "data" / "tensor_cores" / "sample.txt"
+_SAMPLE = Path(__file__).parents[1] / "data" / "tensor_cores" / "sample.txt"
 _NAME = "tensor_core_vectors.npz"
 
 #: Reason of a skip, by the beginning of which `.ci/check_skips.py` knows it.
@@ -43,7 +43,7 @@ def sample(gpu: str, fmt: str) -> Vectors:
 
 def _folders() -> list[Path]:
     named = os.environ.get("LOWPREC_TEST_VECTORS")
-    checkout = Path(__file__).resolve().parents[1]
+    checkout = Path(__file__).resolve().parents[2]
     return [Path(named)] if named else [checkout.parent / "shared" / "hardware-vectors"]
 
 

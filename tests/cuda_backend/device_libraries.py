@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from device_fixture import has_real_gpu
+from cuda_backend.device_fixture import has_real_gpu
 from software_cuda.arrays import DeviceArray, read
 
 Array = np.ndarray[Any, Any]

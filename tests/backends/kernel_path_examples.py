@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from oracles import Epilogue
-from roads import MOST_FLOPS, Road, Shape, numpy_dtype, promoted
+from backends.kernel_paths import MOST_FLOPS, Road, Shape, numpy_dtype, promoted
+from support.oracles import Epilogue
 
 #: What lies around arrays in memory: read, it makes NaN of a result (or a large integer); written, it is seen.
 _CANARY = 0x7F

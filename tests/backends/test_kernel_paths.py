@@ -10,18 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-import cpu_units
 import lowprec
-import machines
-import oracles
-from kernel_oracles import bits
+from backends.kernel_path_examples import Example, examples
+from backends.kernel_paths import ROADS, Road, numpy_dtype, promoted
 from lowprec.backends.cpu import device, threads
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, Summation
-from road_examples import Example, examples
-from roads import ROADS, Road, numpy_dtype, promoted
+from support import cpu_units, machines, oracles
+from support.kernel_oracles import bits
 
 _SINGLE = 2.0**-24
 
