@@ -1,4 +1,4 @@
-"""Examples of products that lead along a road of the CPU, for hypothesis to draw."""
+"""Examples of products that lead along a kernel path of the CPU, for hypothesis to draw."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from backends.kernel_paths import MOST_FLOPS, Road, Shape, numpy_dtype, promoted
+from backends.kernel_paths import MOST_FLOPS, KernelPath, Shape, numpy_dtype, promoted
 from support.oracles import Epilogue
 
 #: What lies around arrays in memory: read, it makes NaN of a result (or a large integer); written, it is seen.
@@ -114,9 +114,9 @@ def _numbers(draw: st.DrawFn, shape: tuple[int, ...], name: str) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Example:
-    """A product that leads along a road, what follows it, and how its arrays lie."""
+    """A product that leads along a path, what follows it, and how its arrays lie."""
 
-    road: Road
+    path: KernelPath
     mode: str
     a: Laid
     b: Laid
@@ -134,13 +134,13 @@ class Example:
         told = [f"{k}={x.array.dtype}{x.array.shape} by {x.array.strides}" for k, x in arrays.items() if x]
         then = self.then
         return (
-            f"{self.road.kernel} {self.mode}, {', '.join(told)}, alpha={then.alpha}, beta={then.beta}, "
+            f"{self.path.kernel} {self.mode}, {', '.join(told)}, alpha={then.alpha}, beta={then.beta}, "
             f"c is out: {bool(self.out and then.c is self.out.array)}, bias: {then.bias is not None}, "
             f"{then.activation}, out_dtype={self.out_dtype}, prepared={self.prepared}"
         )
 
 
-def _stacks(draw: st.DrawFn, road: Road, shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _stacks(draw: st.DrawFn, path: KernelPath, shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Draw the shapes of a and b: vectors where they may be, and batches of different matrices, or of one b."""
     m, n, k = shape[:3]
     a, b = (m, k), (k, n)
@@ -149,7 +149,7 @@ def _stacks(draw: st.DrawFn, road: Road, shape: Shape) -> tuple[tuple[int, ...],
     count = math.prod(np.broadcast_shapes(left, right))
     collapsed = math.prod(left) if math.prod(right) == 1 else 1
     runs = [shape._replace(count=count), Shape(m * collapsed, n, k, count // collapsed)]
-    if count * shape.flops > 16 * MOST_FLOPS or not all(map(road.takes, runs)):
+    if count * shape.flops > 16 * MOST_FLOPS or not all(map(path.takes, runs)):
         left = right = ()
     a = (k,) if m == 1 and not left and draw(st.booleans()) else (*left, *a)
     b = (k,) if n == 1 and not right and draw(st.booleans()) else (*right, *b)
@@ -175,15 +175,15 @@ def _addends(compute: str) -> list[str]:
 
 
 @st.composite
-def examples(draw: st.DrawFn, road: Road) -> Example:
-    """Draw a product for a road."""
-    dtypes = draw(st.sampled_from(road.dtypes))
+def examples(draw: st.DrawFn, path: KernelPath) -> Example:
+    """Draw a product for a path."""
+    dtypes = draw(st.sampled_from(path.dtypes))
     if draw(st.booleans()):
         dtypes = dtypes[::-1]
-    mode, shapes_ = draw(st.sampled_from(road.modes)), road.shapes
+    mode, shapes_ = draw(st.sampled_from(path.modes)), path.shapes
     shape = shapes_[draw(st.integers(0, len(shapes_) - 1))]  # a choice from so many would take long to make
-    shapes = _stacks(draw, road, shape)
-    one_call = road.has_epilogue is False
+    shapes = _stacks(draw, path, shape)
+    one_call = path.has_epilogue is False
     operands = []
     for name, extents in zip(dtypes, shapes, strict=True):
         laid = draw(_laid(draw(_numbers(extents, name)), for_blas=one_call))
@@ -199,14 +199,14 @@ def examples(draw: st.DrawFn, road: Road) -> Example:
             out = draw(_laid(np.zeros(out_shape, numpy_dtype(out_dtype)), for_blas=True))
     else:
         n = shapes[1][-1] if len(shapes[1]) > 1 else 1
-        then, around, out = draw(_epilogues(road, compute, out_dtype, out_shape, n))
+        then, around, out = draw(_epilogues(path, compute, out_dtype, out_shape, n))
     prepared = draw(st.sampled_from((None, None, mode, "fp32")))
-    return Example(road, mode, *operands, then, out, out_dtype, around, prepared)
+    return Example(path, mode, *operands, then, out, out_dtype, around, prepared)
 
 
 @st.composite
 def _epilogues(
-    draw: st.DrawFn, road: Road, compute: str, out_dtype: str, shape: tuple[int, ...], n: int
+    draw: st.DrawFn, path: KernelPath, compute: str, out_dtype: str, shape: tuple[int, ...], n: int
 ) -> tuple[Epilogue, tuple[Laid, ...], Laid | None]:
     """Draw what follows a product, where it is written, and the arrays that are added."""
     is_integer, is_complex = compute == "int8", compute[0] == "c"
@@ -232,6 +232,6 @@ def _epilogues(
         bias = laid.array
     activations = [None, None, "relu"] + ([] if is_integer else ["gelu"])
     activation = None if is_complex else draw(st.sampled_from(activations))
-    if road.has_epilogue and alpha == 1 and not beta and bias is None and activation is None:
+    if path.has_epilogue and alpha == 1 and not beta and bias is None and activation is None:
         alpha = 0.5
     return Epilogue(alpha, beta, c, bias, activation), tuple(around), out

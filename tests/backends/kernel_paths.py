@@ -1,4 +1,4 @@
-"""The roads of the CPU: which products lead to which kernel."""
+"""The kernel paths of the CPU: which products lead to which kernel."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def promoted(a: str, b: str) -> str:
 
 
 @dataclass(frozen=True)
-class Road:
+class KernelPath:
     """Products that one kernel runs."""
 
     kernel: str
@@ -141,8 +141,10 @@ def _is_rounded_as_packed(shape: Shape) -> bool:
     return not _meets_vectors(shape) and _is_packed(shape, row) and min(shape.m, shape.n) >= row.minimum_mn
 
 
-def _road(kernel: str, dtypes: Any, modes: Any, takes: Any, needs: str = "", without: Any = (), **more: Any) -> Road:
-    return Road(
+def _path(
+    kernel: str, dtypes: Any, modes: Any, takes: Any, needs: str = "", without: Any = (), **more: Any
+) -> KernelPath:
+    return KernelPath(
         kernel, tuple(dtypes), tuple(modes), takes, frozenset(without), frozenset(needs.split()), **more
     )  # fmt: skip
 
@@ -157,83 +159,83 @@ def _is_large_complex(shape: Shape) -> bool:
     return shape.elements >= row.minimum_elements_complex and min(shape[:3]) >= row.minimum_extent_complex
 
 
-ROADS: dict[str, Road] = {
-    "gemv": _road("gemv", [_SINGLE, *_HALVES], ROUNDING, _meets_vectors, "numba"),
-    "gemv of 16 bits": _road(
+KERNEL_PATHS: dict[str, KernelPath] = {
+    "gemv": _path("gemv", [_SINGLE, *_HALVES], ROUNDING, _meets_vectors, "numba"),
+    "gemv of 16 bits": _path(
         "gemv", [("bfloat16", "bfloat16"), ("float16", "float16")], ALL, _meets_vectors, "numba"
     ),
-    "gemv_wide": _road(
+    "gemv_wide": _path(
         "gemv_wide", [_SINGLE, *_HALVES], ["tf32", "fp16"], _meets_more, "numba",
         [*_TILES, "avx512_fp32"], costs=4,
     ),
-    "gemv of int8": _road(
+    "gemv of int8": _path(
         "gemv_int8", [("int8", "int8")], ALL, lambda x: _meets_vectors(x, GEMV_INT8), "numba", costs=4
     ),
-    "bfloat16": _road(
+    "bfloat16": _path(
         "avx512_bf16", [_SINGLE, *_HALVES], ["bf16"],
         lambda x: _is_packed(x) and not _meets_vectors(x), "avx512_bf16", _TILES,
     ),
-    "bfloat16 as stored": _road(
+    "bfloat16 as stored": _path(
         "avx512_bf16", [("bfloat16", "bfloat16")], ALL,
         lambda x: _is_packed(x) and not _meets_vectors(x), "avx512_bf16", _TILES,
     ),
-    "bfloat16, complex": _road(
+    "bfloat16, complex": _path(
         "avx512_bf16", _COMPLEX, ["bf16"], _is_large_complex, "avx512_bf16", _TILES,
         costs=8,
     ),
-    "parts": _road(
+    "parts": _path(
         "avx512_bf16_parts", [_SINGLE, *_HALVES[:2]], _IN_BFLOAT16,
         lambda x: _is_packed(x, AVX512_BF16_PARTS),
         "avx512_bf16", _TILES,
     ),
-    "parts, complex": _road(
+    "parts, complex": _path(
         "avx512_bf16_parts", _COMPLEX[:2], _IN_BFLOAT16, _is_large_complex, "avx512_bf16", _TILES,
         costs=8,
     ),
-    "int8": _road(
+    "int8": _path(
         "avx512_vnni", [("int8", "int8")], ALL, _in_eight_bits, "avx512_vnni", _TILES
     ),
-    "int8 of AVX": _road(
+    "int8 of AVX": _path(
         "avx_vnni", [("int8", "int8")], ALL, _in_eight_bits, "avx_vnni",
         [*_TILES, "avx512_vnni"],
     ),
-    "FP32 units": _road(
+    "FP32 units": _path(
         "avx512_fp32", [_SINGLE], PLAIN, lambda x: True, "avx512_fp32", has_epilogue=False, at_any_size=True,
     ),
-    "FP32 units, and an epilogue": _road(
+    "FP32 units, and an epilogue": _path(
         "avx512_fp32", [_SINGLE], PLAIN, lambda x: True, "avx512_fp32",
         has_epilogue=True, at_any_size=True, costs=4,
     ),
-    "rounded": _road(
+    "rounded": _path(
         "avx512_fp32_rounded", [_SINGLE, *_HALVES], ROUNDING, _is_rounded_as_packed, "avx512_fp32",
         [*_TILES, "avx512_bf16"], costs=4,
     ),
-    "rounded, of 16 bits": _road(
+    "rounded, of 16 bits": _path(
         "avx512_fp32_rounded", [("float16", "float16"), ("bfloat16", "bfloat16")], ALL, _is_rounded_as_packed,
         "avx512_fp32", [*_TILES, "avx512_bf16"], costs=4,
     ),
-    "OpenBLAS": _road(
+    "OpenBLAS": _path(
         "openblas", [_SINGLE, ("float64", "float64"), ("float64", "float32")], ["fp32", "fp64"],
         _of_one_call, "openblas", has_epilogue=True,
     ),
-    "OpenBLAS, one call": _road(
+    "OpenBLAS, one call": _path(
         "openblas", [(x, x) for x in ("float32", "float64", "complex64", "complex128")], PLAIN, _of_one_call,
         "openblas", has_epilogue=False,
     ),
-    "OpenBLAS, rounded": _road(
+    "OpenBLAS, rounded": _path(
         "openblas", [_SINGLE, *_HALVES], ["tf32", "fp16"], _without_bfloat16, "openblas",
         [*_TILES, "avx512_fp32"],
     ),
-    "OpenBLAS, complex": _road(
+    "OpenBLAS, complex": _path(
         "openblas", [*_COMPLEX, ("complex128", "complex128"), ("complex128", "float32")],
         ["fp32", "fp64", "tf32", "fp16"], _of_one_call, "openblas", _TILES,
     ),
-    "OpenBLAS, parts": _road(
+    "OpenBLAS, parts": _path(
         "openblas", [_SINGLE, *_HALVES[:2]], _IN_OTHERS,
         _of_one_call, "openblas", _TILES,
     ),
-    "OpenBLAS, complex parts": _road("openblas", _COMPLEX[:2], _IN_OTHERS, _of_one_call, "openblas", _TILES),
-    "NumPy": _road(
+    "OpenBLAS, complex parts": _path("openblas", _COMPLEX[:2], _IN_OTHERS, _of_one_call, "openblas", _TILES),
+    "NumPy": _path(
         "numpy", [_SINGLE, *_HALVES, ("float64", "float64"), *_COMPLEX, ("float16", "float16"), ("int8", "int8")],
         ALL, lambda x: x.flops <= 1 << 20,
         without=[*_TILES, "avx512_bf16", "avx512_vnni", "avx512_fp32", "avx_vnni", "openblas", "numba"],

@@ -1,4 +1,4 @@
-"""Products along every road of the CPU: within their bounds, NaN and Inf as in IEEE 754, nothing else touched."""
+"""Products on every kernel path of the CPU: within their bounds, NaN and Inf as in IEEE 754, nothing else touched."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import lowprec
 from backends.kernel_path_examples import Example, examples
-from backends.kernel_paths import ROADS, Road, numpy_dtype, promoted
+from backends.kernel_paths import KERNEL_PATHS, KernelPath, numpy_dtype, promoted
 from lowprec.backends.cpu import device, threads
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS
@@ -161,7 +161,7 @@ def _check_integers(example: Example, result: np.ndarray) -> None:
     np.testing.assert_array_equal(result, value)
 
 
-# -- the roads ------------------------------------------------------------------------------------
+# -- the kernel paths ----------------------------------------------------------------------------
 
 
 def _run(example: Example, b: Any, out: Any, c: Any) -> np.ndarray:
@@ -175,7 +175,7 @@ def _run(example: Example, b: Any, out: Any, c: Any) -> np.ndarray:
     )  # fmt: skip
 
 
-def check(example: Example, road: Road) -> None:
+def check(example: Example, path: KernelPath) -> None:
     """Run a product in all ways that must not matter, and compare it with what it must be."""
     then, out = example.then, example.out and example.out.array
     read = [x.memory for x in (example.a, example.b, *example.around)]
@@ -187,7 +187,7 @@ def check(example: Example, road: Road) -> None:
         beta=then.beta, activation=then.activation,
         **{k: x for k, x in {"out": out, "c": then.c, "bias": then.bias}.items() if x is not None},
     )  # fmt: skip
-    assert plan.kernel == road.kernel, f"{plan.kernel}: {example}"
+    assert plan.kernel == path.kernel, f"{plan.kernel}: {example}"
     results = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         for count in (1, 2, 5):
@@ -226,22 +226,22 @@ def _needs(feature: str) -> pytest.MarkDecorator:
     return _UNITS.get(feature) or pytest.mark.skipif(absent, reason=_MISSING.get(feature, ""))
 
 
-def _roads() -> list[Any]:
-    return [pytest.param(road, id=name, marks=[_needs(x) for x in road.needs]) for name, road in ROADS.items()]
+def _paths() -> list[Any]:
+    return [pytest.param(path, id=name, marks=[_needs(x) for x in path.needs]) for name, path in KERNEL_PATHS.items()]
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("road", _roads())
-def test_a_product_is_right(road: Road, count: int, eager: bool) -> None:
+@pytest.mark.parametrize("path", _paths())
+def test_a_product_is_right(path: KernelPath, count: int, eager: bool) -> None:
     # An example is told by its seeds; to look for a simpler one would take minutes and tell no more.
-    @given(examples(road))
-    @settings(max_examples=count // road.costs, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(examples(path))
+    @settings(max_examples=count // path.costs, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     def test(example: Example) -> None:
-        check(example, road)
+        check(example, path)
 
     if settings.default.derandomize:  # each in its own way
-        test = seed(zlib.crc32(repr((road.kernel, road.dtypes, road.modes, eager)).encode()))(test)
-    lifted = road.kernel if road.at_any_size else ""
-    with machines.without(road.without, eager=eager, at_any_size=lifted):
+        test = seed(zlib.crc32(repr((path.kernel, path.dtypes, path.modes, eager)).encode()))(test)
+    lifted = path.kernel if path.at_any_size else ""
+    with machines.without(path.without, eager=eager, at_any_size=lifted):
         test()

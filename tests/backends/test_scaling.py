@@ -1,4 +1,4 @@
-"""Mode ``fp16`` on the CPU: rows and columns scaled by powers of two, alike on every road that a product may take."""
+"""Mode ``fp16`` on the CPU: rows and columns scaled by powers of two, alike on every kernel path."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lowprec.modes import MathMode, row
 from support import oracles
 from support.machines import MACHINES, SOFTWARE_TILES, on
 
-#: m, k, n by the road that they take: direct, BLAS, a matrix and a vector of either side.
-SHAPES = {"direct": (9, 21, 17), "blas": (150, 260, 140), "A @ v": (190, 170, 1), "v @ A": (1, 180, 170)}
+#: m, k, n by their kernel path: small, BLAS, a matrix and a vector on either side.
+SHAPES = {"small": (9, 21, 17), "blas": (150, 260, 140), "A @ v": (190, 170, 1), "v @ A": (1, 180, 170)}
 
 
 def tall(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""JAX's whole road on a GPU: arrays that are still being computed come in, a product runs, a JAX array goes out.
+"""JAX on a GPU, end to end: arrays that are still being computed come in, a product runs, a JAX array goes out.
 
 JAX is a stand-in on the software CUDA. Its streams are untold and late, and memory that it thinks free is poisoned.
 """

@@ -113,7 +113,7 @@ def test_gradients_of_a_real_operand_beside_a_complex_one_are_real(torch: Any) -
         assert torch.autograd.gradcheck(lowprec.matmul, x)
 
 
-def all_roads(torch: Any) -> dict[str, Any]:
+def all_calls(torch: Any) -> dict[str, Any]:
     """Return ways to call a function of tensors, the first of which must require grad."""
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     return {
@@ -124,12 +124,12 @@ def all_roads(torch: Any) -> dict[str, Any]:
     }
 
 
-ROADS = ("without gradients", "with gradients", "vmap", "compiled")
+CALLS = ("without gradients", "with gradients", "vmap", "compiled")
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("storage", ["float16", "float32"])
-def test_what_follows_a_product_of_16_bits_is_added_in_float32(torch: Any, road: str, storage: str) -> None:
+def test_what_follows_a_product_of_16_bits_is_added_in_float32(torch: Any, how: str, storage: str) -> None:
     """The product, 2 * 300 * 300, is beyond float16, and the result is not."""
     x = torch.full((2, 2), 300.0, dtype=getattr(torch, storage), requires_grad=True)
     bias = torch.full((2,), -178000.0)
@@ -137,29 +137,29 @@ def test_what_follows_a_product_of_16_bits_is_added_in_float32(torch: Any, road:
     def call(x: Any, b: Any) -> Any:
         return lowprec.matmul(x, b, bias=bias, c=x, beta=-3.0, activation="relu", out_dtype="float16")
 
-    found = all_roads(torch)[road](call, x, x.detach())
+    found = all_calls(torch)[how](call, x, x.detach())
     assert found.dtype == torch.float16
     assert found.tolist() == [[1100.0, 1100.0]] * 2
 
 
-@pytest.mark.parametrize("road", ["with gradients", "compiled"])
-def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch: Any, road: str) -> None:
+@pytest.mark.parametrize("how", ["with gradients", "compiled"])
+def test_a_layer_of_16_bits_multiplies_16_bits_in_its_backward_pass(torch: Any, how: str) -> None:
     import lowprec.torch as lt
 
     layer = lt.Linear(4, 2, dtype=torch.bfloat16)
     x = torch.ones(3, 4, dtype=torch.bfloat16, requires_grad=True)
     with lowprec.profile() as profile:
-        found = all_roads(torch)[road](layer, x)
+        found = all_calls(torch)[how](layer, x)
         found.sum().backward()
     assert found.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.bfloat16
     assert [{r.a_dtype, r.b_dtype} for r in profile.records] == [{"bfloat16"}] * 3
     torch.testing.assert_close(x.grad, layer.weight.detach().sum(0).expand(3, 4), rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("road", ["without gradients", "compiled"])
-def test_integers_saturate_on_every_road(torch: Any, road: str) -> None:
+@pytest.mark.parametrize("how", ["without gradients", "compiled"])
+def test_integers_saturate_in_every_call(torch: Any, how: str) -> None:
     a, b = (torch.full(s, 127, dtype=torch.int8) for s in ((2, 300), (300, 3)))
-    call = all_roads(torch)[road]
+    call = all_calls(torch)[how]
     for bias in (torch.full((3,), 2**31 - 5, dtype=torch.int32), torch.ones(3, dtype=torch.int8)):
         true = min(300 * 127**2 + int(bias[0]), 2**31 - 1)
         found = call(lambda a, b, bias=bias: lowprec.matmul(a, b, bias=bias), a, b)
