@@ -33,7 +33,7 @@ _FORMATS = {"fp16": "float16", "bf16": "bfloat16", **{name: name for name in FOR
 
 
 def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any:  # noqa: A002
-    """Return ``c + a @ b`` as a chain of instructions of an architecture's tensor cores computes it, bit by bit.
+    """Return the bits of ``c + a @ b`` on an architecture's tensor cores.
 
     Each element is one chain along k, in ascending order: instruction after instruction (see the table of
     :doc:`emulation`), each of one or two groups of products, and the result of a group, rounded toward zero to float32,

@@ -51,7 +51,7 @@ class LowprecError(Exception):
 
 
 class ArrayError(LowprecError, TypeError):
-    """An argument is not an array that can be read or written in place: no DLPack, a tracer, a tensor with grad."""
+    """An argument cannot be read in place: no DLPack, a tracer, a tensor with grad."""
 
 
 class DelegateError(ArrayError):
@@ -63,7 +63,7 @@ class DelegateError(ArrayError):
 
 
 class DTypeError(LowprecError, TypeError):
-    """An element type, or a pair of them, that matrix multiplication does not support."""
+    """An element type, or a pair of them, without a matrix product."""
 
 
 class ShapeError(LowprecError, ValueError):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @unique
 class MathMode(StrEnum):
-    """Names of the math modes; each is a string, so ``"tf32"`` and ``MathMode.TF32`` are interchangeable."""
+    """Names of the math modes; ``MathMode.TF32`` equals the string ``"tf32"``."""
 
     FP32 = "fp32"
     FP32_PEDANTIC = "fp32_pedantic"

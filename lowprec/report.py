@@ -35,7 +35,7 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def info() -> dict[str, Any]:
-    """Return the devices, libraries, modes and settings that products use in this process.
+    """Return the devices, libraries, modes and settings of this process.
 
     An illegal value of an environment variable is reported under ``warnings``; it does not raise here. The mode in
     force is resolved, which counts as its first use: variables that are read once are read now.

@@ -40,7 +40,7 @@ class AutotuneResult:
 
     @property
     def speedup(self) -> float:
-        """Time of the library's own first choice over that of the selected algorithm; 1 for no change."""
+        """Time of the library's first choice over that of the selected algorithm."""
         return self._first_choice.median_ms / self.timed[0].median_ms if self.timed else 1.0
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def autotune(
     candidates: int = 32,
     progress: Callable[[int, int], None] | None = None,
 ) -> AutotuneResult:
-    """Measure the algorithms that cuBLASLt has for a product, and run the fastest from now on.
+    """Measure cuBLASLt's algorithms for a product, and run the fastest from now on.
 
     The choice is stored on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
     ``LOWPREC_CACHE_DIR``; without a cache it lasts for this process, and a warning gives the reason. It differs from

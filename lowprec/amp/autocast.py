@@ -150,7 +150,7 @@ class AutocastNamespace:
         self.report()
 
     def report(self) -> AutocastReport:
-        """Return the calls so far, and log how many were cast (logger ``lowprec.amp``, level INFO)."""
+        """Return the calls so far, and log their casts (``lowprec.amp``, level INFO)."""
         report = AutocastReport(str(self._policy), self._record.rows())
         _log.info("converted %d of %d calls", report.cast, report.calls)
         return report

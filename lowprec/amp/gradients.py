@@ -35,7 +35,7 @@ _BLOCK, _LEAST = 1 << 18, -1074
 
 @dataclass(frozen=True)
 class FormatShares:
-    """Losses of gradients in one format at one scale, as shares of the finite nonzero elements.
+    """Losses of gradients in one format, as shares of finite nonzero elements.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ class GradientReport:
         write_file(path, lambda file: file.write(text.encode()))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the histogram with float16's range at both scales; the ending of the path chooses the format.
+        """Draw the histogram at both scales; the path's suffix is the image format.
 
         The file is replaced as a whole or not at all.
 
@@ -149,7 +149,7 @@ class GradientReport:
 
 
 def suggest_scale(grads: Any) -> float:
-    """Return the largest power of two that keeps the largest gradient below 65504, float16's largest number.
+    """Return the largest power of two that keeps gradients in float16's range.
 
     Inf and NaN do not count. Without a gradient that is finite and not zero the answer is 1.
 
@@ -173,7 +173,7 @@ def suggest_scale(grads: Any) -> float:
 
 
 def gradient_report(grads: Any) -> GradientReport:
-    """Count gradients by their exponents, and the shares that float16, bfloat16 and TF32 lose.
+    """Count gradients by exponent, and the shares lost by float16, bfloat16, TF32.
 
     Parameters
     ----------

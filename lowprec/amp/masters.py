@@ -19,7 +19,7 @@ from lowprec.errors import ShapeError
 
 
 class MasterWeights:
-    """Weights in float32, which an optimizer updates, and their copies, with which the network computes.
+    """Weights in float32 for the optimizer, and their copies for the network.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class MasterWeights:
 
     @property
     def params(self) -> Any:
-        """The copies, as the last update left them; where the types agree, they are the masters themselves."""
+        """The copies; where the types agree, the masters themselves."""
         return self._held[1]
 
     @property
@@ -74,7 +74,7 @@ class MasterWeights:
 
     @staticmethod
     def widened(grads: Any) -> Any:
-        """Return gradients of the copies in float32, for :meth:`LossScaler.unscale`; wider ones as they are."""
+        """Return gradients of the copies in float32, wider ones unchanged."""
         return mapped(_widened, grads)
 
     def update(self, rule: Callable[..., Any], grads: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +104,7 @@ class MasterWeights:
         return self.params
 
     def state_dict(self, scaler: LossScaler | None = None) -> dict[str, Any]:
-        """Return a checkpoint: copies of the masters, the policy as text, and a scaler's state."""
+        """Return a checkpoint: masters (copied), policy (text) and a scaler's state."""
         state = {"masters": mapped(_own, self.masters), "policy": str(self._policy)}
         return state if scaler is None else {**state, "scaler": scaler.state_dict()}
 

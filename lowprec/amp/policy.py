@@ -67,7 +67,7 @@ def _list_table(moves: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Policy:
-    """The types of a mixed-precision program. It is a value; ``str`` and :meth:`parse` go both ways.
+    """The types of a mixed-precision program, a value with a text form.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str | Policy) -> Policy:
-        """Return the policy of a text: a level, ``name=value`` pairs, or a level and pairs, between commas.
+        """Return the policy of a text: a level, ``name=value`` pairs, or both.
 
         A policy is returned as it is. Lists are given as ``deny=gelu+relu``; ``none=`` takes functions from all lists.
         Texts of jmp have its meaning, ``"half"`` as well as ``"c=f16"``: ``c`` is ``p`` and ``o`` is ``c`` if not
@@ -239,7 +239,7 @@ class Policy:
         return cls.preset(level, half=half if half != "float32" else "float16", **values)
 
     def list_of(self, name: str) -> str | None:
-        """Return the list that a function is on: ``"allow"``, ``"deny"``, ``"infer"`` or None."""
+        """Return a function's list: ``"allow"``, ``"deny"``, ``"infer"`` or None."""
         return self._lists.get(name)
 
     def moved(self, which: str, *names: str) -> Policy:
@@ -249,7 +249,7 @@ class Policy:
         return replace(self, moves=tuple(moves.items()))
 
     def register(self, fn: Any, which: str | None = None) -> Any:
-        """Return a function of one's own that casts its operands by a list; or, for a list alone, a decorator.
+        """Return a function that casts its operands by a list, or a decorator.
 
         Parameters
         ----------
@@ -282,7 +282,7 @@ class Policy:
         return call
 
     def cast_params(self, params: Any, model: Any = None) -> Any:
-        """Return weights in ``params``; those of normalizations in float32 with ``norms_float32``.
+        """Return weights in ``params``, normalizations' as ``norms_float32`` demands.
 
         Parameters
         ----------
@@ -315,7 +315,7 @@ class Policy:
         return mapped(one, params)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return the network's inputs in ``params``, unchanged where each function casts by itself."""
+        """Return the inputs in ``params``, unchanged where functions cast them."""
         if self.functions:
             return inputs
         return mapped(lambda x: _cast_float(x, self.params), inputs)

@@ -25,7 +25,7 @@ class ScalerStateError(LowprecError, RuntimeError):
 
 
 class GradientTypeError(DTypeError, ValueError):
-    """Gradients of an element type that must not be unscaled: float16, where small ones would be lost again."""
+    """Gradients in float16, which must not be unscaled: small ones would be lost."""
 
 
 class SettingError(LowprecError, ValueError):
@@ -107,7 +107,7 @@ class ScaleRule:
         return (self.limited(grown) if math.isfinite(grown) else scale), 0
 
     def next_traced(self, xp: Any, scale: Any, tracker: Any, found_inf: Any) -> tuple[Any, Any]:
-        """Return what :meth:`next` does for arrays of one element, without a branch on their values."""
+        """Return :meth:`next` of arrays of one element, without a branch on values."""
         if not self.dynamic:
             return scale, tracker
         shrunk = self._limited_traced(xp, scale * self.backoff_factor)

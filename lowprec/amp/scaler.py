@@ -29,7 +29,7 @@ class _Optimizer:
 
 
 class LossScaler:
-    """Scale a loss so that its gradients survive float16, and skip the steps in which they overflow.
+    """Scale a loss so that gradients fit float16, and skip steps that overflow.
 
     Arguments, defaults, arithmetic and state dictionaries are those of PyTorch's ``GradScaler``, whose scale may fall
     to 0; arrays may be of any library, in nested lists, tuples and dicts. One scaler belongs to one thread.
@@ -109,7 +109,7 @@ class LossScaler:
 
     @property
     def found_inf(self) -> bool:
-        """Whether gradients that were unscaled since the last update held Inf or NaN; it waits for their devices."""
+        """Whether gradients since the last update held Inf or NaN; synchronizes."""
         return any(map(self._decide, self._optimizers.values()))
 
     def scale(self, loss: Any) -> Any:
@@ -131,7 +131,7 @@ class LossScaler:
         return scaled_loss(x, self._scale)
 
     def unscale(self, grads: Any, *, out: Any = None, optimizer: Hashable = None) -> Any:
-        """Return gradients divided by the scale; whether they are finite is found out in the same pass.
+        """Return gradients divided by the scale, checked for Inf and NaN on the way.
 
         Parameters
         ----------
@@ -177,7 +177,7 @@ class LossScaler:
         return results
 
     def step(self, fn: Callable[..., Any], *args: Any, optimizer: Hashable = None, **kwargs: Any) -> Any:
-        """Call a function if all gradients were finite, and return its result; else return None.
+        """Call a function if all gradients were finite; return its result, or None.
 
         This is where the program waits for a GPU, once.
 
@@ -212,7 +212,7 @@ class LossScaler:
         return result
 
     def update(self, new_scale: float | None = None) -> None:
-        """Change the scale after an iteration: smaller after Inf or NaN, larger after many steps without.
+        """Change the scale: smaller after Inf or NaN, larger after many steps without.
 
         Parameters
         ----------
@@ -247,7 +247,7 @@ class LossScaler:
         return state.found_inf
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as PyTorch's ``GradScaler`` has it, which loads it; empty if the scaler is not enabled."""
+        """Return the state in the form of PyTorch's ``GradScaler``; empty if disabled."""
         if not self._enabled:
             return {}
         return {

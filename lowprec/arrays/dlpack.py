@@ -226,7 +226,7 @@ _CARRIERS: dict[DType, np.dtype[Any]] = {
 
 
 class DLPackArray:
-    """A result for a library that lowprec knows only by DLPack, on the device of the operands.
+    """A result on the operands' device, for a library known only by DLPack.
 
     Read it with that library's ``from_dlpack``; in host memory also with ``numpy.asarray``. None of them copies.
     Unlike NumPy it exports bfloat16 and float8 under their true types. On a GPU the work that fills it may still be

@@ -40,7 +40,7 @@ def predicted(device: str) -> Capabilities:
 
 
 def release_memory() -> None:
-    """Give back the memory that lowprec keeps for later products: buffers of the CPU, pools of each GPU.
+    """Free memory kept for later products: buffers of the CPU, pools of each GPU.
 
     Memory in use stays. It waits for all work queued on the GPUs that lowprec has used. Where an
     allocation fails inside lowprec it does the same and tries again. Caches of libraries are theirs to

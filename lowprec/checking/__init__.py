@@ -20,7 +20,7 @@ __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
 def check(
     a: Any, b: Any, /, *, modes: Sequence[str | MathMode] | None = None, rounds: int = 7, budget: float = 2.0
 ) -> Comparison:
-    """Multiply two arrays in each math mode, and compare times, errors and guaranteed bounds.
+    """Multiply two arrays in each math mode; compare times, errors and bounds.
 
     The error is measured against a float64 product of the operands as they are stored. The modes take turns, and an
     untimed call goes before each timed one; each time is the median of its samples. This is what ``lowprec check``

@@ -144,7 +144,7 @@ def vecdot(
     bound: str | None = None,
     k_chunk: int | None = None,
 ) -> Any:
-    """Return the dot products of vectors along an axis, the first conjugated, as the Array API's ``vecdot``.
+    """Return dot products along an axis, the first factor conjugated (Array API).
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ def linear(
     bound: str | None = None,
     k_chunk: int | None = None,
 ) -> Any:
-    """Return ``activation(x @ weight^T + bias)``, with the weight as PyTorch's layers keep it.
+    """Return ``activation(x @ weight^T + bias)``, the product of PyTorch's layers.
 
     Parameters
     ----------
@@ -272,7 +272,7 @@ def einsum(
     bound: str | None = None,
     k_chunk: int | None = None,
 ) -> Any:
-    """Return the sum of products that Einstein's notation describes, as ``numpy.einsum``.
+    """Return a sum of products in Einstein's notation, as ``numpy.einsum``.
 
     opt_einsum finds the order of the products (``pip install "lowprec[einsum]"``); each step is one matrix product, a
     batched one where operands share an axis that is kept. The order and the steps of a call are kept for the next one

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # planning is imported with the first product
 
 @dataclass(frozen=True, slots=True)
 class ShapeDtype:
-    """Shape and element type of an array that need not exist, for :func:`lowprec.plan`.
+    """Shape and element type of an array, for :func:`lowprec.plan` without data.
 
     Parameters
     ----------

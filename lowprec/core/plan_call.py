@@ -82,7 +82,7 @@ def plan(
     scale_b: Any = None,
     device: str | None = None,
 ) -> GemmPlan:
-    """Return what ``matmul`` with the same arguments would run, and why; nothing is computed.
+    """Return the execution plan of ``matmul`` with the same arguments, and reasons.
 
     Parameters
     ----------

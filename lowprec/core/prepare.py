@@ -20,7 +20,7 @@ from lowprec.planning.layout import Order, stacked_layout
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedOperand(Prepared):
-    """A copy of an array that :func:`matmul` accepts as ``b``, and :func:`linear` as weight; see :func:`prepare`.
+    """A copy of an array for use as ``b`` or weight; see :func:`prepare`.
 
     The copy is immutable; products add packed forms of it. Threads and forked children may share it. A pickle holds the
     elements and the mode.
@@ -53,7 +53,7 @@ class PreparedOperand(Prepared):
 
     @property
     def order(self) -> Order | None:
-        """Whether rows or columns are contiguous, ``"row"`` or ``"col"``; None if neither."""
+        """``"row"`` or ``"col"``, whichever is contiguous; None if neither is."""
         return stacked_layout(*_operands(self._view)).b.order
 
     @property
@@ -95,7 +95,7 @@ class PreparedOperand(Prepared):
 
 
 def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOperand:
-    """Return an operand that products round, split and pack once for all of them, a weight for example.
+    """Return an operand, such as a weight, that is rounded, split and packed once.
 
     ``matmul(a, prepare(b))`` has the bits of ``matmul(a, b)``, in whatever mode is in force: preparing saves time and
     nothing else. A product in the mode of ``math_mode`` keeps its packed form of ``b`` for the next one. A product in

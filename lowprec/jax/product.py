@@ -37,7 +37,7 @@ def matmul(
     math_mode: str | MathMode | None = None,
     backward_mode: str | MathMode | None = None,
 ) -> jax.Array:
-    """Multiply two arrays, ``activation(alpha * a @ b + beta * c + bias)``, inside JAX.
+    """Return ``activation(alpha * a @ b + beta * c + bias)`` inside JAX.
 
     The product is transformed, compiled, partitioned among devices and exported. ``jax.numpy`` computes the epilogue
     (``alpha``, ``c``, ``bias``, ``activation``), in float32 for 16-bit operands.

@@ -33,21 +33,21 @@ __all__ = ["EighResult", "LstsqResult", "QRResult", "SVDResult", "SlogdetResult"
 
 
 class EighResult(NamedTuple):
-    """Eigenvalues, ascending, shape (..., n), and the eigenvectors as columns, shape (..., n, n)."""
+    """Ascending eigenvalues (..., n), and eigenvectors as columns (..., n, n)."""
 
     eigenvalues: Any
     eigenvectors: Any
 
 
 class QRResult(NamedTuple):
-    """Orthonormal columns ``Q``, shape (..., m, k), and the upper triangle ``R``, shape (..., k, n)."""
+    """Orthonormal columns ``Q`` (..., m, k), upper triangle ``R`` (..., k, n)."""
 
     Q: Any
     R: Any
 
 
 class SVDResult(NamedTuple):
-    """``U``, the singular values ``S``, descending, shape (..., min(m, n)), and ``Vh``, V's conjugate transpose."""
+    """``U``, descending ``S`` (..., min(m, n)), and V's conjugate transpose ``Vh``."""
 
     U: Any
     S: Any
@@ -55,14 +55,14 @@ class SVDResult(NamedTuple):
 
 
 class SlogdetResult(NamedTuple):
-    """Sign (of modulus 1, or 0) and the natural logarithm of the modulus of determinants, each of shape (...)."""
+    """Signs (modulus 1, or 0) and natural logarithms of determinants' moduli (...)."""
 
     sign: Any
     logabsdet: Any
 
 
 class LstsqResult(NamedTuple):
-    """Solution, squared residual norms per column, rank of ``a`` and its singular values.
+    """Solution, squared residual norms per column, rank and singular values.
 
     Values that the library does not compute are empty: in most libraries the residuals where ``a`` is wide or of
     deficient rank, in PyTorch on a GPU the rank and the singular values too.
@@ -129,7 +129,7 @@ def solve(a: Any, b: Any, /) -> Any:
 
 @_guarded
 def lstsq(a: Any, b: Any, /, *, rtol: float | None = None) -> LstsqResult:
-    """Return the ``x`` of least norm that minimises ``|a @ x - b|``, as :class:`LstsqResult`.
+    """Return the ``x`` of least norm that minimises ``|a @ x - b|``.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ def qr(a: Any, /, *, mode: str = "reduced") -> QRResult:
 
 @_guarded
 def eigh(a: Any, /) -> EighResult:
-    """Return eigenvalues and eigenvectors of Hermitian matrices, as :class:`EighResult`.
+    """Return eigenvalues and eigenvectors of Hermitian matrices.
 
     Parameters
     ----------
@@ -286,7 +286,7 @@ def det(a: Any, /) -> Any:
 
 @_guarded
 def slogdet(a: Any, /) -> SlogdetResult:
-    """Return the signs of determinants and the logarithms of their moduli, as :class:`SlogdetResult`.
+    """Return the signs of determinants and the logarithms of their moduli.
 
     Parameters
     ----------
@@ -304,7 +304,7 @@ def slogdet(a: Any, /) -> SlogdetResult:
 
 @_guarded
 def matrix_rank(a: Any, /, *, rtol: float | None = None) -> Any:
-    """Return how many singular values are above ``rtol`` times the largest: integers, shape (...).
+    """Return the number of singular values above ``rtol`` times the largest.
 
     Parameters
     ----------
@@ -325,7 +325,7 @@ def matrix_rank(a: Any, /, *, rtol: float | None = None) -> Any:
 
 @_guarded
 def matrix_power(a: Any, n: int, /) -> Any:
-    """Return square matrices, shape (..., m, m), multiplied by themselves; their inverses where ``n`` is negative.
+    """Return powers of square matrices (..., m, m), of inverses for negative ``n``.
 
     Parameters
     ----------
@@ -363,7 +363,7 @@ def expm(a: Any, /) -> Any:
 
 @_guarded
 def cdist(a: Any, b: Any, /) -> Any:
-    """Return the Euclidean distances, shape (..., m, n), between the points of two sets.
+    """Return Euclidean distances (..., m, n) between the points of two sets.
 
     PyTorch works out sets of more than 25 points as ``|x|^2 - 2 x.y + |y|^2``. The error is then that of the squares,
     so that distances much smaller than the points' norms have few correct digits, even in full FP32. JAX has no such

@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """The execution plan of a product. ``print(plan)`` shows a table, ``plan.to_dict()`` is ready for JSON."""
+    """The execution plan of a product; ``print`` shows a table."""
 
     problem: GemmProblem
     capabilities: Capabilities  # of the device
@@ -132,7 +132,7 @@ class GemmPlan:
 
     @property
     def products(self) -> int:
-        """Matrix products that the kernel runs: one per pair of parts, and on tile units four real ones per complex."""
+        """Matrix products that the kernel runs, real ones on tile units."""
         kernel = self.kernel_row
         real = kernel.products_per_complex if self.compute_dtype.is_complex else 1
         return len({x for product in self.schedule for x in product.pairs}) * kernel.parts**2 * real
@@ -152,7 +152,7 @@ class GemmPlan:
 
     @property
     def roofline(self) -> Roofline | None:
-        """The least time that the device's peak rate and bandwidth allow; None where they are not known."""
+        """The least time by the device's peak rate and bandwidth; None if unknown."""
         found: Roofline | None = _rendering().roofline(self)
         return found
 

@@ -17,7 +17,7 @@ known_modules: set[str] = set()
 
 
 def register_controller(controller: Controller) -> None:
-    """Make ``fp32_guard`` and ``math_mode(..., frameworks=True)`` act on another library.
+    """Make ``fp32_guard`` and ``math_mode`` act on another library.
 
     It takes effect from the next entry of a guard on, for the whole process. A controller of the same name is
     replaced; blocks that are open keep the old one.

@@ -74,7 +74,7 @@ class math_mode(PolicyScope):
 
 
 class fp32_guard(PolicyScope):
-    """Keep float32 products at full FP32 or above, inside a ``with`` block or a decorated function.
+    """Keep float32 products at full FP32 or above, in a block or a function.
 
     For lowprec the guard is a floor: no ``math_mode=`` or ``rtol=`` argument, scope, process default or environment
     variable lowers the precision. More precise modes and storage (``fp32_pedantic``, float64) stay.
@@ -132,7 +132,7 @@ class fp32_guard(PolicyScope):
 
 
 class emulate(PolicyScope):
-    """Let the CPU sum as a GPU's tensor cores do, bit by bit, inside a ``with`` block or a decorated function.
+    """Compute the bits of a GPU's tensor cores on the CPU, inside a ``with`` block.
 
     It acts on products of float16, bfloat16 and TF32 numbers in host memory: 16-bit operands, and float32 and
     complex64 ones in a mode that rounds to these formats (``tf32``, ``bf16``, ``fp16`` and their splittings). The mode
@@ -219,7 +219,7 @@ def set_math_mode(name: str | MathMode | None) -> None:
 
 
 def get_math_mode() -> MathMode:
-    """Return the mode in force here: in this thread, in this task, without an argument.
+    """Return the mode in force in this thread and task, without an argument.
 
     Raises
     ------

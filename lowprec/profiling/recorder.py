@@ -98,7 +98,7 @@ Threads = Literal["all", "current"]
 
 
 class profile:
-    """Record each product that lowprec runs inside a ``with`` block: its kind, speed and units.
+    """Record the products in a ``with`` block: their kind, speed and units.
 
     ``print`` shows a table with a row for each kind of product, and totals. Profiles may be nested and may overlap;
     each records for itself. One that is entered again goes on recording.
@@ -170,7 +170,7 @@ class profile:
 
     @contextlib.contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Name a part of the program; products inside it carry the name, ranges inside it add theirs.
+        """Name a part of the program; its products carry the names of nested ranges.
 
         The name holds for this thread and task. It is an NVTX range too, where the ``nvtx`` package is installed.
 
@@ -270,7 +270,7 @@ class profile:
         write_json(path, self.to_dict())
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a time line in the Trace Event Format, for Perfetto and ``chrome://tracing``.
+        """Write a timeline in the Trace Event Format (Perfetto, ``chrome://tracing``).
 
         Products and ranges are on the rows of their threads by the host's clock. Products on a GPU are also on the
         row of their stream, each after the one before it and not before it was submitted; the gaps between them are

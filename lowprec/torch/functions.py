@@ -70,7 +70,7 @@ def matmul(
     bound: str | None = None,
     backward_mode: str | MathMode | None = None,
 ) -> Tensor:
-    """Multiply two tensors, ``activation(alpha * a @ b + beta * c + bias)``, inside PyTorch.
+    """Return ``activation(alpha * a @ b + beta * c + bias)`` inside PyTorch.
 
     Autograd records the product (also for second derivatives), ``torch.func`` transforms it, ``torch.compile`` and
     ``torch.export`` have it in their graphs. PyTorch computes the epilogue (``c``, ``bias``, ``activation``), for

@@ -24,7 +24,7 @@ _aten = torch.ops.aten
 
 
 def inductor_options(math_mode: str | MathMode) -> dict[str, Any]:
-    """Return options of ``torch.compile`` by which lowprec computes a model's products, forward and backward.
+    """Return options of ``torch.compile`` by which lowprec computes the products.
 
     They are those of :class:`intercept`, without products that PyTorch turns into sums: those with an inner dimension
     of 1, or with a result of one element.

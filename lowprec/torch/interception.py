@@ -121,7 +121,7 @@ class _Block(Entry):
 
 
 class intercept(Scope):
-    """Compute the products of PyTorch's own operators by lowprec, in a ``with`` block or a decorated function.
+    """Compute the products of PyTorch's own operators by lowprec, in a block.
 
     The operators are ``mm``, ``bmm``, ``mv``, ``dot``, ``addmm``, ``baddbmm``, ``addmv``, ``addbmm``, and all that are
     made of them: ``matmul``, ``linear``, ``einsum``, layers, attention (the block switches the process to its plain

@@ -13,7 +13,7 @@ from lowprec.torch.functions import linear
 
 
 class Linear(torch.nn.Linear):
-    """``torch.nn.Linear`` with its product by lowprec; state dictionaries are the same.
+    """``torch.nn.Linear`` with its product by lowprec, and the same state.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Linear(torch.nn.Linear):
 
     @classmethod
     def sharing(cls, layer: torch.nn.Linear, **modes: Any) -> Linear:
-        """Return a layer that shares the parameters of another one; ``modes`` are those of the class."""
+        """Return a layer that shares another one's parameters; ``modes`` as here."""
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, "meta", **modes)
         made.weight, made.bias = layer.weight, layer.bias
         return made.train(layer.training)

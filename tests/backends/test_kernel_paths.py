@@ -231,7 +231,7 @@ def _paths() -> list[Any]:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("path", _paths())
 def test_a_product_is_right(path: KernelPath, count: int, eager: bool) -> None:
     # An example is told by its seeds; to look for a simpler one would take minutes and tell no more.

@@ -24,20 +24,24 @@ PROGRAMS = {
 
 #: How a program that knows nothing of lowprec is started.
 UNDER_LOWPREC = ["-m", "lowprec", "run", "--mode", "bf16", "--intercept"]
+#: Those that take ten seconds and more.
+LONG = {"dask_product.py", "transformer_torch.py"}
 #: Tested where the other tests of lowprec.amp are.
-ELSEWHERE = {"digits.py"}
+OF_AMP = {"digits.py"}
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="examples/ is not installed")
 
 
 def test_every_program_is_run_and_has_its_place_on_the_page() -> None:
     found = {path.name for path in EXAMPLES.glob("*.py")}
-    assert found == PROGRAMS.keys() | ELSEWHERE
+    assert found == PROGRAMS.keys() | OF_AMP
     page = (ROOT / "docs" / "examples.md").read_text()
     assert set(re.findall(r"examples/(\w+\.py)", page)) == found
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] if name in LONG else []) for name in PROGRAMS]
+)
 def test_it_runs(name: str) -> None:
     needs, arguments, output = PROGRAMS[name]
     for module in needs:

@@ -444,6 +444,7 @@ def _result(folder: Path, name: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.sweep
 def test_gemm_runs(load: Load, tmp_path: Path) -> None:
     printed = _run("bench_gemm.py", tmp_path)
     rows = _result(tmp_path, "gemm")["results"]
@@ -542,6 +543,7 @@ def test_dask_runs(tmp_path: Path) -> None:
     assert all(row["error"] < 1e-5 for row in result["results"])
 
 
+@pytest.mark.sweep
 def test_overhead_runs(tmp_path: Path) -> None:
     _run("bench_overhead.py", tmp_path)
     rows = _result(tmp_path, "overhead")["results"]
