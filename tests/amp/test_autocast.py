@@ -323,7 +323,7 @@ def test_it_logs_how_many_calls_it_cast(caplog: pytest.LogCaptureFixture) -> Non
     assert [row.function for row in report.rows] == ["exp", "matmul", "reshape"]
 
 
-def test_what_is_no_function_passes() -> None:
+def test_non_functions_pass() -> None:
     xp = autocast(np, "O1")
     assert xp.float32 is np.float32
     assert xp.pi == np.pi

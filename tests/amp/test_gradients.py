@@ -102,7 +102,7 @@ def test_every_library_and_type(xp: ArrayNamespace) -> None:
         assert (report.exponents, report.suggested_scale) == ({-2: 1, 1: 1}, 2.0**14)
 
 
-def test_what_is_no_gradient_is_refused() -> None:
+def test_non_gradients_are_refused() -> None:
     with pytest.raises(DTypeError, match="float16, got int64"):
         suggest_scale(np.ones(2, np.int64))
     with pytest.raises(ArrayError, match="expected arrays in lists"):

@@ -119,7 +119,7 @@ def test_the_texts_of_jmp(text: str, params: str, compute: str, output: str) -> 
     assert Policy.parse(str(found)) == found
 
 
-def test_the_texts_of_jmp_beside_others() -> None:
+def test_the_texts_of_jmp_with_others() -> None:
     assert Policy.parse("O1,c=bf16") == Policy.preset("O1", half="bfloat16")
     assert Policy.parse("half,loss_scale=128").loss_scale == 128.0
     assert Policy.parse("compute=bf16") == Policy(compute="bfloat16"), "the output stays float32"

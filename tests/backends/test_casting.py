@@ -165,7 +165,7 @@ def test_complex_numbers_are_rounded_by_component(step: int, rng: np.random.Gene
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
-def test_what_no_kernel_reads_is_left_to_numpy(dtype: type, rng: np.random.Generator) -> None:
+def test_layouts_without_a_kernel_are_left_to_numpy(dtype: type, rng: np.random.Generator) -> None:
     source, out = rng.standard_normal((300, 300)).astype(np.float32), np.empty((300, 300), dtype)
     cast_by_kernel(source, out, None)
     np.testing.assert_array_equal(out, source)

@@ -57,7 +57,7 @@ def test_the_numbers_are_those_of_a_zero_imaginary_part(
 @SIDES
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, complex(0, np.inf), 3e38 + 3e38j])
-def test_what_is_not_finite_is_as_with_a_zero_imaginary_part(
+def test_non_finite_elements_are_as_with_a_zero_imaginary_part(
     rng: np.random.Generator, side: str, mode: str, value: complex, machine: str
 ) -> None:
     a, b = operands(rng, side, "float32")

@@ -390,7 +390,7 @@ def test_mma_refuses_numbers_of_another_format(name: str) -> None:
         mma(given["a"], given["b"], given["c"], arch="hopper", format="fp16")
 
 
-def test_mma_takes_what_is_not_finite() -> None:
+def test_mma_takes_non_finite_numbers() -> None:
     a = np.array([[np.nan, 1, -np.inf]], np.float32)
     found = mma(a.T, ONE, np.zeros((3, 1), np.float32), arch="hopper", format="fp16")
     assert found.view(np.uint32).tolist() == [[0x7FFFFFFF], [0x3F800000], [0xFF800000]]

@@ -91,7 +91,7 @@ def test_all_vectors_read_off_hardware_agree_bit_for_bit(gpu: str, fmt: str, twi
 
 @pytest.mark.parametrize("change", [{"fraction_bits": -1}, {"fraction_bits": 1}, {"group": 0.5}])
 @pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS)
-def test_the_sample_tells_other_models(gpu: str, fmt: str, change: dict[str, float]) -> None:
+def test_the_sample_reports_other_models(gpu: str, fmt: str, change: dict[str, float]) -> None:
     found, model = vectors.sample(gpu, fmt), model_of(gpu, fmt)
     # Of groups that are longer than the vectors nothing can be told.
     group = int(min(model.group, found.a.shape[1]) * change.get("group", 1))

@@ -343,7 +343,7 @@ def expired_limits() -> int:
         pytest.param(lambda: team.call(lambda: None, 3), id="team"),
     ],
 )
-def test_what_a_handler_raises_is_not_taken_for_an_answer(call: Callable[[], Any], error: type[Exception]) -> None:
+def test_exceptions_of_handlers_are_no_answers(call: Callable[[], Any], error: type[Exception]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of files that an interrupt keeps from being closed
         for came in interrupts.interrupted(call, error, also=(ctypes.__file__,)):

@@ -147,7 +147,7 @@ def test_concurrent_callers_of_one_job(kernel: MicroKernel, rng: np.random.Gener
 
 
 @kernels
-def test_nobody_writes_after_an_exception(
+def test_no_thread_writes_after_an_exception(
     kernel: MicroKernel, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
@@ -231,7 +231,7 @@ def test_an_addend_of_a_batch_that_becomes_rows(rng: np.random.Generator, shape:
 
 @kernels
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_what_follows_one_product(kernel: MicroKernel, rng: np.random.Generator, order: Any) -> None:
+def test_the_epilogue_of_one_product(kernel: MicroKernel, rng: np.random.Generator, order: Any) -> None:
     """With a single product, as with a batch: factors, an addend of rows, of columns or of both, a bias."""
     if kernel.storage == "int8":
         return  # its epilogue is NumPy's

@@ -117,7 +117,7 @@ def test_the_numerics_tests_below_a_limit(isa: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-def test_a_limit_that_is_none_is_refused_before_any_work_and_told_by_info() -> None:
+def test_a_limit_that_is_none_is_refused_before_any_work_and_reported_by_info() -> None:
     program = """
 import json, numpy as np, lowprec
 told = lowprec.info()
@@ -137,7 +137,7 @@ print(json.dumps({"raised": raised, "warnings": told["warnings"], "devices": tol
 
 
 @pytest.mark.skipif("avx2" not in cpuinfo.system_flags(), reason="this machine is no x86-64, or too old for AVX2")
-def test_info_tells_what_is_hidden() -> None:
+def test_info_reports_what_is_hidden() -> None:
     program = "import json, lowprec; print(json.dumps(lowprec.info()))"
     done = _run("baseline", program)
     assert done.returncode == 0, done.stderr

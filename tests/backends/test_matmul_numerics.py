@@ -459,7 +459,7 @@ def test_subnormal_float16_numbers_count(size: str, machine: str, rng: np.random
 
 @every_mode
 @small_and_large
-def test_what_float16_cannot_hold_becomes_zero(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
+def test_numbers_below_float16_become_zero(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     m, n, _ = SIZES[size]
     x = rng.choice(np.array([2.0**-25, 2.0**-25 * (1 + 2.0**-10), -(2.0**-30), 1e-20], np.float32), (m, n))
     x[:, 0] = 2.0**14

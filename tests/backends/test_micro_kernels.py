@@ -355,7 +355,7 @@ def test_large_results_at_any_alignment(
 
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
 @of_kinds("kernel dtype rounding parts", FEW)
-def test_nothing_beside_an_operand_is_read(
+def test_nothing_with_an_operand_is_read(
     kernel: MicroKernel, rng: np.random.Generator, out_dtype: str, dtype: str, rounding: str, parts: int
 ) -> None:
     """NaN all around the operands; a result whose lines begin within its rows shifts the blocks."""

@@ -74,7 +74,7 @@ def test_rounding_in_place(mode: str, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(x, want)
 
 
-def test_what_is_rounded_must_be_written_in_one_piece() -> None:
+def test_rounded_results_are_written_in_one_piece() -> None:
     out = np.zeros((4, 8), np.float32)[:, :4]
     with pytest.raises(ValueError, match="copy"):
         round_float32(np.ones((4, 4), np.float32), formats.TF32, out)

@@ -92,7 +92,7 @@ assert any("{name}" in x for x in lowprec.info()["warnings"])
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_handler_raises_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exceptions_of_handlers_are_no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(name: str) -> None:
         raise TimeoutError("of a handler")
 

@@ -282,7 +282,7 @@ def run_program(program: str, environment: dict[str, str] | None = None) -> None
 
 
 @needs_openblas
-def test_beside_the_openmp_of_torch() -> None:
+def test_with_the_openmp_of_torch() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     run_program("""
         import torch, numpy as np, lowprec
@@ -294,7 +294,7 @@ def test_beside_the_openmp_of_torch() -> None:
 
 
 @needs_openblas
-def test_a_copy_that_somebody_else_has_loaded_is_left_alone() -> None:
+def test_a_copy_loaded_by_another_library_is_left_alone() -> None:
     run_program("""
         import ctypes
         from lowprec.backends.cpu import openblas

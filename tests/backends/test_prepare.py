@@ -398,7 +398,7 @@ def test_the_transpose_of_a_square_matrix_has_forms_of_its_own(rng: np.random.Ge
         same(lowprec.matmul(a, prepared.T, math_mode=mode), lowprec.matmul(a, b.T, math_mode=mode))
 
 
-def test_what_it_tells(rng: np.random.Generator) -> None:
+def test_the_report(rng: np.random.Generator) -> None:
     prepared = lowprec.prepare(numbers(rng, "float32", 128, 96).T, math_mode="fp16x3")
     assert (prepared.shape, prepared.dtype, prepared.device) == ((96, 128), "float32", "cpu")
     assert (prepared.order, prepared.T.order, prepared.math_mode) == ("col", "row", "fp16x3")

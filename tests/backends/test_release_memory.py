@@ -81,7 +81,7 @@ def test_a_result_is_allocated_at_the_second_try(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
-def test_other_errors_and_a_second_one_are_told(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+def test_other_errors_and_a_second_one_are_reported(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
     tries = []
 
     def refuse(self: Any, *_: Any) -> Any:

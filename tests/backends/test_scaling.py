@@ -70,7 +70,7 @@ def test_products_of_any_size(kinds: tuple[str, str], shape: str, machine: str, 
 
 @pytest.mark.parametrize("kinds", [("spread", "near"), ("near", "tall")], ids="-".join)
 @pytest.mark.parametrize("dtype", ["complex64", "float16", "bfloat16"])
-def test_other_operands_beside_float32(
+def test_other_operands_with_float32(
     kinds: tuple[str, str], dtype: str, machine: str, rng: np.random.Generator
 ) -> None:
     """A float16 operand is what it is; a bfloat16 one is scaled, since float16 has not its range."""
@@ -114,7 +114,7 @@ def test_batches_prepared_operands_and_what_follows(
 
 
 @pytest.mark.parametrize("numba", [True, False])
-def test_what_needs_no_factors_is_what_scaling_gives(
+def test_products_without_factors_equal_scaled_ones(
     numba: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Across the limits: 28 binades, exponents -53 and 40, by one number in any place."""

@@ -26,7 +26,7 @@ def mode_products(mode):
     return lowprec.modes.row(mode).products
 
 
-def test_what_a_format_holds_has_one_part():
+def test_exact_numbers_of_a_format_have_one_part():
     """bfloat16 beside float32: two products are left of three, one where both are bfloat16."""
     import ml_dtypes
 

@@ -195,7 +195,7 @@ def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
     assert wrong == []
 
 
-def test_nobody_writes_after_an_exception(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_writes_after_an_exception(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     a, b = numbers(rng, 900, 20, 20), numbers(rng, 900, 20, 20)
     out = np.empty((900, 20, 20), np.float32)

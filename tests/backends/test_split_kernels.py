@@ -134,7 +134,7 @@ def test_errors_are_within_the_plans_bound(kernel: MicroKernel, mode: str, k: in
 
 
 @needs(AVX512_BF16)
-def test_chunks_of_k_begin_anew(rng: np.random.Generator) -> None:
+def test_chunks_of_k_begin_again(rng: np.random.Generator) -> None:
     """Three ranges of k: each is summed alone, and the sums are added in float32, in order."""
     k = 3 * 672
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((40, k), (k, 40)))
@@ -176,7 +176,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("side", ["a", "b"])
-def test_a_value_that_no_part_holds_is_told_and_spoils_what_it_enters(
+def test_a_value_that_no_part_holds_is_reported_and_spoils_what_it_enters(
     kernel: MicroKernel, mode: str, name: str, order: Any, side: str, rng: np.random.Generator
 ) -> None:
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((70, 1500), (1500, 70)))

@@ -174,7 +174,7 @@ def test_a_change_of_any_source_changes_every_key(
 
 
 @pytest.mark.parametrize("damage", ["cut", "a bit", "empty", "a few bytes", "another's"])
-def test_a_damaged_file_is_set_aside_and_made_anew(kept: Callable[..., str], tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_renamed_and_made_again(kept: Callable[..., str], tmp_path: Path, damage: str) -> None:
     kept("another")
     (other,) = (tmp_path / "kernels").iterdir()
     kept()

@@ -99,7 +99,7 @@ def test_tasks_that_share_rows_of_the_result(kernel: MicroKernel, first: int) ->
 @kernels
 @pytest.mark.parametrize("first", [0, 5])
 @pytest.mark.usefixtures("streamed")
-def test_what_is_added_is_read_before_it_is_overwritten(kernel: MicroKernel, first: int) -> None:
+def test_addends_are_read_before_they_are_overwritten(kernel: MicroKernel, first: int) -> None:
     if kernel.storage != "int8":  # which adds nothing
         assert_exact(kernel, "float32", (70, 130, 300), 0, first, adds=True)
 

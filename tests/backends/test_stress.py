@@ -38,7 +38,7 @@ def test_threads_keep_to_their_own_mode(stress: ModuleType) -> None:
     assert result["wrong"] == 0
 
 
-def test_a_mode_from_elsewhere_is_noticed(stress: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_from_other_places_is_noticed(stress: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ignored(lowprec.math_mode):
         def __init__(self, name: str) -> None:
             super().__init__("tf32")
@@ -110,7 +110,7 @@ def test_a_round_that_does_not_end_well_is_noticed(
 
 
 @posix
-def test_what_must_not_happen_is_noticed(stress: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_are_noticed(stress: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     this = stress.storm.Round(0, seconds=0)
 
     def swallow() -> None:

@@ -73,7 +73,7 @@ def test_a_gpu_that_cannot_be_used_is_an_error(refused: Callable[..., str], monk
         ((*WORDS[1:], "--mode", "tf23"), "'tf23' is not a math mode"),
     ],
 )
-def test_mistakes_are_told_on_any_machine(refused: Callable[..., str], words: tuple[str, ...], said: str) -> None:
+def test_mistakes_are_reported_on_any_machine(refused: Callable[..., str], words: tuple[str, ...], said: str) -> None:
     assert said in refused("autotune", *words)
 
 

@@ -154,7 +154,9 @@ def test_matmul_without_elements(command: Command, tmp_path: Path, m: int, k: in
     np.testing.assert_array_equal(np.load(c), np.zeros((m, n), np.float32))
 
 
-def test_a_forced_mode_is_told(command: Command, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forced_mode_is_reported(
+    command: Command, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "bf16")
     done = command("matmul", *files, "-o", tmp_path / "C.npy", "--mode", "fp32")
     assert done.code == 0
@@ -247,7 +249,7 @@ def test_check_as_text(command: Command, monkeypatch: pytest.MonkeyPatch) -> Non
     assert bf16.endswith("within")
 
 
-def test_check_tells_of_an_override(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_of_an_override(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     done = command(*CHECK, "--distribution", "normal", "--modes", "tf32")
     assert "tf32, ran fp32" in done.out

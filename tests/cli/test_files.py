@@ -80,9 +80,7 @@ def test_other_elements_are_converted(tmp_path: Path) -> None:
         (np.zeros(2, [("größe", "f4")]), None, "holds records"),
     ],
 )
-def test_what_cannot_be_an_operand_is_refused(
-    tmp_path: Path, array: np.ndarray, dtype: DType | None, words: str
-) -> None:
+def test_unusable_operands_are_refused(tmp_path: Path, array: np.ndarray, dtype: DType | None, words: str) -> None:
     path = str(tmp_path / "a.npy")
     with open(path, "wb") as file:
         # The version that names beyond Latin-1 need; save would warn about it.
@@ -238,7 +236,7 @@ def test_a_failing_write_keeps_the_old_file(
     assert _names(tmp_path) == ["C.npy"]
 
 
-def test_a_disk_that_is_full_is_told_in_its_own_words(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_is_reported_in_its_own_words(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
@@ -352,7 +350,7 @@ def test_a_descriptor_that_is_not_open_is_refused(number: int) -> None:
         files.check_output(path)
 
 
-def test_a_full_device_is_told() -> None:
+def test_a_full_device_is_reported() -> None:
     with pytest.raises(CommandError, match="cannot write /dev/full: No space left"):
         files.write_array("/dev/full", np.ones(2))
 

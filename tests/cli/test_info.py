@@ -73,7 +73,7 @@ def test_the_cpu_is_this_one() -> None:
     assert present == cpuinfo.cpu_flags() & {s["name"] for s in cpu["instruction_sets"]}
 
 
-def test_tile_units_are_told_as_the_plan_uses_them() -> None:
+def test_tile_units_are_reported_as_the_plan_uses_them() -> None:
     (cpu,) = info()["devices"]
     a = np.ones((512, 512), np.float32)
     uses = str(lowprec.plan(a, a, math_mode="bf16").kernel).startswith("amx")
@@ -82,7 +82,7 @@ def test_tile_units_are_told_as_the_plan_uses_them() -> None:
     assert any(s["used"] for s in cpu["instruction_sets"] if s["name"] == "amx_bf16") is uses
 
 
-def test_what_was_measured_names_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_name_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_module, "features", lambda: {"avx512_bf16", "avx512_vnni"})
     found = conditions(load())
     units = [micro_kernels.AVX512_BF16.unit, micro_kernels.AVX512_VNNI.unit]
@@ -122,12 +122,12 @@ def test_a_variable_changed_too_late_is_a_warning(monkeypatch: pytest.MonkeyPatc
     assert any("LOWPREC_MATH_MODE" in w and "'bf16' now" in w for w in found["warnings"])
 
 
-def test_every_variable_is_told() -> None:
+def test_every_variable_is_reported() -> None:
     names = [v.name for v in environment.VARIABLES]
     assert [v["name"] for v in info()["environment"]] == names
 
 
-def test_array_libraries_are_told_from_their_rows() -> None:
+def test_array_libraries_are_reported_from_their_rows() -> None:
     named = {entry["name"] for entry in info()["libraries"] if entry["role"] == "arrays"}
     assert named == set(libraries.OPTIONAL)
 
@@ -140,7 +140,7 @@ def x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "x86_64")
 
 
-def test_elsewhere_than_on_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(cpu_module, "unsupported_reason", micro_kernels.unsupported_reason.__wrapped__)
     found = info()
@@ -177,7 +177,7 @@ def test_modes_on_vector_units_are_named_where_there_are_no_tile_units(
 
 
 @pytest.mark.usefixtures("x86_64")
-def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_sets_are_reported_from_the_kernels_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KernelRow("mine", "my units", "m:f", requires="openblas", instruction_sets=("avx512_vnni",))
     monkeypatch.setattr(cpu_module, "KERNELS", (row,))
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx512_vnni"}))
@@ -194,7 +194,7 @@ def test_instruction_sets_are_told_from_the_kernels_rows(monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("x86_64")
-def test_an_instruction_set_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instruction_set_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KernelRow("mine", "my units", "m:f", instruction_sets=("avx512_fp16",))
     monkeypatch.setattr(cpu_module, "KERNELS", (row,))
     names = [x["name"] for x in info()["devices"][0]["instruction_sets"]]

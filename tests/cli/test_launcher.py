@@ -99,7 +99,7 @@ def test_words(started: Callable[..., Started], words: str, program: str) -> Non
         (GUARD, {"LOWPREC_FORCE_MATH_MODE": "bf16"}, (None, "bf16", "1", "fp32_guard"), ""),
     ],
 )
-def test_what_the_environment_says_already(
+def test_settings_already_in_the_environment(
     started: Callable[..., Started],
     monkeypatch: pytest.MonkeyPatch,
     words: Sequence[str],

@@ -84,7 +84,7 @@ def test_the_spread_is_half_the_interquartile_range() -> None:
 @pytest.mark.parametrize(
     ("average", "cpus", "busy"), [(0.5, 2, False), (0.6, 2, True), (3.9, 16, False), (5, 16, True)]
 )
-def test_a_busy_machine_is_told_of(average: float, cpus: int, busy: bool) -> None:
+def test_a_busy_machine_is_reported_of(average: float, cpus: int, busy: bool) -> None:
     remark = measure.Load(average, cpus).remark
     assert bool(remark) is busy
     assert not busy or f"load average {average:.1f} on {cpus} CPUs" in remark

@@ -159,7 +159,7 @@ def test_a_reader_that_goes_away_is_no_defect(words: tuple[str, ...], variables:
 @TALKING
 @BUFFERING
 @pytest.mark.sampled(2)
-def test_a_full_disk_behind_standard_output_is_told(words: tuple[str, ...], variables: Mapping[str, str]) -> None:
+def test_a_full_disk_behind_standard_output_is_reported(words: tuple[str, ...], variables: Mapping[str, str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [*MODULE, *words],
@@ -188,7 +188,7 @@ def _in_shell(text: str, cwd: Path, **variables: str) -> subprocess.CompletedPro
 
 @pytest.mark.skipif(os.name != "posix", reason="no POSIX shell")
 @TALKING
-def test_a_closed_standard_output_is_told(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_closed_standard_output_is_reported(words: tuple[str, ...], tmp_path: Path) -> None:
     done = _in_shell(f"$LOWPREC {' '.join(words)} >&-", tmp_path)
     assert done.returncode == 2
     assert done.stderr == b"lowprec: cannot write to standard output: it is closed\n"
@@ -196,7 +196,7 @@ def test_a_closed_standard_output_is_told(words: tuple[str, ...], tmp_path: Path
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 @pytest.mark.parametrize("stream", ["2>&-", "2>/dev/full", "<&- 2>&-"])
-def test_nobody_to_tell_changes_no_exit_code(stream: str, tmp_path: Path) -> None:
+def test_a_closed_standard_error_changes_no_exit_code(stream: str, tmp_path: Path) -> None:
     mistake = _in_shell(f"$LOWPREC check missing.npy B.npy {stream}", tmp_path)
     assert (mistake.returncode, mistake.stdout, mistake.stderr) == (2, b"", b"")
     words = "check --sizes 8 --rounds 1 --dtype int8"  # has a remark for standard error
@@ -207,9 +207,7 @@ def test_nobody_to_tell_changes_no_exit_code(stream: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(os.name != "posix", reason="no POSIX shell")
-def test_a_result_on_standard_output_is_alone_there_with_nobody_to_tell(
-    tmp_path: Path, files: tuple[Path, Path]
-) -> None:
+def test_a_result_on_standard_output_is_alone_there_without_messages(tmp_path: Path, files: tuple[Path, Path]) -> None:
     done = _in_shell("$LOWPREC matmul A.npy B.npy -o - 2>&-", tmp_path)
     assert (done.returncode, done.stderr) == (0, b"")
     stream = io.BytesIO(done.stdout)

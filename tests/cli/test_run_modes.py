@@ -60,7 +60,7 @@ def test_the_user_s_own_sitecustomize_runs() -> None:
     assert start(script, under=TF32, variables=where) == (0, "True\n", "")
 
 
-def test_a_sitecustomize_that_fails_is_told_as_ever() -> None:
+def test_a_sitecustomize_that_fails_is_reported_as_ever() -> None:
     write("import missing_module", "own/sitecustomize.py")
     variables = {"PYTHONPATH": str(Path("own").resolve())}
     script = write("print(1)")
@@ -98,7 +98,7 @@ def test_the_mode_is_in_force(under: Sequence[str], told: str) -> None:
     assert start(write(LATE), under=under) == (0, 2 * told, "")
 
 
-def test_a_library_without_the_mode_is_told_once() -> None:
+def test_a_library_without_the_mode_is_reported_once() -> None:
     write(LIBRARY, "tensorflow.py")
     seen = start(write(LATE), under=("--mode", "bf16"))
     assert seen.out == 2 * "bf16 its own\n"
@@ -218,7 +218,7 @@ def test_a_program_under_the_guard_starts_none_below_it() -> None:
     [(TF32, "tf32 bf16 fp16 fp32"), ((*TF32, "--force"), "tf32 tf32 tf32 fp32"), (GUARD, "fp32 fp32 fp32 fp32")],
     ids=["mode", "force", "guard"],
 )
-def test_what_the_program_can_choose(under: Sequence[str], modes: str) -> None:
+def test_choices_of_the_program(under: Sequence[str], modes: str) -> None:
     script = write("""
         import lowprec
         from lowprec.policy import resolve
@@ -243,7 +243,7 @@ print(tensorflow.switch.tf32)
 """
 
 
-def test_a_switch_that_the_program_sets_is_kept_and_told_under_the_guard() -> None:
+def test_a_switch_that_the_program_sets_is_kept_and_reported_under_the_guard() -> None:
     write(LIBRARY, "tensorflow.py")
     seen = start(write(SETS), under=GUARD)
     assert seen.out == "True\nFalse\nTrue\n"

@@ -399,7 +399,7 @@ def test_another_stream_is_captured_along(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("mode", ["Global", "ThreadLocal"])
-def test_arrays_that_died_are_given_back_beside_another_threads_capture(
+def test_arrays_that_died_are_given_back_with_another_threads_capture(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Waiting for the device by cudaDeviceSynchronize would end the capture."""

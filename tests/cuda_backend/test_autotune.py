@@ -175,7 +175,7 @@ def test_the_variable_one_measures_at_the_first_use(
     assert (cache / "autotune.json").read_text() == before
 
 
-def test_what_was_measured_elsewhere_is_not_used(software: Gpu, cache: Path) -> None:
+def test_what_was_measured_on_another_machine_is_not_used(software: Gpu, cache: Path) -> None:
     x = software.put(A)
     first = chosen(x)
     lowprec.autotune(x, x)
@@ -224,7 +224,7 @@ def test_a_damaged_file_is_never_fatal(software: Gpu, cache: Path, text: str) ->
 @pytest.mark.parametrize(
     "inner", ["5", "[]", "null", '{"a product": 5}', '{"a product": {"algorithm": 5}}', '"' + "[" * 9 + '"']
 )
-def test_what_is_no_choice_counts_as_none(software: Gpu, cache: Path, inner: str) -> None:
+def test_invalid_choices_count_as_none(software: Gpu, cache: Path, inner: str) -> None:
     x = software.put(A)
     lowprec.autotune(x, x)
     path = cache / "autotune.json"
@@ -269,7 +269,7 @@ def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
 
 
-def test_where_no_candidate_runs_the_reason_is_told(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_candidate_runs_the_reason_is_reported(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that there is no algorithm, which would also send the product another way."""
 
     def refuse(*_: object) -> None:

@@ -189,7 +189,7 @@ def test_nvrtc_compiles_the_kernels(architecture: str, nvrtc: Any, core: Compile
         assert bytes(code).startswith(b"\x7fELF")
 
 
-def test_what_a_compiler_says_is_passed_on(nvrtc: Any) -> None:
+def test_the_compilers_message_is_passed_on(nvrtc: Any) -> None:
     with pytest.raises(BackendError, match=r"(?s)epilogue was not compiled for sm_90.*PRODUCT"):
         compiling._compiled(nvrtc, "sm_90", "epilogue", compiling.source_text("epilogue.cu"))
 
@@ -299,7 +299,7 @@ def test_another_process_finds_it_on_disk(core: Compiler, cache: Path) -> None:
     assert core.loaded == [code, code]
 
 
-def test_another_version_compiles_anew(core: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_compiles_again(core: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (
         lambda: None,
         lambda: setattr(core, "__version__", "2"),
@@ -313,7 +313,7 @@ def test_another_version_compiles_anew(core: Compiler, cache: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("status", "version"), [(0, "13.1"), (4, "")])
-def test_the_compilers_version_is_known_where_it_tells(
+def test_the_compilers_version_is_known_where_it_reports(
     status: int, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else numbers that nothing was written to would stand for one."""
@@ -325,7 +325,7 @@ def test_the_compilers_version_is_known_where_it_tells(
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
-def test_a_damaged_kernel_is_set_aside(damage: str, core: Compiler, cache: Path) -> None:
+def test_a_damaged_kernel_is_renamed(damage: str, core: Compiler, cache: Path) -> None:
     forget()
     kernel(A=1)
     (path,) = files(cache)
@@ -339,7 +339,7 @@ def test_a_damaged_kernel_is_set_aside(damage: str, core: Compiler, cache: Path)
     assert path.read_bytes() == data
 
 
-def test_a_kernel_that_the_driver_refuses_is_set_aside(core: Compiler, cache: Path) -> None:
+def test_a_kernel_that_the_driver_refuses_is_renamed(core: Compiler, cache: Path) -> None:
     forget()
     _, code = kernel(A=1)
     (path,) = files(cache)
@@ -384,7 +384,7 @@ def test_json_comes_back(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1]", "\xff"])
-def test_damaged_json_is_set_aside(text: str, cache: Path) -> None:
+def test_damaged_json_is_renamed(text: str, cache: Path) -> None:
     cache.mkdir()
     (cache / "x.json").write_text(text, "latin-1")
     with pytest.warns(LowprecWarning, match=r"does not use .*x\.json: .*kept as x\.json\.damaged"):

@@ -62,7 +62,7 @@ def test_a_v100_has_it_in_cuda_12(install: Install) -> None:
     np.testing.assert_array_equal(found, oracles.product(A, A))
 
 
-def test_a_later_device_is_told_of_both(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_device_is_reported_of_both(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     gpu = install((9, 0))
     x = gpu.put(A)

@@ -227,7 +227,7 @@ def test_scopes_guard_and_rtol(gpu: Gpu, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.feature("the plan names algorithm and units, `info` the device")
-def test_what_is_told(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_reported_fields(gpu: Gpu, rng: np.random.Generator) -> None:
     x = gpu.put(rng.standard_normal((512, 512), dtype=np.float32))
     units = {mode: dict(lowprec.plan(x, x, math_mode=mode).algorithm)["units"] for mode in MODES}
     assert units["fp32"].endswith("no tensor cores")

@@ -154,7 +154,7 @@ def test_other_refusals_of_an_export_are_not_taken_for_a_missing_stream(
 # -- operands are let go of -----------------------------------------------------------------------
 
 
-def test_an_operand_is_held_until_somebody_looks(jax: Jax, software: SoftwareGpu) -> None:
+def test_an_operand_is_held_until_it_is_read(jax: Jax, software: SoftwareGpu) -> None:
     """What the test below sees is the thread's doing: without it, work that is done holds its operand."""
     a = jax.asarray(A)
     lowprec.matmul(a, a)
@@ -174,7 +174,7 @@ def test_an_operand_can_be_donated_without_another_call(jax: Jax, device: int) -
 
 
 @pytest.mark.usefixtures("waiting_thread")
-def test_an_operand_that_nobody_else_has_goes_without_another_call(jax: Jax, software: SoftwareGpu) -> None:
+def test_the_last_reference_to_an_operand_goes_without_another_call(jax: Jax, software: SoftwareGpu) -> None:
     gone = threading.Event()
     a = jax.asarray(A)
     weakref.finalize(a.buffer, gone.set)

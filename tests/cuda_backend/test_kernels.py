@@ -487,7 +487,7 @@ def test_factors_addend_and_bias(product: DType, addend: DType, rng: np.random.G
 
 @pytest.mark.parametrize("c_layout", LAYOUTS)
 @pytest.mark.parametrize(("offset", "c_offset"), [(0, 0), (0, 1), (1, 0), (1, 1)])
-def test_addends_lie_anyhow(c_layout: str, offset: int, c_offset: int, rng: np.random.Generator) -> None:
+def test_addends_are_anyhow(c_layout: str, offset: int, c_offset: int, rng: np.random.Generator) -> None:
     for out_layout in ("rows", "rows apart", "columns"):
         for shape in ((2, 19, 24), (1, 40), (40, 1), (3, 7, 5)):
             check_epilogue(

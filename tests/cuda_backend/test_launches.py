@@ -51,7 +51,7 @@ CALLS: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_what_a_warm_product_calls(software: SoftwareGpu, cupy: Cupy, name: str) -> None:
+def test_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, name: str) -> None:
     dtype = {"int8": np.int8, "bfloat16": BF16}.get(name, np.float32)
     mode = name if name in MODES else "fp32"
     a, b = A.astype(dtype), B.astype(dtype)

@@ -101,7 +101,7 @@ def test_spinning_has_an_end(software: SoftwareGpu, simulated_time: Any, monkeyp
     assert len(cycles) < 100
 
 
-def test_a_kernel_that_cannot_be_compiled_is_told(software: SoftwareGpu) -> None:
+def test_a_kernel_that_cannot_be_compiled_is_reported(software: SoftwareGpu) -> None:
     x = software.put(A)
     lowprec.matmul(x, x)
     from lowprec.backends.cuda import compiling

@@ -310,7 +310,7 @@ def test_no_bytes_have_an_address_too(runtime: Runtime) -> None:
     assert block.address in runtime.allocated
 
 
-def test_what_a_pool_keeps_is_bounded(runtime: Runtime) -> None:
+def test_the_memory_of_a_pool_is_bounded(runtime: Runtime) -> None:
     memory.allocate(10, GPU, FIRST)
     runtime.memory_bytes = 64 << 30
     memory.allocate(10, OTHER_GPU, FIRST)
@@ -594,7 +594,7 @@ def test_how_much_is_held_is_bounded(runtime: Runtime) -> None:
     assert runtime.count("cudaEventSynchronize") == 6
 
 
-def test_what_a_graph_reads_is_held_for_good(runtime: Runtime) -> None:
+def test_operands_of_a_graph_are_held(runtime: Runtime) -> None:
     owners, alive = owners_and_count()
     memory.keep(owners, CAPTURED, GPU)
     del owners
@@ -603,7 +603,7 @@ def test_what_a_graph_reads_is_held_for_good(runtime: Runtime) -> None:
     assert runtime.events == []
 
 
-def test_owners_are_held_where_nothing_can_tell_the_end(runtime: Runtime) -> None:
+def test_owners_are_held_where_nothing_can_report_the_end(runtime: Runtime) -> None:
     runtime.fails = {"cudaEventRecord"}
     owners, alive = owners_and_count()
     with pytest.raises(BackendError, match="cudaEventRecord failed"):

@@ -113,7 +113,7 @@ def test_driver_and_devices(monkeypatch: pytest.MonkeyPatch, found: Runtime, wor
 
 
 @pytest.mark.usefixtures("fresh")
-def test_every_error_of_the_runtime_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_error_of_the_runtime_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only success and one error mean that there is no device; every other one is named, or has words of its own."""
     from cuda.bindings import runtime
 

@@ -236,7 +236,7 @@ def test_a_mistake_in_the_call(software: Gpu, monkeypatch: pytest.MonkeyPatch, n
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_a_mistake_elsewhere(software: Gpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_mistake_of_another_kind(software: Gpu, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ELSEWHERE[name](monkeypatch)
     assert noticed(software)
 

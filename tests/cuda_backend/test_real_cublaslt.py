@@ -124,7 +124,7 @@ def test_null_pointers(both: Software, real: Real, kind: str) -> None:
         ("matrix_layout", (0, 4, 5, -6)),
     ],
 )  # fmt: skip
-def test_what_is_nonsense_is_made_all_the_same(both: Software, kind: str, arguments: tuple[int, ...]) -> None:
+def test_useless_policies_are_allowed(both: Software, kind: str, arguments: tuple[int, ...]) -> None:
     """The libraries look at it when they are to multiply."""
     lt = both.cublas_lt
     getattr(lt, f"{kind}_destroy")(getattr(lt, f"{kind}_create")(*arguments))

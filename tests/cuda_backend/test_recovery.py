@@ -136,7 +136,7 @@ def test_fp64_rounds_once(gpu: Gpu) -> None:
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", SCHEMES)
 @pytest.mark.sampled(2)
-def test_what_a_format_holds_has_one_part(gpu: Gpu, mode: Any, name: str) -> None:
+def test_exact_numbers_of_a_format_have_one_part(gpu: Gpu, mode: Any, name: str) -> None:
     import ml_dtypes
 
     rng = np.random.default_rng(0)

@@ -42,7 +42,7 @@ def given(software: SoftwareGpu, name: str) -> dict[str, Any]:
 @each_epilogue
 @pytest.mark.parametrize("status", REFUSALS)
 @pytest.mark.parametrize("function", ["matmul_algo_get_heuristic", "matmul"])
-def test_what_is_not_fused_is_done_by_a_kernel(software: SoftwareGpu, name: str, status: int, function: str) -> None:
+def test_epilogues_not_fused_run_in_a_kernel(software: SoftwareGpu, name: str, status: int, function: str) -> None:
     x, y, keywords = software.put(A), software.put(B), given(software, name)
     with software.failing_call(f"cublas_lt.{function}", status=status):
         found = lowprec.matmul(x, y, **keywords)
@@ -75,7 +75,7 @@ def test_a_fused_epilogue_without_an_algorithm(
     assert "no algorithm" in dict(lowprec.plan(x, y, **keywords).algorithm)["fallback"]
 
 
-def test_a_plan_that_was_refused_itself_tells_so_later(software: SoftwareGpu) -> None:
+def test_a_plan_that_was_refused_itself_reports_so_later(software: SoftwareGpu) -> None:
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     with software.failing_call("matmul_algo_get_heuristic", status=INVALID_VALUE):
         assert "fallback" in dict(lowprec.plan(x, y, **keywords).algorithm)
@@ -85,7 +85,7 @@ def test_a_plan_that_was_refused_itself_tells_so_later(software: SoftwareGpu) ->
 
 
 @pytest.mark.parametrize("status", [3, 13, 14])
-def test_what_fails_is_no_refusal(software: SoftwareGpu, status: int) -> None:
+def test_failures_are_no_refusals(software: SoftwareGpu, status: int) -> None:
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     with (
         software.failing_call("cublas_lt.matmul", status=status),
@@ -96,7 +96,7 @@ def test_what_fails_is_no_refusal(software: SoftwareGpu, status: int) -> None:
     assert "fallback" not in dict(lowprec.plan(x, y, **keywords).algorithm)
 
 
-def test_where_no_way_is_left_the_first_refusal_is_told(software: SoftwareGpu) -> None:
+def test_where_no_way_is_left_the_first_refusal_is_reported(software: SoftwareGpu) -> None:
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     with (
         software.failing_call("matmul_algo_get_heuristic", status=INVALID_VALUE),
@@ -173,7 +173,7 @@ def test_rows_enough_are_not_padded(software: SoftwareGpu) -> None:
     ids=["FMA", "HMMA on TF32", "not told", "a newer instruction"],
 )
 @pytest.mark.parametrize("mode", ["tf32", "fp32"])
-def test_tf32_without_tensor_cores_is_told(
+def test_tf32_without_tensor_cores_is_reported(
     software: SoftwareGpu, flags: int, note: bool, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "flags", lambda *_, **__: flags)

@@ -70,7 +70,7 @@ def test_a_product(load: Load, rng: np.random.Generator) -> None:
         assert raw.told(algorithm)["units"] in ("DMMA", "FMA")
 
 
-def test_what_is_not_told_loses_no_result(
+def test_what_is_not_reported_loses_no_result(
     load: Load, rows: Callable[[str], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: Any) -> Any:

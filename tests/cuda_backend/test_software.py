@@ -95,7 +95,7 @@ def test_memory_of_the_other_device(cuda: Software) -> None:
 # -- streams --------------------------------------------------------------------------------------
 
 
-def test_work_waits_until_somebody_waits_for_it(cuda: Software) -> None:
+def test_work_waits_for_synchronization(cuda: Software) -> None:
     address, on = value(cuda.runtime.cudaMalloc(16)), stream(cuda)
     write(cuda, address, 1.0, on)
     assert np.isnan(peek(cuda, address)).all()
@@ -270,7 +270,7 @@ def test_streams_join_a_capture_and_must_come_back(cuda: Software) -> None:
         (lambda cuda, on, mark: cuda.runtime.cudaStreamWaitEvent(on, mark, 0), "cudaErrorStreamCaptureIsolation"),
     ],
 )  # fmt: skip
-def test_what_a_capture_forbids(cuda: Software, forbidden: Any, name: str) -> None:
+def test_captures_forbid_calls(cuda: Software, forbidden: Any, name: str) -> None:
     on, mark = stream(cuda), event(cuda)
     value(cuda.runtime.cudaEventRecord(mark, stream(cuda)))
     cuda.runtime.begin_capture(on)
@@ -333,7 +333,7 @@ def test_calls_are_listed_and_made_to_fail(cuda: Software) -> None:
     assert cuda.live()["blocks"] == 2, "what is given back goes, whatever the call reports"
 
 
-def test_only_what_is_there_is_there(cuda: Software) -> None:
+def test_missing_functions_are_missing(cuda: Software) -> None:
     with pytest.raises(AttributeError, match="the software runtime has no cudaMallocAsync"):
         _ = cuda.runtime.cudaMallocAsync
     assert cuda.runtime.cudaStreamNonBlocking == NON_BLOCKING

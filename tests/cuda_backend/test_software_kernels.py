@@ -144,7 +144,7 @@ def test_wide_accesses_are_aligned(cuda: Software) -> None:
 
 
 @needs_compiler
-def test_what_the_driver_refuses_of_kernels(cuda: Software) -> None:
+def test_kernels_refused_by_the_driver(cuda: Software) -> None:
     x, y = two_arrays(cuda)
     twice = kernel(cuda, "twice")
     with pytest.raises(TypeError, match="kernel twice takes 'ppld'"):
@@ -205,7 +205,7 @@ def test_arrays_are_ready_for_those_who_ask_properly(cuda: Software) -> None:
         array.__dlpack__(stream=0)
 
 
-def test_an_array_that_nobody_holds_is_somebody_elses(cuda: Software) -> None:
+def test_an_array_that_is_not_held_is_another_owners(cuda: Software) -> None:
     on = stream(cuda)
     array = cuda.array(np.ones(4, np.float32))
     view, target = import_array(array, on), value(cuda.runtime.cudaMalloc(16))

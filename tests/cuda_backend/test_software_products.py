@@ -133,7 +133,7 @@ def product_of(cuda: Software, asked: Asked, x: Array, y: Array, index: int = 0)
 
 
 @pytest.mark.parametrize(("compute", "mode"), [(68, "fp32"), (69, "fp32"), (77, "tf32"), (74, "fp16"), (75, "bf16")])
-def test_what_compute_types_do_to_the_operands(shared: Software, rng: Any, compute: int, mode: str) -> None:
+def test_compute_types_round_the_operands(shared: Software, rng: Any, compute: int, mode: str) -> None:
     x, y = (rng.standard_normal((32, 1)).astype(np.float32), rng.standard_normal((1, 16)).astype(np.float32))
     found = product_of(shared, Asked(k=1, compute=compute), x, y)
     want = round_to(x, mode).astype(np.float64) @ round_to(y, mode).astype(np.float64)

@@ -159,7 +159,7 @@ def test_float8_needs_its_devices(capability: tuple[int, int], fits: bool) -> No
     assert cuda.faults == []
 
 
-def test_matrices_of_a_batch_may_lie_side_by_side(shared: Software) -> None:
+def test_matrices_of_a_batch_may_are_side_by_side(shared: Software) -> None:
     check(shared, Asked(m=8, batch=3, gap=(0, 0, 16, 16), strides=(None, None, 8, 8)))
 
 
@@ -413,7 +413,7 @@ def test_two_threads_with_one_handle(cuda: Software, monkeypatch: pytest.MonkeyP
     cuda.faults.clear()
 
 
-def test_d_must_not_lie_on_what_is_read(cuda: Software) -> None:
+def test_d_must_not_overlap_what_is_read(cuda: Software) -> None:
     asked = Asked(m=16, n=16, k=16)
     data = Data(cuda, asked, 0)
     with prepared(cuda, asked) as product:

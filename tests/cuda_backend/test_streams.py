@@ -52,7 +52,7 @@ def test_out_and_addends_on_the_stream(cupy: Cupy) -> None:
 # -- arrays of two libraries ----------------------------------------------------------------------
 
 
-def test_out_of_a_library_that_tells_no_stream(software: SoftwareGpu) -> None:
+def test_out_of_a_library_that_reports_no_stream(software: SoftwareGpu) -> None:
     runtime = software.software.runtime
     out = DeviceArray(runtime, np.zeros_like(A))
     assert lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B), out=out) is out

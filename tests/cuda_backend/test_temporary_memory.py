@@ -181,7 +181,7 @@ def tall_and_wide(rows: int) -> list[np.ndarray[Any, Any]]:
     return [draw(0, rows, 4), draw(1, 4, rows)]
 
 
-def test_what_lowprec_keeps_serves_its_own_results(small: SoftwareGpu) -> None:
+def test_cached_memory_serves_lowprecs_results(small: SoftwareGpu) -> None:
     a, b = tall_and_wide(1536)
     found = lowprec.matmul(small.put(a), small.put(b))
     np.testing.assert_array_equal(small.get(found), a @ b)
@@ -189,7 +189,7 @@ def test_what_lowprec_keeps_serves_its_own_results(small: SoftwareGpu) -> None:
         lowprec.matmul(*(small.put(x) for x in tall_and_wide(4096)))
 
 
-def test_what_lowprec_keeps_is_given_to_the_arrays_library(small: SoftwareGpu, cupy: Cupy) -> None:
+def test_cached_memory_is_given_to_the_arrays_library(small: SoftwareGpu, cupy: Cupy) -> None:
     a, b = tall_and_wide(1536)
     x, y = cupy.asarray(a), cupy.asarray(b)
     with pytest.raises(MemoryError, match="Out of memory"):
@@ -199,7 +199,7 @@ def test_what_lowprec_keeps_is_given_to_the_arrays_library(small: SoftwareGpu, c
         lowprec.matmul(*(cupy.asarray(x) for x in tall_and_wide(4096)))
 
 
-def test_what_lowprec_keeps_is_given_to_its_libraries(small: SoftwareGpu, cupy: Cupy) -> None:
+def test_cached_memory_is_given_to_its_libraries(small: SoftwareGpu, cupy: Cupy) -> None:
     reset()
     before = small.software.live()["handles"]
     with small.failing_call("cublas_lt.create", status=3):

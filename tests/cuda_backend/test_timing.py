@@ -146,7 +146,7 @@ def test_events_belong_to_the_device_and_the_thread_keeps_its_own(runtime: Runti
     assert runtime.device == 0
 
 
-def test_events_are_used_again_once_nobody_can_read_them(runtime: Runtime) -> None:
+def test_unreachable_events_are_used_again(runtime: Runtime) -> None:
     for _ in range(5):
         watch = timing.EventStopwatch(0, STREAM)
         watch.stop()
@@ -172,7 +172,7 @@ def test_time_can_be_read_again_but_not_before_the_end(runtime: Runtime) -> None
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_events_of_a_product_that_nobody_reads_come_back(runtime: Runtime, stopped: bool) -> None:
+def test_unread_events_of_a_product_come_back(runtime: Runtime, stopped: bool) -> None:
     watch = timing.EventStopwatch(0, STREAM)
     if stopped:
         watch.stop()

@@ -68,7 +68,7 @@ def test_a_row_that_is_well_is_seen(verified: ModuleType) -> None:
         ([{}, {"ok": False}], "**failed** on NVIDIA H200, 2030-01-02"),
     ],
 )
-def test_what_does_not_count(verified: ModuleType, rows: list[dict[str, Any]], said: str) -> None:
+def test_reasons_that_do_not_count(verified: ModuleType, rows: list[dict[str, Any]], said: str) -> None:
     assert verified.seen("x", [_report(*rows)]) == said
 
 

@@ -93,7 +93,7 @@ def test_a_description_is_named(described: Any, message: str) -> None:
         lowprec.plan(F32, described)
 
 
-def test_what_is_no_single_argument_is_not_named() -> None:
+def test_only_single_arguments_are_named() -> None:
     with pytest.raises(lowprec.DTypeError, match=r"^operands of dtypes float32 and int8") as caught:
         lowprec.matmul(F32, F32.astype(np.int8))
     assert caught.value.argument is None
@@ -149,7 +149,7 @@ class OnAnotherDevice:
         return x
 
 
-def test_two_devices_are_told_by_the_names_of_the_function_called() -> None:
+def test_two_devices_are_reported_by_the_names_of_the_function_called() -> None:
     elsewhere = OnAnotherDevice()
     with pytest.raises(lowprec.DeviceError, match=r"^a is on cpu and b on cuda:0"):
         lowprec.matmul(F32, elsewhere)

@@ -151,7 +151,7 @@ def test_writing_reaches_the_callers_memory(xp: ArrayNamespace) -> None:
 
 
 @pytest.mark.parametrize("make", [list, float, str, np.float32], ids=lambda m: m.__name__)
-def test_what_is_no_array_is_refused(make: type) -> None:
+def test_non_arrays_are_refused(make: type) -> None:
     with pytest.raises(ArrayError, match=r"expected an array \(numpy, torch.*wrap it with numpy"):
         library_of(make())
 
@@ -622,7 +622,7 @@ def test_devices_of_capsules(memory: np.ndarray, device_type: int, device: Devic
     assert library_of(producer).current_stream(device) == (None if device == CPU else 1)
 
 
-def test_misaligned_capsules_are_copied_on_the_host_and_refused_elsewhere() -> None:
+def test_misaligned_capsules_are_copied_on_the_host_and_refused_on_devices() -> None:
     raw = np.arange(41, dtype=np.uint8)
     expected = raw[1:].view(np.float32).copy()
     where = {"data": raw.ctypes.data + 1}
@@ -792,7 +792,7 @@ class Passing:
         return getattr(self._inner, name)
 
 
-def test_what_stands_for_another_array_is_looked_up_each_time(memory: np.ndarray, xp: ArrayNamespace) -> None:
+def test_proxies_are_looked_up_each_time(memory: np.ndarray, xp: ArrayNamespace) -> None:
     """One type of proxy stands for arrays of every type."""
     masked = np.ma.array(memory)
     for wrap in (weakref.proxy, Passing):

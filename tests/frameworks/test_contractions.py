@@ -240,7 +240,7 @@ def test_vecdot_refuses_what_is_no_axis() -> None:
 
 
 @with_namespace
-def test_vecdot_tells_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
+def test_vecdot_reports_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
     a, b = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 5, 6))
     with pytest.raises(lowprec.ShapeError, match=r"axis -1 of shapes \(3, 4\) and \(5, 6\) has 4 and 6"):
         lowprec.vecdot(a, b)
@@ -249,7 +249,7 @@ def test_vecdot_tells_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
 
 
 @with_namespace
-def test_linear_tells_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
+def test_linear_reports_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
     x, weight = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 2, 4))
     with pytest.raises(lowprec.ShapeError, match=r"x has shape \(3, 4\), but the weight takes \(..., 6\)"):
         lowprec.linear(x, xp.asarray(draw(0, 5, 6)))
@@ -286,13 +286,13 @@ def test_results_are_arrays_of_a_library_of_the_array_api() -> None:
         np.testing.assert_array_equal(np.from_dlpack(found), draw(0, 3, 4) @ draw(0, 3, 4).T)
 
 
-def test_what_the_library_cannot_hold_comes_as_dlpack() -> None:
+def test_types_unknown_to_the_library_come_as_dlpack() -> None:
     x = strict().ones((2, 2), dtype=strict().float32)
     found = lowprec.matmul(x, x, out_dtype="bfloat16")
     assert isinstance(found, lowprec.DLPackArray)
 
 
-def test_what_goes_wrong_in_the_library_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_library_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: object) -> None:
         raise ValueError("the library's own")
 

@@ -279,7 +279,7 @@ def test_the_way_out_is_named_where_there_is_none_here() -> None:
         lowprec.matmul(x, x.astype("int64"))
 
 
-def test_what_is_refused() -> None:
+def test_refused_arguments() -> None:
     x = da.ones((4, 4), chunks=2, dtype="float32")
     with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
         matmul(x, da.ones((3, 4), dtype="float32"))
@@ -310,14 +310,14 @@ def test_what_is_refused() -> None:
         (lambda x, y: lowprec.einsum("ij,kj->ik", y, x), r"operands\[1\]"),
     ],
 )
-def test_a_contraction_of_unknown_chunks_tells_the_way_out(function: Any, name: str) -> None:
+def test_a_contraction_of_unknown_chunks_reports_the_way_out(function: Any, name: str) -> None:
     x = da.ones((4, 4), chunks=2, dtype="float32")
     way_out = rf"the shape of {name} is not known, \(nan, 4\); .* {name}.compute_chunk_sizes\(\)"
     with pytest.raises(lowprec.ShapeError, match=way_out):
         function(x[x[:, 0] > 0], x)
 
 
-def test_a_tensor_beside_a_dask_array_is_refused_by_type() -> None:
+def test_a_tensor_with_a_dask_array_is_refused_by_type() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, tensor = da.ones((4, 4), chunks=2, dtype="float32"), torch.ones(4, 4)
     for a, b in ((x, tensor), (tensor, x)):

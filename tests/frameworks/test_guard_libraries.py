@@ -140,7 +140,7 @@ def test_mixed_states_of_many_steps_come_back(switches: Torch) -> None:
     assert bad == []
 
 
-def test_what_the_user_sets_inside_is_kept(switches: Torch) -> None:
+def test_settings_made_inside_are_kept(switches: Torch) -> None:
     old("medium")(switches)
     with pytest.warns(LowprecWarning, match=r"mkldnn\.matmul\.fp32_precision = 'tf32'.*kept"), fp32_guard():
         switches.put("mkldnn", "matmul", "tf32")
@@ -161,7 +161,7 @@ def test_a_mode_sets_pytorch(switches: Torch, mode: str, word: str, onednn: str)
     assert switches.read() == before
 
 
-def test_pytorch_tells_whether_its_switch_has_an_effect(switches: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_reports_whether_its_switch_has_an_effect(switches: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowprec.policy import effects
 
     def reason() -> str:
@@ -409,7 +409,7 @@ def test_jax_traces_at_the_highest_precision_inside(jax: Any, form: str) -> None
     assert precisions(jax, lambda a, b: function(a, b)) == {"DEFAULT, DEFAULT"}
 
 
-def test_a_jitted_function_is_compiled_anew_inside(jax: Any) -> None:
+def test_a_jitted_function_is_compiled_again_inside(jax: Any) -> None:
     seen: list[Any] = []
 
     @jax.jit
@@ -454,7 +454,7 @@ def test_a_worker_of_jax_needs_wrap(jax: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
-def test_what_info_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_of_info(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module(name)
     controller = next(c for c in controllers() if c.name == name)
     shown = [row for row in info()["frameworks"] if row["library"] == name]

@@ -32,7 +32,7 @@ def _flags(address: int) -> str:
 
 @NEEDS_HUGE_PAGES
 @pytest.mark.parametrize("backend", [Backend.TORCH, Backend.NUMPY, Backend.JAX], ids=str)
-def test_large_results_lie_in_huge_pages(backend: Backend) -> None:
+def test_large_results_are_in_huge_pages(backend: Backend) -> None:
     xp: Any = load_or_skip(backend)
     a = xp.asarray(np.ones((4096, 2), np.float32))
     b = xp.asarray(np.ones((2, 4096), np.float32))

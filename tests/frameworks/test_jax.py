@@ -486,7 +486,7 @@ def test_gradients_of_everything_that_follows_the_product(jax: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_follows_is_computed_in_float32_and_rounded_once(jax: Any, dtype: str) -> None:
+def test_the_epilogue_is_computed_in_float32_and_rounded_once(jax: Any, dtype: str) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     a, b, bias = np.array([[1.0]], kind), np.array([[1.0]], kind), np.array([1e-4], kind)
     found = jax.jit(lambda a, b: lowprec.matmul(a, b, bias=bias, alpha=3.0, c=b, beta=-3.0))(a, b)
@@ -589,7 +589,7 @@ def test_a_scope_of_the_mode_that_is_there_recompiles_nothing(jax: Any) -> None:
     assert f.traces == 1
 
 
-def test_the_guard_stands_above_an_argument_in_what_was_compiled_before(jax: Any) -> None:
+def test_the_guard_takes_precedence_over_an_argument_in_what_was_compiled_before(jax: Any) -> None:
     f = Counted(jax, math_mode="bf16")
     assert f.mode() == "bf16"
     with lowprec.fp32_guard():
@@ -720,7 +720,7 @@ def test_backward_mode(jax: Any, modes_of: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_gpu_is_asked_for(jax: Any, mode: str) -> None:
+def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
     a, b = operands((3, 4), (4, 2), "float32")
     made = jax.export.export(jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode)), platforms=["cuda"])(a, b)
     dots = [line for line in made.mlir_module().splitlines() if "stablehlo.dot_general" in line]

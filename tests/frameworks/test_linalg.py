@@ -790,7 +790,7 @@ def test_cupys_tolerance_of_the_rank_is_relative_too() -> None:
 
 
 @pytest.mark.usefixtures("cupy")
-def test_what_cupy_lacks() -> None:
+def test_features_missing_from_cupy() -> None:
     a = to_device(np.eye(3))
     with pytest.raises(lowprec.UnsupportedError, match=r"cupyx\.scipy\.linalg\.expm, and cupyx"):
         linalg.expm(a)

@@ -363,7 +363,7 @@ def test_a_sum_of_int8_and_bias_beyond_int32_saturates(
 
 
 @pytest.mark.parametrize("name", ["alpha", "beta", "gelu"])
-def test_int8_refuses_what_is_no_integer(name: str, rng: np.random.Generator) -> None:
+def test_int8_refuses_non_integers(name: str, rng: np.random.Generator) -> None:
     a, b = make(rng, 20, 30, dtype="int8"), make(rng, 30, 25, dtype="int8")
     given = {k: np.ones((20, 25), np.int32) if k == "c" else v for k, v in EPILOGUES[name].items()}
     with pytest.raises(lowprec.UnsupportedError, match=f"{name} .*int8"):
@@ -697,7 +697,7 @@ def test_pairs_without_a_common_dtype(xp: ArrayNamespace) -> None:
 
 
 @pytest.mark.parametrize("bad", [[[1.0, 2.0]], 3.0, None, "array", {"a": 1}], ids=repr)
-def test_what_is_no_array(bad: Any) -> None:
+def test_non_arrays(bad: Any) -> None:
     good = ones(2, 2)
     for arguments in ((bad, good), (good, bad)):
         with pytest.raises(lowprec.ArrayError, match=type(bad).__name__):
@@ -714,7 +714,7 @@ def test_torch_tensor_that_requires_grad() -> None:
     assert lowprec.matmul(x.detach(), good).shape == (2, 2)
 
 
-def test_torch_tensor_elsewhere() -> None:
+def test_torch_tensor_on_another_device() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     with pytest.raises(lowprec.LowprecError, match="meta"):
         lowprec.matmul(torch.ones(2, 2, device="meta"), torch.ones(2, 2))

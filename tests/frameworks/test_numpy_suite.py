@@ -80,7 +80,7 @@ for _name in EXCLUDED:
 
 
 @pytest.mark.parametrize("name", EXCLUDED)
-def test_what_is_excluded_really_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excluded_tests_really_fail(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(accept_bool=False)
     monkeypatch.setattr(test_multiarray, "np", NumPyWith(calls))
     tests = test_multiarray.TestMatmul()

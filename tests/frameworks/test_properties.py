@@ -94,7 +94,7 @@ def promoted(a: NDArray[Any], b: NDArray[Any]) -> np.dtype[Any]:
 
 @given(products(), modes, namespaces, machines)
 @settings(max_examples=300)
-def test_a_product_lies_within_its_bound(
+def test_a_product_is_within_its_bound(
     operands: tuple[NDArray[Any], NDArray[Any]], mode: str, xp: ArrayNamespace, machine: str
 ) -> None:
     a, b = operands
@@ -139,7 +139,7 @@ def expressions(draw: st.DrawFn) -> tuple[NDArray[Any], NDArray[Any], Epilogue, 
 
 @given(expressions(), modes, machines)
 @settings(max_examples=300)
-def test_an_expression_lies_within_its_bound(
+def test_an_expression_is_within_its_bound(
     drawn: tuple[NDArray[Any], NDArray[Any], Epilogue, NDArray[Any] | None], mode: str, machine: str
 ) -> None:
     a, b, then, out = drawn

@@ -106,7 +106,7 @@ def test_gradients_have_the_type_of_their_operand(torch: Any, dtype: str) -> Non
     torch.testing.assert_close(a.grad.float(), true, rtol=unit, atol=unit)
 
 
-def test_gradients_of_a_real_operand_beside_a_complex_one_are_real(torch: Any) -> None:
+def test_gradients_of_a_real_operand_with_a_complex_one_are_real(torch: Any) -> None:
     (a,) = operands(torch, (2, 3, 4), (1,))[:1]
     (b,) = operands(torch, (4, 2), (1,), torch.complex128)[:1]
     for x in ((a, b), (b.detach().mT.requires_grad_(), a[0].detach().mT.requires_grad_())):
@@ -129,7 +129,7 @@ CALLS = ("without gradients", "with gradients", "vmap", "compiled")
 
 @pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("storage", ["float16", "float32"])
-def test_what_follows_a_product_of_16_bits_is_added_in_float32(torch: Any, how: str, storage: str) -> None:
+def test_the_epilogue_of_a_product_of_16_bits_is_added_in_float32(torch: Any, how: str, storage: str) -> None:
     """The product, 2 * 300 * 300, is beyond float16, and the result is not."""
     x = torch.full((2, 2), 300.0, dtype=getattr(torch, storage), requires_grad=True)
     bias = torch.full((2,), -178000.0)
@@ -401,7 +401,7 @@ def by_numpy(x: Any) -> Any:
     ],
     ids=["scope", "decorated", "out", "k_chunk", "prepared", "numpy"],
 )
-def test_what_breaks_a_graph_runs_as_it_is(torch: Any, counting: Any, function: Any) -> None:
+def test_graph_breaks_run_eagerly(torch: Any, counting: Any, function: Any) -> None:
     """The compiler would read what is called from there on, too, the kernels' arithmetic on bits in NumPy included."""
     compiled = torch.compile(function, backend=counting)
     for _ in range(2):
@@ -502,7 +502,7 @@ def test_tangents_of_the_operator_are_refused_not_zero(torch: Any) -> None:
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_what_follows_the_product_is_checked_as_without_gradients(torch: Any) -> None:
+def test_epilogues_are_checked_as_without_gradients(torch: Any) -> None:
     x, y = torch.ones(3, 4, requires_grad=True), torch.ones(4, 2)
     for a in (x, x.detach()):
         with pytest.raises(lowprec.ShapeError, match=r"c has shape \(5, 3, 2\), which does not"):
@@ -568,7 +568,7 @@ def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(torch: Any, counting: An
     assert len(counting.graphs) == 3
 
 
-def test_what_rtol_cannot_mean_is_refused_with_gradients(torch: Any) -> None:
+def test_undefined_rtol_is_refused_with_gradients(torch: Any) -> None:
     import lowprec.torch as lt
 
     for x in (torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)):
@@ -583,7 +583,7 @@ def test_what_rtol_cannot_mean_is_refused_with_gradients(torch: Any) -> None:
                 lt.linear(x, x, rtol=wrong)
 
 
-def test_wrong_operands_are_told_by_type(torch: Any) -> None:
+def test_wrong_operands_are_reported_by_type(torch: Any) -> None:
     import lowprec.torch as lt
 
     x = torch.ones(2, 2, requires_grad=True)

@@ -139,7 +139,7 @@ PASSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", PASSED)
-def test_what_passes_by_is_told_with_its_reason(torch: Any, intercept: Any, name: str) -> None:
+def test_products_passed_by_are_reported_with_a_reason(torch: Any, intercept: Any, name: str) -> None:
     import re
 
     call, operator, why = PASSED[name]
@@ -152,7 +152,7 @@ def test_what_passes_by_is_told_with_its_reason(torch: Any, intercept: Any, name
     assert operator in str(seen.report())
 
 
-def test_wrong_shapes_are_told_by_torch(torch: Any, intercept: Any) -> None:
+def test_wrong_shapes_are_reported_by_torch(torch: Any, intercept: Any) -> None:
     with intercept("bf16") as seen, pytest.raises(RuntimeError, match="cannot be multiplied"):
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert seen.report().products == ()
@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_torch_refuses_stays_refused(torch: Any, intercept: Any, name: str) -> None:
+def test_errors_of_torch_stay_errors(torch: Any, intercept: Any, name: str) -> None:
     call, message = REFUSED[name]
     with intercept("fp32") as seen, pytest.raises(RuntimeError, match=message):
         call(torch)
@@ -366,7 +366,7 @@ def test_forward_derivatives_checkpoints_and_transforms(torch: Any, intercept: A
 # -- what stands around the block -----------------------------------------------------------------
 
 
-def test_a_backward_pass_after_the_block_is_told(torch: Any, intercept: Any) -> None:
+def test_a_backward_pass_after_the_block_is_reported(torch: Any, intercept: Any) -> None:
     layer = torch.nn.Linear(4, 4)
     with intercept("bf16") as seen:
         y = layer(torch.ones(2, 4))
@@ -375,7 +375,7 @@ def test_a_backward_pass_after_the_block_is_told(torch: Any, intercept: Any) -> 
     assert sum(p.count for p in seen.report().taken) == 1
 
 
-def test_the_guard_stands_above(torch: Any, intercept: Any) -> None:
+def test_the_guard_takes_precedence(torch: Any, intercept: Any) -> None:
     x = torch.full((4, 4), 1 + 2.0**-9)
     with intercept("bf16") as seen:
         assert float((x @ x)[0, 0]) == 4
@@ -520,7 +520,7 @@ def test_an_encoder_compiled_agrees_with_the_block(torch: Any, intercept: Any) -
 
 
 @pytest.mark.usefixtures("fresh")
-def test_what_a_compiled_graph_leaves_to_torch_is_told(torch: Any) -> None:
+def test_products_that_a_graph_leaves_to_torch_are_reported(torch: Any) -> None:
     model = encoder(torch, 1).eval()
     compiled = torch.compile(model, backend=passes_alone("bf16"))
     with torch.no_grad(), warnings.catch_warnings(record=True) as told:

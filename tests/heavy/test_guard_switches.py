@@ -86,7 +86,7 @@ def test_every_start_state_comes_back(user: User, start: bool) -> None:
             assert user.read() == state
 
 
-def test_a_mode_sets_it_and_the_guard_stands_above(user: User) -> None:
+def test_a_mode_sets_it_and_the_guard_takes_precedence(user: User) -> None:
     before = user.read()
     with math_mode("tf32", frameworks=[user.name]):
         assert all(user.read())
@@ -98,7 +98,7 @@ def test_a_mode_sets_it_and_the_guard_stands_above(user: User) -> None:
         math_mode("bf16", frameworks=[user.name]).__enter__().__exit__()
 
 
-def test_what_the_user_sets_inside_is_kept(user: User) -> None:
+def test_settings_made_inside_are_kept(user: User) -> None:
     user.write([False] * len(user.read()))
     guard = fp32_guard().__enter__()
     user.write([True] * len(user.read()))

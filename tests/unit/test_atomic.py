@@ -79,7 +79,7 @@ def test_a_failure_is_the_caller_s(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+def test_special_files_are_not_replaced(tmp_path: Path) -> None:
     """A pipe stands for devices here: replaced by mistake, it is none that anybody needs."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")

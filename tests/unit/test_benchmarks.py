@@ -396,7 +396,7 @@ def test_every_colour_of_a_chart_has_a_dark_twin(load: Load, benchmark: str) -> 
         assert "prefers-color-scheme: dark" in style
 
 
-def test_accuracy_chart_tells_its_modes_apart(load: Load) -> None:
+def test_accuracy_chart_distinguishes_its_modes(load: Load) -> None:
     plot = load("plot")
     styles = [plot.MODES[mode] for mode in load("bench_accuracy").MODES]
     assert len({style["marker"] for style in styles}) == len(styles)
@@ -558,7 +558,7 @@ def test_overhead_runs(tmp_path: Path) -> None:
     assert imported["frameworks"] == []
 
 
-def test_recovery_chart_tells_its_schemes_apart(load: Load) -> None:
+def test_recovery_chart_distinguishes_its_schemes(load: Load) -> None:
     plot = load("plot")
     assert list(plot.SCHEMES) == list(load("recovery").SCHEMES)
     markers = [style["marker"] for style in plot.SCHEMES.values()]

@@ -118,7 +118,7 @@ def test_the_bound_is_nearly_reached(mode):
     assert 0.95 * bound.relative < error <= bound.relative
 
 
-def test_the_bound_tells_the_modes_apart():
+def test_the_bound_distinguishes_the_modes():
     """An FP32 result would miss half of what rounding bfloat16 operands must cost; the bounds are far apart."""
     relative = {mode: error_bound(mode, DType.FLOAT32, DType.FLOAT32, 256, ROWS["numpy"]).relative for mode in ROUND}
     assert relative[MathMode.FP32] < relative[MathMode.TF32] / 50
@@ -214,7 +214,7 @@ def test_the_complex_bound_is_nearly_reached():
 
 
 @pytest.mark.parametrize(("out", "numpy_dtype"), [(DType.FLOAT16, np.float16), (DType.BFLOAT16, ml_dtypes.bfloat16)])
-def test_a_narrow_result_is_rounded_once_more(out, numpy_dtype, rng):
+def test_a_narrow_result_is_rounded_again(out, numpy_dtype, rng):
     k = 40
     for scale in (1.0, 2.0**-12):
         bound = error_bound(MathMode.FP32, DType.FLOAT32, out, k, ROWS["numpy"])

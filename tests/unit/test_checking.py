@@ -150,7 +150,7 @@ def test_bad_arguments(a: np.ndarray, how: Any, error: type[Exception], words: s
         lowprec.check(a, a, **how)
 
 
-def test_what_cannot_be_compared(a: np.ndarray) -> None:
+def test_incomparable_results(a: np.ndarray) -> None:
     with pytest.raises(lowprec.DTypeError, match="no mode acts on float64"):
         lowprec.check(a.astype(np.float64), a)
     with pytest.raises(lowprec.DTypeError, match="rounded to complex64"):

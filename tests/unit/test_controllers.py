@@ -169,14 +169,14 @@ def test_a_report_outside_the_block(load: Load) -> None:
 # -- what the user does inside --------------------------------------------------------------------
 
 
-def test_what_the_user_sets_inside_is_kept_and_told(library: Library) -> None:
+def test_settings_made_inside_are_kept_and_reported(library: Library) -> None:
     with pytest.warns(LowprecWarning, match=r"one: products = 'mine' was set inside.*kept"), fp32_guard():
         library.values["products"] = "mine"
     assert library.values == {"products": "mine", "convolutions": "lower"}
     library.values["products"] = "low"
 
 
-def test_a_guard_inside_protects_from_what_the_user_set(library: Library) -> None:
+def test_a_guard_inside_protects_from_settings_of_the_user(library: Library) -> None:
     outer = fp32_guard().__enter__()
     library.values["products"] = "mine"
     with fp32_guard():
@@ -192,7 +192,7 @@ def test_a_guard_inside_protects_from_what_the_user_set(library: Library) -> Non
 
 
 @pytest.mark.parametrize("step", ["save", "set_mode"])
-def test_a_library_that_fails_is_told_and_the_others_act(load: Load, step: str) -> None:
+def test_a_library_that_fails_is_reported_and_the_others_act(load: Load, step: str) -> None:
     bad, good = load("bad"), load("good")
     bad.fails[step] = OSError("no driver")
     guard = fp32_guard()
@@ -205,7 +205,7 @@ def test_a_library_that_fails_is_told_and_the_others_act(load: Load, step: str) 
     assert good.is_as_before
 
 
-def test_a_library_that_cannot_be_put_back_is_told(load: Load) -> None:
+def test_a_library_that_cannot_be_put_back_is_reported(load: Load) -> None:
     bad, good = load("bad"), load("good")
     bad.fails["restore"] = OSError("gone")
     with pytest.warns(LowprecWarning, match="bad could not be restored: OSError: gone"), fp32_guard():
@@ -507,7 +507,7 @@ def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(load: Load) -> None:
 # -- the registry, and the controllers of libraries that are not here -----------------------------
 
 
-def test_what_is_no_controller_is_refused() -> None:
+def test_non_controllers_are_refused() -> None:
     with pytest.raises(TypeError, match=r"a controller needs describe, mod.*lacks .*save"):
         registry.register_controller(SimpleNamespace(name="x"))  # type: ignore[arg-type]
     assert "x" not in {c.name for c in registry.controllers()}
@@ -624,14 +624,14 @@ def test_every_switch_is_shown_and_none_that_cannot_be_read(load: Load) -> None:
     assert one.calls == ["save"]
 
 
-def test_a_version_with_other_switches_is_told(cupy: SimpleNamespace) -> None:
+def test_a_version_with_other_switches_is_reported(cupy: SimpleNamespace) -> None:
     cupy.module.__version__ = "99.0"
     del cupy.module._core.set_compute_type
     with pytest.warns(LowprecWarning, match=r"CuPy 99\.0 has no cupy\._core\.set_compute_type"):
         fp32_guard().__enter__().__exit__()
 
 
-def test_a_pytorch_with_other_switches_is_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_with_other_switches_is_reported(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowprec.policy.frameworks.torch import TorchController
 
     module = ModuleType("torch")

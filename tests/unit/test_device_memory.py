@@ -126,7 +126,7 @@ def test_the_backend_of_cuda_is_registered() -> None:
 # -- an array on a device -------------------------------------------------------------------------
 
 
-def test_what_an_array_on_a_device_says_of_itself(memory: Memory) -> None:
+def test_attributes_of_an_array_on_a_device(memory: Memory) -> None:
     array = device_array(sample(DType.BFLOAT16))
     assert isinstance(array, DLPackArray)
     assert (array.shape, array.ndim, array.size, array.dtype) == ((5, 3), 2, 15, "bfloat16")
@@ -135,7 +135,7 @@ def test_what_an_array_on_a_device_says_of_itself(memory: Memory) -> None:
     assert memory.calls == [("allocate", 30, GPU, 7)]
 
 
-def test_numpy_is_told_the_way_out(memory: Memory) -> None:
+def test_numpy_is_reported_the_way_out(memory: Memory) -> None:
     array = device_array(sample(DType.FLOAT32))
     for read in (np.asarray, np.array, lambda x: x.memory, lambda x: np.asarray(x, copy=False)):
         with pytest.raises(ArrayError, match=r"on cuda:1, where NumPy cannot .*torch\.from_dlpack"):
@@ -268,7 +268,7 @@ def test_dlpack_arrays_are_asked_for_the_stream_of_their_device(kind: int, devic
     assert library.keeps_owners
 
 
-def test_a_device_that_is_not_told_is_a_refusal() -> None:
+def test_a_device_that_is_not_reported_is_a_refusal() -> None:
     class Shy:
         def __dlpack__(self, **_: Any) -> object:
             raise AssertionError

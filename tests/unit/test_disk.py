@@ -114,7 +114,7 @@ def test_a_link_to_a_folder_is_judged_by_the_folder(kept: Path, cache: Path, tmp
 
 
 @posix
-def test_what_is_no_file_is_not_waited_for(kept: Path) -> None:
+def test_special_files_are_not_waited_for(kept: Path) -> None:
     kept.unlink()
     os.mkfifo(kept, 0o600)
     with pytest.warns(LowprecWarning, match="it is not a regular file"):
@@ -122,7 +122,7 @@ def test_what_is_no_file_is_not_waited_for(kept: Path) -> None:
 
 
 @posix
-def test_what_is_made_is_the_user_s_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_created_files_are_the_user_s_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(cache / "deep"))
     before = os.umask(0)
     try:

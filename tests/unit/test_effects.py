@@ -70,7 +70,7 @@ def said(mode: str) -> list[str]:
     return [str(w.message) for w in told]
 
 
-def test_a_switch_without_effect_is_told_once_and_reported_always(library: Library) -> None:
+def test_a_switch_without_effect_is_reported_once_and_reported_always(library: Library) -> None:
     text = f"changes nothing in library ({FULL})"
     assert said("bf16") == [f"math_mode('bf16', frameworks=['library']) {text}"]
     assert said("bf16") == []
@@ -90,7 +90,7 @@ def test_a_switch_with_effect_is_asked_once(library: Library) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, RuntimeError("tracing")])
-def test_what_cannot_be_told_is_asked_again(library: Library, answer: Any) -> None:
+def test_unknown_answers_are_asked_again(library: Library, answer: Any) -> None:
     library.answer = answer
     assert said("bf16") == []
     library.answer = FULL
@@ -107,7 +107,7 @@ def test_an_answer_while_another_thread_changes_the_switch_does_not_count(librar
     assert effects.known("library", MathMode.BF16) is None
 
 
-def test_nobody_asks_for_the_guard_or_for_lowprec_alone(library: Library) -> None:
+def test_processes_without_the_guard_are_left_alone(library: Library) -> None:
     with fp32_guard(), math_mode("bf16"), math_mode("bf16", frameworks=["library"]):
         pass
     with math_mode("fp32", frameworks=["library"]), math_mode("bf16"):

@@ -151,7 +151,7 @@ def test_promotion_of_floats_is_numpys(a: DType, b: DType) -> None:
 
 
 @pytest.mark.parametrize(("a", "b"), [*itertools.combinations(DType, 2)], ids=str)
-def test_what_has_no_common_type(a: DType, b: DType) -> None:
+def test_operands_without_a_common_type(a: DType, b: DType) -> None:
     if a in PROMOTED and b in PROMOTED:
         assert promote(a, b) is promote(b, a)
         return

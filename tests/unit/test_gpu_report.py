@@ -78,7 +78,7 @@ def test_a_crash_keeps_what_was_found(load: Load, execute: Callable[..., Result]
     assert load("gpu.parts").state(found) == f"{found['error']}; 1 rows, all well"
 
 
-def test_a_signal_is_told(execute: Callable[..., Result]) -> None:
+def test_a_signal_is_reported(execute: Callable[..., Result]) -> None:
     found = execute("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert found["error"] == "exit status -11; it wrote nothing"
 
@@ -111,7 +111,7 @@ def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., R
         (_part(complete=False), "ended before it was done"),
     ],
 )
-def test_garbage_is_told(execute: Callable[..., Result], code: str, said: str) -> None:
+def test_garbage_is_reported(execute: Callable[..., Result], code: str, said: str) -> None:
     found = execute(code)
     assert said in found["error"]
     assert isinstance(found["rows"], list)
@@ -236,7 +236,7 @@ def test_parts_run_in_order_within_what_is_left(run_all: Callable[..., Any], mon
     assert content["settings"]["quick"] is True
 
 
-def test_what_does_not_fit_is_told(run_all: Callable[..., Any]) -> None:
+def test_misfits_are_reported(run_all: Callable[..., Any]) -> None:
     asked, content = run_all("rounding", gone_s=99.5, gpu=True)
     assert asked == []
     assert {r["not_run"] for r in content["results"].values()} == {"no time was left"}
@@ -261,14 +261,14 @@ def test_lowprec_that_fails_to_describe_the_gpu_does_not_stop_the_rest(run_all: 
     ]  # fmt: skip
 
 
-def test_a_part_that_cannot_be_started_is_told(run_all: Callable[..., Any]) -> None:
+def test_a_part_that_cannot_be_started_is_reported(run_all: Callable[..., Any]) -> None:
     asked, content = run_all("rounding", "speed", gpu=True, broken="rounding")
     assert [name for name, _, _ in asked] == ["device", "rounding", "speed"]
     assert content["results"]["rounding"]["not_run"] == "OSError: no more processes"
     assert content["results"]["speed"]["complete"] is True
 
 
-def test_each_part_tells_its_question(run_all: Callable[..., Any]) -> None:
+def test_each_part_reports_its_question(run_all: Callable[..., Any]) -> None:
     _, content = run_all("test_products", "rounding", gpu=True)
     asked = {name: result["question"] for name, result in content["results"].items()}
     assert asked["rounding"] == "How does FAST_TF32 round its operands?"
@@ -288,7 +288,7 @@ def test_claims_that_cannot_be_judged_lose_nothing(
     assert content["results"]["rounding"]["complete"] is True
 
 
-def test_a_commit_may_be_told(load: Load) -> None:
+def test_a_commit_may_be_reported(load: Load) -> None:
     report = load("gpu_report")
     options = report._parser().parse_args(["--commit", "abc"])
     assert report.merge({}, options)["machine"]["commit"] == "abc"
@@ -548,7 +548,7 @@ def test_switches_are_set_around_each_sample(load: Load) -> None:
     assert all(a != b or a == "call" for a, b in itertools.pairwise(events))
 
 
-def test_host_times_tell_what_does_not_run(load: Load) -> None:
+def test_host_times_report_what_does_not_run(load: Load) -> None:
     host = load("gpu.host")
     waits: list[int] = []
 
@@ -605,7 +605,7 @@ def test_lowprec_that_does_not_run_has_failed(load: Load, small: Any, tmp_path: 
     assert (row["ok"], row["error"]) == (False, "OSError: gone")
 
 
-def test_a_library_that_cannot_be_called_is_told(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_called_is_reported(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     speed, clock = load("gpu.speed"), load("gpu.clock")
 
     def broken() -> Any:
@@ -686,7 +686,7 @@ def test_one_wrong_element_is_noticed(load: Load, mode: str) -> None:
     assert accuracy.check(_Plans(wrong), arrays, case, 32, 0)["ok"] is False
 
 
-def test_rules_of_rounding_are_told_apart(load: Load) -> None:
+def test_rules_of_rounding_are_distinguished(load: Load) -> None:
     rounding = load("gpu.rounding")
     values = rounding.patterns(0)
     for name, rule in rounding.RULES.items():
@@ -713,7 +713,7 @@ def test_operands_repeat_the_patterns(load: Load, side: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rounding_of_a_sum_is_told(load: Load, dtype: str) -> None:
+def test_rounding_of_a_sum_is_reported(load: Load, dtype: str) -> None:
     accumulation = load("gpu.accumulation")
     a, b, c = accumulation.sum_operands(0, dtype)
     product = a.astype(np.float64) @ b.astype(np.float64)
@@ -755,7 +755,7 @@ def test_split_sums_are_exact_in_fp32_alone(load: Load, dtype: str) -> None:
         ("1", "COMPUTE_32F_PEDANTIC", "float32"),
     ],
 )
-def test_what_the_override_must_do(load: Load, value: str | None, what: str, wanted: str | None) -> None:
+def test_requirements_of_the_override(load: Load, value: str | None, what: str, wanted: str | None) -> None:
     assert load("gpu.override").expected(value, what) == wanted
 
 
@@ -773,7 +773,7 @@ def test_levels_are_those_of_the_modes(load: Load, rng: np.random.Generator, mod
     assert load("gpu.override").level(math.nan) == "not finite"
 
 
-def test_first_choice_beside_the_best(load: Load) -> None:
+def test_first_choice_with_the_best(load: Load) -> None:
     entry = types.SimpleNamespace
     timed = [
         entry(rank=4, median_ms=1.0, algorithm="id 4"),
@@ -786,7 +786,7 @@ def test_first_choice_beside_the_best(load: Load) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "group", "bits"), [("bfloat16", 16, 25), ("float32", 4, 24)])
-def test_models_of_tensor_cores_are_told_apart(load: Load, dtype: str, group: int, bits: int) -> None:
+def test_models_of_tensor_cores_are_distinguished(load: Load, dtype: str, group: int, bits: int) -> None:
     accumulation = load("gpu.accumulation")
     a, b = accumulation.model_operands(0, dtype, 48)
     a = a[:8]
@@ -955,7 +955,7 @@ def test_tests_are_counted_by_feature(load: Load, tmp_path: Path) -> None:
     assert {w.removeprefix("Skipped: ") for w in found["facts"]["skips"]} == {"no GPU", "not here"}
 
 
-def test_what_cannot_be_collected_has_failed(load: Load, tmp_path: Path) -> None:
+def test_uncollected_tests_have_failed(load: Load, tmp_path: Path) -> None:
     found = _digest(load, tmp_path, "", test_c="import nothing_at_all")
     assert [r["ok"] for r in found["rows"]] == [False]
 

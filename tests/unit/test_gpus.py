@@ -203,7 +203,7 @@ def test_numbers_that_no_tensor_core_multiplies_are_those_of_fp32_units() -> Non
     assert lowprec.plan(bytes_, bytes_, device="v100").roofline is None
 
 
-def test_what_a_device_lacks_is_refused_there() -> None:
+def test_missing_features_of_a_device_are_refused() -> None:
     tiny = lowprec.ShapeDtype((16, 16), "float8_e4m3fn")
     assert lowprec.plan(tiny, tiny, device="l4").roofline is not None
     with pytest.raises(lowprec.UnsupportedError, match=r"compute capability 8\.9 or later"):

@@ -31,7 +31,7 @@ def bf16_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     environment.refresh()
 
 
-def test_what_counts_as_full_fp32() -> None:
+def test_modes_of_full_fp32() -> None:
     assert {MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64} == FULL_FP32
 
 

@@ -129,7 +129,7 @@ def test_order_and_leading_dimension_reach_every_element(views):
         "broadcast", "windows", "row", "column", "empty",
     ],
 )  # fmt: skip
-def test_what_blas_can_express(view, order, leading_dimension, op):
+def test_layouts_of_blas(view, order, leading_dimension, op):
     b = OperandSpec.contiguous(DType.FLOAT32, (view.shape[1], 3))
     found = gemm_layout(spec(view), b).a
     assert (found.order, found.leading_dimension, found.op) == (order, leading_dimension, op)

@@ -209,7 +209,7 @@ def test_a_lowered_product_is_the_product(given_: dict[str, Any]) -> None:
 # -- what is decided ------------------------------------------------------------------------------
 
 
-def test_plain_arrays_are_one_call_as_they_lie() -> None:
+def test_plain_arrays_are_one_call_as_they_are() -> None:
     for batch in ((), (4,), (2, 3)):
         a, b = (contiguous((*batch, 8, 16), DType.FLOAT32, 0), contiguous((*batch, 16, 24), DType.FLOAT32, 1))
         call = check(a, b, MathMode.TF32)

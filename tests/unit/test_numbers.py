@@ -99,7 +99,7 @@ def test_names_that_are_none(call: Call, value: Any) -> None:
 
 
 @TWO
-def test_a_tolerance_beside_a_name_that_is_none(call: Call) -> None:
+def test_a_tolerance_with_a_name_that_is_none(call: Call) -> None:
     with pytest.raises(lowprec.ModeError, match="<int> is not a math mode"):
         call(X, X, rtol=0.1, math_mode=10**5000)
 
@@ -172,7 +172,7 @@ def test_a_number_of_threads(text: str, limit: int | None, monkeypatch: pytest.M
     assert shown["MKL_NUM_THREADS"] == (text.strip() or None)
 
 
-def test_what_came_is_cut_for_a_message() -> None:
+def test_values_are_shortened_for_a_message() -> None:
     assert quoted("tf33") == "'tf33'"
     assert quoted("y" * 1000) == "'" + "y" * 79 + "..."
     assert quoted(Unshowable()) == "<Unshowable>"

@@ -74,7 +74,7 @@ def test_the_kernel_is_the_best_that_the_device_has(dtype, mode, bare, openblas,
         (MathMode.TF32, 1024, 4, 4096, "openblas"),
     ],
 )
-def test_what_fp32_units_take(mode, m, n, k, kernel):
+def test_products_of_fp32_units(mode, m, n, k, kernel):
     p = GemmProblem(array(F32, m, k), array(F32, k, n))
     assert plan(p, mode, AVX512).kernel == kernel
 
@@ -211,7 +211,7 @@ def test_products_are_those_that_the_kernel_runs(dtype, mode, capabilities, prod
         (I8, I8, MathMode.BF16, "int8, as it is", "int8, as it is"),
     ],
 )
-def test_what_the_operands_become(a, b, mode, a_becomes, b_becomes):
+def test_types_of_the_operands(a, b, mode, a_becomes, b_becomes):
     made = plan(problem(a, b), mode)
     assert (made.a_becomes, made.b_becomes) == (a_becomes, b_becomes)
 
@@ -288,7 +288,7 @@ def test_every_legal_result_type_is_planned_and_no_other(compute):
         (GemmProblem(array(F32, 2, 3), array(F32, 4, 5)), ShapeError, "size 4 is different from 3"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_before_any_work(p, error, words):
+def test_impossible_products_are_refused_before_any_work(p, error, words):
     with pytest.raises(error, match=words):
         plan(p)
 
@@ -357,7 +357,7 @@ def test_tile_kernels_read_and_write_any_strides():
     assert plan(p, MathMode.BF16, AMX).copies == ()
 
 
-def test_an_out_that_blas_cannot_write_is_computed_aside():
+def test_an_out_that_blas_cannot_write_is_computed_out_of_place():
     (copy,) = plan(problem(F32, out=STEPPED)).copies
     assert (copy.operand, copy.nbytes) == ("out", 4 * 512**2)
 
@@ -476,7 +476,7 @@ def test_a_device_without_a_kernel_for_the_numbers_says_so():
         plan(problem(F32), MathMode.BF16, device)
 
 
-def test_a_mode_of_another_format_is_told_by_the_formats_row(monkeypatch):
+def test_a_mode_of_another_format_is_reported_by_the_formats_row(monkeypatch):
     """Its range and what holds it come from the format, whichever it is."""
     row = dataclasses.replace(modes.row(MathMode.BF16), operand_format=FLOAT8_E4M3FN, data=DType.FLOAT8_E4M3FN)
     monkeypatch.setitem(modes._ROWS, MathMode.BF16, row)

@@ -256,7 +256,7 @@ def test_overriding_mode(
     assert (found and found.source) is source
 
 
-def test_finish_applies_what_stands_above_a_chosen_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finish_applies_what_takes_precedence_over_a_chosen_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     with math_mode("bf16"):
         assert restrict(TF32, S.RTOL) == ResolvedMode(TF32, S.RTOL)
     with fp32_guard():

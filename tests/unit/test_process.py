@@ -79,17 +79,17 @@ def test_it_is_set_for_good(library: Library, order: str, precision: str) -> Non
     assert process.changes() == []
 
 
-def test_a_mode_without_a_switch_is_told(library: Library) -> None:
+def test_a_mode_without_a_switch_is_reported(library: Library) -> None:
     assert process.set_library("library", "bf16") == "library has no switch for bf16"
     assert library.default == "its own"
 
 
-def test_what_the_library_raises_is_told(library: Library) -> None:
+def test_exceptions_of_the_library_are_reported(library: Library) -> None:
     library.fails = True
     assert process.set_library("library", "tf32") == "RuntimeError: no driver"
 
 
-def test_switches_of_a_thread_without_a_default_are_told() -> None:
+def test_switches_of_a_thread_without_a_default_are_reported() -> None:
     register_controller(Library(Tier.THREAD))
     said = process.set_library("library", "tf32")
     assert said == "library's switches belong to the thread"
@@ -119,7 +119,7 @@ def test_blocks_come_back_to_it() -> None:
     assert library.default == "tf32"
 
 
-def test_no_block_lowers_what_the_guard_holds() -> None:
+def test_no_block_goes_below_the_guard() -> None:
     library = Library()
     register_controller(library)
     process.set_library("library", "fp32_guard")
@@ -127,7 +127,7 @@ def test_no_block_lowers_what_the_guard_holds() -> None:
         assert library.default == "fp32"
 
 
-def test_what_the_program_sets_under_the_guard_is_kept_and_told(library: Library) -> None:
+def test_settings_of_the_program_under_the_guard_are_kept_and_reported(library: Library) -> None:
     process.set_library("library", "fp32_guard")
     library.default = "tf32"
     (said,) = process.changes()

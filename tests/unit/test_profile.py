@@ -47,7 +47,7 @@ def nobody_listens_afterwards() -> Iterator[None]:
 # -- what is recorded -----------------------------------------------------------------------------
 
 
-def test_a_record_tells_what_ran() -> None:
+def test_a_record_reports_what_ran() -> None:
     with lowprec.profile("one") as prof:
         lowprec.matmul(A, B, math_mode="bf16")
     (record,) = prof.records
@@ -124,7 +124,7 @@ def test_element_types(dtype: Any, numbers: str, has_effect: bool) -> None:
 
 
 @pytest.mark.parametrize("via", ["argument", "scope", "process", "rtol", "guard", "default"])
-def test_who_chose_the_mode(via: str) -> None:
+def test_the_source_of_the_mode(via: str) -> None:
     sources = {
         "argument": "math_mode= argument",
         "scope": "with math_mode(...)",
@@ -164,7 +164,7 @@ def test_a_batch_and_an_overlapping_out_are_one_product_each() -> None:
 
 
 @pytest.mark.usefixtures("fresh_executors")
-def test_copies_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = machines.BARE
     monkeypatch.setattr(cpu, "capabilities", lambda device: plain)
     with lowprec.profile() as prof:

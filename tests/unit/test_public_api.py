@@ -119,7 +119,7 @@ def test_every_error_is_caught_by_either_name(name: str) -> None:
         assert issubclass(kind, builtin)
 
 
-def test_what_is_imported_on_demand_is_listed_and_typed() -> None:
+def test_lazy_imports_are_listed_and_typed() -> None:
     code = (
         "import sys, lowprec; before = 'lowprec.linalg' in sys.modules; "
         "print(before, 'linalg' in dir(lowprec), lowprec.linalg is sys.modules['lowprec.linalg'])"

@@ -61,7 +61,7 @@ def results(folder: Path, name: str, skips: dict[str, str]) -> str:
         (f"perhaps {NO_LIBRARY}", "nvmath is not installed", set(), False),
     ],
 )
-def test_what_is_skipped_everywhere(
+def test_tests_skipped_everywhere(
     checker: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -75,7 +75,7 @@ def test_what_is_skipped_everywhere(
     assert checker.main(files) == (0 if is_fair else 1)
 
 
-def test_what_one_environment_executes_counts(checker: ModuleType, tmp_path: Path) -> None:
+def test_tests_executed_in_one_environment_count(checker: ModuleType, tmp_path: Path) -> None:
     executed = tmp_path / "other.xml"
     executed.write_text('<testsuites><testcase classname="tests.x" name="t"/></testsuites>')
     assert checker.main([results(tmp_path, "full", {"t": "not here"}), str(executed)]) == 0

@@ -295,7 +295,7 @@ def test_matmul_into_an_operand_stays_on_its_stream(
     ]
 
 
-def test_matmul_with_out_beside_the_operands(diary: Diary, backend: HostBackend, rng: np.random.Generator) -> None:
+def test_matmul_with_out_with_the_operands(diary: Diary, backend: HostBackend, rng: np.random.Generator) -> None:
     a, b = rng.integers(-4, 5, (2, 3, 3)).astype(np.float32)
     out = Alpha(np.zeros((3, 3), np.float32))
     assert lowprec.matmul(Alpha(a), Alpha(b), out=out, bias=Keeper(a[0], "bias")) is out

@@ -212,7 +212,7 @@ def test_interleaved_columns_do_not_overlap() -> None:
     assert not may_overlap(view_of(base[:, :0]), view_of(base))
 
 
-def test_overlap_elsewhere_than_on_the_host_is_by_extent() -> None:
+def test_overlap_outside_the_host_is_by_extent() -> None:
     def on(device: Device, address: int) -> ArrayView:
         return ArrayView(DType.FLOAT32, (4, 2), (4, 1), device, "its owner", False, address)
 
