@@ -111,6 +111,7 @@ def check_network(base: Any, text: str) -> lowprec.amp.AutocastReport:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.sampled(4)
 def test_a_network_in_every_level(base: Any, level: str) -> None:
     report = check_network(base, level)
     by_lowprec = {row.function: row.by_lowprec for row in report.rows if row.by_lowprec}

@@ -60,6 +60,7 @@ def assert_runs(a: np.ndarray, b: np.ndarray, mode: str | None, row: KernelRow =
 @pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sampled(3)
 def test_a_matrix_and_a_few_vectors(
     shape: tuple[int, int], layout: str, mode: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

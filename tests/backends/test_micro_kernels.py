@@ -218,7 +218,7 @@ SHAPES = [
 
 @kinds
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_shapes(
     kernel: MicroKernel, rng: np.random.Generator, dtype: str, rounding: str, parts: int, shape: tuple[int, int, int]
 ) -> None:
@@ -333,6 +333,7 @@ def test_mixed_storage(kernel: MicroKernel, rng: np.random.Generator, rounding: 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("offset", [0, 4, 16, 60])
 @pytest.mark.parametrize("extra", [0, 32, 33])
+@pytest.mark.sampled(2)
 def test_large_results_at_any_alignment(
     kernel: MicroKernel, rng: np.random.Generator, out_dtype: str, order: str, offset: int, extra: int
 ) -> None:

@@ -97,7 +97,7 @@ SIZES = {"small": (6, 5, 8), "tiles": (70, 66, 96)}
 @modes
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_every_nan_reaches_the_result(mode: str, size: str, dtype: str, machine: str, rng: np.random.Generator) -> None:
     m, n, k = SIZES[size]
     patterns = oracles.nans(np.float32)
@@ -271,6 +271,7 @@ FP32_PACKINGS = [
 @pytest.mark.parametrize(("dtype", "rounding"), FP32_PACKINGS)
 @pytest.mark.parametrize("is_b", [False, True], ids="ab")
 @pytest.mark.parametrize("strides", oracles.STRIDES)
+@pytest.mark.sampled(3)
 def test_packing_float32_loses_no_nan(
     dtype: str, rounding: str, is_b: bool, strides: str, rng: np.random.Generator
 ) -> None:

@@ -404,6 +404,7 @@ else:
 @pytest.mark.parametrize("where", ["main", "thread"])
 @pytest.mark.parametrize("megabytes", [300, 160, 64, 8])
 @pytest.mark.parametrize("warm", ["warm", "cold"])
+@pytest.mark.sampled(4)
 def test_a_limit_on_the_address_space(warm: str, megabytes: int, where: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _UNDER_A_LIMIT, warm, str(megabytes), where],

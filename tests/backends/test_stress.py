@@ -82,6 +82,7 @@ def test_memory_stays_flat(stress: ModuleType) -> None:
 
 
 @posix
+@pytest.mark.sweep
 def test_a_storm_leaves_all_as_it_was(stress: ModuleType) -> None:
     wanted = {"forks", "guards", "new shapes", "interrupted in matmul"}
     for seconds in (3, 15, 60):  # a busy machine does little in three seconds

@@ -333,6 +333,7 @@ print(layer.weight.grad[0, 0].item())
 """
 
 
+@pytest.mark.sweep
 def test_products_of_pytorch_are_taken_and_shown() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     seen = start(write(STEP), under=("--mode", "bf16", "--intercept", "--profile"))

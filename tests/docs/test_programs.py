@@ -25,7 +25,7 @@ PROGRAMS = {
 #: How a program that knows nothing of lowprec is started.
 UNDER_LOWPREC = ["-m", "lowprec", "run", "--mode", "bf16", "--intercept"]
 #: Those that take ten seconds and more.
-LONG = {"dask_product.py", "transformer_torch.py"}
+LONG = {"dask_product.py", "transformer_torch.py", "unmodified.py"}
 #: Tested where the other tests of lowprec.amp are.
 OF_AMP = {"digits.py"}
 

@@ -829,6 +829,7 @@ def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: An
 
 @pytest.mark.parametrize("value", [2, 2.0, 2j])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "complex64"])
+@pytest.mark.sampled(3)
 def test_weak_types_follow_jax(jax: Any, dtype: str, value: Any) -> None:
     strong, weak = jax.numpy.ones((3, 4), dtype), jax.numpy.full((4, 5), value)
     common = jax.numpy.result_type(strong, weak)  # jnp.matmul itself fails for a weak complex128

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 
@@ -129,10 +131,12 @@ def test_arrays_spread_over_devices() -> None:
     run(PARTITIONED, **FOUR_DEVICES)
 
 
+@pytest.mark.sweep
 def test_shard_map() -> None:
     run(MANUAL, **FOUR_DEVICES)
 
 
+@pytest.mark.sweep
 def test_explicit_shardings() -> None:
     run(EXPLICIT, **FOUR_DEVICES)
 
@@ -197,6 +201,7 @@ def test_modes_of_the_environment() -> None:
     run(code, LOWPREC_FP32_GUARD="1")
 
 
+@pytest.mark.sweep
 def test_eight_threads() -> None:
     run(
         FIRST_USE

@@ -353,7 +353,7 @@ def test_matrix_rank(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.
 @single
 @batches
 @pytest.mark.parametrize("size", [0.3, 2.0])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_expm(xp: ArrayNamespace, dtype: str, batch: Any, size: float, rng: np.random.Generator) -> None:
     need_scipy(xp)
     n = 10

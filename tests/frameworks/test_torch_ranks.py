@@ -22,6 +22,7 @@ PARTS = [
 ]
 
 
+@pytest.mark.sweep
 def test_products_of_two_ranks(tmp_path: Path) -> None:
     torch = load_or_skip(Backend.TORCH).torch
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():

@@ -465,6 +465,7 @@ def test_gemm_runs(load: Load, tmp_path: Path) -> None:
     assert ("| claim |" in printed) is has_claims
 
 
+@pytest.mark.sweep
 def test_gemm_runs_schemes(tmp_path: Path) -> None:
     _run("bench_gemm.py", tmp_path, "--schemes")
     result = _result(tmp_path, "gemm-schemes")
@@ -515,6 +516,7 @@ def test_transformer_runs(tmp_path: Path) -> None:
     assert [claim["limit"] for claim in result["claims"]] == [0.95, 0.85, 1.1, 1.1, 0.65]
 
 
+@pytest.mark.sweep
 def test_digits_runs(tmp_path: Path) -> None:
     for name in ("sklearn", "rich", "scipy"):
         pytest.importorskip(name, reason=f"{name} is not installed")
@@ -577,6 +579,7 @@ def test_the_front_is_what_none_beats(load: Load) -> None:
     assert front({"a": (1, 1), "slower": (0.5, 1), "wronger": (1, 2)}) == {"a"}
 
 
+@pytest.mark.sweep
 def test_accuracy_runs(tmp_path: Path) -> None:
     _run("bench_accuracy.py", tmp_path)
     schemes = _result(tmp_path, "recovery")

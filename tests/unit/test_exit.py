@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import numpy as np
 import lowprec
@@ -45,6 +47,7 @@ late.itself = late  # collected when Python ends
 """
 
 
+@pytest.mark.sweep
 def test_warm_products_at_the_exit_of_python() -> None:
     """Of a shape that was multiplied before, and of another that takes the same kernels."""
     for m in (30, 31):
