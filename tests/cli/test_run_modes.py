@@ -290,7 +290,7 @@ if __name__ == "__main__":
     [(("--mode", "bf16"), "medium", False), (GUARD, "highest", True)],
     ids=["mode", "guard"],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sweep
 def test_pytorch(under: Sequence[str], word: str, is_full: bool) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     seen = start(write(REAL), "torch", under=under)

@@ -146,7 +146,7 @@ ROTATED = (D.COMPLEX64, D.FLOAT16, True, "rotated")
 FEW = [SIMPLE, ROWS_SCALED, BYTES, ROTATED]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @each_of(FEW)
 @pytest.mark.parametrize("offset", [0, 1, 3])

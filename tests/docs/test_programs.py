@@ -24,8 +24,6 @@ PROGRAMS = {
 
 #: How a program that knows nothing of lowprec is started.
 UNDER_LOWPREC = ["-m", "lowprec", "run", "--mode", "bf16", "--intercept"]
-#: Those that take ten seconds and more.
-LONG = {"dask_product.py", "transformer_torch.py", "unmodified.py"}
 #: Tested where the other tests of lowprec.amp are.
 OF_AMP = {"digits.py"}
 
@@ -39,9 +37,8 @@ def test_every_program_is_run_and_has_its_place_on_the_page() -> None:
     assert set(re.findall(r"examples/(\w+\.py)", page)) == found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.sweep] if name in LONG else []) for name in PROGRAMS]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_it_runs(name: str) -> None:
     needs, arguments, output = PROGRAMS[name]
     for module in needs:

@@ -146,6 +146,7 @@ def test_matmul_takes_dask_arrays_by_itself() -> None:
     assert lowprec.plan(x, x, math_mode="bf16").mode == "bf16"
 
 
+@pytest.mark.sweep
 def test_processes_get_the_mode_and_the_same_bits() -> None:
     distributed = pytest.importorskip("distributed", reason="distributed is not installed")
     x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)

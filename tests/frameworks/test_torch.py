@@ -433,6 +433,7 @@ def test_the_product_itself_is_compiled_per_mode(torch: Any, counting: Any) -> N
     ],
     ids=["einsum", "sums", "tensordot", "vecdot", "linear"],
 )
+@pytest.mark.sampled(2)
 def test_contractions_in_graphs(torch: Any, counting: Any, contraction: Any, dynamic: bool | None) -> None:
     pytest.importorskip("opt_einsum")
     compiled = torch.compile(contraction, fullgraph=True, backend="aot_eager", dynamic=dynamic)
