@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import re
 import signal
 import sys
 import threading
@@ -22,8 +23,9 @@ from lowprec._version import __version__
 from lowprec.cli.commands import autotune, check, completion, info, matmul, plan, run
 from lowprec.cli.files import is_standard_output
 from lowprec.cli.options import did_you_mean
-from lowprec.cli.output import USAGE, CommandError, flush, note, print_text
+from lowprec.cli.output import USAGE, CommandError, flush, message, note, print_text
 from lowprec.errors import LowprecError, LowprecWarning
+from lowprec.util.tables import fill
 
 _DESCRIPTION = "Matrix products in a precision you choose; the precision used is reported."
 
@@ -43,6 +45,23 @@ end a command by the signal, with nothing half-written left. After run: those of
 
 #: In the order of the help.
 COMMANDS = (info, plan, matmul, check, autotune, run, completion)
+
+
+class Help(argparse.HelpFormatter):
+    """Help in lines of the terminal's width, broken between words; lists and examples keep their lines."""
+
+    def _format_usage(self, *given: Any) -> str:
+        # An option stays next to its value.
+        usage = re.sub(r"\[[^][]*\]", lambda x: x[0].replace(" ", "\xa0"), super()._format_usage(*given))
+        return fill(re.sub(" *\n *", " ", usage), self._width, hang=2).replace("\xa0", " ") + "\n\n"
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return fill(text, width).splitlines()
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = re.sub(r"(?<=\S)\n(?=\S)", " ", text).splitlines()
+        # An item, of one column or two, is indented.
+        return "\n".join(fill(x, width, hang=x.startswith(" ") and x.rfind("  ") + 4) for x in lines)
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,7 +87,7 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> Parser:
     """Return the parser of the command line; the parsed options have a ``run``, which by default shows the help."""
-    shared: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    shared: dict[str, Any] = {"formatter_class": Help, "allow_abbrev": False}
     parser = Parser(prog="lowprec", description=_DESCRIPTION, epilog=_EPILOG, **shared)
     parser.add_argument("--version", action="version", version=f"lowprec {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
@@ -186,9 +205,9 @@ def _warnings_in_a_line() -> Iterator[None]:
     """Show warnings of the block as the command's own messages, without a line of code."""
     usual = warnings.formatwarning
 
-    def text(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+    def text(warning: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
         kind = "warning" if issubclass(category, LowprecWarning) else category.__name__
-        return f"lowprec: {kind}: {' '.join(str(message).split())}\n"
+        return message(f"lowprec: {kind}: {' '.join(str(warning).split())}") + "\n"
 
     warnings.formatwarning = text
     try:
@@ -197,6 +216,6 @@ def _warnings_in_a_line() -> Iterator[None]:
         warnings.formatwarning = usual
 
 
-def _refuse(message: str) -> int:
-    note(f"lowprec: {' '.join(message.split())}")
+def _refuse(reason: str) -> int:
+    note(f"lowprec: {' '.join(reason.split())}")
     return USAGE

@@ -109,7 +109,8 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--bound": {
         "choices": [str(x) for x in Bound],
-        "help": "error that --rtol limits: the guaranteed one, or one met with a probability of 0.999",
+        "metavar": "BOUND",
+        "help": "error that --rtol limits: guaranteed (default), or probable: met with a probability of 0.999",
     },
     "--k-chunk": {
         "type": count,
@@ -120,8 +121,8 @@ _SHARED: dict[str, dict[str, Any]] = {
         "type": dtype,
         "help": "element type of the operands: convert to it, or take a file's raw elements as it (bfloat16)",
     },
-    "--out-dtype": {"type": dtype, "help": "element type of the result"},
-    "--seed": {"type": _seed, "default": 0, "help": "of the random operands (default: 0)"},
+    "--out-dtype": {"type": dtype, "metavar": "DTYPE", "help": "element type of the result"},
+    "--seed": {"type": _seed, "default": 0, "metavar": "N", "help": "of the random operands (default: 0)"},
     "--device": {"type": device, "metavar": "GPU", "help": f"plan for an NVIDIA GPU, present or not: {model_names()}"},
     "--json": {"action": "store_true", "help": "print one JSON document instead"},
 }

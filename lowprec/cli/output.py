@@ -1,7 +1,7 @@
 """Output of the commands: tables, text, JSON, a progress bar.
 
-In a terminal with rich installed, tables are drawn and a bar shows progress; otherwise the same cells are aligned plain
-text. Results go to standard output, messages to standard error.
+In a terminal with rich installed, titles are bold and a bar shows progress. Lines are broken between words, tables to
+the width of the terminal. Results go to standard output, messages to standard error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from lowprec.errors import LowprecError
 from lowprec.util.plain import finite
-from lowprec.util.tables import Table, plain_text
+from lowprec.util.tables import Table, fill, plain_text
 
 #: Exit code after a mistake of the user.
 USAGE = 2
@@ -28,20 +28,26 @@ class CommandError(LowprecError):
 
 #: The width where the output is not a terminal.
 _PIPE_WIDTH = 120
-#: The indentation of a table.
-_MARGIN = 1
 
 
-def print_table(table: Table) -> None:
-    """Print a table to standard output."""
+def columns() -> int:
+    """Return the width of the terminal."""
+    return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
+
+
+def print_table(table: Table, most: int = sys.maxsize) -> None:
+    """Print a table to standard output, in lines of at most ``most`` characters."""
     with _standard_output():
-        fitted = table.fitted(shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns - _MARGIN)
-        console = _console(sys.stdout)
+        width = min(columns(), most)
+        text, console = plain_text(table, width), _console(sys.stdout)
         if console is None:
-            print(plain_text(fitted))
+            print(text)
         else:
-            console.print(fitted.title, style="bold", markup=False, soft_wrap=True)
-            console.print(_rich_table(fitted))
+            from rich.text import Text
+
+            drawn = Text(text)
+            drawn.stylize("bold", 0, len(fill(table.title, width)))
+            console.print(drawn, soft_wrap=True)
 
 
 def print_text(text: str) -> None:
@@ -83,12 +89,19 @@ def print_json(value: Any) -> None:
     print_text(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
+def message(text: str) -> str:
+    """Return lines as standard error shows them: in a terminal they are broken between words."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return text
+    return "\n".join(fill(line, columns(), hang=2) for line in text.splitlines())
+
+
 def note(text: str) -> None:
     """Print a message to standard error, unless it is closed."""
     if sys.stderr is None:
         return
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(message(text), file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
 
@@ -128,25 +141,3 @@ def _console(stream: TextIO) -> Any | None:
     except ImportError:
         return None
     return Console(file=stream, highlight=False)
-
-
-def _rich_table(table: Table) -> Any:
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawn = RichTable(
-        show_header=any(table.headings),
-        box=box.SIMPLE_HEAD,
-        # As narrow as the plain text.
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for column, heading in zip(table.columns, table.headings, strict=True):
-        right = column.startswith(">")
-        drawn.add_column(Text(heading), justify="right" if right else "left", no_wrap=right)
-    for row in table.rows:
-        # As Text, so that a bracket in a path is not taken for markup.
-        drawn.add_row(*(Text(cell) for cell in row))
-    return drawn

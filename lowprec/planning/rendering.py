@@ -90,17 +90,22 @@ _PREDICTION = (
 
 
 def to_text(plan: GemmPlan) -> str:
-    """Return the plan as a table of two columns."""
-    return plain_text(_table(plan), wrap=WIDTH)
+    """Return the plan as text."""
+    return "\n".join(plain_text(table, WIDTH) for table in tables(plan))
 
 
 def to_html(plan: GemmPlan) -> str:
-    """Return the plan as a table for a notebook."""
-    return html(_table(plan))
+    """Return the plan as tables for a notebook."""
+    return "".join(map(html, tables(plan)))
 
 
-def _table(plan: GemmPlan) -> Table:
-    return Table(title(plan), ("", ""), list(_rows(plan)))
+def tables(plan: GemmPlan) -> Iterator[Table]:
+    """Yield the plan as a table of two columns, and that of the candidates where ``rtol`` chose."""
+    yield Table(title(plan), ("", ""), list(_rows(plan)))
+    if plan.candidates:
+        rows = [(str(c.mode), f"{c.bound:.3g}", f"{c.cost:.3g}", _verdict(c)) for c in plan.candidates]
+        columns = ("mode", ">bound", ">cost", "verdict")
+        yield Table("candidates by cost (the expected time, fp32's is 1)", columns, rows, ("cost",))
 
 
 def title(plan: GemmPlan) -> str:
@@ -138,8 +143,6 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
     if plan.roofline:
         yield "roofline", _roofline(plan.roofline, plan.capabilities)
     yield from _bound_rows(plan)
-    for candidate in plan.candidates:
-        yield "candidate", _candidate(candidate)
     for reason in plan.advice:
         yield "advice", str(reason)
 
@@ -242,9 +245,8 @@ def _bound_rows(plan: GemmPlan) -> Iterator[Row]:
     yield "provided", bound.condition
 
 
-def _candidate(candidate: Candidate) -> str:
-    mark = "taken" if candidate.accepted else "passed over"
-    return f"{candidate.mode}, bound {candidate.bound:.3g}, cost {candidate.cost:.3g}, {mark}: {candidate.why}"
+def _verdict(candidate: Candidate) -> str:
+    return f"taken: {candidate.why}" if candidate.accepted else str(candidate.why)
 
 
 def _spec(spec: OperandSpec) -> str:

@@ -234,20 +234,22 @@ class profile:
         """
         return totals(self.records, self.wall_ms)
 
-    def table(self, by: Literal["product", "range"] = "product") -> str:
+    def table(self, by: Literal["product", "range"] = "product", width: int = 120) -> str:
         """Return a text table, the longest total time first.
 
         Parameters
         ----------
         by : {"product", "range"}
             A row for each kind of product, or for each range.
+        width : int
+            Characters of a line; a narrow table omits columns.
 
         Raises
         ------
         UnsupportedError
             If ``by`` is neither.
         """
-        return to_text(self.label, self.records, self.wall_ms, by)
+        return to_text(self.label, self.records, self.wall_ms, by, width)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values: totals, products, ranges."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import ModeSource
 from lowprec.profiling.records import ProductRecord
-from lowprec.util.tables import Table, plain_text
+from lowprec.util.tables import Table, fill, plain_text
 
 
 @dataclass
@@ -92,12 +91,6 @@ def _sums(records: Sequence[ProductRecord], key: Callable[[ProductRecord], str])
     }
 
 
-WIDTH = 120
-
-#: Columns of words give way down to this where the table would be too wide.
-_LEAST_WORDS = 8
-
-
 def _dtypes(r: ProductRecord) -> str:
     operands = r.a_dtype if r.a_dtype == r.b_dtype else f"{r.a_dtype} @ {r.b_dtype}"
     return operands if operands == r.out_dtype else f"{operands} -> {r.out_dtype}"
@@ -128,15 +121,18 @@ _KEYS: dict[str, dict[str, Callable[[ProductRecord], str]]] = {
 #: The other columns, which have a time or a rate of each group.
 _NUMBERS = (">calls", ">total ms", ">median ms", ">share", ">TFLOP/s", ">of peak")
 
+#: Columns omitted from a table that is too wide, in this order.
+_OPTIONAL = ("chosen by", "units", "of peak", "dtypes", "median ms", "TFLOP/s")
 
-def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: str) -> str:
+
+def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: str, width: int) -> str:
     """Return the table with its totals; ``wall_ms`` is how long the profile was open."""
     if by not in _KEYS:
         raise UnsupportedError(f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}")
     devices = ", ".join(dict.fromkeys(r.device for r in records))
     title = " ".join(filter(None, ("lowprec.profile", label, f"({devices})" if devices else "")))
-    text = plain_text(_fitted(_table(title, records, _KEYS[by]))) if records else title
-    return "\n".join([text, *_sentences(records, wall_ms)])
+    text = plain_text(_table(title, records, _KEYS[by]), width) if records else title
+    return "\n".join([text, *(fill(sentence, width, hang=4) for sentence in _sentences(records, wall_ms))])
 
 
 def _table(title: str, records: Sequence[ProductRecord], keys: dict[str, Callable[[ProductRecord], str]]) -> Table:
@@ -149,7 +145,7 @@ def _table(title: str, records: Sequence[ProductRecord], keys: dict[str, Callabl
         if not (heading == "device" and len(set(cells)) == 1) and not (heading == ">of peak" and set(cells) == {"-"})
     ]
     headings, *rows = map(list, zip(*columns, strict=True))
-    return Table(title, headings, rows)
+    return Table(title, headings, rows, _OPTIONAL)
 
 
 def _numbers(group: Group, whole_ms: float) -> list[str]:
@@ -161,22 +157,6 @@ def _numbers(group: Group, whole_ms: float) -> list[str]:
         "-" if group.tflops is None else f"{group.tflops:.3g}",
         "-" if group.peak_share is None else f"{group.peak_share:.0%}",
     ]
-
-
-def _fitted(table: Table) -> Table:
-    widths = table.widths
-    words = [i for i, column in enumerate(table.columns) if not column.startswith(">")]
-    while sum(widths) + 2 * len(widths) > WIDTH:
-        widest = max(words, key=widths.__getitem__)
-        if widths[widest] <= _LEAST_WORDS:
-            break
-        widths[widest] -= 1
-
-    def cut(text: str, i: int) -> str:
-        return text if i not in words or len(text) <= widths[i] else f"{text[: widths[i] - 3]}..."
-
-    columns, *rows = (list(map(cut, line, range(len(line)))) for line in (table.columns, *table.rows))
-    return replace(table, columns=columns, rows=rows)
 
 
 def _sentences(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
@@ -193,13 +173,9 @@ def _sentences(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str
     yield f"tensor, tile or vector units: {units['eligible']} eligible, {units['used']} used{unknown}{on_units}"
     missed = [r for r in records if r.units_eligible and r.units_used is False and r.error is None]
     for reason, group in grouped(missed, lambda r: r.units_reason).items():
-        yield _sentence(f"not used by {len(group.records)}: {reason}")
+        yield f"  not used by {len(group.records)}: {reason}"
     failed = [r for r in records if r.error is not None]
     for error, group in grouped(failed, lambda r: r.error).items():
-        yield _sentence(f"failed, {len(group.records)}: {error}")
+        yield f"  failed, {len(group.records)}: {error}"
     if found["untimed"]:
-        yield _sentence(f"without a time, {found['untimed']}: captured into a CUDA graph")
-
-
-def _sentence(text: str) -> str:
-    return textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False)
+        yield f"  without a time, {found['untimed']}: captured into a CUDA graph"

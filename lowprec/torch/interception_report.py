@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import unique
 
 from lowprec.util.plain import StrEnum
-from lowprec.util.tables import Table, plain_text
+from lowprec.util.tables import Table, fill, plain_text
 
 
 @unique
@@ -89,6 +89,10 @@ class InterceptionReport:
         return tuple(p for p in self.products if p.passed_by is not None)
 
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, width: int = 120) -> str:
+        """Return the report as text tables with lines of this many characters."""
         taken, passed = self.taken, self.passed
         summary = (
             f"lowprec.torch.intercept({self.mode!r}): {_count(taken)} taken "
@@ -96,18 +100,19 @@ class InterceptionReport:
         )
         tables = [_table("taken", "mode", taken)] if taken else []
         tables += [_table("passed by", "why", passed)] if passed else []
-        return "\n".join([summary, *tables, *self.remarks])
+        remarks = (fill(text, width) for text in self.remarks)
+        return "\n".join([fill(summary, width), *(plain_text(each, width) for each in tables), *remarks])
 
 
 def _count(products: Iterable[InterceptedProduct]) -> int:
     return sum(p.count for p in products)
 
 
-def _table(title: str, last: str, products: tuple[InterceptedProduct, ...]) -> str:
+def _table(title: str, last: str, products: tuple[InterceptedProduct, ...]) -> Table:
     rows = []
     for p in products:
         shapes = " @ ".join("x".join(map(str, shape)) or "scalar" for shape in p.shapes)
         direction = "backward" if p.backward else "forward"
         rows.append([p.operator, shapes, p.dtype, direction, str(p.count), p.mode or p.reason])
     columns = ["operator", "operands", "dtype", "pass", ">calls", last]
-    return plain_text(Table(title, columns, rows), wrap=120)
+    return Table(title, columns, rows, ("pass", "dtype"))

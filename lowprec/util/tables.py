@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import zip_longest
 
 _GAP = 2
 
@@ -24,28 +26,23 @@ class Table:
         """The headings without their alignment."""
         return [c.removeprefix(">") for c in self.columns]
 
-    @property
-    def lines(self) -> list[list[str]]:
-        """The rows, below the headings if there are any."""
-        return [*([self.headings] if any(self.headings) else []), *map(list, self.rows)]
-
-    @property
-    def widths(self) -> list[int]:
-        """Of the columns, in characters."""
-        return [max(map(len, column)) for column in zip(*self.lines, strict=True)]
-
-    def fitted(self, width: int) -> Table:
-        """Return the table without as many of its optional columns as it takes to fit."""
-        if not self.optional or sum(self.widths) + _GAP * len(self.columns) <= width:
-            return self
+    def narrower(self) -> Table:
+        """Return the table without the first of its optional columns."""
         first, *others = self.optional
-        gone = self.headings.index(first)
-        columns, *rows = ([*x[:gone], *x[gone + 1 :]] for x in (self.columns, *self.rows))
-        return replace(self, columns=columns, rows=rows, optional=others).fitted(width)
+        kept = [i for i, heading in enumerate(self.headings) if heading != first]
+        columns, *rows = ([line[i] for i in kept] for line in (self.columns, *self.rows))
+        return replace(self, columns=columns, rows=rows, optional=others)
 
 
-def plain_text(table: Table, wrap: int | None = None) -> str:
-    """Return the table as aligned text; its last column is broken into lines to fit the width ``wrap``.
+def fill(text: str, width: int, hang: int = 0) -> str:
+    """Break a text into lines between words; lines after the first are indented by ``hang``."""
+    return textwrap.fill(text, width, subsequent_indent=" " * hang, break_long_words=False, break_on_hyphens=False)
+
+
+def plain_text(table: Table, width: int = sys.maxsize) -> str:
+    """Return the table as aligned text, in lines of at most this width that are broken between words.
+
+    Too wide a table loses its optional columns, then its shape: each row becomes a table of headings and cells.
 
     Examples
     --------
@@ -55,17 +52,29 @@ def plain_text(table: Table, wrap: int | None = None) -> str:
       a        8
       bc    1024
     """
-    widths = table.widths
+    lines = [*([table.headings] if any(table.headings) else []), *table.rows]
+    columns = list(zip(*lines, strict=True))
     right = [c.startswith(">") for c in table.columns]
-    margin = sum(w + _GAP for w in widths[:-1]) + _GAP
-    text = [table.title]
-    for line in table.lines:
-        *first, last = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True))
-        broken = [last]
-        if wrap is not None:
-            broken = textwrap.wrap(last, wrap - margin, break_long_words=False)
-        text.append((" " * _GAP).join(["", *first, *broken[:1]]).rstrip())
-        text += [" " * margin + rest for rest in broken[1:]]
+    widths = [max(map(len, column), default=0) for column in columns]
+    words = [max(map(len, " ".join(column).split()), default=0) for column in columns]
+    least = [widths[i] if right[i] else words[i] for i in range(len(columns))]
+    room = width - _GAP * len(columns)
+    if sum(least) > room and table.optional:
+        return plain_text(table.narrower(), width)
+    text = [fill(table.title, width)]
+    if sum(least) > room and any(table.headings):
+        for name, *cells in table.rows:
+            record = Table(name, ("", ""), list(zip(table.headings[1:], cells, strict=True)))
+            text.append(plain_text(record, width))
+        return "\n".join(text)
+    while sum(widths) > room and widths != least:
+        widest = max((i for i, w in enumerate(widths) if w > least[i]), key=widths.__getitem__)
+        widths[widest] -= 1
+    for line in lines:
+        broken = [fill(cell, max(widths[i], 1)).splitlines() for i, cell in enumerate(line)]
+        for parts in zip_longest(*broken, fillvalue=""):
+            aligned = [x.rjust(widths[i]) if right[i] else x.ljust(widths[i]) for i, x in enumerate(parts)]
+            text.append((" " * _GAP).join(["", *aligned]).rstrip())
     return "\n".join(text)
 
 

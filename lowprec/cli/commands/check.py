@@ -22,7 +22,6 @@ from lowprec.cli.operands import DISTRIBUTIONS, pairs
 from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
 from lowprec.cli.output import CommandError, note, print_json, print_table, print_text, progress
 from lowprec.formats import DType
-from lowprec.modes import available_modes
 from lowprec.report import info
 
 EXAMPLES = """\
@@ -61,11 +60,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--seed")
     parser.add_argument(
         "--modes",
-        type=listed(mode),
+        type=lambda text: None if text == "all" else listed(mode)(text),
         metavar="MODE,...",
-        help=f"modes to compare with fp32 (default: {','.join(available_modes())})",
+        help="modes to compare with fp32 (default: all)",
     )
-    parser.add_argument("--distribution", choices=[*DISTRIBUTIONS, "all"], help="of the random operands (default: all)")
+    names = [*DISTRIBUTIONS, "all"]
+    parser.add_argument(
+        "--distribution",
+        choices=names,
+        metavar="NAME",
+        help=f"of the random operands: {', '.join(names)} (default: all)",
+    )
     add_shared(parser, "--dtype")
     parser.add_argument("--rounds", type=count, default=7, help="samples of each mode's time (default: 7)")
     parser.add_argument(

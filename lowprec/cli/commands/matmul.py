@@ -14,8 +14,9 @@ from lowprec.checking.accuracy import Array
 from lowprec.checking.comparison import seconds
 from lowprec.cli.files import check_output, read_array, write_array
 from lowprec.cli.options import add_operands, add_shared
-from lowprec.cli.output import note, print_json, print_text
+from lowprec.cli.output import note, print_json, print_table, print_text
 from lowprec.core import dispatch, plan_call
+from lowprec.planning.rendering import WIDTH, tables
 
 EXAMPLES = """\
 examples:
@@ -62,7 +63,9 @@ def run(options: argparse.Namespace) -> int:
         print_json({**facts, "plan": plan.to_dict()})
     else:
         loading = f"the first call, with loading and compiling: {seconds(first)}"
-        print_text(f"{plan}\n{options.output}: {seconds(elapsed)} ({loading})")
+        for table in tables(plan):
+            print_table(table, WIDTH)
+        print_text(f"{options.output}: {seconds(elapsed)} ({loading})")
     if result.dtype.kind == "V":
         note(f"{options.output} holds {plan.out_dtype} as raw {plan.out_dtype.itemsize}-byte elements")
     return 0

@@ -12,10 +12,11 @@ from typing import Any
 
 from lowprec.cli.files import read_array
 from lowprec.cli.options import add_operands, add_shared, shape
-from lowprec.cli.output import CommandError, print_json, print_text
+from lowprec.cli.output import CommandError, print_json, print_table
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType
+from lowprec.planning.rendering import WIDTH, tables
 
 EXAMPLES = """\
 examples:
@@ -50,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan.to_dict())
     else:
-        print_text(str(plan))
+        for table in tables(plan):
+            print_table(table, WIDTH)
     return 0
 
 
