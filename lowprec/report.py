@@ -50,7 +50,8 @@ def info() -> dict[str, Any]:
         ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and ``workspace_bytes``.
         ``gpu``: whether GPUs are used, why not, and versions. ``libraries`` with version and status
         (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's, with ``core_type``, the processor of an
-        OpenBLAS's kernels. ``mode``: the mode in force, its source and reasons. ``available_modes``.
+        OpenBLAS's kernels. ``mode``: the mode in force, its source and reasons. ``cache``: the folder of
+        the cache on disk, None without one. ``available_modes``.
         ``environment``: each variable with its value, its effect and its legal values. ``frameworks``: each switch
         for float32 products of each loaded library, as it is now in this thread, with ``library``, ``switch``,
         ``value``, ``tier`` (how far it reaches) and ``problem`` (why it cannot be read). ``warnings``: sentences.
@@ -78,6 +79,7 @@ def info() -> dict[str, Any]:
         "libraries": [_library(*entry, cpu["versions"]) for entry in _LIBRARIES],
         "blas": cpu["blas"],
         "mode": mode,
+        "cache": None if absence else str(disk.cache_directory()),
         "available_modes": [str(m) for m in available_modes()],
         "environment": [
             (row._replace(effect="no cache") if row.name in without_cache else row)._asdict()

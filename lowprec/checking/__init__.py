@@ -18,7 +18,7 @@ __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
 
 
 def check(
-    a: Any, b: Any, /, *, modes: Sequence[str | MathMode] | None = None, rounds: int = 7, budget: float = 2.0
+    a: Any, b: Any, /, *, modes: Sequence[str | MathMode] | None = None, rounds: int | None = None, budget: float = 2.0
 ) -> Comparison:
     """Multiply two arrays in each math mode; compare times, errors and bounds.
 
@@ -34,8 +34,8 @@ def check(
     b : array, shape (..., k, n) or (k,)
     modes : sequence of str or MathMode, optional
         Modes to compare with ``fp32``; by default all.
-    rounds : int
-        Samples of each mode's time.
+    rounds : int, optional
+        Samples of each mode's time; by default 7, and more while the times of a mode spread by more than 10%.
     budget : float
         Seconds after which no new round of samples begins, once three are done.
 
@@ -64,7 +64,7 @@ def check(
     (['fp32', 'bf16'], True)
     """
     before = load()
-    if isinstance(rounds, bool) or not isinstance(rounds, Integral) or rounds < 1:
+    if rounds is not None and (isinstance(rounds, bool) or not isinstance(rounds, Integral) or rounds < 1):
         raise UnsupportedError(f"rounds must be an integer of at least 1, got {rounds!r}")
     if not isinstance(budget, Real) or not 0 <= budget < math.inf:
         raise UnsupportedError(f"budget must be a number of seconds, got {budget!r}")
@@ -73,7 +73,7 @@ def check(
         raise ModeError(f"modes must be a sequence of math modes, got {quoted(modes)}")
     chosen = None if named is None else [parse_mode(mode) for mode in named]
     case = Case.of("check", "", _host(a), _host(b))
-    return compare(case, variants_of(case, chosen), rounds=int(rounds), budget=budget, load=before)
+    return compare(case, variants_of(case, chosen), rounds=rounds and int(rounds), budget=budget, load=before)
 
 
 def _host(x: Any) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lowprec.checking.accuracy import Array, Errors, Reference, Verdict
-from lowprec.checking.measure import Load, Timing, rotation, take_turns
+from lowprec.checking.measure import SMALL_SPREAD, Load, Timing, rotation, take_turns
 from lowprec.core import dispatch, plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.errors import DTypeError
@@ -25,7 +25,7 @@ Pair = tuple[Array, Array]
 _SINGLE = {"float64": "float32", "complex128": "complex64"}
 
 #: Columns omitted from a table that is too wide, in this order; ``plan`` and the plots show them.
-_OPTIONAL = ("kernel", "error")
+_OPTIONAL = ("kernel", "error", "spread", "time", "verdict", "bound")
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Row:
     timing: Timing
     speedup: float  #: Over the first row.
     errors: Errors
+    is_noisy: bool  #: Whether the speed-up is that of a busy machine, or of times that spread widely.
 
     @property
     def label(self) -> str:
@@ -92,6 +93,7 @@ class Row:
             "spread": self.timing.spread,
             "samples": len(self.timing.samples),
             "speedup": self.speedup,
+            "noisy": self.is_noisy,
             "error": finite(errors.relative),
             "scaled_error": finite(errors.normalised),
             "bound": finite(errors.bound),
@@ -117,7 +119,7 @@ class Comparison:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Remarks on the table."""
+        """Remarks on the table, to go below it; that of a busy machine goes above it."""
         plans = [row.plan for row in self.rows]
         reasons = [reason for p in plans if p.resolved for reason in p.resolved.reasons]
         notes = [p.note for p in plans if p.note]
@@ -128,8 +130,12 @@ class Comparison:
             if row.errors.verdict in (Verdict.OVERFLOW, Verdict.NO_NUMBERS)
             for text in row.plan.fallbacks
         ]
-        found = (*reasons, *notes, *fallbacks, self.load.remark)
-        return tuple(dict.fromkeys(filter(None, found)))
+        above = [
+            f"{row.name}: the error is above its bound" for row in self.rows if row.errors.verdict is Verdict.ABOVE
+        ]
+        spread = any(row.timing.is_noisy for row in self.rows)
+        noise = [f"~: the times spread by more than {SMALL_SPREAD:.0%}; a larger budget takes more samples"] * spread
+        return tuple(dict.fromkeys((*above, *noise, *reasons, *notes, *fallbacks)))
 
     @property
     def table(self) -> Table:
@@ -144,7 +150,7 @@ class Comparison:
                 str(r.plan.kernel),
                 seconds(r.timing.median),
                 percent(r.timing.spread),
-                f"{r.speedup:.2f}x",
+                f"{'~' * r.is_noisy}{r.speedup:.2f}x",
                 *map(_number, (r.errors.relative, r.errors.normalised, r.errors.bound)),
                 str(r.errors.verdict),
             )
@@ -164,10 +170,10 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        return "\n".join([plain_text(self.table), *self.remarks])
+        return "\n".join(filter(None, (self.load.remark, plain_text(self.table), *self.remarks)))
 
     def _repr_html_(self) -> str:
-        return html(self.table, self.remarks)
+        return f"<div>{self.load.remark}</div>{html(self.table, self.remarks)}"
 
 
 def seconds(value: float) -> str:
@@ -216,15 +222,15 @@ def compare(
     case: Case,
     variants: Sequence[Variant],
     *,
-    rounds: int,
+    rounds: int | None,
     budget: float,
     load: Load,
     step: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Return the comparison of the variants, the first of which is the baseline.
 
-    ``step`` is called with a few words before each of ``len(variants) + rounds`` steps; ``rounds`` and ``budget`` are
-    those of :func:`take_turns`; ``load`` was measured before.
+    ``step`` is called with a few words before each variant's first product, and by :func:`take_turns`, of which
+    ``rounds`` and ``budget`` are; ``load`` was measured before.
     """
     reference = Reference(*case.sets[0])
     plans, errors = {}, {}
@@ -237,7 +243,11 @@ def compare(
     timings = take_turns({v.name: v for v in variants}, rounds, budget=budget, step=step)
     baseline = timings[variants[0].name]
     rows = tuple(
-        Row(name, plans[name], timing, timing.speedup_over(baseline), errors[name]) for name, timing in timings.items()
-    )
+        Row(
+            name, plans[name], timing, timing.speedup_over(baseline), errors[name],
+            bool(load.remark) or timing.is_noisy or baseline.is_noisy,
+        )
+        for name, timing in timings.items()
+    )  # fmt: skip
     a, b = (ShapeDtype(x.shape, x.dtype.name) for x in case.sets[0])
     return Comparison(case.name, case.words, a, b, rows, load)

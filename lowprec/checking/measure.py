@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 #: A median of fewer is no median.
 MIN_ROUNDS = 3
+#: Rounds where none are given: so many, and more while a spread is above the largest that counts as small.
+USUAL_ROUNDS, SMALL_SPREAD = 7, 0.1
 
 #: The clock and the call of a closure cost a microsecond; short calls are repeated until this much is timed.
 _SHORTEST_SAMPLE = 1e-3
@@ -42,7 +44,7 @@ class Load(NamedTuple):
             return ""
         return (
             f"the machine is busy (load average {self.average:.1f} on {self.cpus} CPUs before the first product): "
-            "times and ratios are disturbed"
+            "times and ratios are disturbed, and marked ~"
         )
 
 
@@ -74,6 +76,11 @@ class Timing:
         low, _, high = statistics.quantiles(self.samples, method="inclusive")
         return (high - low) / 2 / self.median
 
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the samples spread too widely for their median to be repeatable."""
+        return (self.spread or 0.0) > SMALL_SPREAD
+
     def speedup_over(self, other: Timing) -> float:
         """Return the median of the ratios of each round, in which both ran next to each other."""
         pairs = zip(other.samples, self.samples, strict=True)
@@ -82,27 +89,32 @@ class Timing:
 
 def take_turns(
     variants: Mapping[str, Callable[[int], Any]],
-    rounds: int,
+    rounds: int | None,
     *,
     budget: float,
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
     """Time each variant once per round, in changing order; the argument of a variant selects its operands.
 
-    No new round begins ``budget`` seconds after the first, once ``MIN_ROUNDS`` are done; ``step`` is called with the
-    number of a round before each.
+    Without a number of rounds there are ``USUAL_ROUNDS``, and more until no spread is above ``SMALL_SPREAD``. No new
+    round begins ``budget`` seconds after the first, once ``MIN_ROUNDS`` are done; ``step`` is called with the number
+    of a round before each of these.
     """
-    names = list(variants)
+    names, planned = list(variants), rounds or USUAL_ROUNDS
     samples: dict[str, list[float]] = {name: [] for name in names}
     begin = time.perf_counter()
-    for number in range(rounds):
-        if number >= MIN_ROUNDS and time.perf_counter() - begin > budget:
-            break
-        step(f"round {number + 1}")
+    while True:
+        number = len(samples[names[0]])
+        timings = {name: Timing(tuple(taken)) for name, taken in samples.items()}
+        repeats = rounds is None and any(timing.is_noisy for timing in timings.values())
+        is_late = number >= MIN_ROUNDS and time.perf_counter() - begin > budget
+        if is_late or (number >= planned and not repeats):
+            return timings
+        if number < planned:
+            step(f"round {number + 1}")
         first = number % len(names)
         for name in names[first:] + names[:first]:
             samples[name].append(_sample(variants[name], number))
-    return {name: Timing(tuple(taken)) for name, taken in samples.items()}
 
 
 def _sample(call: Callable[[int], Any], number: int) -> float:

@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from lowprec.checking.comparison import Case, Comparison, compare, variants_of
-from lowprec.checking.measure import Load, load
+from lowprec.checking.measure import USUAL_ROUNDS, Load, load
 from lowprec.cli.exports import check_exports, export
 from lowprec.cli.files import read_array
 from lowprec.cli.operands import DISTRIBUTIONS, pairs
 from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
-from lowprec.cli.output import CommandError, note, print_json, print_table, print_text, progress
+from lowprec.cli.output import CommandError, columns, note, print_json, print_table, print_text, progress
 from lowprec.formats import DType
 from lowprec.report import info
+from lowprec.util.tables import fill
 
 EXAMPLES = """\
 examples:
@@ -40,7 +41,9 @@ reading the table:
   scaled    |C - AB| / (|A| |B|), which the bound is about
   bound     the guaranteed largest value of "scaled"
 
-A terminal of less than 100 columns omits the kernel, then the error.
+A ratio marked ~ is not repeatable: the machine is busy, or times spread widely.
+
+A narrow terminal omits columns, first the kernel, then the error.
 
 The modes take turns, with an untimed call before each timed one.
 """
@@ -72,7 +75,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"of the random operands: {', '.join(names)} (default: all)",
     )
     add_shared(parser, "--dtype")
-    parser.add_argument("--rounds", type=count, default=7, help="samples of each mode's time (default: 7)")
+    parser.add_argument(
+        "--rounds",
+        type=count,
+        metavar="N",
+        help=f"samples of each mode's time (default: {USUAL_ROUNDS}, and more while they spread widely)",
+    )
     parser.add_argument(
         "--budget",
         type=budget,
@@ -89,10 +97,12 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print; 1 if an error is above its bound."""
     check_exports(options)
     before = load()
+    if before.remark:
+        note(before.remark)
     cases = list(_cases(options))
     chosen = [variants_of(case, options.modes) for case in cases]
     found: list[Comparison] = []
-    with progress("check", sum(len(v) + options.rounds for v in chosen)) as step:
+    with progress("check", sum(len(v) + (options.rounds or USUAL_ROUNDS) for v in chosen)) as step:
         for case, variants in zip(cases, chosen, strict=True):
             show = partial(step, case.name)
             timing = {"rounds": options.rounds, "budget": options.budget}
@@ -106,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
         for compared in found:
             print_table(compared.table)
             print_text("")
-        print_text(describe(where))
+        print_text(fill(describe(where), columns()))
     for remark in dict.fromkeys(remark for c in found for remark in c.remarks):
         note(remark)
     return int(not all(c.within for c in found))

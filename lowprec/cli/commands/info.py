@@ -17,6 +17,7 @@ from lowprec.util.tables import Table
 EXAMPLES = """\
 examples:
   lowprec info
+  lowprec info --all
   lowprec info --json
   LOWPREC_MATH_MODE=tf32 lowprec info
 """
@@ -24,6 +25,7 @@ examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
+    parser.add_argument("--all", action="store_true", help="list the variables that are not set, too")
     add_shared(parser, "--json")
 
 
@@ -33,17 +35,18 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(facts)
         return 0
-    for number, table in enumerate(_tables(facts)):
+    for number, table in enumerate(_tables(facts, options.all)):
         if number:
             print_text("")
         print_table(table)
     return 0
 
 
-def _tables(facts: dict[str, Any]) -> Iterator[Table]:
-    title = f"lowprec {facts['version']}, {facts['python']}, {facts['platform']}"
+def _tables(facts: dict[str, Any], every_variable: bool) -> Iterator[Table]:
+    title = f"lowprec {facts['version']}, {facts['python']}, {facts['platform'].replace('-', ' ')}"
     modes = ("modes", ", ".join(facts["available_modes"]))
-    yield Table(title, ("", ""), [*_mode(facts["mode"]), modes])
+    cache = ("cache", facts["cache"] or "none: see the warnings")
+    yield Table(title, ("", ""), [*_mode(facts["mode"]), modes, cache])
     for device in facts["devices"]:
         yield _cpu(device, facts["gpu"]) if device["device"] == "cpu" else _device_table(device)
     yield Table(
@@ -51,10 +54,12 @@ def _tables(facts: dict[str, Any]) -> Iterator[Table]:
         ("name", "version", "status", "role"),
         [_library(entry, facts["blas"]) for entry in facts["libraries"]],
     )
+    shown = [v for v in facts["environment"] if every_variable or v["value"] or v["problem"]]
+    unset = len(facts["environment"]) - len(shown)
     yield Table(
-        "environment",
+        "environment" + (f" ({unset} variables are not set: --all lists them)" if unset else ""),
         ("variable", "value", "effect"),
-        [(v["name"], v["value"] or "(unset)", v["effect"]) for v in facts["environment"]],
+        [(v["name"], v["value"] or "(unset)", v["effect"]) for v in shown],
     )
     if facts["frameworks"]:
         yield Table(
@@ -63,7 +68,7 @@ def _tables(facts: dict[str, Any]) -> Iterator[Table]:
             [_switch(row) for row in facts["frameworks"]],
         )
     warnings = facts["warnings"] or ["none"]
-    yield Table("warnings", ("",), [(text,) for text in warnings])
+    yield Table("warnings", ("", ""), [("-", text) for text in warnings])
 
 
 def _mode(mode: dict[str, Any]) -> Iterator[tuple[str, str]]:
