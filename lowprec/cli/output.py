@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from lowprec.errors import LowprecError
@@ -35,19 +35,22 @@ def columns() -> int:
     return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
 
 
-def print_table(table: Table, most: int = sys.maxsize) -> None:
-    """Print a table to standard output, in lines of at most ``most`` characters."""
+def print_tables(tables: Iterable[Table], most: int = sys.maxsize) -> None:
+    """Print tables to standard output, an empty line between them, in lines of at most ``most`` characters."""
+    width = min(columns(), most)
     with _standard_output():
-        width = min(columns(), most)
-        text, console = plain_text(table, width), _console(sys.stdout)
-        if console is None:
-            print(text)
-        else:
-            from rich.text import Text
+        console = _console(sys.stdout)
+        for number, table in enumerate(tables):
+            gap = "\n" * bool(number)
+            text = gap + plain_text(table, width)
+            if console is None:
+                print(text)
+            else:
+                from rich.text import Text
 
-            drawn = Text(text)
-            drawn.stylize("bold", 0, len(fill(table.title, width)))
-            console.print(drawn, soft_wrap=True)
+                drawn = Text(text)
+                drawn.stylize("bold", 0, len(gap + fill(table.title, width)))
+                console.print(drawn, soft_wrap=True)
 
 
 def print_text(text: str) -> None:

@@ -59,7 +59,7 @@ class ReasonKind(Enum):
     EXCLUDED = "excluded by the environment"
     BOUND_TOO_LARGE = "its bound exceeds rtol = {rtol:.3g}"
     BOUND_NEEDS_RANGE = "its bound depends on the data's range: {condition}"
-    CHEAPEST = "the cheapest whose bound is within rtol"
+    CHEAPEST = "the cheapest within rtol"
     NO_CHEAPER = "no cheaper than {chosen}"
 
     # Advice.

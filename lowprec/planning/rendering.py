@@ -91,7 +91,7 @@ _PREDICTION = (
 
 def to_text(plan: GemmPlan) -> str:
     """Return the plan as text."""
-    return "\n".join(plain_text(table, WIDTH) for table in tables(plan))
+    return "\n\n".join(plain_text(table, WIDTH) for table in tables(plan))
 
 
 def to_html(plan: GemmPlan) -> str:
@@ -103,9 +103,9 @@ def tables(plan: GemmPlan) -> Iterator[Table]:
     """Yield the plan as a table of two columns, and that of the candidates where ``rtol`` chose."""
     yield Table(title(plan), ("", ""), list(_rows(plan)))
     if plan.candidates:
-        rows = [(str(c.mode), f"{c.bound:.3g}", f"{c.cost:.3g}", _verdict(c)) for c in plan.candidates]
+        rows = [(str(c.mode), f"{c.bound:.2e}", f"{c.cost:.2f}", _verdict(c)) for c in plan.candidates]
         columns = ("mode", ">bound", ">cost", "verdict")
-        yield Table("candidates by cost (the expected time, fp32's is 1)", columns, rows, ("cost",))
+        yield Table("candidates, the cheapest first (cost: expected time, relative to fp32)", columns, rows, ("cost",))
 
 
 def title(plan: GemmPlan) -> str:

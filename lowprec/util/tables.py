@@ -52,7 +52,7 @@ def plain_text(table: Table, width: int = sys.maxsize) -> str:
       a        8
       bc    1024
     """
-    lines = [*([table.headings] if any(table.headings) else []), *table.rows]
+    lines = [*([table.headings] if table.rows and any(table.headings) else []), *table.rows]
     columns = list(zip(*lines, strict=True))
     right = [c.startswith(">") for c in table.columns]
     widths = [max(map(len, column), default=0) for column in columns]

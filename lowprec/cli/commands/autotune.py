@@ -18,7 +18,7 @@ from lowprec import tuning
 from lowprec.checking.comparison import seconds
 from lowprec.cli.operands import operand
 from lowprec.cli.options import add_shared, count, dtype, shape
-from lowprec.cli.output import CommandError, print_json, print_table, print_text, progress
+from lowprec.cli.output import CommandError, print_json, print_tables, print_text, progress
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
             "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
         )  # fmt: skip
         rows = [(_product(a, b), str(element), mode or "-", *_cells(result)) for a, b, mode, result in results]
-        print_table(Table(f"products on {found.device}", columns, rows))
+        print_tables([Table(f"products on {found.device}", columns, rows)])
     return 0
 
 

@@ -20,7 +20,7 @@ from lowprec.cli.exports import check_exports, export
 from lowprec.cli.files import read_array
 from lowprec.cli.operands import DISTRIBUTIONS, pairs
 from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
-from lowprec.cli.output import CommandError, columns, note, print_json, print_table, print_text, progress
+from lowprec.cli.output import CommandError, columns, note, print_json, print_tables, print_text, progress
 from lowprec.formats import DType
 from lowprec.report import info
 from lowprec.util.tables import fill
@@ -97,9 +97,9 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print; 1 if an error is above its bound."""
     check_exports(options)
     before = load()
+    cases = list(_cases(options))
     if before.remark:
         note(before.remark)
-    cases = list(_cases(options))
     chosen = [variants_of(case, options.modes) for case in cases]
     found: list[Comparison] = []
     with progress("check", sum(len(v) + (options.rounds or USUAL_ROUNDS) for v in chosen)) as step:
@@ -113,10 +113,8 @@ def run(options: argparse.Namespace) -> int:
         seed = None if options.a else options.seed
         print_json({**where, "seed": seed, "cases": [c.to_dict() for c in found]})
     else:
-        for compared in found:
-            print_table(compared.table)
-            print_text("")
-        print_text(fill(describe(where), columns()))
+        print_tables(compared.table for compared in found)
+        print_text(f"\n{fill(describe(where), columns())}")
     for remark in dict.fromkeys(remark for c in found for remark in c.remarks):
         note(remark)
     return int(not all(c.within for c in found))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowprec.cli.options import add_shared
-from lowprec.cli.output import print_json, print_table, print_text
+from lowprec.cli.output import print_json, print_tables
 from lowprec.report import info
 from lowprec.util.tables import Table
 
@@ -34,11 +34,8 @@ def run(options: argparse.Namespace) -> int:
     facts = info()
     if options.json:
         print_json(facts)
-        return 0
-    for number, table in enumerate(_tables(facts, options.all)):
-        if number:
-            print_text("")
-        print_table(table)
+    else:
+        print_tables(_tables(facts, options.all))
     return 0
 
 

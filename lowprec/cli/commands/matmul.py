@@ -14,7 +14,7 @@ from lowprec.checking.accuracy import Array
 from lowprec.checking.comparison import seconds
 from lowprec.cli.files import check_output, read_array, write_array
 from lowprec.cli.options import add_operands, add_shared
-from lowprec.cli.output import note, print_json, print_table, print_text
+from lowprec.cli.output import note, print_json, print_tables, print_text
 from lowprec.core import dispatch, plan_call
 from lowprec.planning.rendering import WIDTH, tables
 
@@ -63,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
         print_json({**facts, "plan": plan.to_dict()})
     else:
         loading = f"the first call, with loading and compiling: {seconds(first)}"
-        for table in tables(plan):
-            print_table(table, WIDTH)
+        print_tables(tables(plan), WIDTH)
         print_text(f"{options.output}: {seconds(elapsed)} ({loading})")
     if result.dtype.kind == "V":
         note(f"{options.output} holds {plan.out_dtype} as raw {plan.out_dtype.itemsize}-byte elements")

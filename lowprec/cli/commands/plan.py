@@ -12,7 +12,7 @@ from typing import Any
 
 from lowprec.cli.files import read_array
 from lowprec.cli.options import add_operands, add_shared, shape
-from lowprec.cli.output import CommandError, print_json, print_table
+from lowprec.cli.output import CommandError, print_json, print_tables
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType
@@ -51,8 +51,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan.to_dict())
     else:
-        for table in tables(plan):
-            print_table(table, WIDTH)
+        print_tables(tables(plan), WIDTH)
     return 0
 
 

@@ -100,7 +100,7 @@ class _Watcher:
         from lowprec.torch.interception import intercept
 
         seen = intercept("fp32" if self.order == _GUARD else self.order)
-        atexit.register(self.on_path, lambda: _print(str(seen.report())))
+        atexit.register(self.on_path, lambda: _print(seen.report().table(_columns())))
         seen.__enter__()
 
     def start_profile(self) -> None:
@@ -112,7 +112,7 @@ class _Watcher:
 
     def show_profile(self) -> None:
         if self.profile is not None:
-            _print(str(self.profile))
+            _print(self.profile.table(width=_columns()))
         elif os.environ.get("LOWPREC_RUN_PROFILE") == str(os.getpid()):
             _print("lowprec run --profile: the program did not import lowprec")
 
@@ -139,8 +139,20 @@ class _Loader:
     exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
 
 
+def _columns() -> int:
+    import shutil
+
+    return shutil.get_terminal_size((120, 24)).columns
+
+
 def _print(text: str) -> None:
+    """Print lines to standard error, broken between words in a terminal."""
     try:
+        if sys.stderr.isatty():
+            import textwrap
+
+            lines = [textwrap.wrap(x, _columns(), break_long_words=False, break_on_hyphens=False) for x in text.split("\n")]
+            text = "\n".join("\n".join(line) for line in lines)
         sys.stderr.write(text + "\n")
     except Exception:  # noqa: BLE001 - it is closed, or the program has none
         return
