@@ -86,9 +86,9 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 @pytest.fixture
 def fresh_executors() -> Iterator[None]:
     """Plans and executors are made anew in the test, and after it: those of the test are for what it pretends."""
-    executors.forget()
+    executors.clear_caches()
     yield
-    executors.forget()
+    executors.clear_caches()
 
 
 _NO_REASON = frozenset({"", "Skipped", "unconditional skip"})

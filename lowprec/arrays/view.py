@@ -151,7 +151,7 @@ class ArrayView:
         )
 
 
-def without_terms(a: ArrayView, b: ArrayView) -> tuple[ArrayView, ArrayView]:
+def with_k_zero(a: ArrayView, b: ArrayView) -> tuple[ArrayView, ArrayView]:
     """Return the operands of a product cut to an inner dimension of 0, if their inner dimensions agree."""
     axes = len(a.shape) - 1, max(len(b.shape) - 2, 0)
     if not a.shape or not b.shape or a.shape[axes[0]] != b.shape[axes[1]]:

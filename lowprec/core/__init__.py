@@ -1,1 +1,1 @@
-"""A call of `matmul`, from its arguments to its result."""
+"""``matmul``, ``plan`` and ``prepare``: argument checks, the executor cache and stream order."""

@@ -1,4 +1,4 @@
-"""A call of ``matmul`` or ``plan``, its arguments checked and in the package's own terms."""
+"""Argument checks of ``matmul`` and ``plan``: arrays become views, keywords become :class:`Options`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ShapeDtype:
 
 
 def parse_dtype(dtype: Any) -> DType:
-    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or a dtype of the Array API.
+    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or an Array API dtype.
 
     Examples
     --------
@@ -70,7 +70,7 @@ def parse_dtype(dtype: Any) -> DType:
 
 
 def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> ArrayView:
-    """Return the view of an array; with ``describing`` also of a description, as if it were contiguous."""
+    """Return the view of an array; ``describing`` accepts a shape and dtype, viewed as a contiguous array."""
     if describing and _is_shape(x):
         raise ArrayError(
             f"{quoted(x)} is a shape without an element type; pass an array, or describe one by "
@@ -104,7 +104,7 @@ def spec_of(x: ArrayView) -> OperandSpec:
 
 
 class Options(NamedTuple):
-    """What to do with the product. The fields are those of ``matmul``; arrays are views."""
+    """Keyword arguments of ``matmul``, with arrays as views."""
 
     out: ArrayView | None = None
     c: ArrayView | None = None
@@ -118,13 +118,13 @@ class Options(NamedTuple):
     k_chunk: int | None = None
 
     def views(self, a: ArrayView, b: ArrayView) -> dict[str, ArrayView]:
-        """Return the arrays of the call by their names."""
+        """Return the array arguments by name."""
         named = {"a": a, "b": b, **self._asdict()}
         return {name: x for name, x in named.items() if isinstance(x, ArrayView)}
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Everything here that a plan depends on."""
+        """The part of the cache key that depends on these options."""
         out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk = self
         return (
             None if out is None else (out.device, out.dtype, out.shape, out.strides),
@@ -136,7 +136,7 @@ class Options(NamedTuple):
         )  # fmt: skip
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
-        """Return the problem of multiplying ``a`` and ``b`` with this epilogue."""
+        """Return the GEMM problem with this epilogue."""
         out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
         has_alpha, has_beta = self.alpha != 1, self.beta != 0
         found: GemmProblem = imported("lowprec.planning:GemmProblem")(
@@ -149,7 +149,7 @@ class Options(NamedTuple):
         return Arguments(a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream)
 
     def needs_staging(self, a: ArrayView, b: ArrayView) -> bool:
-        """Whether writing ``out`` could change elements still to be read, so that the result is staged."""
+        """Whether ``out`` overlaps an operand, so that the result is computed in temporary memory."""
         out, c = self.out, self.c
         if out is None:
             return False
@@ -158,7 +158,7 @@ class Options(NamedTuple):
             return True
         if c is None:
             return False
-        # Element by element is safe where ``c`` is ``out`` itself, but not where they overlap otherwise.
+        # The epilogue reads and writes element by element, so ``c`` may be ``out`` itself.
         same = (c.address, c.dtype, c.shape, c.strides)
         if same == (out.address, out.dtype, out.shape, out.strides):
             return False
@@ -167,7 +167,7 @@ class Options(NamedTuple):
 
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
 
-#: A product with nothing around it.
+#: The options of ``matmul(a, b)``.
 PLAIN = Options()
 
 
@@ -187,8 +187,8 @@ def bind(
 ) -> Options:
     """Check the keyword arguments of ``matmul``.
 
-    With ``describing``, ``out``, ``c`` and ``bias`` may be descriptions. Raises ArrayError, DTypeError or
-    UnsupportedError for an illegal argument, ShapeError for ``beta`` without ``c``.
+    ``describing`` also accepts descriptions (shape and dtype) as ``out``, ``c`` and ``bias``. Raises ArrayError,
+    DTypeError or UnsupportedError for an illegal argument, ShapeError for ``beta`` without ``c``.
     """
     options = Options(
         None if out is None else view_of(out, writable=True, describing=describing),
@@ -203,12 +203,12 @@ def bind(
         None if k_chunk is None else _length("k_chunk", k_chunk),
     )
     if options.beta != 0 and c is None:
-        raise ShapeError(f"beta is {options.beta}, but there is no c for it to multiply; pass c=")
+        raise ShapeError(f"beta is {options.beta}, but c is missing; pass c=")
     return options
 
 
 def parse_out_dtype(dtype: Any) -> DType:
-    """Return the element type that ``out_dtype=`` names; the error names the argument."""
+    """Return the element type of the ``out_dtype=`` argument."""
     try:
         return parse_dtype(dtype)
     except DTypeError as error:
@@ -222,7 +222,7 @@ def _activation(name: str) -> Activation | None:
 
 
 def _scale(name: str, value: Any) -> ArrayView | float | None:
-    """Return a scale of an FP8 operand: a number, or one float32 in the memory of the device."""
+    """Return the scale of an FP8 operand: a number, or the view of one float32 in device memory."""
     if value is None:
         return None
     if not is_array(value):
@@ -246,15 +246,15 @@ def _scalar(name: str, value: Any) -> complex:
     if type(value) is float:
         return value
     if getattr(value, "ndim", None) == 0 and is_array(value) and library_of(value).name == "jax":
-        with suppress(NotImplementedError):  # a key of its random numbers
-            value = value.item()  # as JAX's functions return numbers
+        with suppress(NotImplementedError):  # raised for a random key
+            value = value.item()  # JAX functions return 0-d arrays instead of numbers
     if not isinstance(value, numbers.Complex):
         raise DTypeError(f"{name} must be a number, got {type(value).__name__}")
     number: complex = inf
     with suppress(OverflowError):
         number = float(value) if isinstance(value, numbers.Real) else complex(value)
     if isinf(number) and number != value:
-        raise UnsupportedError(f"{name} is {quoted(value)}, which is beyond float64; scale the operands instead")
+        raise UnsupportedError(f"{name} is {quoted(value)}, which exceeds float64; scale the operands instead")
     return number
 
 
@@ -263,10 +263,10 @@ def _exceeds_float32(value: complex) -> bool:
 
 
 def check_scalars(options: Options, compute_dtype: DType) -> None:
-    """Raise where a complex factor meets real operands, or a scale meets operands that have none."""
+    """Raise for complex ``alpha`` or ``beta`` with real operands, and for scales of operands other than FP8."""
     for name, scale in (("scale_a", options.scale_a), ("scale_b", options.scale_b)):
         if scale is not None and not compute_dtype.is_float8:
-            raise UnsupportedError(f"{name} is for FP8 operands, these are {compute_dtype}; pass alpha=")
+            raise UnsupportedError(f"{name} is for FP8 operands, but the operands are {compute_dtype}; pass alpha=")
     for name, value in (("alpha", options.alpha), ("beta", options.beta)):
         if isinstance(value, complex) and not compute_dtype.is_complex:
             raise DTypeError(f"{name} is complex, but the operands are {compute_dtype}")
@@ -277,7 +277,7 @@ def check_scalars(options: Options, compute_dtype: DType) -> None:
 
 
 def check_devices(views: dict[str, ArrayView]) -> None:
-    """Raise if the arrays of a call, by their names, are not on one device; descriptions are on none."""
+    """Raise DeviceError unless all arrays are on one device; descriptions have no device."""
     devices = {name: view.device for name, view in views.items() if not view.is_description}
     first = next(iter(devices), "")
     for name, device in devices.items():
@@ -288,37 +288,35 @@ def check_devices(views: dict[str, ArrayView]) -> None:
 
 
 def check_known_shape(name: str, x: Any) -> None:
-    """Raise for a Dask array whose extents are not known, which are NaN, or whose chunks are PyTorch's tensors."""
+    """Raise for a Dask array of unknown extents (NaN), or with PyTorch tensors as chunks."""
     if hasattr(x, "numblocks") and type(x._meta).__module__.partition(".")[0] == "torch":
         raise ArrayError(
-            f"{name} is a Dask array of PyTorch tensors, which Dask cannot put together; make its chunks NumPy arrays, "
-            f"by {name}.map_blocks(numpy.asarray)"
+            f"{name} is a Dask array of PyTorch tensors, which Dask cannot concatenate; convert its chunks with "
+            f"{name}.map_blocks(numpy.asarray)"
         )
     if any(type(n) is float for n in x.shape):
         raise ShapeError(f"the shape of {name} is not known, {x.shape}; call {name}.compute_chunk_sizes() first")
 
 
-#: Arguments that None omits.
+#: Arguments that may be None.
 _OPTIONAL = frozenset({"out", "c", "bias", "scale_a", "scale_b"})
 
 
 def name_argument(error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of) -> None:
-    """Set the argument that an error is about: the first that raises the same error when it is viewed alone.
+    """Set ``error.argument`` to the first of ``arrays`` whose view, made by ``look``, raises the same error.
 
-    Public functions call it with their own names for the arguments, so that a call without an error costs nothing.
-    ``look`` returns the view of an argument or raises.
+    Public functions call it after an error, with their own argument names.
     """
-    if error.argument in ("a", "b") and error.argument not in arrays:  # as matmul calls them
+    if error.argument in ("a", "b") and error.argument not in arrays:  # matmul's names, unknown to the caller
         error.argument = None
     views: dict[str, ArrayView] = {}
     for name, x in arrays.items():
         try:
             if x is not None or name not in _OPTIONAL:
                 views[name] = view_of(x, writable=True) if name == "out" else look(x)
-        # An exception of the array's own code now must not replace the error.
-        except Exception as found:  # noqa: BLE001
+        except Exception as found:  # noqa: BLE001 - another exception must not replace the error
             if type(found) is type(error) and found.args == error.args:
-                names_itself = name == "out" and str(error).startswith("out ")  # as only an output is
+                names_itself = name == "out" and str(error).startswith("out ")
                 error.argument = None if names_itself else name
                 return
     if isinstance(error, DeviceError):
@@ -329,8 +327,8 @@ def name_argument(error: LowprecError, arrays: dict[str, Any], look: Callable[[A
 
 
 def check_sizes(views: dict[str, ArrayView], out_shape: tuple[int, ...], out_dtype: DType) -> None:
-    """Raise if an array of a call, or its result, has more bytes than there are addresses."""
+    """Raise ShapeError if an array of a call, or its result, exceeds the address space."""
     specs = {name: (view.shape, view.dtype) for name, view in views.items()}
     for name, (shape, dtype) in {**specs, "the result": (out_shape, out_dtype)}.items():
         if prod(shape) * dtype.itemsize > sys.maxsize:
-            raise ShapeError(f"{name} of shape {shape} and {dtype} has more bytes than memory has addresses")
+            raise ShapeError(f"{name} of shape {shape} and {dtype} exceeds the address space")

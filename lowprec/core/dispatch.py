@@ -1,7 +1,6 @@
-"""The pipeline: arrays in, mode, plan, execution, array out.
+"""``matmul``: view the arrays, resolve the mode, plan the product, execute it, return the result.
 
-A call like an earlier one (same device, dtypes, shapes, strides, mode and epilogue) finds its executor by one
-dictionary look-up.
+A repeated call (same device, dtypes, shapes, strides, mode and epilogue) gets its executor from a cache.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_b
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import refuse_prepared
-from lowprec.arrays.view import without_terms
+from lowprec.arrays.view import with_k_zero
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import imported
 from lowprec.core import streams
@@ -48,54 +47,54 @@ def matmul(
     Parameters
     ----------
     a : array, shape (..., m, k) or (k,)
-        Of any library that speaks DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8;
-        float8_e4m3fn and float8_e5m2 where a GPU multiplies them.
+        Any library that supports DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8;
+        float8_e4m3fn and float8_e5m2 on GPUs with FP8 tensor cores.
     b : array or PreparedOperand, shape (..., k, n) or (k,)
-        On the device of ``a``; batches broadcast. Mixed floating-point dtypes go to the wider one, bfloat16 with
-        float16 to float32.
+        On the device of ``a``; batches broadcast. Mixed floating-point dtypes are promoted to the wider one, bfloat16
+        with float16 to float32.
     out : array, shape (..., m, n), optional
-        Receives the result, and is returned. It may share memory with the operands.
+        Output array, which is also returned. It may share memory with the operands.
     c : array, broadcasts to (..., m, n), optional
-        Addend; not read where ``beta`` is 0.
+        Addend; not read if ``beta`` is 0.
     alpha, beta : number
-        Factors of the product and of ``c``. With ``alpha`` = 0 the operands are not read.
+        Factors of the product and of ``c``. If ``alpha`` is 0, the operands are not read.
     bias : array, shape (n,), optional
-        With int8 operands int8 or int32; a sum beyond int32 becomes the nearest int32.
+        Added to each row. int8 or int32 for int8 operands; the sum saturates at the int32 range.
     activation : {"relu", "gelu"}, optional
         ``"gelu"`` is the tanh form.
     out_dtype : dtype or str, optional
-        Of the result; the common dtype of the operands by default, int32 for int8. float32 for 16-bit operands, or a
-        16-bit type for float32 operands.
+        dtype of the result; by default the operands' common dtype, int32 for int8. 16-bit operands may give float32,
+        float32 operands a 16-bit type.
     math_mode : str or MathMode, optional
-        How float32 and complex64 operands are multiplied; see the mode table. Overrides ``with math_mode(...)``.
+        Precision of float32 and complex64 products; see the mode table. Overrides ``with math_mode(...)``.
     rtol : float, optional
-        Choose the cheapest mode whose bound of ``|C - AB| / (|A| |B|)`` in the Frobenius norm is within it.
+        Choose the cheapest mode that bounds ``|C - AB| / (|A| |B|)``, in Frobenius norms, by this value.
     bound : {"guaranteed", "probable"}, optional
-        Which bound ``rtol`` is about. The probable one holds with a probability of 0.999, where rounding errors have a
-        mean of zero, and grows with the square root of the inner dimension.
+        The bound that ``rtol`` is compared with. The probable bound assumes rounding errors of mean zero; it holds with
+        probability 0.999 and grows with the square root of the inner dimension.
     k_chunk : int, optional
-        For experts: sum the (leading) product in pieces of the inner dimension of this length. By default the plan
-        chooses: where tensor cores cut the terms of a sum, as long a piece as keeps their error within that of FP32.
+        For experts: length of the chunks of the inner dimension in which the (leading) product is summed. The default
+        chunks keep the truncation error of tensor cores near the error of an FP32 sum.
     scale_a, scale_b : number or array of one float32, optional
-        Factors of FP8 operands, which their values were divided by when they were rounded.
+        Scales of FP8 operands: the numbers by which their values were divided before rounding.
 
     Returns
     -------
     array
-        Of the library of ``a``, on its device; ``out`` where that is given.
+        An array of the library of ``a``, on its device; ``out`` if it is given.
 
     Raises
     ------
     ArrayError, DTypeError
-        An argument is no array that can be read (or written) in place, or has a dtype that is not supported.
+        An argument is not an array that can be read (or written) in place, or its dtype is not supported.
     ShapeError
-        The shapes do not fit together.
+        The shapes do not match.
     DeviceError
-        The arrays are on different devices, or on one that no backend serves.
+        The arrays are on different devices, or on an unsupported device.
     ModeError
-        There is no such mode or bound, or no mode meets ``rtol``.
+        The mode or bound is unknown, or no mode meets ``rtol``.
     UnsupportedError
-        The combination is legal but cannot be served here.
+        The arguments are legal, but this device does not support the combination.
 
     Examples
     --------
@@ -122,7 +121,7 @@ def matmul(
         y = library.view_same_type(b) if type(b) is type(a) else view_of_b(b)
         if not (plain and k_chunk is None):
             options = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
-            x, y = (x, y) if options.alpha else without_terms(x, y)
+            x, y = (x, y) if options.alpha else with_k_zero(x, y)
     except DelegateError as error:
         return _delegated(error, a, b, _given(keywords))
     except (ArrayError, DTypeError) as error:
@@ -180,19 +179,19 @@ def _delegate(name: str) -> tuple[Any, frozenset[str]]:
     return delegate, frozenset(inspect.signature(delegate).parameters)
 
 
-#: Arguments that nothing can make up for once the product is there.
-_OF_THE_PRODUCT = {"out", "rtol", "bound", "k_chunk"}
+#: Arguments that cannot be applied to a finished product.
+_NOT_AFTERWARDS = {"out", "rtol", "bound", "k_chunk"}
 
 
 def _delegated(found: DelegateError, a: Any, b: Any, given: dict[str, Any]) -> Any:
-    """Multiply by the delegate of an operand's library, or raise if it lacks one of the given arguments."""
+    """Call the matmul function of an operand's library; raise if it lacks one of the given arguments."""
     refuse_prepared(a=a, **given, b=b)
     arrays = _arrays(a, b, *map(given.get, ("out", "c", "bias", "scale_a", "scale_b")))
     delegate, takes = _delegate(found.target)
     if not given.keys() <= takes:
         lacking = sorted(given.keys() - takes)
         name_argument(found, arrays)
-        way_out = "omit it" if _OF_THE_PRODUCT & set(lacking) else "apply it to the result"
+        way_out = "omit it" if _NOT_AFTERWARDS & set(lacking) else "apply it to the result"
         raise UnsupportedError(f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}")
     try:
         return delegate(a, b, **given)
@@ -223,7 +222,7 @@ def _resolve_within(
 
 
 def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:
-    """Return a new array for a result; where memory is short, again after releasing lowprec's buffers."""
+    """Allocate a result; if memory is short, release lowprec's buffers and try again."""
     try:
         return library.allocate(found.out_shape, found.out_dtype, device, like)
     except Exception as error:
@@ -234,7 +233,7 @@ def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any
 
 
 def _out_of_place(resolved: ResolvedMode, x: ArrayView, y: ArrayView, options: Options, target: ArrayView) -> Executor:
-    """Return an executor that writes ``out``, which shares memory with an operand, from new memory."""
+    """Return an executor for an ``out`` that overlaps an operand: compute in temporary memory, then copy."""
     device, backend = x.device, backend_of(x.device)
     dtype = backend.staging_dtype(target.dtype)
     staged = look_up(resolved, x, y, options._replace(out=None, out_dtype=dtype))

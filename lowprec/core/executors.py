@@ -1,4 +1,4 @@
-"""The executor cache: executors of plans, kept for the next call like the one they were made for."""
+"""The executor cache: one executor per device, dtypes, shapes, strides, mode and epilogue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAN_GEMM = "lowprec.planning:plan_gemm"
 
 
 class CachedExecutor(NamedTuple):
-    """An executor, the shape and type of its result, and its plan."""
+    """An executor with its plan, backend, and the shape and dtype of its result."""
 
     execute: Executor
     out_shape: tuple[int, ...]
@@ -30,21 +30,21 @@ class CachedExecutor(NamedTuple):
     backend: Backend
 
 
-#: Receives an executor and its operands before a product, and returns the executor to run.
+#: Called before each product with its executor and operands; returns the executor to run.
 Observer: TypeAlias = Callable[[CachedExecutor, ResolvedMode, ArrayView, ArrayView], CachedExecutor]
 
 _observer: Observer | None = None
-#: Without a lock, which a fork or a signal handler could find taken: each operation of a dictionary is atomic.
+#: No lock, because a fork or a signal handler could find it held; operations of a dictionary are atomic.
 _executors: dict[tuple[Any, ...], CachedExecutor] = {}
 
 
 def observe(observer: Observer | None) -> None:
-    """Show every product from now on to ``observer`` before it runs; None ends that."""
+    """Call ``observer`` before every later product; None removes it."""
     global _observer
     _observer = observer
 
 
-def forget() -> None:
+def clear_caches() -> None:
     """Clear the plan and executor caches."""
     _executors.clear()
     imported(_PLAN_GEMM).cache_clear()
@@ -58,7 +58,7 @@ def capabilities(device: Device) -> Capabilities:
 def look_up(
     resolved: ResolvedMode, x: ArrayView, y: ArrayView, options: Options, *, observed: bool = True
 ) -> CachedExecutor:
-    """Return the executor for these operands, cached; with ``observed`` the one that also calls the observer."""
+    """Return the cached executor for these operands, or the observer's replacement if ``observed``."""
     key: tuple[Any, ...] = (
         resolved.mode, None if options is PLAIN else options.key,
         x.device, x.dtype, x.shape, x.strides,
@@ -68,8 +68,8 @@ def look_up(
         key = (*key, resolved.emulates)
     found = _executors.get(key)
     if found is None:
-        with forking.making:
-            found = _executors[key] = _make(resolved.mode, x, y, options)
+        with forking.creation_lock:  # a fork waits for imports and compilation
+            found = _executors[key] = _create(resolved.mode, x, y, options)
         excess = len(_executors) - _CACHE_SIZE
         if excess > 0:
             for oldest in list(_executors)[:excess]:  # dictionaries keep their order
@@ -80,7 +80,7 @@ def look_up(
     return observer(found, resolved, x, y)
 
 
-def _make(mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
+def _create(mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
     views = options.views(x, y)
     check_devices(views)
     backend = backend_of(x.device)

@@ -1,4 +1,4 @@
-"""``plan``: the execution plan of a call of ``matmul``, without executing it."""
+"""``plan``: the execution plan of a ``matmul`` call."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def mode_within(
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
     """Return the mode that ``rtol`` selects for a product on a device, and all candidates.
 
-    Where the guard or ``LOWPREC_FORCE_MATH_MODE`` acts, it is their mode, without candidates. Raises ModeError if both
+    The guard and ``LOWPREC_FORCE_MATH_MODE`` take precedence; there are then no candidates. Raises ModeError if both
     ``rtol`` and ``math_mode`` are given, one is illegal, or no mode meets ``rtol``.
     """
     measure = Bound.GUARANTEED if bound is None else check_bound(bound)
     if rtol is None:
-        raise ModeError(f"bound={str(measure)!r} selects the bound of rtol=; pass rtol=, too")
+        raise ModeError(f"bound={str(measure)!r} needs rtol=; pass both")
     rtol = check_rtol(rtol)
     if math_mode is not None:
         raise ModeError(
@@ -82,28 +82,28 @@ def plan(
     scale_b: Any = None,
     device: str | None = None,
 ) -> GemmPlan:
-    """Return the execution plan of ``matmul`` with the same arguments, and reasons.
+    """Return the execution plan of ``matmul`` with the same arguments, with reasons.
 
     Parameters
     ----------
     a, b : array, ShapeDtype, pair of shape and dtype, or anything with ``shape`` and ``dtype``
-        As for :func:`lowprec.matmul`. A description is taken as a contiguous array in host memory.
+        As for :func:`lowprec.matmul`. A description stands for a contiguous array in host memory.
     out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
-        As for :func:`lowprec.matmul`; arrays may be described here too.
+        As for :func:`lowprec.matmul`; descriptions are accepted as arrays.
     device : str, optional
-        An NVIDIA GPU that need not be there, by model or compute capability: ``"h200"``, ``"sm_90"``, ``"9.0"``. The
-        plan is then that of arrays with these shapes and strides in its memory, by published data, wherever
-        they are; neither a driver nor a CUDA library is needed.
+        Model or compute capability of an NVIDIA GPU, for example ``"h200"``, ``"sm_90"`` or ``"9.0"``. The plan is a
+        prediction from published data, for arrays of these shapes and strides in its memory. Neither the GPU, a driver
+        nor a CUDA library is needed.
 
     Returns
     -------
     GemmPlan
-        Frozen and hashable; ``print`` shows it as a table, ``to_dict()`` gives plain values.
+        Frozen and hashable; ``print`` shows a table, ``to_dict()`` returns plain values.
 
     Raises
     ------
     LowprecError
-        The same errors as ``matmul``. DeviceError for a ``device`` that is not known; the message lists the others.
+        The errors of ``matmul``; DeviceError for an unknown ``device``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""``prepare``: an operand that is rounded, split and packed once, and multiplied many times."""
+"""``prepare``: round, split and pack an operand once for many products."""
 
 from __future__ import annotations
 
@@ -22,8 +22,15 @@ from lowprec.planning.layout import Order, stacked_layout
 class PreparedOperand(Prepared):
     """A copy of an array for use as ``b`` or weight; see :func:`prepare`.
 
-    The copy is immutable; products add packed forms of it. Threads and forked children may share it. A pickle holds the
-    elements and the mode.
+    The copy is immutable; a product adds its packed form to it. Threads and forked children may share it. A pickle
+    contains the elements and the mode.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> lowprec.prepare(np.ones((64, 32), np.float32), math_mode="bf16").T.shape
+    (32, 64)
     """
 
     @property
@@ -43,39 +50,39 @@ class PreparedOperand(Prepared):
 
     @property
     def device(self) -> str:
-        """Its device: ``"cpu"``, ``"cuda:0"``."""
+        """Device of the array: ``"cpu"``, ``"cuda:0"``."""
         return str(self._view.device)
 
     @property
     def math_mode(self) -> MathMode:
-        """The mode for which it was prepared."""
+        """The mode whose packed form is kept."""
         return MathMode(self._view.mode)
 
     @property
     def order(self) -> Order | None:
-        """``"row"`` or ``"col"``, whichever is contiguous; None if neither is."""
+        """``"row"`` or ``"col"`` for contiguous rows or columns, otherwise None."""
         return stacked_layout(*_operands(self._view)).b.order
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now: the copy, and its packed forms."""
+        """Bytes held now by the copy and its packed forms."""
         once = OperandSpec(self._view.dtype, self.shape, self._view.strides).stored_bytes
         return once + self.packed_bytes
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of the copy's packed forms so far: rounded, split, packed."""
+        """Bytes held now by the packed forms alone."""
         return sum(form.nbytes for form in list(self._view.packed.values()))
 
     @property
     def T(self) -> PreparedOperand:
-        """The transpose, on the same memory; for stacks of matrices that of each."""
+        """The operand with its last two axes exchanged, on the same memory."""
         if self.ndim < 2:
-            raise ShapeError(f"a prepared operand of shape {self.shape} has no transpose")
+            raise ShapeError(f"a prepared operand of shape {self.shape} has no transpose; it needs two axes")
         return PreparedOperand(self._view.transposed)
 
     def release(self) -> None:
-        """Free the packed forms of the copy; the next product makes them again."""
+        """Free the packed forms; the next product packs again."""
         self._view.packed.clear()
 
     def __repr__(self) -> str:
@@ -87,8 +94,7 @@ class PreparedOperand(Prepared):
     def __reduce__(self) -> Any:
         if not self._view.device.is_host:
             raise UnsupportedError(
-                f"a prepared operand on {self.device} cannot be pickled; pickle the array, and prepare it where it is "
-                "loaded"
+                f"a prepared operand on {self.device} cannot be pickled; pickle the array and prepare it after loading"
             )
         again = functools.partial(prepare, math_mode=self.math_mode)
         return again, (self._view.ndarray(),)
@@ -97,34 +103,33 @@ class PreparedOperand(Prepared):
 def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOperand:
     """Return an operand, such as a weight, that is rounded, split and packed once.
 
-    ``matmul(a, prepare(b))`` has the bits of ``matmul(a, b)``, in whatever mode is in force: preparing saves time and
-    nothing else. A product in the mode of ``math_mode`` keeps its packed form of ``b`` for the next one. A product in
-    another mode, because an argument, a scope, the guard or the environment says so, reads the copy as any array, and
-    so does a kernel that multiplies ``b`` as it is (in full FP32, all but small ones); :func:`plan` shows which it is.
+    ``matmul(a, prepare(b))`` equals ``matmul(a, b)`` bit for bit in every mode; preparing only saves time. The first
+    product in ``math_mode`` keeps its packed form of ``b``, and later ones reuse it. Products in another mode, and
+    kernels that do not pack ``b`` (most FP32 ones), read the copy as an ordinary array. :func:`plan` shows whether the
+    packed form is used.
 
     Parameters
     ----------
     b : array, shape (..., k, n) or (k,)
-        As :func:`matmul` takes it. It is copied: later writes to it have no effect.
+        Operand, as for :func:`matmul`. It is copied: later writes to it have no effect.
     math_mode : str or MathMode, optional
-        The mode whose packed form of ``b`` is kept, by default the current one. It does not decide how a product is
-        multiplied.
+        The mode whose packed form is kept, by default the current mode. It does not set the mode of a product.
 
     Returns
     -------
     PreparedOperand
-        On the device of ``b``.
+        On the device of ``b``, for use as ``b`` of :func:`matmul` and as the weight of :func:`linear`.
 
     Raises
     ------
     ArrayError, DTypeError
-        ``b`` is no array that can be read in place, or has a dtype that is not supported.
+        ``b`` is not an array that can be read in place, or its dtype is not supported.
     ShapeError
         ``b`` has no axes.
     DeviceError
-        No backend serves the device.
+        The device is not supported.
     ModeError
-        There is no such mode.
+        The mode is unknown.
 
     Examples
     --------

@@ -1,8 +1,8 @@
-"""The stream of a product on a GPU, and the order of other libraries' streams around it.
+"""Stream order of a product on a GPU.
 
-A product runs on the current stream of the library of ``a``. For an array of another library, it waits for the current
-stream of that library, which then waits for the product. Arrays of libraries that may reuse their memory on an unknown
-stream (``Library.keeps_owners``) are held until the product is done.
+A product runs on the current stream of the library of ``a``. If an argument belongs to another library, the product
+waits for that library's current stream, and that stream waits for the product. Some libraries may reuse the memory of a
+freed array on an unknown stream (``Library.keeps_owners``); their arrays are kept alive until the product has run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from lowprec.backends import Arguments, Executor
 
 
 def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple[Any, ...]) -> None:
-    """Execute a product on a device, ordered with the streams of its arrays' libraries.
+    """Execute a product on a GPU in stream order with the libraries of its arguments.
 
-    ``arguments`` are on the current stream of ``library``, that of ``a``; ``arrays`` are a, b, out, c, bias, scale_a
-    and scale_b as passed by the caller. Streams wait and arrays are held also if it raises, since a part may have been
-    queued.
+    ``library`` is that of ``a``; ``arrays`` are a, b, out, c, bias, scale_a and scale_b as passed by the caller. After
+    an exception streams still wait and arrays are still kept, because part of the work may be queued.
     """
     kind = type(arrays[0])
     joined = library.keeps_owners

@@ -89,7 +89,7 @@ def kept(library: str, changed: Mapping[str, Any], where: str) -> str:
 # Re-entrant, since a finalizer or a signal handler may enter or leave a guard in the very thread that holds it.
 _lock = threading.RLock()
 # A child that is forked while another thread changes switches would find some of them changed, and the lock taken.
-forking.hold(_lock)
+forking.register_lock(_lock)
 #: Held while the holder of the other lock changes switches. A lock, not a flag, because C code acquires and releases
 #: it, and no interrupt comes in between.
 _changing = threading.Lock()

@@ -113,7 +113,7 @@ def matmul(
         if not (a.is_complex() or b.is_complex()):
             raise DTypeError(f"{name} is complex, but the operands are {a.dtype} and {b.dtype}")
     if beta and c is None:
-        raise ShapeError(f"beta is {beta}, but there is no c for it to multiply; pass c=")
+        raise ShapeError(f"beta is {beta}, but c is missing; pass c=")
     if a.is_meta != b.is_meta:
         raise DeviceError(f"a is on {a.device} and b on {b.device}; move one of them to the other's device")
     plain = c is bias is activation is None and type(alpha) is float

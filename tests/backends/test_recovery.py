@@ -376,7 +376,7 @@ def test_ten_thousand_random_problems_are_within_rtol(machine, bound, rng, monke
 def test_a_bound_without_rtol_is_a_mistake():
     a = np.ones((4, 4), np.float32)
     for ask in (lowprec.matmul, lowprec.plan):
-        with pytest.raises(lowprec.ModeError, match="bound='probable' selects the bound of rtol="):
+        with pytest.raises(lowprec.ModeError, match="bound='probable' needs rtol="):
             ask(a, a, bound="probable")
         with pytest.raises(lowprec.ModeError, match="bound must be 'guaranteed' or 'probable', got"):
             ask(a, a, rtol=1e-3, bound="likely")

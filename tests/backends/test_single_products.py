@@ -27,9 +27,9 @@ FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    executors.forget()
+    executors.clear_caches()
     yield
-    executors.forget()
+    executors.clear_caches()
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -179,7 +179,7 @@ def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
     pairs = [(numbers(rng, 40, 24, 24), numbers(rng, 40, 24, 24)) for _ in range(8)]
     wants = [matmul(a, b, alpha=0.5, native=False) for a, b in pairs]
     start, wrong = threading.Barrier(len(pairs)), []
-    executors.forget()
+    executors.clear_caches()
 
     def caller(i: int) -> None:
         start.wait()
@@ -289,7 +289,7 @@ def test_rows_without_gaps_end_where_the_result_does(
 def break_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     yield lambda: monkeypatch.setattr(numba_import, "_failure", ["broken"])
     casting.has_kernels.cache_clear()
-    executors.forget()
+    executors.clear_caches()
 
 
 def test_numba_that_does_not_work(rng: np.random.Generator, break_numba: Callable[[], None]) -> None:
@@ -298,7 +298,7 @@ def test_numba_that_does_not_work(rng: np.random.Generator, break_numba: Callabl
     want = matmul(a, a, alpha=0.5)
     break_numba()
     for _ in range(2):
-        executors.forget()
+        executors.clear_caches()
         assert_same(lowprec.matmul(a, a, alpha=0.5), want)
 
 

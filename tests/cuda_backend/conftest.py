@@ -69,13 +69,13 @@ def _left(software: software_cuda.Software) -> dict[str, int]:
 def software() -> Iterator[device_fixture.SoftwareGpu]:
     """The software CUDA; at the end nothing may have been done wrong, and nothing may be left."""
     found = software_cuda.install()
-    executors.forget()
+    executors.clear_caches()
     try:
         yield device_fixture.SoftwareGpu(found)
         found.drain()
         faults = list(found.faults)
     finally:
-        executors.forget()
+        executors.clear_caches()
         reset()
         if _left(found):
             # Something may hold itself; a collection takes too long to make one after each test.

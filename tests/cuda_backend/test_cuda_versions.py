@@ -30,14 +30,14 @@ def install() -> Iterator[Install]:
     def new(capability: tuple[int, int], version: int = 130100, **model: Any) -> SoftwareGpu:
         found = software_cuda.install(1, version=version, capability=capability, **model)
         made.append(found)
-        executors.forget()
+        executors.clear_caches()
         compiling._kernels.clear()
         return SoftwareGpu(found)
 
     yield new
     for found in made:
         found.drain()
-        executors.forget()
+        executors.clear_caches()
         reset()
         software_cuda.uninstall()
 

@@ -72,7 +72,7 @@ CASES = {
 
 def start_anew() -> None:
     """Forget prepared products, and give back all that the backend keeps."""
-    executors.forget()
+    executors.clear_caches()
     gc.collect()  # an exception and its frames may hold each other
     reset()
 

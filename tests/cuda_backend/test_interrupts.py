@@ -28,13 +28,13 @@ MODES = ["fp32", "bf16", "fp16"]
 def interrupted_gpu() -> Iterator[SoftwareGpu]:
     """The software CUDA, of which an interrupt may lose an event or a block, but nothing may be done wrong."""
     found = software_cuda.install()
-    executors.forget()
+    executors.clear_caches()
     # Tracebacks are cycles that hold arrays. To free these waits for the device, also if it is just computing.
     gc.disable()
     yield SoftwareGpu(found)
     found.drain()
     gc.enable()
-    executors.forget()
+    executors.clear_caches()
     reset()
     software_cuda.uninstall()
     assert found.faults == []
@@ -54,7 +54,7 @@ class Products:
         self.count += 1
         bias = np.full(32, self.count % 100, np.float32)
         if self.cold:
-            executors.forget()
+            executors.clear_caches()
         found = lowprec.matmul(self.a, self.b, bias=self.gpu.put(bias), math_mode=self.mode)
         np.testing.assert_array_equal(self.gpu.get(found), A @ B + bias)
 

@@ -131,7 +131,7 @@ def test_a_measured_algorithm_has_its_workspace_from_the_first_call(
 ) -> None:
     """The block of a warm product has room for the workspace of the algorithm before."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    executors.forget()
+    executors.clear_caches()
     reset()
     x, y = software.put(A), software.put(B)
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_measuring_at_the_first_use_keeps_a_fused_bias(
 ) -> None:
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
-    executors.forget()
+    executors.clear_caches()
     reset()
     x, y, bias = software.put(A), software.put(B), software.put(BIAS)
     found = lowprec.matmul(x, y, bias=bias)

@@ -24,7 +24,7 @@ A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
 @pytest.fixture(autouse=True)
 def cache(software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    executors.forget()
+    executors.clear_caches()
     reset()
 
 

@@ -182,13 +182,13 @@ def test_descriptors_of_lowprecs_own_products(real: Real, monkeypatch: pytest.Mo
     monkeypatch.setattr(Compared, "real_library", real, raising=False)
     monkeypatch.setattr(software_cuda, "CublasLt", Compared)
     found = software_cuda.install()
-    executors.forget()
+    executors.clear_caches()
     try:
         _multiply_everything(SoftwareGpu(found))
         lt: Any = found.cublas_lt
         found.drain()
     finally:
-        executors.forget()
+        executors.clear_caches()
         reset()
         software_cuda.uninstall()
     assert found.faults == []

@@ -34,10 +34,10 @@ def cuda(
         pytest.skip("g++ is not installed")
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     made = software.install(order=request.param)
-    executors.forget()
+    executors.clear_caches()
     yield made
     made.drain()
-    executors.forget()
+    executors.clear_caches()
     reset()
     gc.collect()
     made.drain()

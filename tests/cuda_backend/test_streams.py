@@ -158,7 +158,7 @@ def test_a_first_product_is_not_captured(software: SoftwareGpu, cupy: Cupy, cold
         if cold != "all":
             lowprec.matmul(a, b, out=out, math_mode=mode)
         if cold == "executor":
-            executors.forget()
+            executors.clear_caches()
         if cold == "alignment":
             out = odd
 

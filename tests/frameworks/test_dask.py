@@ -221,7 +221,7 @@ def test_k_chunk_reaches_each_chunk() -> None:
     assert lowprec.matmul(a, b, k_chunk=7).name == found.name
     with pytest.raises(lowprec.ShapeError, match="k_chunk must be an integer of at least 1, got"):
         matmul(a, b, k_chunk=0)
-    with pytest.raises(lowprec.ModeError, match="bound='probable' selects the bound of rtol="):
+    with pytest.raises(lowprec.ModeError, match="bound='probable' needs rtol="):
         matmul(a, b, bound="probable")
 
 

@@ -782,8 +782,8 @@ def test_axes_of_length_one_may_have_any_stride(math_mode: str) -> None:
 def test_more_bytes_than_addresses_are_refused(math_mode: str) -> None:
     torch = load_or_skip(Backend.TORCH).torch
     one = torch.ones(1, 1)
-    with pytest.raises(lowprec.ShapeError, match=r"a of shape .* has more bytes than memory has addresses"):
+    with pytest.raises(lowprec.ShapeError, match=r"a of shape .* exceeds the address space"):
         lowprec.matmul(one.expand(1, 2**61), one.expand(2**61, 1), math_mode=math_mode)
     empty = np.empty((2**33, 0), np.float32)
-    with pytest.raises(lowprec.ShapeError, match=r"the result of shape .* has more bytes than memory has"):
+    with pytest.raises(lowprec.ShapeError, match=r"the result of shape .* exceeds the address space"):
         lowprec.matmul(empty, empty.T, math_mode=math_mode)

@@ -54,7 +54,7 @@ def on(machine: str) -> Iterator[None]:
         try:
             yield
         finally:
-            executors.forget()
+            executors.clear_caches()
 
 
 @contextmanager
@@ -65,13 +65,13 @@ def with_rows(*rows: KernelRow) -> Iterator[None]:
         try:
             yield
         finally:
-            executors.forget()
+            executors.clear_caches()
 
 
 def _pretend(monkeypatch: pytest.MonkeyPatch, able: Capabilities) -> None:
     monkeypatch.setattr(cpu, "capabilities", lambda device: able)
     # Executors are kept without the capabilities, which do not change while a process lives.
-    executors.forget()
+    executors.clear_caches()
 
 
 #: Micro-kernels that share the smallest products among threads.
@@ -105,7 +105,7 @@ def without(features: Iterable[str], *, eager: bool = False, at_any_size: str = 
         try:
             yield
         finally:
-            executors.forget()
+            executors.clear_caches()
 
 
 def _eager(row: KernelRow) -> KernelRow:

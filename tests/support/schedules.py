@@ -26,11 +26,11 @@ TWO_PARTS = {
 def fresh_plans() -> Iterator[pytest.MonkeyPatch]:
     """Make plans anew inside, and after."""
     with pytest.MonkeyPatch.context() as patch:
-        executors.forget()
+        executors.clear_caches()
         try:
             yield patch
         finally:
-            executors.forget()
+            executors.clear_caches()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ NATIVE = "lowprec.backends.cpu.packed.native"
 
 #: Held while it is imported; a fork waits for that.
 _importing = threading.RLock()
-forking.hold(_importing)
+forking.register_lock(_importing)
 _begun: list[threading.Thread] = []
 
 #: ReasonKind it failed, an empty string if it went well; at most one entry.

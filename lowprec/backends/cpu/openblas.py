@@ -150,7 +150,7 @@ def openblas() -> OpenBlas | None:
     path = library_path()
     if path is None:
         return None
-    with forking.making:  # a fork waits: the child finds the variables as they were
+    with forking.creation_lock:  # a fork waits: the child finds the variables as they were
         if path not in _opened:
             _opened[path] = _load(path)
         return _opened[path]

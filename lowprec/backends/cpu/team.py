@@ -125,7 +125,7 @@ def _looks(look: Callable[[int], int]) -> int:
 
 _team: _Team | None = None
 _starting = threading.RLock()
-forking.hold(_starting)
+forking.register_lock(_starting)
 _is_child = False
 
 

@@ -33,7 +33,7 @@ if numba.config.CPU_FEATURES is None:
 # compiles takes them the other way round, so two first uses at once could deadlock.
 with global_compiler_lock:
     _TARGET = cpu_target.target_context
-forking.hold(global_compiler_lock)  # a child could not release that of another thread
+forking.register_lock(global_compiler_lock)  # a child could not release that of another thread
 
 compiled_here: list[Any] = []  # the libraries of functions that this process has compiled
 
