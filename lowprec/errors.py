@@ -1,7 +1,4 @@
-"""Exception classes, and the text of values in their messages.
-
-Every error derives from :class:`LowprecError` and from the built-in exception that fits.
-"""
+"""Exception classes; each derives from :class:`LowprecError` and a built-in exception."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ _LONGEST = 80
 
 
 def quoted(value: object) -> str:
-    """Return the text of a caller's value for a message: shortened, or the type where ``repr`` fails.
+    """Return the ``repr`` of a value for a message, shortened; the type's name if ``repr`` fails.
 
     Examples
     --------
-    >>> quoted("half"), quoted(10**5000)  # Python writes no integers of more than 4300 digits
+    >>> quoted("half"), quoted(10**5000)  # Python converts no integer of more than 4300 digits
     ("'half'", '<int>')
     """
     try:
@@ -40,7 +37,7 @@ def quoted(value: object) -> str:
 class LowprecError(Exception):
     """Base class of every error that lowprec raises.
 
-    ``argument`` is the name of the array argument that the error is about, if any; the message begins with it.
+    ``argument`` is the name of the array argument that caused the error, or None; the message begins with it.
     """
 
     argument: str | None = None
@@ -51,11 +48,11 @@ class LowprecError(Exception):
 
 
 class ArrayError(LowprecError, TypeError):
-    """An argument cannot be read in place: no DLPack, a tracer, a tensor with grad."""
+    """An argument is not an array that can be read in place: no DLPack, a tracer, a tensor with grad."""
 
 
 class DelegateError(ArrayError):
-    """An array without memory to read now; ``target`` is its library's own product, ``"module:function"``."""
+    """An array without readable memory; ``target`` is the matmul for its library as ``"module:function"``."""
 
     def __init__(self, message: str, target: str) -> None:
         super().__init__(message)
@@ -63,15 +60,15 @@ class DelegateError(ArrayError):
 
 
 class DTypeError(LowprecError, TypeError):
-    """An element type, or a pair of them, without a matrix product."""
+    """An element type, or a pair of element types, that cannot be multiplied."""
 
 
 class ShapeError(LowprecError, ValueError):
-    """Shapes that do not fit together, or an ``out`` that overlaps an operand."""
+    """Shapes that do not match, or an ``out`` whose elements overlap."""
 
 
 class DeviceError(LowprecError, ValueError):
-    """Operands on two devices, or on a device that no backend serves."""
+    """Operands on different devices, or on an unsupported device."""
 
 
 class ModeError(LowprecError, ValueError):
@@ -83,11 +80,11 @@ class EnvironmentVariableError(LowprecError, ValueError):
 
 
 class UnsupportedError(LowprecError, NotImplementedError):
-    """A legal request that this version or this machine cannot serve."""
+    """Legal arguments that this version or this device does not support."""
 
 
 class BackendError(LowprecError, RuntimeError):
-    """A numerical library failed while it ran."""
+    """A numerical library failed during execution."""
 
 
 class DeviceMemoryError(BackendError, MemoryError):

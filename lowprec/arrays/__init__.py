@@ -1,4 +1,4 @@
-"""Arrays in and out: views of any library's arrays, and results handed back as arrays of that library."""
+"""Views of any library's arrays, and results as arrays of that library."""
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import DLPackArray

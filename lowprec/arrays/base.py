@@ -1,4 +1,4 @@
-"""What lowprec asks of an array library: the one interface behind which all of them look alike."""
+"""``Library``: the interface that lowprec needs of an array library."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ from lowprec.util.strides import contiguous_strides, overlaps_itself
 
 
 class Library(ABC):
-    """Access to the arrays of one library: views of operands, new arrays for results.
+    """Adapter of one array library: views of operands, new arrays for results.
 
-    ``allocate`` makes a buffer, the backend fills it, and ``wrap`` returns the caller's array: the buffer itself,
-    except where arrays are immutable (JAX) or the library is known only by DLPack.
+    ``allocate`` returns a buffer, the backend fills it, and ``wrap`` returns it as the caller's array. That is the
+    buffer itself, unless arrays are immutable (JAX) or the library is known only by DLPack.
     """
 
-    #: The library's name, as its module is called.
+    #: Name of the library's module.
     name: str
 
-    #: Whether work on a stream must hold an array until it is done, because the library would reuse the memory of one
-    #: that it thinks dead on streams of its own.
+    #: Whether arrays must be kept alive until queued work is done, because the library reuses freed memory on streams
+    #: of its own.
     keeps_owners: bool = False
 
     def check_type(self, array: Any) -> None:  # noqa: B027 - most libraries have nothing to refuse
-        """Raise an ArrayError with a remedy for an array of this library without memory to read."""
+        """Raise ArrayError, with a remedy, for an array without readable memory."""
 
-    #: Whether an array's element type may yield to that of its partner in a product.
+    #: Whether the library has weakly typed arrays, which take the element type of the other operand.
     has_weak_types: bool = False
 
     @abstractmethod
     def view(self, array: Any) -> ArrayView:
         """Return the view of an array to read.
 
-        Raises ArrayError if it cannot be read in place, with a remedy, DTypeError if its element type is not supported.
+        Raises ArrayError, with a remedy, if it cannot be read in place, DTypeError if its dtype is not supported.
         """
 
     def view_same_type(self, array: Any) -> ArrayView:
-        """Return what :meth:`view` does, right after it: the library's state, which it checks, is still the same."""
+        """Return the view of a second operand, without repeating the checks of global state that :meth:`view` made."""
         return self.view(array)
 
     def writable_view(self, array: Any) -> ArrayView:
         """Return the view of an ``out``.
 
-        Raises ArrayError if it is read-only, repeats elements, or could be viewed only through a copy.
+        Raises ArrayError if it is read-only, repeats elements, or needs a copy.
         """
         view = self.view(array)
         check_writable(view)
         return view
 
-    def mark_written(self, array: Any) -> None:  # noqa: B027 - most libraries need not know
-        """Notify the library that an array is about to be written."""
+    def mark_written(self, array: Any) -> None:  # noqa: B027 - optional
+        """Notify the library before an array is written."""
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of a new row-major buffer for :meth:`wrap`, placed as ``like``, an array of this library."""
+        """Return the view of a new row-major buffer for :meth:`wrap`; ``like`` is an array of this library."""
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return a filled buffer as an array of this library, without a copy.
 
-        ``operands``, arrays of any library or None, are those of the product, the ``like`` of :meth:`allocate` first.
+        ``operands`` are the arrays of the product or None, first the ``like`` of :meth:`allocate`.
         """
         return buffer
 
     def current_stream(self, device: Device) -> int | None:
-        """Return the handle of the library's current stream, None where there are no streams.
+        """Return the handle of the library's current stream, None on devices without streams.
 
         CUDA's default stream is 1 (``cudaStreamLegacy``), as in DLPack, never 0.
         """
@@ -77,13 +77,13 @@ class Library(ABC):
 
 
 def check_writable(view: ArrayView) -> None:
-    """Raise :class:`ArrayError` unless writing through the view is safe and reaches the caller's memory."""
+    """Raise :class:`ArrayError` unless the caller's array can be written through the view."""
     if view.copied is not None:
         raise ArrayError(f"out cannot be written in place: {view.copied}; pass a plain array or omit out=")
     if view.read_only:
         raise ArrayError("out is read-only; pass a writable array or omit out=")
     if view.strides != contiguous_strides(view.shape) and overlaps_itself(view.shape, view.strides):
         raise ArrayError(
-            f"out of shape {view.shape} repeats elements (strides {view.strides}, in elements), as a broadcast view "
-            "does; pass an array with an element for each index, for example a copy of it"
+            f"out of shape {view.shape} repeats elements, as a broadcast view does (strides {view.strides}, in "
+            "elements); pass an array without repeated elements, for example a copy of it"
         )

@@ -1,7 +1,7 @@
 """CuPy arrays, by their own attributes.
 
-Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.MemoryPointer``, ``cupy.cuda.get_current_stream``). CuPy has
-bfloat16, with ml_dtypes, from version 14; float8 it has not.
+Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.MemoryPointer``, ``cupy.cuda.get_current_stream``). CuPy
+supports bfloat16 (of ml_dtypes) since version 14, and no float8.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CupyLibrary(Library):
         self._device_type = _ROCM if cupy.cuda.runtime.is_hip else _CUDA
 
     def check_type(self, array: Any) -> None:
-        """Refuse subclasses, whose additions would be lost in the result."""
+        """Raise ArrayError for subclasses, because the result would be a plain array."""
         if type(array) is not self._cupy.ndarray:
             raise ArrayError(f"{type(array).__name__} is not accepted; pass cupy.asarray(array)")
 
@@ -42,7 +42,7 @@ class CupyLibrary(Library):
         itemsize = dtype.itemsize
         if any(s % itemsize for s in array.strides):
             raise ArrayError(
-                f"the cupy array's byte strides {array.strides} are no multiples of {itemsize}; pass array.copy()"
+                f"the cupy array's byte strides {array.strides} are not multiples of {itemsize}; pass array.copy()"
             )
         strides = tuple([s // itemsize for s in array.strides])
         device = Device(self._device_type, int(array.device.id))

@@ -1,6 +1,6 @@
-"""Memory and streams of a device, for arrays of libraries that provide neither (JAX, plain DLPack).
+"""Device memory and streams for libraries that do not expose theirs (JAX, plain DLPack).
 
-A backend, one layer above, registers its functions here.
+Backends, one layer above, register a provider here.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ LEGACY_STREAM = 1
 
 
 class Block(Protocol):
-    """Memory of a device. It is given back after this object died, once no stream may be at work on it."""
+    """Device memory, freed after this object is destroyed and all work on it has run."""
 
     @property
     def address(self) -> int:
-        """Of the first byte; also where there are no bytes."""
+        """Address of the first byte; valid also for empty blocks."""
 
 
 class DeviceMemory(Protocol):
-    """Functions of a backend for its devices; a module with these functions is a provider.
+    """Memory and stream functions of a backend; a module with these functions is a provider.
 
-    Streams are CUDA's numbers: 1 is the legacy default stream, 2 that of the thread.
+    Streams are CUDA handles: 1 is the legacy default stream, 2 the per-thread default stream.
     """
 
     def allocate(self, nbytes: int, device: Device, stream: int) -> Block:
-        """Return new memory for work on a stream."""
+        """Return new memory for use on a stream."""
 
     def own_stream(self, device: Device) -> int:
-        """Return lowprec's own stream of a device, always the same."""
+        """Return lowprec's stream of a device, the same in every call."""
 
     def order(self, before: int, after: int, device: Device) -> None:
-        """Have later work of stream ``after`` wait for the current work of stream ``before``."""
+        """Make later work of stream ``after`` wait for the work queued now on stream ``before``."""
 
     def check_captures(self, streams: Sequence[int], device: Device) -> None:
-        """Raise a BackendError if work that joins these streams would end the capture of a graph."""
+        """Raise BackendError if ordering these streams would invalidate the capture of a graph."""
 
     def synchronize(self, stream: int, device: Device) -> None:
-        """Wait on the host for the current work of a stream."""
+        """Block the host until the work queued now on a stream is done."""
 
     def copy(self, source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
-        """Copy bytes between two addresses of the device, in the order of a stream."""
+        """Queue a copy between two addresses of the device on a stream."""
 
     def hold(self, owners: Sequence[Any], device: Device) -> None:
-        """Hold objects that work on a device is about to need, whatever happens, until :meth:`keep` sets how long."""
+        """Keep objects alive, even after an exception, until :meth:`keep` sets the end."""
 
     def keep(self, owners: Sequence[Any], stream: int, device: Device) -> None:
-        """Hold objects until the work that a stream holds now is done."""
+        """Keep objects alive until the work queued now on a stream is done."""
 
 
 _loaders: dict[int, Callable[[], DeviceMemory]] = {}
@@ -66,7 +66,7 @@ _providers: dict[int, DeviceMemory] = {}
 
 
 def register(device_type: int, load: Callable[[], DeviceMemory]) -> None:
-    """Make devices of a ``DLDeviceType`` known; ``load`` returns their provider, called with the first of them."""
+    """Register the devices of a ``DLDeviceType``; ``load``, called at their first use, returns the provider."""
     _providers.pop(device_type, None)
     _loaders[device_type] = load
 
@@ -77,28 +77,27 @@ def is_served(device: Device) -> bool:
 
 
 def provider(device: Device) -> DeviceMemory:
-    """Return the provider of a device; raises DeviceError if there is none."""
+    """Return the provider of a device; raise DeviceError if there is none."""
     found = _providers.get(device.type)
     if found is None:
         load = _loaders.get(device.type)
         if load is None:
             raise DeviceError(
-                f"the result would be on {device}, where lowprec has no memory for it; arrays must be in host "
-                "memory or on an NVIDIA GPU"
+                f"lowprec cannot allocate the result on {device}; arrays must be in host memory or on an NVIDIA GPU"
             )
         found = _providers[device.type] = load()
     return found
 
 
 _NO_SYNCHRONISATION = -1
-#: A consumer that names no stream; a number that DLPack allows to none.
+#: The consumer passed no stream. DLPack reserves the number 0.
 _NO_STREAM = 0
 
 
 class DeviceArray(DLPackArray):
     """A new, row-major :class:`DLPackArray` on a device, written on a stream.
 
-    A NumPy array holds its shape and type; its memory is the device's, so the host must not read it.
+    The NumPy array in it has the shape and dtype, at a device address that the host must not read.
     """
 
     __slots__ = ("_block", "_device", "_stream")
@@ -111,24 +110,24 @@ class DeviceArray(DLPackArray):
         self._stream = stream
 
     def view(self) -> ArrayView:
-        """Return the view of the array, whose work is on its own stream."""
+        """Return the view of the array."""
         shape = self.shape
         strides = contiguous_strides(shape)
         return ArrayView(self._dtype, shape, strides, self._device, self, False, self._block.address)
 
     @property
     def memory(self) -> NDArray[Any]:
-        """Refused: NumPy cannot read a device."""
+        """Raises ArrayError: NumPy cannot read device memory."""
         raise self._not_on_the_host()
 
     @property
     def device(self) -> Device:
-        """Where the elements are."""
+        """Device of the elements."""
         return self._device
 
     @property
     def stream(self) -> int:
-        """On which the elements are written."""
+        """Stream on which the elements are written."""
         return self._stream
 
     def __repr__(self) -> str:
@@ -139,16 +138,15 @@ class DeviceArray(DLPackArray):
 
     def _not_on_the_host(self) -> ArrayError:
         return ArrayError(
-            f"the array is on {self._device}, where NumPy cannot read it; take it to a library that works there, and "
-            "from there to the host: torch.from_dlpack(array).cpu().numpy(), or "
-            "cupy.asnumpy(cupy.from_dlpack(array))"
+            f"the array is on {self._device}, where NumPy cannot read it; use torch.from_dlpack(array).cpu().numpy() "
+            "or cupy.asnumpy(cupy.from_dlpack(array))"
         )
 
     def _consumer(self, stream: Any) -> int:
-        """Return the stream that a consumer passes.
+        """Return the consumer's stream.
 
-        None means the legacy default stream by the standard. JAX passes it where its client reports no stream, and then
-        works on streams that do not wait for the default one.
+        By the standard None means the legacy default stream. JAX passes None where its client reports no stream, and
+        its streams do not wait for the default stream: the host waits instead.
         """
         if stream is None:
             return _NO_STREAM

@@ -4,10 +4,10 @@ Source: ``dlpack.h`` of DLPack 1.0 and the Python specification in the Array API
 
 Two decisions keep this file free of C callbacks, which would have to survive the end of the interpreter:
 
-- A capsule is *held*, never renamed. As long as its name is ``dltensor`` its own destructor calls the producer's
-  deleter, exactly once, when the last reference to it goes.
-- An exported capsule is NumPy's own. NumPy refuses bfloat16 and float8, so their bits are exported as unsigned
-  integers, and the type code in the fresh capsule is corrected, as is the device of memory that is not the host's.
+- An imported capsule is kept alive and never renamed. While its name is ``dltensor``, its own destructor calls the
+  producer's deleter exactly once, when the last reference is dropped.
+- NumPy creates the exported capsule. It does not export bfloat16 and float8, so their bits are exported as unsigned
+  integers and the type code in the new capsule is corrected; so is the device of memory on a GPU.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MAJOR = 1
 _READ_ONLY = 1 << 0
 _IS_COPIED = 1 << 1
 
-# Pinned host memory is read as host memory, and managed memory on the GPU that DLPack names.
+# Pinned host memory counts as host memory, managed memory as memory of the GPU in the capsule.
 _HOST_TYPES = frozenset({1, 3, 11})
 _DEVICE_TYPES = {13: 2}
 
 
 class _Tensor(ctypes.Structure):
-    """``DLTensor``, with the device and the type written out flat."""
+    """``DLTensor``, with the fields of device and type inlined."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -67,8 +67,8 @@ class _Versioned(ctypes.Structure):
     )
 
 
-# Calls of the C API through PyGILState wait for ever in a subinterpreter. An object of ``ctypes.pythonapi`` is asked
-# by subscript, so that its prototype is not shared.
+# PyGILState calls deadlock in a subinterpreter. Subscripting ``ctypes.pythonapi`` returns a function object whose
+# prototype is not shared with other packages.
 _current, _main = (ctypes.pythonapi[f"PyInterpreterState_{name}"] for name in ("Get", "Main"))
 _current.restype = _main.restype = ctypes.c_void_p
 if _current() != _main():
@@ -81,7 +81,7 @@ _CAPSULE = type(np.empty(0).__dlpack__())
 _TENSOR_OFFSET: int = _Versioned.tensor.offset
 _INTEGERS = tuple(ctypes.c_int64 * ndim for ndim in range(65))
 
-# Own prototypes: the functions of ``ctypes.pythonapi`` are shared by every package of the process.
+# Separate prototypes: attributes of ``ctypes.pythonapi`` are shared by all packages of the process.
 _get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
 _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -89,14 +89,14 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 
 
 def _open(capsule: object) -> tuple[_Tensor, int]:
-    """Return the tensor in an unconsumed capsule, and the flags of its version (0 if it has none)."""
+    """Return the tensor of an unconsumed capsule and its flags (0 before DLPack 1.0)."""
     if type(capsule) is not _CAPSULE:
         raise ArrayError(f"__dlpack__ returned a {type(capsule).__name__}, not a capsule")
     name = _get_name(capsule)
     if name == _LEGACY:
         return _Tensor.from_address(_get_pointer(capsule, _LEGACY)), 0
     if name != _VERSIONED:
-        raise ArrayError(f"__dlpack__ returned a capsule named {name!r}, which holds no array to read")
+        raise ArrayError(f"__dlpack__ returned a capsule named {name!r}, which is not an unconsumed DLPack tensor")
     address = _get_pointer(capsule, _VERSIONED)
     managed = _Versioned.from_address(address)
     if managed.major != _MAJOR:
@@ -107,10 +107,10 @@ def _open(capsule: object) -> tuple[_Tensor, int]:
 
 
 def view_of_capsule(capsule: object) -> ArrayView:
-    """Return the view of a DLPack capsule, which the view keeps alive.
+    """Return the view of a DLPack capsule; the view keeps the capsule alive.
 
-    Raises ArrayError if the capsule has been consumed, is of another major version, or describes no array that fits
-    memory, DTypeError if the element type is not supported.
+    Raises ArrayError if the capsule has been consumed, has another major version, or describes an impossible array,
+    DTypeError if the element type is not supported.
     """
     tensor, flags = _open(capsule)
     dtype = dtype_from_dlpack(tensor.code, tensor.bits, tensor.lanes)
@@ -119,7 +119,7 @@ def view_of_capsule(capsule: object) -> ArrayView:
         raise ArrayError(f"the DLPack capsule describes no array: ndim is {ndim}")
     integers = _INTEGERS[ndim]
     shape = tuple(integers.from_address(tensor.shape)) if ndim else ()
-    # Null strides, legal before DLPack 1.2, mean row-major.
+    # Before DLPack 1.2 strides may be null, which means row-major.
     if tensor.strides and ndim:
         strides = tuple(integers.from_address(tensor.strides))
     else:
@@ -135,7 +135,7 @@ def view_of_capsule(capsule: object) -> ArrayView:
 
 
 def _check_extent(shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int) -> None:
-    """Raise unless memory can hold an array; its size is counted as by NumPy, which leaves out axes of length 0."""
+    """Raise unless an array fits the address space; as in NumPy, axes of length 0 are not counted."""
     if shape and min(shape) < 0:
         raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
     nbytes = itemsize * (prod(shape) or prod(length or 1 for length in shape))
@@ -161,9 +161,9 @@ def _device(kind: int, index: int) -> Device:
 
 
 def device_of(array: Any) -> Device:
-    """Return the device of an array with ``__dlpack_device__``; memory that the host can read is the CPU's.
+    """Return the device of an array by ``__dlpack_device__``; host-readable memory is the CPU's.
 
-    Raises ArrayError if the array raises or names no device.
+    Raises ArrayError if the method raises or returns no device.
     """
     try:
         said = array.__dlpack_device__()
@@ -173,15 +173,16 @@ def device_of(array: Any) -> Device:
         kind, index = map(operator.index, said)  # an Enum of the array's library counts as its number
     except (TypeError, ValueError):
         raise ArrayError(
-            f"{_name(array)} names no device by DLPack: __dlpack_device__ returned {said!r}, not two integers"
+            f"{_name(array)} has no DLPack device: __dlpack_device__ returned {said!r}, not two integers"
         ) from None
     return _device(kind, index)
 
 
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
-    """Return the view of any array with ``__dlpack__``; an ArrayError quotes a library that refuses to export it.
+    """Return the view of any array with ``__dlpack__``; ArrayError, with the library's message, if export fails.
 
-    ``stream`` is the consumer's, by the standard's numbers; None for host memory or CUDA's legacy default stream.
+    ``stream`` is the consumer's stream, numbered as in the standard; None for host memory or CUDA's legacy default
+    stream.
     """
     keywords = {} if stream is None else {"stream": stream}
     try:
@@ -197,13 +198,13 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
 
 
 def _lacks_max_version(error: TypeError) -> bool:
-    """Whether a producer from before DLPack 1.0 has refused the keyword, rather than a newer one something else.
+    """Whether the producer predates DLPack 1.0 and does not know the ``max_version`` keyword.
 
-    Only a newer producer can report read-only memory. The answer is not cached: an object may forward its calls.
+    Only a newer producer can report read-only memory. Not cached: an object may forward its calls.
     """
     if isinstance(error, LowprecError):
         return False
-    # Refused by the call itself, no frame of the producer's was entered; or further in, where it was passed on.
+    # The call itself failed, before any frame of the producer, or a forwarded call failed deeper.
     frames = error.__traceback__
     return frames is None or frames.tb_next is None or "max_version" in str(error)
 
@@ -217,7 +218,7 @@ def _name(array: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-# Unsigned integers that carry the bits of types that NumPy does not export.
+# Unsigned integers as which NumPy exports the bits of types that it does not export itself.
 _CARRIERS: dict[DType, np.dtype[Any]] = {
     DType.BFLOAT16: np.dtype(np.uint16),
     DType.FLOAT8_E4M3FN: np.dtype(np.uint8),
@@ -226,16 +227,16 @@ _CARRIERS: dict[DType, np.dtype[Any]] = {
 
 
 class DLPackArray:
-    """A result on the operands' device, for a library known only by DLPack.
+    """A result for a library that is known only by DLPack.
 
-    Read it with that library's ``from_dlpack``; in host memory also with ``numpy.asarray``. None of them copies.
-    Unlike NumPy it exports bfloat16 and float8 under their true types. On a GPU the work that fills it may still be
-    running; the reader's stream waits for it, as DLPack has it, and for a reader that names none the host waits.
+    Import it with that library's ``from_dlpack``, or with ``numpy.asarray`` if it is in host memory; neither copies.
+    bfloat16 and float8 are exported under their own types. On a GPU the product may still be running: the consumer's
+    stream waits for it, or the host if the consumer passes no stream.
 
     Parameters
     ----------
     memory : numpy.ndarray
-        The elements; bfloat16 and float8 as ml_dtypes has them. It is shared, not copied.
+        The elements, shared without a copy; bfloat16 and float8 are dtypes of ml_dtypes.
 
     Examples
     --------
@@ -255,7 +256,7 @@ class DLPackArray:
 
     @property
     def memory(self) -> NDArray[Any]:
-        """The elements as a NumPy array, shared."""
+        """The elements as a NumPy array, without a copy."""
         return self._memory
 
     @property
@@ -280,7 +281,7 @@ class DLPackArray:
 
     @property
     def device(self) -> Device:
-        """Where the elements are."""
+        """Device of the elements."""
         return CPU
 
     def __repr__(self) -> str:
@@ -315,13 +316,13 @@ class DLPackArray:
         return export(exported._memory, self._dtype, max_version, device=device, copied=bool(copy))
 
     def _consumer(self, stream: Any) -> int:
-        """Return the stream that a consumer names; -1 for none."""
+        """Return the consumer's stream; -1 for none."""
         if stream not in (None, -1):
             raise BufferError(f"host memory has no stream; stream must be None, not {stream!r}")
         return -1
 
     def _hand_over(self, consumer: int) -> None:
-        """Have a consumer's stream wait for the elements: in host memory they are there."""
+        """Make the consumer's stream wait for the elements; nothing to do in host memory."""
 
     def _copy(self) -> DLPackArray:
         return DLPackArray(self._memory.copy())
@@ -335,10 +336,10 @@ def export(
     device: Device = CPU,
     copied: bool = False,
 ) -> object:
-    """Return a capsule of the newest version of DLPack that the consumer reads.
+    """Return a capsule of the newest DLPack version that the consumer supports.
 
-    The elements are not touched, so ``memory`` may have another device's address; ``dtype`` is their true type, and
-    ``copied`` whether they were copied for this export.
+    ``memory`` may have a device address, since the elements are not read; ``dtype`` is their actual type; ``copied``
+    records a copy made for this export.
     """
     carrier = _CARRIERS.get(dtype)
     exported = memory if carrier is None else memory.view(carrier)

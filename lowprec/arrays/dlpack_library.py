@@ -1,4 +1,4 @@
-"""Arrays that are known only by DLPack, and the array that lowprec gives back for them."""
+"""Arrays of libraries known only by DLPack."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _CUDA = 2
 
 
 class DLPackLibrary(Library):
-    """Arrays known only by DLPack; on a GPU, in the order of the legacy default stream."""
+    """Arrays known only by DLPack; on a GPU work is ordered on the legacy default stream."""
 
     name = "dlpack"
     keeps_owners = True
 
     def view(self, array: Any) -> ArrayView:
-        """Return the view of an array by its capsule, or of a buffer of lowprec's.
+        """Return the view of an array's capsule, or of a :class:`DLPackArray`.
 
-        Arrays from before DLPack 1.0, which do not say whether they may be written, count as writable.
+        Before DLPack 1.0 capsules have no read-only flag; such arrays count as writable.
         """
         kind = type(array)
         if kind is DLPackArray:
@@ -41,8 +41,8 @@ class DLPackLibrary(Library):
         view = import_array(array, stream)
         if view.device != device:
             raise ArrayError(
-                f"the array says that it is on {device}, and exports memory on {view.device}: it is not known which "
-                "stream its elements are ready on"
+                f"the array reports {device} as its device but exports memory on {view.device}; the stream on which "
+                "its elements are ready is unknown"
             )
         return view
 
@@ -53,7 +53,7 @@ class DLPackLibrary(Library):
         return DeviceArray(shape, dtype, device, LEGACY_STREAM).view()
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return an array of the first operand's library, if its Array API namespace has the type; else DLPackArray."""
+        """Return an array of the first operand's library if its Array API namespace has the dtype, or a DLPackArray."""
         array = buffer if isinstance(buffer, DLPackArray) else DLPackArray(buffer)
         namespace_of = getattr(operands[0], "__array_namespace__", None) if operands else None
         namespace = None if namespace_of is None else namespace_of()
@@ -62,7 +62,7 @@ class DLPackLibrary(Library):
         return namespace.from_dlpack(array)
 
     def current_stream(self, device: Device) -> int | None:
-        """Return CUDA's legacy default stream, on which the producers have made their data ready."""
+        """Return CUDA's legacy default stream, on which producers have ordered their data."""
         return LEGACY_STREAM if device.type == _CUDA else None
 
 

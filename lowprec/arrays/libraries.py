@@ -24,7 +24,7 @@ from lowprec.errors import ArrayError, DelegateError
 
 
 class OptionalLibrary(NamedTuple):
-    """An optional library: class of its arrays, adapter (``"module:class"``, imported lazily), distributions."""
+    """An optional library: array class, adapter (``"module:class"``, imported lazily) and distributions."""
 
     array_class: str
     adapter: str
@@ -41,29 +41,29 @@ OPTIONAL = {
 }
 
 _DASK = (
-    "a Dask array, which is lazy, has no elements that can be read: lowprec has matmul and contractions of it; else "
+    "a Dask array is lazy and has no elements to read: lowprec provides matmul and contractions for it; otherwise "
     "pass array.compute()"
 )
 
 _INSTANCES: dict[str, Library] = {}
 _BY_TYPE: dict[type, Library] = {np.ndarray: NUMPY, np.memmap: NUMPY, DLPackArray: DLPACK, DeviceArray: DLPACK}
 
-# Known only by DLPack. Such a class may be made and forgotten at run time, those above live as long as their module.
+# Classes known only by DLPack. Weak references, because such a class may be created and deleted at run time.
 _DLPACK_TYPES: WeakSet[type] = WeakSet()
 
 
 def library_of(array: Any) -> Library:
     """Return the library of an array.
 
-    Raises ArrayError, with a remedy, for an argument that is no array or cannot be read in place: a tracer, a masked
-    array, a subclass that changes the meaning of the elements.
+    Raises ArrayError, with a remedy, if the object is no array or cannot be read in place: a tracer, a masked array, a
+    subclass that changes the meaning of the elements.
     """
     found = _BY_TYPE.get(type(array))
     return _look_up(array) if found is None else found
 
 
 def view_of_b(array: Any) -> ArrayView:
-    """Return the view of the second operand of a product, which may be a prepared one."""
+    """Return the view of ``b``, an array or a prepared operand."""
     return array._view if isinstance(array, Prepared) else library_of(array).view(array)
 
 
@@ -106,9 +106,9 @@ def _find(array: Any) -> Library:
 
 
 def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
-    """Return operands and addends, weakly typed arrays of JAX in the type of JAX's promotion.
+    """Cast weakly typed JAX arrays by JAX's promotion rules, and return operands and addends.
 
-    An operand takes the result type of all operands, an addend that of the operands and itself.
+    An operand gets the result type of all operands, an addend that of all operands and itself.
     """
     if not any(_is_weak(x) for x in (*operands, *addends)):
         return (*operands, *addends)
@@ -130,7 +130,7 @@ def _kind(x: Any) -> Any:
 
 
 def is_dask_array(array: Any) -> bool:
-    """Whether an array is Dask's, which has no elements to read."""
+    """Whether an array is a Dask array."""
     return isinstance(array, getattr(sys.modules.get("dask.array"), "Array", ()))
 
 
@@ -143,12 +143,12 @@ def _optional_name(array: Any) -> str | None:
 
 
 def is_array(x: Any) -> bool:
-    """Whether ``x`` is an array of some library, readable or not; a description of an array is none."""
+    """Whether ``x`` is an array of any library, readable or not."""
     return hasattr(x, "__dlpack__") or type(x) in _BY_TYPE or _optional_name(x) is not None
 
 
 def library_name(array: Any) -> str:
-    """Return the name of the library whose own functions accept this array, also where :func:`library_of` refuses it.
+    """Return the name of an array's library, also for arrays that :func:`library_of` rejects as unreadable.
 
     Raises ArrayError if it is no array, or a NumPy subclass that changes the meaning of the elements.
     """

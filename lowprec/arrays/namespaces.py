@@ -1,4 +1,4 @@
-"""An array's own library: its namespace, its element types by name, casts, and the arrangement of axes."""
+"""Functions of an array's own library: dtype names, casts, permuting and reshaping axes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, quoted
 from lowprec.formats import dtype_from_name
 
-#: Where the libraries that are known by name keep these functions.
+#: Module with the array functions of each library known by name.
 _MODULES = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy", "cupy": "cupy"}
 
 
@@ -34,14 +34,14 @@ def namespace_of(array: Any) -> Namespace:
     if hasattr(array, "__array_namespace__"):
         return Namespace(array.__array_namespace__())
     raise ArrayError(
-        f"{quoted(type(array).__qualname__)} has no Array API namespace, by which axes are arranged and elements cast; "
-        "pass an array of NumPy, PyTorch, JAX, CuPy or of a library with the Array API"
+        f"{quoted(type(array).__qualname__)} has no Array API namespace, which is needed to permute axes and cast "
+        "elements; pass an array of NumPy, PyTorch, JAX, CuPy or of a library with the Array API"
     )
 
 
 @functools.lru_cache(maxsize=256)
 def _numpy_name(dtype: np.dtype[Any]) -> str:
-    return dtype.name  # which NumPy builds in each call
+    return dtype.name  # NumPy builds the string in each call
 
 
 def dtype_label(dtype: Any) -> str:
@@ -60,7 +60,7 @@ dtype_label._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTo
 
 
 def dtype_name(array: Any) -> str:
-    """Return the name of an array's element type, also of one that is known only by DLPack."""
+    """Return the name of an array's element type, also for arrays known only by DLPack."""
     dtype = getattr(array, "dtype", None)
     if isinstance(dtype, np.dtype):
         return _numpy_name(dtype)
@@ -73,10 +73,10 @@ def shape_of(array: Any) -> tuple[int, ...]:
 
 
 def cast(array: Any, label: str) -> Any:
-    """Return an array with elements of another type.
+    """Return an array cast to another element type.
 
-    It is returned as it is where it has that type already, or its library has no such type (the Array API's own has no
-    float16, and JAX none of 64 bits where they are off).
+    It is returned unchanged if it has that type, or if its library lacks the type (strict Array API libraries have no
+    float16, and 64-bit types may be disabled in JAX).
 
     Examples
     --------
@@ -86,7 +86,7 @@ def cast(array: Any, label: str) -> Any:
     """
     if dtype_name(array) == label:
         return array
-    if hasattr(array, "astype"):  # NumPy's scalars have it, too
+    if hasattr(array, "astype"):  # NumPy scalars too
         jax = sys.modules.get("jax")
         wide = label in ("float64", "complex128")
         if wide and jax and isinstance(array, jax.Array) and not jax.config.jax_enable_x64:
@@ -104,7 +104,7 @@ class Namespace:
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
-        names = ("permute_dims", "permute", "transpose")  # PyTorch has the second, Dask the third
+        names = ("permute_dims", "permute", "transpose")  # Array API, PyTorch, Dask
         self._permute = next(getattr(xp, name) for name in names if hasattr(xp, name))
 
     def permuted(self, x: Any, order: tuple[int, ...]) -> Any:
@@ -112,7 +112,7 @@ class Namespace:
         return x if order == tuple(range(len(order))) else self._permute(x, order)
 
     def arranged(self, x: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-        """Return ``x`` with its axes in this order, reshaped."""
+        """Return ``x`` with its axes in this order, then reshaped."""
         return self.reshaped(self.permuted(x, order), shape)
 
     def reshaped(self, x: Any, shape: tuple[int, ...]) -> Any:
@@ -131,7 +131,7 @@ class Namespace:
         return self.permuted(x, (*rest, axis % len(x.shape)))
 
     def diagonal(self, x: Any, first: int, second: int) -> Any:
-        """Return the diagonals over two axes, as the last axis."""
+        """Return the diagonal of two axes as the last axis."""
         rest = [i for i in range(len(x.shape)) if i not in (first, second)]
         last = self.permuted(x, (*rest, first, second))
         if hasattr(self._xp.linalg, "diagonal"):
@@ -139,7 +139,7 @@ class Namespace:
         return self._xp.diagonal(last, 0, len(rest), len(rest) + 1)
 
     def ones(self, n: int, like: Any) -> Any:
-        """Return ``n`` ones of the element type of ``like``, on its device."""
+        """Return ``n`` ones with the element type and device of ``like``."""
         if hasattr(like, "new_ones"):
             return like.new_ones(n)
         return self._xp.ones((n,), dtype=like.dtype)

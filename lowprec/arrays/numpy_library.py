@@ -1,4 +1,4 @@
-"""NumPy, with the element types of ml_dtypes."""
+"""NumPy arrays, including the dtypes of ml_dtypes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
-#: Bytes. JAX adopts memory that is aligned so, and kernels write it in whole lines.
+#: Alignment in bytes: JAX imports memory with it without a copy, and kernels write whole cache lines.
 CACHE_LINE = 64
-#: Results from here on are aligned: many are written past the caches.
+#: Results of at least this many bytes are aligned, for non-temporal stores.
 _LARGE_BYTES = 1 << 20
 
-# By NumPy type, in native byte order: the element type, the shift from byte strides to element strides, and the
-# bits of a byte stride that this shift would lose.
+# By NumPy dtype in native byte order: the element type, the shift from byte strides to element strides, and the bits
+# of a byte stride that the shift drops.
 _ENTRIES = {numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1) for d, numpy_dtype in NUMPY_DTYPES.items()}
 
 
 def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
     """Return the view of a NumPy array.
 
-    Arrays of foreign byte order, misaligned, or with byte strides that are no multiple of the element size are copied,
-    and the view records the reason.
+    An array of foreign byte order, misaligned, or with byte strides that are not multiples of the element size is
+    copied; the view records the reason.
     """
     entry = _ENTRIES.get(array.dtype)
     flags = array.flags
@@ -36,7 +36,7 @@ def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
         return _view_of_copy(array)
     dtype, shift, lost = entry
     strides = array.strides
-    if len(strides) == 2:  # almost every call; the loop below costs 0.3 us more
+    if len(strides) == 2:  # the common case, 0.3 us faster than the loop below
         first, second = strides
         if (first | second) & lost:
             return _view_of_copy(array)
@@ -58,23 +58,23 @@ def _view_of_copy(array: NDArray[Any]) -> ArrayView:
     elif not array.flags.aligned:
         reason = "its memory is not aligned to the element size"
     else:
-        reason = "its byte strides are no multiples of the element size"
+        reason = "its byte strides are not multiples of the element size"
     copy = np.array(array, NUMPY_DTYPES[dtype], order="C")
     strides = contiguous_strides(copy.shape)
     return HostView(dtype, copy.shape, strides, CPU, copy, not array.flags.writeable, None, reason)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return an array that begins with a cache line; its memory belongs to its base."""
+    """Return a new array aligned to a cache line."""
     try:
         raw: NDArray[Any] = np.empty(prod(shape) * dtype.itemsize + CACHE_LINE, np.uint8)
     except (MemoryError, ValueError):  # ValueError: no such size exists
-        return np.empty(shape, dtype)  # its error names the array that memory lacks
+        return np.empty(shape, dtype)  # raises with the shape in the message
     return np.ndarray(shape, dtype, raw, -data_pointer(raw) % CACHE_LINE)
 
 
 class NumpyLibrary(Library):
-    """NumPy arrays: read and written in place by their own attributes."""
+    """NumPy arrays, read and written in place."""
 
     name = "numpy"
 
@@ -92,7 +92,7 @@ class NumpyLibrary(Library):
         return HostView(dtype, shape, contiguous_strides(shape), CPU, array, False, None)
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return the array; one without axes becomes a scalar, as from ``numpy.matmul``."""
+        """Return the array, or a scalar if it has no axes, as ``numpy.matmul``."""
         return buffer if buffer.ndim else buffer[()]
 
     @staticmethod
@@ -101,12 +101,11 @@ class NumpyLibrary(Library):
         name = type(array).__name__
         if isinstance(array, np.ma.MaskedArray):
             return ArrayError(
-                f"{name} is not accepted: a matrix product cannot carry its mask; pass array.filled(0), or "
-                "array.data to ignore the mask"
+                f"{name} is not accepted: a matrix product has no mask; pass array.filled(0), or array.data to ignore "
+                "the mask"
             )
         return ArrayError(
-            f"{name} is not accepted: the result would be a plain numpy.ndarray without the subclass's additions; "
-            "pass numpy.asarray(array)"
+            f"{name} is not accepted: the result would be a plain numpy.ndarray; pass numpy.asarray(array)"
         )
 
 

@@ -1,6 +1,6 @@
-"""Views of prepared operands: lowprec's own copy of an array, with the packed forms that kernels keep.
+"""Views of prepared operands: lowprec's copy of an array, with a cache of its packed operands.
 
-Backends keep here whatever they make of ``b`` that does not depend on ``a``, by a key of all that it depends on.
+A backend caches here the packed ``b`` of a product, under a key of everything that it depends on.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from lowprec.errors import ArrayError
 
 
 class PackedOperand(NamedTuple):
-    """An operand as a kernel reads it: rounded, split or packed."""
+    """An operand rounded, split or packed for a kernel, and its size."""
 
     value: Any
     nbytes: int
 
 
 class PreparedView(ArrayView):
-    """A view of immutable memory, with the packed forms that kernels keep of it.
+    """A view of immutable memory with its packed operands.
 
-    ``view`` is that of the copy, ``mode`` the one whose products pack it, ``whole`` the view of the operand of whose
-    stack this is a matrix. ``packed`` has no lock, which a fork could find taken: of several first threads one wins.
+    Products in ``mode`` use ``packed``, the cache of packed operands. It has no lock, because a fork could find it
+    held: if several threads pack at once, the first result is kept. ``whole`` is the stack of which this is a matrix.
     """
 
     __slots__ = ("_transposed", "_whole", "mode", "packed")
@@ -42,12 +42,12 @@ class PreparedView(ArrayView):
         self._transposed: PreparedView | None = None
 
     def ndarray(self) -> NDArray[Any]:
-        """Return the copy itself. Host memory only."""
+        """Return the copy as a NumPy array. Host memory only."""
         array: NDArray[Any] = self.owner if self.device.is_host else super().ndarray()
         return array
 
     def packed_operand(self, key: Any, make: Callable[[], PackedOperand]) -> Any:
-        """Return a packed operand, made if it is missing."""
+        """Return the packed operand of this key; ``make`` packs it if it is missing."""
         found = self.packed.get(key)
         if found is None:
             found = self.packed.setdefault(key, make())
@@ -55,53 +55,54 @@ class PreparedView(ArrayView):
 
     @property
     def whole(self) -> PreparedView:
-        """The operand of which this is a matrix, or the operand itself."""
+        """The stack of which this is one matrix, or the operand itself."""
         return self if self._whole is None else self._whole
 
     def matrix(self, x: NDArray[Any]) -> PreparedView:
-        """Return the view of one of its matrices, in host memory."""
+        """Return the view of one matrix of a stack in host memory."""
         return PreparedView(host_view(x), self.mode, self.packed, self)
 
     @property
     def transposed(self) -> PreparedView:
-        """The same memory with the last two axes exchanged, and the same packed operands."""
+        """The view with the last two axes exchanged, sharing memory and packed operands."""
         if self._transposed is None:
             if self.device.is_host:
-                turned = host_view(self.owner.swapaxes(-1, -2))
+                view = host_view(self.owner.swapaxes(-1, -2))
             else:
-                turned = ArrayView(
-                    self.dtype, _turned(self.shape), _turned(self.strides), self.device, self.owner, True, self.address
+                view = ArrayView(
+                    self.dtype, _swapped(self.shape), _swapped(self.strides), self.device, self.owner, True,
+                    self.address,
                 )  # fmt: skip
-            self._transposed = PreparedView(turned, self.mode, self.packed)
+            self._transposed = PreparedView(view, self.mode, self.packed)
         return self._transposed
 
 
-def _turned(extents: tuple[int, ...]) -> tuple[int, ...]:
+def _swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
     return (*extents[:-2], extents[-1], extents[-2])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prepared:
-    """The caller's handle of a prepared view; :class:`lowprec.PreparedOperand` adds its properties."""
+    """Base of :class:`lowprec.PreparedOperand`: the object that holds a prepared view for the caller."""
 
     _view: PreparedView
 
-    #: NumPy's ``@`` would take it for a scalar.
+    #: Without this NumPy's ``@`` treats it as a scalar.
     __array_ufunc__ = None
 
 
 def refuse_prepared(**arguments: Any) -> None:
-    """Raise where one of these arguments is a prepared operand."""
+    """Raise ArrayError if one of these arguments is a prepared operand."""
     for name, value in arguments.items():
         if isinstance(value, Prepared):
             raise ArrayError(
-                f"{name} is a prepared operand; it is accepted only as b of matmul, and as the weight of linear, with "
-                "an array that is read in place; pass the array itself"
+                f"{name} is a prepared operand, which is accepted only as b of matmul and as the weight of linear, "
+                "with an array that is read in place; pass the array itself"
             )
 
 
 def copy_of(view: ArrayView, stream: int | None) -> ArrayView:
-    """Return the view of a copy with the same strides and alignment, in the order of a stream where there is one."""
+    """Return the view of a copy with the same strides and alignment, made on a stream if there is one."""
     if view.device.is_host:
         return host_view(_host_copy(view))
     device, (first, last) = view.device, view.extent()
@@ -119,7 +120,7 @@ _ALIGNMENT_BYTES = 256
 
 
 def _host_copy(view: ArrayView) -> NDArray[Any]:
-    """Return a copy of the elements alone; the system provides no memory for large gaps between them."""
+    """Return a copy with the same strides; pages of large gaps between elements are never touched."""
     if not view.size:
         return np.empty(view.shape, view.ndarray().dtype)
     first, last = view.extent()

@@ -1,8 +1,8 @@
-"""PyTorch's mechanisms that intercept operations: modes, tracers, transforms, tangents.
+"""Detection of PyTorch mechanisms that intercept operations: dispatch modes, tracers, transforms, tangents.
 
 A ``TorchDispatchMode`` may replace the result of an operation (``FakeTensorMode``), record it (``make_fx``) or count it
-(``FlopCounterMode``); ``torch.jit.trace`` records; ``torch.func`` wraps. lowprec's product is no operation of torch,
-so they would see only the allocation of its result.
+(``FlopCounterMode``); ``torch.jit.trace`` records; ``torch.func`` wraps. A product by address is not an operation of
+torch, so they would see only the allocation of its result.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from lowprec.errors import ArrayError, DelegateError
 
-#: The target where torch must see the product.
+#: matmul as an operation of torch.
 DELEGATE = "lowprec.torch:matmul"
 
 
 def probes_of(torch: Any) -> tuple[Callable[[], Any], ...]:
-    """Return functions of torch's that are false where nothing intercepts; 20 to 50 ns each.
+    """Return functions of torch that are true if an interception may be active; 20 to 50 ns each.
 
-    ``make_fx(pre_dispatch=True)`` has a dispatch mode and a function mode separate from the others.
+    They include function modes because ``make_fx(pre_dispatch=True)`` keeps its dispatch mode on a separate stack.
     """
     core = torch._C
     return (
@@ -31,7 +31,7 @@ def probes_of(torch: Any) -> tuple[Callable[[], Any], ...]:
 
 
 def refuse_interception(torch: Any) -> None:
-    """Raise an ArrayError if an interception that a probe found would miss a product; function modes do not."""
+    """Raise ArrayError if an active interception would miss the product; function modes would not."""
     if torch._C._is_tracing():
         raise ArrayError(
             "torch.jit.trace is recording, and would record an empty result for lowprec's product; call lowprec "
@@ -53,16 +53,16 @@ def refuse_interception(torch: Any) -> None:
 
 
 def refuse_tangent(torch: Any, array: Any) -> None:
-    """Raise an ArrayError if a tensor has a tangent at the current level, unless forward-mode AD is switched off.
+    """Raise DelegateError if a tensor has a tangent at the current level of forward-mode AD.
 
-    Below autograd, in the handler of a dispatch mode, PyTorch has handled tangents and cannot be asked for them.
+    Below autograd, in the handler of a dispatch mode, PyTorch has already handled tangents.
     """
     core = torch._C
     if core._dispatch_tls_is_dispatch_key_excluded(core.DispatchKey.AutogradFunctionality):
         return
     if torch.autograd.forward_ad.unpack_dual(array).tangent is not None:
         raise DelegateError(
-            "the torch tensor has a tangent of forward-mode AD, which only lowprec.matmul carries on; pass "
+            "the torch tensor has a tangent of forward-mode AD, which only lowprec.matmul propagates; pass "
             "torch.autograd.forward_ad.unpack_dual(tensor).primal",
             DELEGATE,
         )
@@ -72,7 +72,7 @@ def _dispatch_mode(torch: Any) -> Any:
     mode = torch.utils._python_dispatch._get_current_dispatch_mode()
     if mode is not None:
         return mode
-    # The stack of these modes is the process's; a dispatch key shows whether they act on this thread.
+    # The stack of pre-dispatch modes is global; the dispatch key shows whether they are active in this thread.
     if not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
         return None
     return torch._ops._get_current_dispatch_mode_pre_dispatch()

@@ -1,4 +1,4 @@
-"""PyTorch tensors, by their own attributes."""
+"""PyTorch tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lowprec.errors import ArrayError, DelegateError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
-#: Bytes from which on NumPy asks, too.
+#: Smallest result, in bytes, for which huge pages are requested; the same as in NumPy.
 LARGE_BYTES = 4 << 20
 
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    """Return the system's call, None where it has no huge pages to ask for."""
+    """Return the C function, None on systems without huge pages."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return None
     function = ctypes.CDLL(None).madvise
@@ -31,17 +31,17 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def request_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages for memory that is about to be written whole; only whole pages inside of it are touched."""
+    """Request huge pages for the whole pages of a new buffer."""
     madvise = _madvise()
     if madvise is None:
         return
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    # Advice that is not taken costs speed alone.
+    # A failure costs only speed.
     madvise(first, last - first, mmap.MADV_HUGEPAGE)
 
 
-# torch's device types and DLPack's; those without a memory address (meta, xla, ...) are missing.
+# DLPack device types of torch's; types without memory addresses (meta, xla, ...) are absent.
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2, "mps": 8, "privateuseone": 12, "xpu": 14}
 _ROCM = 10
 
@@ -52,10 +52,10 @@ _WITH_GRAD = (
 
 
 class TorchLibrary(Library):
-    """PyTorch: plain tensors and parameters, on any device with addresses.
+    """PyTorch tensors and parameters on any device with memory addresses.
 
-    A tensor that requires grad is refused while gradients are recorded, because the product would drop out of the
-    graph; not inside ``torch.no_grad()`` or ``torch.inference_mode()``.
+    While gradients are recorded, a tensor that requires grad has no view: the product would be missing in the autograd
+    graph.
     """
 
     name = "torch"
@@ -75,13 +75,13 @@ class TorchLibrary(Library):
         # The allocator of its compiled code takes a third of the time; older versions lack it.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_on_cpu = getattr(guards, "_empty_strided_cpu", None)
-        # Used by torch's own compiler: 0.1 us, while torch.cuda.current_stream makes an object first.
+        # Used by torch's own compiler: 0.1 us, without the object of torch.cuda.current_stream.
         self._raw_stream = getattr(
             torch._C, "_cuda_getCurrentRawStream", lambda i: torch.cuda.current_stream(i).cuda_stream
         )
 
     def check_type(self, array: Any) -> None:
-        """Raise for tensors whose class is not strided memory."""
+        """Raise ArrayError for subclasses of Tensor that may have no memory of their own."""
         kind = type(array)
         if kind not in self._accepted:
             tensor, parameter = self._accepted
@@ -91,23 +91,23 @@ class TorchLibrary(Library):
                 parameter.__torch_function__,
                 MethodType(tensor.__torch_function__.__func__, kind),
             ):
-                return  # it only adds attributes
+                return  # a subclass that only adds attributes
             refuse = functools.partial(DelegateError, target=DELEGATE) if acts else ArrayError
             raise refuse(
-                f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may hold no memory of its "
-                "own; pass a plain tensor (tensor.full_tensor() of a DTensor, "
-                "tensor.as_subclass(torch.Tensor) where the subclass has memory of its own)"
+                f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may have no memory of its "
+                "own; pass a plain tensor (tensor.full_tensor() of a DTensor, tensor.as_subclass(torch.Tensor) if the "
+                "subclass has memory)"
             )
 
     def view(self, array: Any) -> ArrayView:
-        """Return the view of a tensor, unless an interception of torch's operations would miss the product."""
+        """Return the view of a tensor; raise ArrayError if an active mode or transform would miss the product."""
         dispatch_modes, function_modes, is_tracing, transforms = self._probes
         if dispatch_modes() or function_modes() or is_tracing() or transforms():
             refuse_interception(self._torch)
         return self.view_same_type(array)
 
     def view_same_type(self, array: Any) -> ArrayView:
-        """Return the view of a tensor; conjugation and negation that torch has put off are carried out first."""
+        """Return the view of a tensor; lazy conjugation and negation are resolved first."""
         if self._forward_ad._current_level >= 0:
             refuse_tangent(self._torch, array)
         copied = None
@@ -118,7 +118,7 @@ class TorchLibrary(Library):
             self._refuse_dtype(array)
         if array.is_neg() or (dtype.is_complex and array.is_conj()):
             array = array.resolve_conj().resolve_neg()
-            copied = "torch had put off its conjugation or negation"
+            copied = "its lazy conjugation or negation was resolved"
         try:
             address = array.data_ptr()
             shape = tuple(array.shape)
@@ -140,11 +140,11 @@ class TorchLibrary(Library):
         return self.view_same_type(unwrapped)
 
     def mark_written(self, array: Any) -> None:
-        """Let autograd notice where a tensor saved for a backward pass is overwritten, as by torch's own functions."""
+        """Bump the tensor's version, by which autograd detects writes to tensors saved for a backward pass."""
         self._torch.autograd.graph.increment_version(array)
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of a new tensor on the device of ``like``, from torch's own allocator."""
+        """Return the view of a new tensor on the device of ``like``."""
         torch_dtype, strides = self._torch_dtypes[dtype], contiguous_strides(shape)
         if device is CPU and self._empty_on_cpu is not None:
             array = self._empty_on_cpu(shape, strides, torch_dtype)
@@ -165,7 +165,7 @@ class TorchLibrary(Library):
         return self._raw_stream(device.index) or 1
 
     def _device_of(self, device: Any) -> Device | None:
-        """Return DLPack's name of a ``torch.device``, None if its memory has no addresses."""
+        """Return the DLPack device of a ``torch.device``, None if its memory has no addresses."""
         kind = self._device_types.get(device.type)
         if kind is None:
             return None
@@ -175,7 +175,7 @@ class TorchLibrary(Library):
         if array.is_quantized:
             raise ArrayError("the torch tensor is quantised; pass tensor.dequantize()")
         dtype_from_name(str(array.dtype).removeprefix("torch."))
-        raise AssertionError(f"{array.dtype} is supported and was not recognised")
+        raise AssertionError(f"{array.dtype} is supported but was not recognised")
 
     def _without_memory(self, array: Any) -> ArrayError:
         if array.layout is not self._torch.strided:
@@ -183,15 +183,13 @@ class TorchLibrary(Library):
         if array.is_nested:
             return ArrayError("the torch tensor is nested; multiply its parts, from tensor.unbind()")
         if array.is_meta:
-            return DelegateError(
-                "the torch tensor is on device 'meta', where it has no memory that can be read", DELEGATE
-            )
+            return DelegateError("the torch tensor is on device 'meta', where it has no memory", DELEGATE)
         if self.device_of(array.device) is None:
             return ArrayError(
-                f"the torch tensor is on device {str(array.device)!r}, where it has no memory that can be read; "
-                "move it to the CPU or a GPU"
+                f"the torch tensor is on device {str(array.device)!r}, whose memory cannot be read; move it to the CPU "
+                "or a GPU"
             )
         return ArrayError(
             "the torch tensor has no memory of its own: its storage has been freed, as FSDP does between uses (see "
-            "FSDP.summon_full_params), or torch keeps its elements in another tensor; pass a tensor that has them"
+            "FSDP.summon_full_params), or its elements are in another tensor; pass a tensor with storage"
         )

@@ -1,7 +1,4 @@
-"""Views: shape, strides, type and address of a caller's array.
-
-All stages after the first read only views. The address of a NumPy array is computed when it is read.
-"""
+"""``ArrayView``: shape, strides, dtype, device and address of a caller's array."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from numpy.typing import NDArray
 from lowprec.formats import DType
 from lowprec.util.strides import contiguous_strides, reach
 
-#: NumPy's type for each element type; bfloat16 and float8 are those of ml_dtypes.
+#: NumPy dtype of each element type; bfloat16 and float8 are those of ml_dtypes.
 NUMPY_DTYPES: dict[DType, np.dtype[Any]] = {d: np.dtype(getattr(ml_dtypes, d.label, d.label)) for d in DType}
 
-#: The other way round, in native byte order.
+#: Element type of each NumPy dtype in native byte order.
 FROM_NUMPY = {numpy_dtype: d for d, numpy_dtype in NUMPY_DTYPES.items()}
 
-# ``DLDeviceType`` of dlpack.h: the words that the libraries use for each.
+# Common names of the values of ``DLDeviceType`` (dlpack.h).
 _DEVICE_NAMES = {
     1: "cpu",
     2: "cuda",
@@ -39,7 +36,7 @@ _DEVICE_NAMES = {
 
 
 class Device(NamedTuple):
-    """Where an array's memory is, in DLPack's terms.
+    """A device by DLPack's type and index.
 
     Examples
     --------
@@ -48,12 +45,12 @@ class Device(NamedTuple):
     """
 
     type: int  # ``DLDeviceType``: 1 is the CPU, 2 is CUDA
-    #: Which of the devices of that type; 0 for the CPU.
-    index: int  # type: ignore[assignment]  # readers expect a field, not tuple.index
+    #: Number of the device; 0 for the CPU.
+    index: int  # type: ignore[assignment]  # a field, not tuple.index
 
     @property
     def is_host(self) -> bool:
-        """Whether the CPU can read this memory by its address."""
+        """Whether the CPU can read memory of this device."""
         return self.type == 1
 
     def __str__(self) -> str:
@@ -61,7 +58,7 @@ class Device(NamedTuple):
         return name if self.is_host else f"{name}:{self.index}"
 
 
-#: Memory of the host; pinned memory counts as such.
+#: Host memory, pinned memory included.
 CPU = Device(1, 0)
 
 
@@ -70,11 +67,11 @@ _MAX_UNUSED = 1 << 48
 
 @dataclass(slots=True, eq=False, repr=False)
 class ArrayView:
-    """An array as lowprec sees it; immutable.
+    """An immutable view of an array of any library.
 
-    Strides count elements and may be zero or negative. ``owner`` keeps the memory alive, and is None for a description
-    without memory. ``read_only``: the library forbids writing, or does not say. ``address`` is that of the element with
-    all indices zero. ``copied`` is a phrase for ``plan``: why this is a view of a copy.
+    Strides count elements and may be zero or negative. ``owner`` keeps the memory alive; it is None for a description
+    (shape and dtype without memory). ``read_only`` is set if the library forbids writing. If the view is of a copy,
+    ``copied`` is the reason for the copy as a phrase.
     """
 
     dtype: DType
@@ -94,7 +91,7 @@ class ArrayView:
 
     @property
     def is_description(self) -> bool:
-        """Whether there is no memory, and no device, behind the view."""
+        """Whether the view has neither memory nor device."""
         return self.owner is None
 
     @property
@@ -113,17 +110,17 @@ class ArrayView:
         return prod(self.shape) * self.dtype.itemsize
 
     def ndarray(self) -> NDArray[Any]:
-        """Return a NumPy array on the same memory, which it keeps alive. Host memory only."""
+        """Return a NumPy array that shares the memory and keeps it alive. Host memory only."""
         assert self.device.is_host, f"{self.device} memory has no NumPy array"
         dtype = NUMPY_DTYPES[self.dtype]
-        if 0 in self.shape:  # their address may be null
+        if 0 in self.shape:  # the address may be null
             return np.empty(self.shape, dtype)
         itemsize = self.dtype.itemsize
-        # The stride of an axis of length 1 is not used, and may be more than NumPy takes.
+        # The stride of an axis of length 1 is unused, and may exceed NumPy's limit.
         strides = [
             s * itemsize if n > 1 or abs(s) < _MAX_UNUSED else 0 for s, n in zip(self.strides, self.shape, strict=True)
         ]
-        # A buffer is addressed from its lowest byte, which negative strides put before the first element.
+        # A buffer starts at its lowest byte, which precedes the first element if strides are negative.
         below = 0
         if strides and min(strides) < 0:
             below = reach(self.shape, self.strides)[0] * itemsize
@@ -134,7 +131,7 @@ class ArrayView:
         return array
 
     def extent(self) -> tuple[int, int]:
-        """Return the first byte address that the view touches and the one after the last."""
+        """Return the address of the first byte of the elements, and the address after the last byte."""
         address = self.address
         if 0 in self.shape:
             return address, address
@@ -152,7 +149,7 @@ class ArrayView:
 
 
 def with_k_zero(a: ArrayView, b: ArrayView) -> tuple[ArrayView, ArrayView]:
-    """Return the operands of a product cut to an inner dimension of 0, if their inner dimensions agree."""
+    """Return the operands with an inner dimension of 0, so that they are not read; unchanged if they do not match."""
     axes = len(a.shape) - 1, max(len(b.shape) - 2, 0)
     if not a.shape or not b.shape or a.shape[axes[0]] != b.shape[axes[1]]:
         return a, b
@@ -165,7 +162,7 @@ def with_k_zero(a: ArrayView, b: ArrayView) -> tuple[ArrayView, ArrayView]:
 
 
 class HostView(ArrayView):
-    """A view whose owner is a NumPy array: its address is worked out only when it is asked for."""
+    """The view of a NumPy array; its address is computed at the first access."""
 
     __slots__ = ()
 
@@ -183,10 +180,10 @@ class HostView(ArrayView):
 
 
 class _Memory(ctypes.Array):  # type: ignore[type-arg]
-    """Bytes at an address, as a buffer that can keep their owner alive.
+    """Bytes at an address as a buffer with a reference to their owner.
 
-    One class with the largest length serves every size, since ctypes keeps a class for each length. NumPy reads only
-    the bytes that shape and strides name.
+    One class of the largest length serves every size, because ctypes never frees array classes. NumPy accesses only
+    the bytes within shape and strides.
     """
 
     _type_ = ctypes.c_char
@@ -195,14 +192,14 @@ class _Memory(ctypes.Array):  # type: ignore[type-arg]
 
 
 def memory_at(address: int, owner: Any) -> Any:
-    """Return the bytes from an address on as a buffer for NumPy, which keeps their owner alive; nothing is read."""
+    """Return a buffer that starts at an address and keeps ``owner`` alive."""
     memory = _Memory.from_address(address)
     memory.owner = owner
     return memory
 
 
-# A PyArrayObject is the object header and then ``char *data`` (numpy/ndarraytypes.h), which is part of NumPy's
-# binary interface. Reading it costs 0.1 us, ``array.ctypes.data`` 0.8 us, and a product of two needs three.
+# In a PyArrayObject ``char *data`` follows the object header (numpy/ndarraytypes.h, part of NumPy's ABI). Reading it
+# takes 0.1 us, ``array.ctypes.data`` 0.8 us.
 _HEADER = object.__basicsize__
 _word_at = ctypes.c_size_t.from_address
 
@@ -227,15 +224,15 @@ def _layout_is_as_expected() -> bool:
 data_pointer = _pointer_by_layout if _layout_is_as_expected() else _pointer_by_interface
 
 
-# How many candidate solutions NumPy's exact search may try; ordinary views need a handful.
+# Limit of candidate solutions in NumPy's exact overlap search; ordinary views need a few.
 _MAX_WORK: Any = 1000
 
 
 def may_overlap(a: ArrayView, b: ArrayView) -> bool:
-    """Whether writing one view may change the other; False is certain.
+    """Whether two views may share memory; False is certain.
 
-    In host memory True is exact as well, unless NumPy's search gives up on the strides. In other memory True means that
-    the address ranges overlap.
+    True is exact in host memory, unless NumPy's search reaches its limit. On a GPU True means that the address ranges
+    overlap.
     """
     if a.device != b.device or a.is_description or b.is_description:
         return False

@@ -87,7 +87,7 @@ def plan(
     Parameters
     ----------
     a, b : array, ShapeDtype, pair of shape and dtype, or anything with ``shape`` and ``dtype``
-        As for :func:`lowprec.matmul`. A description stands for a contiguous array in host memory.
+        As for :func:`lowprec.matmul`. A description is planned as a contiguous array in host memory.
     out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`; descriptions are accepted as arrays.
     device : str, optional

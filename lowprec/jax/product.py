@@ -106,7 +106,7 @@ def _array(name: str, x: Any) -> jax.Array:
     found: jax.Array = jnp.asarray(x)
     if found.dtype != x.dtype:
         raise DTypeError(
-            f"{name} is {x.dtype}, but JAX has 64-bit types switched off; enable them with "
+            f"{name} is {x.dtype}, but 64-bit types are disabled in JAX; enable them with "
             f'jax.config.update("jax_enable_x64", True), or convert {name}'
         )
     return found

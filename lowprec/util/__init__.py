@@ -1,1 +1,1 @@
-"""Functions and classes of no layer: files, enumerations, strides, tables."""
+"""General utilities: files, fork-safe locks, enumerations, strides, tables."""

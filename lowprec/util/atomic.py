@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: the one way in which lowprec writes any."""
+"""Atomic writes: a file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-#: Of a name in a folder, so that the name with its suffix fits the 255 bytes that file systems allow.
+#: Characters of the target's name in the temporary name, which may have 255 bytes in all.
 _LONGEST_PREFIX = 40
 
 
 def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *, mode: int | None = None) -> None:
-    """Write a file by way of a temporary one next to it, which then replaces it in one step.
+    """Write a temporary file in the same folder, then replace the target by it in one step.
 
-    An error before that leaves the old file as it was, and no temporary one. A link stays a link: the file that it
-    points to is replaced. A device, a pipe or a folder is not replaced, but an OSError.
+    After an error the old file is unchanged and the temporary file is removed. The target of a symbolic link is
+    replaced, not the link. A device, pipe or folder is an OSError.
 
-    ``write`` gets the temporary file, open for writing bytes. ``mode`` are the permissions; by default those of the
-    file that is replaced, else the usual ones of a new file.
+    ``write`` gets the temporary file, open for writing bytes. ``mode`` are the permissions, by default those of the old
+    file, or the default ones of a new file.
     """
     _refuse_special(path)
     target = Path(path).resolve()
     temporary = target.with_name(f".{target.name[:_LONGEST_PREFIX]}.{secrets.token_hex(8)}.tmp")
-    # One frame, so that no signal handler's exception leaves the file behind.
+    # One frame, so that an exception of a signal handler cannot leave the temporary file.
     try:
         with open(temporary, "xb", opener=_opener(mode)) as file:
             write(file)

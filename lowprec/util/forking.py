@@ -1,4 +1,4 @@
-"""Locks that a fork waits for, so that a child never finds one of them held by a thread that it lacks."""
+"""Locks that are acquired before a fork, so that a child never inherits one held by a thread of its parent."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class _Lock(Protocol):
     def release(self) -> object: ...
 
 
-#: Held while an executor is made, which may import modules and compile kernels: Python would leave the locks of these
-#: modules taken in a child. First, since it is held while others are acquired.
-making = threading.RLock()
+#: Held while an executor is created, which may import modules and compile kernels: a child would inherit held import
+#: locks of these modules. Acquired first, because other locks are acquired under it.
+creation_lock = threading.RLock()
 
-_locks: list[_Lock] = [making]
+_locks: list[_Lock] = [creation_lock]
 
 
-def hold(lock: _Lock) -> None:
+def register_lock(lock: _Lock) -> None:
     """Acquire a re-entrant lock before each fork, and release it afterwards in both processes."""
     _locks.append(lock)
 
@@ -33,10 +33,10 @@ def _begin() -> None:
 
 def _end() -> None:
     for lock in _locks:
-        with suppress(RuntimeError):  # not acquired, after an exception of a signal handler
+        with suppress(RuntimeError):  # not held, after an exception of a signal handler in _begin
             lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    # Hooks run in reverse order. That of logging, whose lock imports and numba take, must come after this one.
+    # Hooks run in reverse order. Logging, imported above, must register first: imports and numba take its lock.
     os.register_at_fork(before=_begin, after_in_parent=_end, after_in_child=_end)

@@ -1,4 +1,4 @@
-"""Plain values: what JSON holds, and enumerations that are strings."""
+"""JSON values and string enumerations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """Return a value, or a container of values, with None for each number that JSON lacks (Inf, NaN).
+    """Return a value or container with Inf and NaN, which JSON lacks, replaced by None.
 
     Examples
     --------
@@ -25,7 +25,7 @@ def finite(value: Any) -> Any:
 
 
 class StrEnum(str, Enum):
-    """An enumeration whose members are strings and print as such: Python's own, which comes with 3.11.
+    """An enumeration of strings, as :class:`enum.StrEnum` of Python 3.11.
 
     Examples
     --------
@@ -38,5 +38,5 @@ class StrEnum(str, Enum):
     def __str__(self) -> str:
         return str.__str__(self)
 
-    # Without Enum's detour: modes are looked up on every call.
+    # Faster than Enum's own: modes are hashed on every call.
     __hash__ = str.__hash__

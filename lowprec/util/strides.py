@@ -1,4 +1,4 @@
-"""Strides of arrays as plain numbers, for views and plans."""
+"""Arithmetic of strides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]:
     """Return the strides, in elements, of a row-major array without gaps.
 
-    An empty dimension counts as one of extent 1, as in PyTorch. ``step`` is the stride of the last dimension.
+    A dimension of extent 0 counts as 1, as in PyTorch. ``step`` is the stride of the last dimension.
 
     Examples
     --------
@@ -23,7 +23,7 @@ def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]
 
 
 def reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return the steps from the element with all indices zero to the first and to the last in memory.
+    """Return the offsets of the first and the last element in memory from the element with all indices zero.
 
     Examples
     --------
@@ -40,10 +40,10 @@ def reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
 
 
 def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether two indices of a view may name one element, so that the view cannot be written.
+    """Whether two indices of a view may refer to the same element.
 
-    True for every view that repeats an element. Strides that interleave without repeating (3 and 2 over a shape
-    of ``(2, 2)``) are also reported: no slice, transpose or reshape makes them.
+    True for every view with such indices, and also for interleaved strides without them (3 and 2 over shape
+    ``(2, 2)``), which no slice, transpose or reshape creates.
 
     Examples
     --------

@@ -231,9 +231,9 @@ def test_torch_lazy_conjugate_and_negative_are_carried_out(torch: Any) -> None:
     library = library_of(z)
     for lazy in (z.mH, z.conj().imag):
         view = library.view(lazy)
-        assert view.copied == "torch had put off its conjugation or negation"
+        assert view.copied == "its lazy conjugation or negation was resolved"
         np.testing.assert_array_equal(view.ndarray(), lazy.resolve_conj().resolve_neg().numpy())
-        with pytest.raises(ArrayError, match="out cannot be written in place: torch had put off"):
+        with pytest.raises(ArrayError, match="out cannot be written in place: its lazy conjugation"):
             library.writable_view(lazy)
     assert library.view(z).copied is None
 
@@ -322,9 +322,9 @@ def test_jax_deleted_arrays_and_keys_are_refused(jax: Any) -> None:
 
 def test_jax_64_bit_results_need_64_bit_jax(jax: Any) -> None:
     like = jax.numpy.ones(3, jax.numpy.float32)
-    with jax.enable_x64(False), pytest.raises(DTypeError, match="64-bit types switched off"):
+    with jax.enable_x64(False), pytest.raises(DTypeError, match="64-bit types are disabled"):
         library_of(like).allocate((2,), DType.FLOAT64, CPU, like)
-    with pytest.raises(DeviceError, match="the result would be on rocm:0"):
+    with pytest.raises(DeviceError, match="cannot allocate the result on rocm:0"):
         library_of(like).allocate((2,), DType.FLOAT32, Device(10, 0), like)
 
 
@@ -712,9 +712,9 @@ def test_nested_producers_are_asked_once_each(memory: np.ndarray) -> None:
 def test_devices_that_are_none_are_refused(memory: np.ndarray, device: Any) -> None:
     producer = Capsules(memory)
     producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: device})
-    with pytest.raises(ArrayError, match=r"Misled names no device by DLPack"):
+    with pytest.raises(ArrayError, match=r"Misled has no DLPack device"):
         library_of(producer).view(producer)
-    with pytest.raises(ArrayError, match=r"Misled names no device by DLPack"):
+    with pytest.raises(ArrayError, match=r"Misled has no DLPack device"):
         lowprec.linalg.solve(producer, producer)
     assert producer.deleted == 0
 
@@ -724,7 +724,7 @@ def test_a_device_that_is_not_that_of_the_memory_is_refused(memory: np.ndarray, 
     """The one decides which stream the data are ready on, the other which memory is read."""
     producer = Capsules(memory, device_type=is_on)
     producer.__class__ = type("Misled", (Capsules,), {"__dlpack_device__": lambda self: (says, 0)})
-    with pytest.raises(ArrayError, match=r"says that it is on .*, and exports memory on "):
+    with pytest.raises(ArrayError, match=r"reports .* as its device but exports memory on "):
         library_of(producer).view(producer)
     gc.collect()
     assert producer.deleted == 1
@@ -968,7 +968,7 @@ def test_cupy_arrays_are_read_by_their_attributes() -> None:
     assert library.view(fake.ndarray(NUMPY_DTYPES[DType.BFLOAT16])).dtype is DType.BFLOAT16
     assert library.current_stream(Device(2, 1)) == 0x1234
     assert library.current_stream(Device(2, 0)) == 1  # the default stream by its DLPack number
-    with pytest.raises(ArrayError, match="no multiples of 4"):
+    with pytest.raises(ArrayError, match="not multiples of 4"):
         library.view(fake.ndarray(strides=(18, 6)))
     with pytest.raises(DTypeError, match="'int64' is not supported"):
         library.view(fake.ndarray("int64"))

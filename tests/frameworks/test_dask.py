@@ -294,7 +294,7 @@ def test_refused_arguments() -> None:
         matmul([1.0], x)
     masked = np.ma.masked_array(np.ones((4, 4), np.float32), mask=True)
     for given in (masked, da.from_array(masked, chunks=2)):
-        with pytest.raises(lowprec.ArrayError, match="cannot carry its mask"):
+        with pytest.raises(lowprec.ArrayError, match="has no mask"):
             matmul(x, given)
     with pytest.raises(lowprec.UnsupportedError, match="bias= cannot be used here: a: a Dask array"):
         lowprec.matmul(x, x, bias=np.ones(4, np.float32))

@@ -11,7 +11,7 @@ import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 
-_STANDS_FOR = "is a prepared operand; it is accepted only as b of matmul, and as the weight of linear"
+_STANDS_FOR = "is a prepared operand, which is accepted only as b of matmul and as the weight of linear"
 
 
 def draw(*shape: int) -> Any:

@@ -114,7 +114,7 @@ def test_a_provider_is_loaded_with_the_first_device(monkeypatch: pytest.MonkeyPa
 
 def test_a_device_without_a_provider_is_refused() -> None:
     assert not is_served(Device(10, 0))
-    with pytest.raises(DeviceError, match=r"the result would be on rocm:0, where lowprec has no"):
+    with pytest.raises(DeviceError, match=r"lowprec cannot allocate the result on rocm:0"):
         provider(Device(10, 0))
 
 
@@ -366,6 +366,6 @@ def test_jax_adopts_results_on_a_gpu(memory: Memory) -> None:
 
 def test_jax_64_bit_results_on_a_gpu_need_64_bit_jax(memory: Memory) -> None:
     """By a stand-in for JAX on a GPU: the check is lowprec's."""
-    with pytest.raises(DTypeError, match="64-bit types switched off"):
+    with pytest.raises(DTypeError, match="64-bit types are disabled"):
         JaxLibrary(gpu_jax()).allocate((5, 3), DType.FLOAT64, GPU, None)
     assert memory.calls == []

@@ -205,7 +205,7 @@ def test_nothing_runs_before_its_operands_are_ready(diary: Diary) -> None:
 
 def test_another_librarys_arrays_need_a_provider(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(device_memory._loaders, GPU.type)
-    with pytest.raises(DeviceError, match="cuda:0, where lowprec has no memory"):
+    with pytest.raises(DeviceError, match="lowprec cannot allocate the result on cuda:0"):
         run(diary, array(Alpha), array(Beta))
     assert diary.entries == []
 

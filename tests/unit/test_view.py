@@ -159,7 +159,7 @@ def test_aligned_memory_with_strides_between_elements_is_copied(shape: tuple[int
     expected = np.arange(6).reshape(shape) * (1 + 2j)
     record["value"] = expected
     view = view_of(record["value"])
-    assert view.copied == "its byte strides are no multiples of the element size"
+    assert view.copied == "its byte strides are not multiples of the element size"
     np.testing.assert_array_equal(view.ndarray(), expected)
 
 
