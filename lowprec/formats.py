@@ -1,7 +1,7 @@
 """Element types and number formats, as data.
 
-A *format* is a set of numbers (how many significand bits, which exponents); an *element type* is how an array
-stores one. TF32 is a format without an element type: its values live in float32.
+A *number format* is a set of numbers, given by precision and exponent range; an *element type* (dtype) is the storage
+of an array's elements. TF32 is a format without an element type: its values are stored as float32.
 
 Sources: IEEE 754-2019 (binary16/32/64); OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); NVIDIA A100
 whitepaper (TF32); DLPack ``dlpack.h`` (type codes); CUDA ``library_types.h`` (``cudaDataType``).
@@ -17,7 +17,7 @@ from lowprec.errors import DTypeError, quoted
 
 @unique
 class ComputeType(Enum):
-    """What cuBLASLt may do with the operands: ``cublasComputeType_t``, the values being the library's."""
+    """``cublasComputeType_t`` of cuBLASLt, with the library's values."""
 
     COMPUTE_32F = 68
     COMPUTE_32F_PEDANTIC = 69
@@ -34,25 +34,25 @@ class NumberFormat:
     """A binary floating-point format."""
 
     name: str
-    precision: int  # significand bits, the hidden one included: 24 for float32
-    emin: int  # exponent of the smallest normal number, as a power of two
+    precision: int  # significand bits including the hidden one: 24 for float32
+    emin: int  # exponent of the smallest normal number, 2^emin
     emax: int  # exponent of the largest number
-    largest: float  # given, not derived: E4M3 uses its top exponent for numbers
-    has_infinity: bool = True  # the result of an overflow; otherwise NaN
+    largest: float  # not derived, because E4M3 uses its top exponent for numbers
+    has_infinity: bool = True  # overflow gives infinity; otherwise NaN
 
     @property
     def unit_roundoff(self) -> float:
-        """Largest relative error of rounding to nearest a number in the normal range."""
+        """Largest relative error of rounding to nearest in the normal range."""
         return 2.0**-self.precision
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest positive number with a full significand."""
+        """Smallest positive normal number."""
         return 2.0**self.emin
 
     @property
     def smallest_subnormal(self) -> float:
-        """Smallest positive number, the spacing near zero."""
+        """Smallest positive number, which is the spacing near zero."""
         return 2.0 ** (self.emin - self.precision + 1)
 
 
@@ -70,7 +70,7 @@ FLOAT8_E4M3FN = NumberFormat("float8_e4m3fn", 4, -6, 8, 448.0, has_infinity=Fals
 FLOAT8_E5M2 = _ieee("float8_e5m2", 3, 15)
 
 
-# Inside the class below the names FLOAT32 and FLOAT64 are its members.
+# Within class DType the names FLOAT32 and FLOAT64 are its members.
 _SINGLE, _DOUBLE = FLOAT32, FLOAT64
 _C = ComputeType
 _FROM_8_BITS = ("bfloat16", "float16", "float32")
@@ -78,12 +78,12 @@ _FROM_8_BITS = ("bfloat16", "float16", "float32")
 
 @unique
 class DType(Enum):
-    """Element types of the operands, by the name that NumPy, ml_dtypes and the frameworks share.
+    """Element types, by their names in NumPy, ml_dtypes and the frameworks.
 
     Each member is a row: ``(name, bits, DLPack code, cudaDataType, format, is_complex, compute type, accumulator,
-    results)``. ``bits`` counts the whole element, so 64 for complex64. The compute type is cuBLASLt's for a product of
-    this type, the accumulator the type in which products are summed and the epilogue is computed, and the results are
-    the types that a product may be rounded to, the first by default.
+    results)``. ``bits`` counts the whole element: 64 for complex64. The compute type is cuBLASLt's for operands of this
+    type; the accumulator is the type of the sums and the epilogue; the results are the possible types of the product,
+    the default first.
     """
 
     # fmt: off
@@ -105,7 +105,7 @@ class DType(Enum):
         bits: int,
         dlpack_code: int,
         cuda_data_type: int,
-        format: NumberFormat | None,  # noqa: A002 - the field's word
+        format: NumberFormat | None,  # noqa: A002 - the usual term
         is_complex: bool,
         compute_type: ComputeType,
         accumulator: str,
@@ -123,20 +123,20 @@ class DType(Enum):
 
     @property
     def accumulator(self) -> DType:
-        """Element type in which products are summed and the epilogue is computed."""
+        """Element type of the sums and the epilogue."""
         return _BY_NAME[self._accumulator]
 
     @property
     def results(self) -> tuple[DType, ...]:
-        """Element types that a product may have, the first by default; empty for types that are no operands."""
+        """Possible element types of a product, the default first; empty if this type cannot be an operand."""
         return tuple(_BY_NAME[name] for name in self._results)
 
     @property
     def is_single_precision(self) -> bool:
-        """Whether a math mode acts on it: float32 and complex64."""
+        """Whether math modes apply: float32 and complex64."""
         return self.format is _SINGLE
 
-    # Members are single objects. Enum would hash the name, in Python, and each call looks several up.
+    # Members are singletons; Enum's own hash is in Python and slower.
     __hash__ = object.__hash__
 
     @property
@@ -162,12 +162,12 @@ _BY_DLPACK = {(d.dlpack_code, d.bits): d for d in DType}
 
 
 def operand_names() -> str:
-    """Return the accepted operand element types as one phrase for messages."""
+    """Return the names of the operand element types as a list for messages."""
     return ", ".join(d.label for d in OPERAND_DTYPES)
 
 
 def dtype_from_name(name: str) -> DType:
-    """Return the element type of this name; raise :class:`DTypeError`, with the known names, if there is none."""
+    """Return the element type of this name; raise :class:`DTypeError` if there is none."""
     try:
         return _BY_NAME[name]
     except KeyError:
@@ -190,11 +190,10 @@ _TO_REAL = {v: k for k, v in _TO_COMPLEX.items()}
 
 
 def promote(a: DType, b: DType) -> DType:
-    """Return the element type to which a product of ``a`` and ``b`` is promoted.
+    """Return the common element type of two operands.
 
-    Floating-point operands go to the wider one; bfloat16 with float16 gives float32, since neither holds the
-    other. The rules are those of the Array API, with ml_dtypes' for bfloat16. A pair without a common type (int8 with
-    a float, two different float8) raises :class:`DTypeError`.
+    Floating-point operands are promoted to the wider type, bfloat16 with float16 to float32, as in the Array API and
+    ml_dtypes. A pair without a common type (int8 with a float, two different float8) raises :class:`DTypeError`.
 
     Examples
     --------

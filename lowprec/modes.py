@@ -41,12 +41,12 @@ class MathMode(StrEnum):
     FP32_EMULATED = "fp32_emulated"
 
 
-#: Which part of ``a`` is multiplied with which part of ``b``; 0 is the leading part.
+#: Indices of a part of ``a`` and a part of ``b`` that are multiplied; 0 is the leading part.
 Pair = tuple[int, int]
 
 
 def _pairs(parts: int, up_to: int) -> tuple[Pair, ...]:
-    """Return the pairs of parts whose indices add up to at most ``up_to``, the smallest products first."""
+    """Return the pairs of parts whose indices sum to at most ``up_to``, the smallest products first."""
     pairs = ((i, order - i) for order in range(up_to, -1, -1) for i in range(order + 1))
     return tuple((i, j) for i, j in pairs if i < parts and j < parts)
 
@@ -56,21 +56,21 @@ class ModeRow:
     """One row of the mode table."""
 
     mode: MathMode
-    operand_format: NumberFormat  # to which each part of an operand is rounded
-    inputs: str  # the operands as multiplied, in words
-    jax_preset: str | None = None  # the equal preset of jax.lax.DotAlgorithmPreset
-    compute_type: ComputeType = ComputeType.COMPUTE_32F  # allowed for cuBLASLt
-    data: DType | None = None  # element type that a GPU multiplies; None: the operands' own
-    parts: int = 1  # in which each operand is split
-    pairs: tuple[Pair, ...] = ((0, 0),)  # products of parts, in the order in which they are summed
-    part_exponent: int = 0  # each part is multiplied by 2 to this power more than the one before
-    factors: tuple[float, ...] = ()  # of the products; empty: as part_exponent says
-    sums_parts: bool = False  # the part after the last is the sum of all, rounded
-    widens: bool = False  # operands are widened, and products summed and rounded once, in FP64
+    operand_format: NumberFormat  # format to which each part of an operand is rounded
+    inputs: str  # description of the rounded operands, for the documentation
+    jax_preset: str | None = None  # equivalent jax.lax.DotAlgorithmPreset
+    compute_type: ComputeType = ComputeType.COMPUTE_32F  # cuBLASLt's
+    data: DType | None = None  # element type that a GPU multiplies; None: that of the operands
+    parts: int = 1  # number of parts of each operand
+    pairs: tuple[Pair, ...] = ((0, 0),)  # products of parts, in the order of their summation
+    part_exponent: int = 0  # part i is multiplied by 2^(i * part_exponent)
+    factors: tuple[float, ...] = ()  # factors of the products; empty: derived from part_exponent
+    sums_parts: bool = False  # the sum of the parts, rounded, is an additional part
+    widens: bool = False  # operands are widened to FP64, and the product is rounded once
 
     @property
     def products(self) -> int:
-        """How many matrix products are formed and summed."""
+        """Number of matrix products that are summed."""
         return len(self.pairs)
 
     @property
@@ -85,12 +85,12 @@ class ModeRow:
         return float(2.0 ** (-self.part_exponent * sum(pair)))
 
     def accumulator(self, dtype: DType) -> DType:
-        """Return the element type in which products of this type are summed, and the epilogue is computed."""
+        """Return the element type of the sums and the epilogue, for operands of this type."""
         wide = DType.COMPLEX128 if dtype.is_complex else DType.FLOAT64
         return wide if self.widens and dtype.is_single_precision else dtype.accumulator
 
 
-#: For parts of each format: cuBLASLt's compute type, and the element type of its data where it is not float32.
+#: cuBLASLt's compute type for each operand format, and the element type of its data unless float32.
 _ON_TENSOR_CORES: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
     formats.FLOAT32: (ComputeType.COMPUTE_32F, None),
     formats.TF32: (ComputeType.COMPUTE_32F_FAST_TF32, None),
@@ -98,8 +98,7 @@ _ON_TENSOR_CORES: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
     formats.FLOAT16: (ComputeType.COMPUTE_32F, DType.FLOAT16),
 }
 
-#: The factor of the low part of two float16 parts, as a power of two: its bits, so that it is as large as the
-#: high part at most.
+#: The low one of two float16 parts is multiplied by 2^11, the precision of float16, so that it does not underflow.
 _LOW_EXPONENT = 11
 _LOW = 2.0**-_LOW_EXPONENT
 
@@ -145,7 +144,7 @@ TABLE: tuple[ModeRow, ...] = (
     _row(_M.FP16X4, formats.FLOAT16, _SCALED, None, _pairs(2, 2), _LOW_EXPONENT),
     _row(_M.FP16X3_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 1)),
     _row(_M.FP16X4_UNSCALED, formats.FLOAT16, _TWO_FLOAT16, None, _pairs(2, 2)),
-    # With h and l the parts, x = h + 2^-11 l: h l' + l h' = (h + l) (h' + l') - h h' - l l', hence the factors.
+    # With parts h and l, x = h + 2^-11 l: the factors follow from h l' + l h' = (h + l) (h' + l') - h h' - l l'.
     ModeRow(
         _M.FP16_KARATSUBA,
         formats.FLOAT16,
@@ -157,7 +156,7 @@ TABLE: tuple[ModeRow, ...] = (
         factors=(_LOW * (_LOW - 1), _LOW, 1 - _LOW),
         sums_parts=True,
     ),
-    # An alias of another mode, which planning chooses.
+    # Replaced by another mode, which planning chooses.
     ModeRow(_M.FP32_EMULATED, formats.FLOAT32, "those of the fastest scheme whose bound is no worse than fp32's"),
 )
 
@@ -166,7 +165,7 @@ _ROWS = {r.mode: r for r in TABLE}
 
 @unique
 class ModeSource(StrEnum):
-    """The source of the mode in force, in order of precedence; each value is the text that ``plan`` prints."""
+    """Source of a resolved mode, in order of precedence; ``plan`` prints the value."""
 
     GUARD = "fp32_guard"
     GUARD_VARIABLE = "LOWPREC_FP32_GUARD"
@@ -181,19 +180,18 @@ class ModeSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedMode:
-    """Which mode is in force, and why."""
+    """A resolved mode and its source."""
 
     mode: MathMode
-    source: ModeSource  # of the decision
-    #: The requested mode, where it differs from ``mode`` (``NVIDIA_TF32_OVERRIDE=0`` turned ``tf32`` into
-    #: ``fp32``), or an overruled argument.
+    source: ModeSource
+    #: The requested mode if it differs from ``mode``: an overruled argument, or ``tf32`` that
+    #: ``NVIDIA_TF32_OVERRIDE=0`` turned into ``fp32``.
     requested: MathMode | None = None
-    reasons: tuple[str, ...] = ()  # the story in full sentences, for people
-    emulates: Architecture | None = None  # whose tensor cores the CPU imitates
+    reasons: tuple[str, ...] = ()  # each decision as a sentence
+    emulates: Architecture | None = None  # GPU generation whose tensor cores the CPU emulates
 
 
-#: Other accepted names. ``highest``, ``high`` and ``medium`` have PyTorch's meaning; JAX uses
-#: ``highest`` and ``high`` alike, and its preset names are accepted unchanged.
+#: Other accepted names: ``highest``, ``high`` and ``medium`` as in PyTorch and JAX, and JAX's presets.
 ALIASES: dict[str, MathMode] = {
     "float32": MathMode.FP32,
     "highest": MathMode.FP32,
@@ -210,17 +208,17 @@ ALIASES: dict[str, MathMode] = {
 
 
 def row(mode: MathMode) -> ModeRow:
-    """Return the table's row of a mode."""
+    """Return the row of a mode."""
     return _ROWS[mode]
 
 
 def available_modes() -> tuple[MathMode, ...]:
-    """Return the modes that this version runs, in table order."""
+    """Return all modes in table order."""
     return tuple(r.mode for r in TABLE)
 
 
 def mode_names() -> str:
-    """Return the modes that this version runs as one phrase for messages."""
+    """Return the names of all modes as a list for messages."""
     return ", ".join(available_modes())
 
 
@@ -228,9 +226,7 @@ _BY_NAME: dict[str, MathMode] = {**{m.value: m for m in MathMode}, **ALIASES}
 
 
 def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
-    """Return the mode of this name or alias, in upper or lower case.
-
-    If there is none, raise :class:`ModeError`, which calls the argument ``what``.
+    """Return the mode of this name or alias, in any case; ``what`` is the argument in a :class:`ModeError`.
 
     Examples
     --------

@@ -382,7 +382,7 @@ def _types(labels: tuple[str, ...], out_dtype: Any) -> tuple[str, str, str, str,
     out = default if out_dtype is None else parse_out_dtype(out_dtype)
     if out not in common.results:
         choices = " or ".join(map(str, common.results))
-        raise DTypeError(f"out_dtype {out} is not possible for operands of {common}; it is {choices}")
+        raise DTypeError(f"out_dtype {out} is not supported for operands of {common}; supported: {choices}")
     between = out if out.bits > default.bits else default
     return common.label, default.label, between.label, out.label, common.accumulator.label
 

@@ -1,4 +1,4 @@
-"""Planning: shapes, strides, element types and a mode, to a printable plan. Pure: it touches no array and no device."""
+"""From shapes, strides, element types and a mode to a printable plan, without reading an array or a device."""
 
 from lowprec.planning.bounds import ErrorBound, error_bound
 from lowprec.planning.kernels import Capabilities, KernelRow, Summation

@@ -1,4 +1,4 @@
-"""Batches as cuBLASLt takes them: one stride per array; several calls where the strides are not regular."""
+"""Batches for cuBLASLt, which takes one batch stride per matrix; irregular strides need several calls."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from math import prod
 
 Shape = tuple[int, ...]
 
-#: An extent, and for each array the stride in elements.
+#: Extent, and the stride of each array in elements.
 Dimension = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The calls that compute a batch, all of one count and of the same strides."""
+    """The calls that compute a batch, all with the same batch count and strides."""
 
     count: int  # matrices per call
-    strides: Shape  # per array, the elements from one matrix to the next
-    offsets: tuple[Shape, ...]  # per call, the elements of each array before its first matrix
+    strides: Shape  # batch stride of each array, in elements
+    offsets: tuple[Shape, ...]  # per call the offset of each array's first matrix, in elements
 
 
 def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
-    """Return the same elements in as few dimensions as their strides allow, outermost first.
+    """Coalesce dimensions, outermost first, as far as the strides of all arrays allow.
 
-    Two adjacent dimensions become one where, in every array, the outer stride is the inner stride times the inner
-    extent. Dimensions of extent 1 go.
+    Two adjacent dimensions become one if in every array the outer stride is the inner stride times the inner extent.
+    Dimensions of extent 1 are dropped.
 
     Examples
     --------
@@ -45,9 +45,9 @@ def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
 
 
 def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
-    """Return the calls that compute a batch: the largest dimension is that of each call, the others are looped over.
+    """Return the calls that compute a batch: each call covers the largest dimension, the calls loop over the others.
 
-    No dimension of ``shape`` is empty; ``stacks`` has per array its strides over ``shape``, in elements.
+    No dimension of ``shape`` is empty; ``stacks`` are the strides of each array over ``shape``, in elements.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
     Batches(count=1, strides=(0,), offsets=((0,), (-6,)))
     """
     dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])
-    # cuBLASLt does not promise to take a negative batch stride.
+    # cuBLASLt does not document negative batch strides.
     forward = [i for i, (_, strides) in enumerate(dimensions) if min(strides) >= 0]
     count, strides = 1, (0,) * len(stacks)
     if forward:
@@ -68,7 +68,7 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
 
 
 def offsets_of(dimensions: Sequence[Dimension], arrays: int) -> Iterator[Shape]:
-    """Yield the offsets of each index over some dimensions, in elements of each of so many arrays."""
+    """Yield for each index over the dimensions the offset of each array, in elements."""
     for indices in product(*(range(extent) for extent, _ in dimensions)):
         yield tuple(
             sum(index * strides[i] for index, (_, strides) in zip(indices, dimensions, strict=True))

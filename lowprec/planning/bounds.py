@@ -1,46 +1,45 @@
 """Guaranteed errors of the product, before alpha, c, bias and the activation.
 
-Notation: u is the unit roundoff of a format, gamma_d = d u / (1 - d u) with u of the accumulator. A value that a sum
-carries through at most d roundings is off by a factor within 1 +- gamma_d (Higham, *Accuracy and Stability of
-Numerical Algorithms*, 2nd ed., Lemma 3.1 and section 3.1); d = k for a sum of k products in any order. Then, for every
-element and therefore for the Frobenius norms,
+Notation: u is the unit roundoff of a format, and gamma_d = d u / (1 - d u) with u of the accumulator. After at most d
+roundings a term of a sum has a relative error of at most gamma_d (Higham, *Accuracy and Stability of Numerical
+Algorithms*, 2nd ed., Lemma 3.1 and section 3.1); d = k for a sum of k products in any order. For every element, and
+therefore for the Frobenius norms,
 
     |C - AB| <= ((1 + u_a) (1 + u_b) (1 + gamma_d) (1 + u_out) - 1) |A| |B|  +  an absolute term,
 
-where u_a and u_b round the operands and u_out the result. The absolute term is the error of underflow.
+where u_a and u_b are those of rounding the operands and u_out that of rounding the result. The absolute term bounds the
+losses by underflow.
 
-*Tile units* (Intel 64 and IA-32 Architectures Software Developer's Manual, TDPBF16PS): each instruction adds 32
-products to an element as two sums of 16, so d = 17 plus the number of instructions per element. Products of two
-bfloat16 values are exact in FP32; subnormal inputs and results count as zero.
+*Tile units* (Intel 64 and IA-32 Architectures Software Developer's Manual, TDPBF16PS): an instruction adds 32 products
+to an element as two sums of 16, so d = 17 plus the number of instructions per element. Products of two bfloat16 values
+are exact in FP32; subnormal inputs and results are flushed to zero.
 
-*Vector units for bfloat16* (the same manual, VDPBF16PS): each instruction adds two products to an element. Whether one
-after the other, or their sum at once, no product goes through more than two roundings in it, so d = k, rounded up to an
-even number. Subnormal inputs and results count as zero here, too.
+*Vector units for bfloat16* (the same manual, VDPBF16PS): an instruction adds two products to an element, each with at
+most two roundings, so d = k, rounded up to an even number. Subnormal inputs and results are flushed to zero.
 
-*Products of parts in one pass* over packed operands (``KernelRow.shares_sums``) share their sums, which start again
-with each chunk of k, of 2048 / parts at most, and are added in FP32. Tile units add all products of a step before the
-next step, so that a term meets the roundings of all of them over the chunk; vector units add one product over the
-whole chunk after the other, the smallest first, so that a term meets those of its own and of the larger ones. One more
-rounding for each further chunk.
+*Products of parts in one pass* over packed operands (``KernelRow.shares_sums``): all products share an accumulator over
+a chunk of k of at most 2048 / parts; the sums of chunks are added in FP32, one rounding each. On tile units the
+products alternate step by step, so a term is rounded with all of them. On vector units they follow one another over the
+chunk, the smallest first, so a term is rounded with its own product and the larger ones.
 
-*Tensor cores* (see ``planning.tensor_cores``): d counts the roundings of their model. How cuBLAS rounds float32 data
-to TF32 is not documented; truncation is assumed, the worst case, which loses 2^-10. Products are aligned before they
-are normalised, a subnormal factor with the exponent of nu, the smallest normal number: the loss is gamma_d of the
-sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand and gamma_d k nu^2 per element of the
-result (in scaled rows, which reach 2^28 nu, of the norms: gamma_d 2^-27 sqrt(k)). Results below float32's normal range
-are cut, too.
+*Tensor cores* (see ``planning.tensor_cores``): d is the number of roundings of their model. cuBLAS does not document
+how it rounds float32 data to TF32; truncation is assumed, the worst case, with a loss of 2^-10. Products are aligned
+before they are normalised, and a subnormal factor is aligned like nu, the smallest normal number. The loss is gamma_d
+of the sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand and gamma_d k nu^2 per element of
+the result (for scaled rows, which reach 2^28 nu, gamma_d 2^-27 sqrt(k) of the norms). Results below float32's normal
+range are truncated as well.
 
 *Scaling* (``fp16`` and its schemes): rows of a and columns of b are scaled by powers of two so that the largest number
-of each is in [2^14, 2^15). Numbers that then fall below float16's normal range lose at most 2^-25, which is 2^-39 of
-that largest number; over a row of k numbers that is at most sqrt(k) 2^-39 of the row's norm.
+of each is in [2^14, 2^15). Numbers that are then below float16's normal range lose at most 2^-25, which is 2^-39 of the
+largest number, and over a row of k numbers at most sqrt(k) 2^-39 of the row's norm.
 
-*Chunks of k* add one rounding for each sum of a chunk. *Products of parts* and *probable* bounds are in
-``planning.split_bounds``. Underflow in the parts of a number loses at most twice the loss of one part: the rest, and
-its share of the products that are not formed.
+*Chunks of k* add one rounding per chunk. *Products of parts* and *probable* bounds are in ``planning.split_bounds``.
+Underflow in the parts of a number loses at most twice the loss of one part: the rest, and its products, which are not
+computed.
 
-*Complex*: rounding the components of x moves x by at most u |x|. Each component of the result is a sum of 2k real
-products, off by at most gamma_d of its magnitudes; the vector (|ar||br| + |ai||bi|, |ar||bi| + |ai||br|) has norm at
-most sqrt(2) |a| |b|, hence a factor sqrt(2) on gamma.
+*Complex*: rounding the components of x changes x by at most u |x|. Each component of the result is a sum of 2k real
+products with an error of at most gamma_d times their magnitudes; the vector (|ar||br| + |ai||bi|, |ar||bi| + |ai||br|)
+has norm at most sqrt(2) |a| |b|, hence a factor sqrt(2) on gamma.
 """
 
 from __future__ import annotations
@@ -64,60 +63,58 @@ from lowprec.planning.split_bounds import (
     split_error,
 )
 
-#: Largest k for which a sum of int8 products cannot leave int32: each is at most 2^14.
+#: Largest k for which a sum of int8 products, each at most 2^14, cannot overflow int32.
 MAX_K_INT8 = 2**17 - 1
 
 #: Inner dimension of one tile instruction on bfloat16 data, and of a step of packed operands.
 TILE_K = 32
 
-#: Steps over which parts of split operands are summed in one piece, times the number of the parts.
+#: Steps of a chunk in which products of parts share an accumulator, times the number of parts.
 CHUNK_STEPS = 64
 
-# TF32 as it is where numbers may be cut instead of rounded: one bit less is guaranteed.
+# TF32 with numbers truncated instead of rounded: one bit less is guaranteed.
 _TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
 
-# The loss by underflow after scaling, over the largest number of a row.
+# Loss by underflow after scaling, relative to the largest number of a row.
 _SCALED_LOSS = 2.0**-39
 
-# Twice the smallest normal float16 over the same number.
+# Twice the smallest normal float16, relative to the largest number of a scaled row.
 _SCALED_NORMAL = 2.0**-27
 
-# Roundings within one tile instruction: 16 products one after another, then two such sums together.
+# Roundings within one tile instruction: 16 sequential additions, then the sum of two such sums.
 _TILE_DEPTH = 17
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBound:
-    """A guaranteed bound of the error of a product, element by element and in the Frobenius norm.
+    """Guaranteed bound of the error of a product, elementwise and in the Frobenius norm.
 
-    Element by element, with sums over k,
+    Elementwise, with sums over k,
 
     ``|C - AB| <= relative |A||B| + operand_absolute (sum_k |A| + sum_k |B| + k operand_absolute) + result_absolute``
     """
 
     relative: float  # factor of ``|A| |B|``, and of the product of the Frobenius norms
-    #: The loss of an operand's element by underflow, beyond its relative rounding.
-    operand_absolute: float
-    result_absolute: float  # the loss of a result's element by underflow
+    operand_absolute: float  # loss by underflow of an element of an operand
+    result_absolute: float  # loss by underflow of an element of the result
     k: int  # length of the sums
-    formula: str  # the expression behind ``relative``
-    #: The cost of underflow in words; empty where it is no more than the accumulator's own underflow.
+    formula: str  # of ``relative``
+    #: Description of the losses by underflow; empty if they are those of the accumulator alone.
     absolute: str
-    condition: str  # the condition on the data for the bound to hold
-    #: Whether ``relative`` alone describes the mode: false where the mode's own range can be left.
+    condition: str  # the data for which the bound holds
+    #: False if operands are rounded to a format of smaller range, in which they may overflow.
     unconditional: bool
-    #: Replaces ``relative`` with probability ``probability`` at least, where rounding errors have a mean
-    #: of zero.
+    #: Bound that replaces ``relative`` with probability ``probability``, for rounding errors of mean zero.
     probable: float = 0.0
-    by_norms: bool = False  # whether it holds for the norms only, because rows were scaled
+    by_norms: bool = False  # holds for the norms only, because rows were scaled
 
     @property
     def probability(self) -> float:
-        """With which ``probable`` holds, for the whole product."""
+        """Probability with which ``probable`` holds for the whole product."""
         return 1 - FAILURE
 
     def frobenius(self, norm_a: float, norm_b: float, m: int, n: int) -> float:
-        """Return the bound of ``|C - AB|`` in the Frobenius norm, from the norms of the operands (m, k) and (k, n)."""
+        """Return the bound of ``|C - AB|`` in the Frobenius norm, given the norms of ``a`` (m, k) and ``b`` (k, n)."""
         spread = sqrt(self.k) * (sqrt(n) * norm_a + sqrt(m) * norm_b)
         lost = self.operand_absolute * (spread + self.k * sqrt(m * n) * self.operand_absolute)
         return self.relative * norm_a * norm_b + lost + sqrt(m * n) * self.result_absolute
@@ -133,28 +130,28 @@ def holds(fmt: NumberFormat, values_of: NumberFormat) -> bool:
 
 
 def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
-    """Return the format of the multiplied numbers: that of the mode in single precision, else of the storage."""
+    """Return the format of the multiplied numbers: the mode's in single precision, otherwise that of the dtype."""
     if compute_dtype.is_single_precision:
         return row(mode).operand_format
     return compute_dtype.format
 
 
-class _Case(NamedTuple):
-    """The parts of an error: rounding the operands, the sums, and rounding the result."""
+class _ErrorModel(NamedTuple):
+    """Parameters of the error: rounding of the operands, the sums, and the result."""
 
-    operand: NumberFormat  # to which operands are rounded
-    operands: int  # how many are
-    scaled_over: int  # length of the rows that were scaled before, 0 where none was
+    operand: NumberFormat  # format to which operands are rounded
+    operands: int  # number of rounded operands
+    scaled_over: int  # length of scaled rows, 0 without scaling
     accumulator: NumberFormat
     out: NumberFormat | None  # the result's format, if it is not the accumulator's
-    components: int
+    components: int  # 2 for complex numbers
     depth: Depth  # roundings of each real product of the leading parts
     terms: int  # real products per component
-    flushes: bool  # whether the units count subnormals as zero
+    flushes: bool  # the units flush subnormals to zero
 
     @property
     def growth(self) -> float:
-        """Magnitudes of the terms together, over ``|A| |B|``."""
+        """Sum of the magnitudes of the terms, relative to ``|A| |B|``."""
         return sqrt(self.components)
 
 
@@ -166,15 +163,15 @@ def _depths(
     components: int,
     capability: tuple[int, int] | None,
 ) -> dict[Pair, tuple[Depth, float]]:
-    """Return of each pair of parts the depth of its sums, and its factor."""
+    """Return the depth of the sums and the factor of each pair of parts."""
     summation, products = kernel.summation, kernel.parts**2
 
     def of_sum(length: int) -> Depth:
         if not length:
             return Depth(0)
         if summation is Summation.TILES:
-            # The two parts of a value are its truncation and the rest. Both have its sign, so the magnitudes of the
-            # products of parts add up to those of one product.
+            # The two parts of a value are its truncation and the rest, of equal sign, so that the magnitudes of the
+            # products of parts sum to that of one product.
             instructions = components * products * -(-length // TILE_K)
             return Depth(_TILE_DEPTH + instructions + components - 1)
         if summation is Summation.PAIRS:
@@ -184,7 +181,7 @@ def _depths(
         return Depth(components * length)
 
     def of_chunk(number: int, length: int) -> int:
-        if summation is Summation.PAIRS:  # one product after the other
+        if summation is Summation.PAIRS:  # products follow one another
             return (len(schedule) - number) * 2 * -(-length // 2)
         return _TILE_DEPTH + len(schedule) * products * -(-length // TILE_K)
 
@@ -196,7 +193,7 @@ def _depths(
 
 
 def scales_rows(mode: MathMode) -> bool:
-    """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before they are rounded."""
+    """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before rounding."""
     return row(mode).operand_format is FLOAT16
 
 
@@ -215,9 +212,9 @@ def error_bound(
 ) -> ErrorBound:
     """Return the guaranteed error of a product.
 
-    An operand is ``exact`` where its own element type holds only numbers of the mode's format, so that nothing is
-    rounded; ``capability`` is the compute capability of the GPU that multiplies, None for a CPU. The ``schedule`` is
-    the mode's over the whole of k where none is given; ``elements`` counts those of the result.
+    An operand is ``exact`` if the mode's format contains its element type, so that it is not rounded; ``capability`` is
+    the compute capability of the GPU, None for a CPU; ``elements`` is the size of the result. The default ``schedule``
+    has one chunk.
 
     Examples
     --------
@@ -228,7 +225,7 @@ def error_bound(
     fmt, acts = operand_format(mode, compute_dtype), compute_dtype.is_single_precision
     accumulator = row(mode).accumulator(compute_dtype).format
     if fmt is None or accumulator is None:
-        condition = f"k <= {MAX_K_INT8}, so that no sum leaves int32; with a bias it saturates"
+        condition = f"k <= {MAX_K_INT8}, so that no sum overflows int32; with a bias it saturates"
         return ErrorBound(0.0, 0.0, 0.0, k, "exact", "", condition, unconditional=True)
     rounds = fmt is not accumulator and acts
     rounded = (rounds and not a_exact, rounds and not b_exact)
@@ -238,45 +235,45 @@ def error_bound(
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
     found = _depths(schedule, kernel, fmt, accumulator, components, capability)
     is_split = acts and row(mode).parts > 1 and any(rounded)
-    # Parts are rounded before, and nothing is left to cut.
+    # Parts are rounded in advance, so that cuBLAS truncates nothing.
     cuts = kernel.cuts_tf32 and fmt is TF32 and not is_split
-    # A sum that is scaled, and one that is added, may underflow like a product.
+    # Scaling a sum, and adding it to another, may underflow like a product.
     terms = sum(components * product.length + 1 for product in schedule) - 1
-    case = _Case(
+    model = _ErrorModel(
         _TRUNCATED_TF32 if cuts else fmt, sum(rounded), scaled, accumulator, out, components,
         found[0, 0][0], terms * kernel.parts**2, kernel.summation in (Summation.TILES, Summation.PAIRS),
     )  # fmt: skip
-    size = confidence(max(elements, 1) * max(case.terms, 1))
+    size = confidence(max(elements, 1) * max(model.terms, 1))
     if is_split:
-        error = split_error(row(mode), rounded, found, accumulator, growth=case.growth, scaled_over=scaled, size=size)
+        error = split_error(row(mode), rounded, found, accumulator, growth=model.growth, scaled_over=scaled, size=size)
     else:
-        error = _plain_error(case, size)
+        error = _plain_error(model, size)
     narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
-    return _with_losses(case, error, k, row(mode).parts * is_split, unconditional=not narrow)
+    return _with_losses(model, error, k, row(mode).parts * is_split, unconditional=not narrow)
 
 
-def _with_losses(case: _Case, error: RelativeError, k: int, parts: int, *, unconditional: bool) -> ErrorBound:
-    """Return the bound with the losses by underflow; ``parts`` is 0 where no operand is split."""
-    is_split, out = parts > 0, case.out
-    norms_loss, *early = _aligned_early(case, 1 + parts)
-    operand_loss, term_loss, out_loss = _underflow(case)
+def _with_losses(model: _ErrorModel, error: RelativeError, k: int, parts: int, *, unconditional: bool) -> ErrorBound:
+    """Return the bound with the losses by underflow; ``parts`` is 0 if no operand is split."""
+    is_split, out = parts > 0, model.out
+    norms_loss, *early = _aligned_early(model, 1 + parts)
+    operand_loss, term_loss, out_loss = _underflow(model)
     operand_loss, out_loss = operand_loss * (1 + is_split) + early[0], out_loss + early[1]
     last = [out.unit_roundoff if out else 0.0, norms_loss]
     relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
-    # A loss is itself carried through the roundings that follow. Of complex numbers, the sum of the components'
-    # magnitudes and the modulus of the components' errors give sqrt(2) each.
-    carried = min(1 + relative, FLOAT64.largest) * case.components
+    # Later roundings act on a loss as well. For complex numbers the sum of the components' magnitudes and the modulus
+    # of the components' errors contribute sqrt(2) each.
+    carried = min(1 + relative, FLOAT64.largest) * model.components
     return ErrorBound(
         relative,
         carried * operand_loss,
-        carried * (case.terms * term_loss + out_loss),
+        carried * (model.terms * term_loss + out_loss),
         k,
         error.formula,
-        _absolute_text(operand_loss, term_loss, out_loss, case.accumulator),
-        _condition(case, is_split),
+        _absolute_text(operand_loss, term_loss, out_loss, model.accumulator),
+        _condition(model, is_split),
         unconditional=unconditional,
         probable=probable,
-        by_norms=case.scaled_over > 0,
+        by_norms=model.scaled_over > 0,
     )
 
 
@@ -284,104 +281,104 @@ def _joint(*errors: float) -> float:
     return expm1(sum(map(log1p, errors)))
 
 
-def _plain_error(case: _Case, size: float) -> RelativeError:
-    """Return the relative error of a product of whole operands, before it is rounded to the result's format."""
-    loss = case.operand.unit_roundoff + _SCALED_LOSS * sqrt(case.scaled_over)
-    sums = case.depth.worst(case.accumulator), case.depth.probable(case.accumulator, size)
-    worst, probable = (_joint(case.growth * x, *[loss] * case.operands) for x in sums)
-    return RelativeError(worst, probable, _formula(case))
+def _plain_error(model: _ErrorModel, size: float) -> RelativeError:
+    """Return the relative error of a product of unsplit operands, before rounding to the result's format."""
+    loss = model.operand.unit_roundoff + _SCALED_LOSS * sqrt(model.scaled_over)
+    sums = model.depth.worst(model.accumulator), model.depth.probable(model.accumulator, size)
+    worst, probable = (_joint(model.growth * x, *[loss] * model.operands) for x in sums)
+    return RelativeError(worst, probable, _formula(model))
 
 
-def _underflow(case: _Case) -> tuple[float, float, float]:
+def _underflow(model: _ErrorModel) -> tuple[float, float, float]:
     """Return the losses by underflow per element of an operand, per product, and per element of C.
 
-    Each is half the spacing near zero where subnormals are kept, and the smallest normal number on units that flush
-    them. Products of float16 values are multiples of 2^-48 and never underflow.
+    Each is half the spacing near zero, or the smallest normal number on units that flush subnormals. Products of
+    float16 values are multiples of 2^-48 and never underflow.
     """
-    fmt = case.operand
-    operand = fmt.smallest_subnormal / 2 if case.operands and not case.scaled_over else 0.0
-    out = case.out.smallest_subnormal / 2 if case.out else 0.0
-    # Taking the scales back may leave a subnormal number of the accumulator.
-    out += case.accumulator.smallest_subnormal if case.scaled_over else 0.0
-    if fmt.smallest_subnormal**2 >= case.accumulator.smallest_normal:
+    fmt = model.operand
+    operand = fmt.smallest_subnormal / 2 if model.operands and not model.scaled_over else 0.0
+    out = model.out.smallest_subnormal / 2 if model.out else 0.0
+    # Undoing the scales may give a subnormal number of the accumulator.
+    out += model.accumulator.smallest_subnormal if model.scaled_over else 0.0
+    if fmt.smallest_subnormal**2 >= model.accumulator.smallest_normal:
         return operand, 0.0, out
-    if case.flushes:
-        smallest = case.accumulator.smallest_normal
+    if model.flushes:
+        smallest = model.accumulator.smallest_normal
         return max(operand, smallest), smallest, out
-    if case.depth.cut:
-        # The result of a group, by up to the spacing; more than its terms, which are cut below that.
-        return operand, 2 * case.accumulator.smallest_subnormal, out
-    # Half of float64's spacing is no float64.
-    return operand, max(case.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
+    if model.depth.cut:
+        # The result of a group loses up to the spacing, more than its terms.
+        return operand, 2 * model.accumulator.smallest_subnormal, out
+    # Half of float64's spacing is not a float64 number.
+    return operand, max(model.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
 
 
-def _aligned_early(case: _Case, parts: int) -> tuple[float, float, float]:
-    """Return the losses of tensor cores that align subnormal factors like the smallest normal number.
+def _aligned_early(model: _ErrorModel, parts: int) -> tuple[float, float, float]:
+    """Return the losses of tensor cores by aligning subnormal factors like the smallest normal number.
 
-    They are relative to the norms, per element of an operand, and per element of C. Each part is multiplied by all
-    parts of the other operand, together less than one part more than the first.
+    The three losses are relative to the norms, per element of an operand, and per element of C. Each part is multiplied
+    by all parts of the other operand, whose sum is bounded by one part more than the first.
     """
-    if not case.depth.cut:
+    if not model.depth.cut:
         return 0.0, 0.0, 0.0
-    cut = parts * case.growth * case.depth.worst(case.accumulator)
-    if case.scaled_over:
-        return cut * _SCALED_NORMAL * sqrt(case.scaled_over), 0.0, 0.0
-    smallest = case.operand.smallest_normal
-    return 0.0, cut * smallest, cut * case.terms * smallest**2
+    cut = parts * model.growth * model.depth.worst(model.accumulator)
+    if model.scaled_over:
+        return cut * _SCALED_NORMAL * sqrt(model.scaled_over), 0.0, 0.0
+    smallest = model.operand.smallest_normal
+    return 0.0, cut * smallest, cut * model.terms * smallest**2
 
 
-def _formula(case: _Case) -> str:
+def _formula(model: _ErrorModel) -> str:
     factors = []
-    if case.operands:
-        scaled = f" + 2^-39 sqrt({case.scaled_over})" if case.scaled_over else ""
-        square = "^2" if case.operands == 2 else ""
-        factors.append(f"(1 + 2^-{case.operand.precision}{scaled}){square}")
-    if case.depth.total:
-        growth = "sqrt(2) " if case.components == 2 else ""
-        factors.append(f"(1 + {growth}gamma_{case.depth.total})")
-    if case.out:
-        factors.append(f"(1 + 2^-{case.out.precision})")
+    if model.operands:
+        scaled = f" + 2^-39 sqrt({model.scaled_over})" if model.scaled_over else ""
+        square = "^2" if model.operands == 2 else ""
+        factors.append(f"(1 + 2^-{model.operand.precision}{scaled}){square}")
+    if model.depth.total:
+        growth = "sqrt(2) " if model.components == 2 else ""
+        factors.append(f"(1 + {growth}gamma_{model.depth.total})")
+    if model.out:
+        factors.append(f"(1 + 2^-{model.out.precision})")
     if not factors:
         return "exact"
     text = f"{' '.join(factors)} - 1"
-    return f"{text}; gamma_d = d u / (1 - d u), u = 2^-{case.accumulator.precision}"
+    return f"{text}; gamma_d = d u / (1 - d u), u = 2^-{model.accumulator.precision}"
 
 
 def _absolute_text(operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat) -> str:
-    """Return the cost of underflow in words; empty at the level of the accumulator's own underflow."""
+    """Describe the losses by underflow; empty if they are those of the accumulator alone."""
     parts = []
     if operand_loss:
         parts.append(f"{_power(operand_loss)} per element of an operand")
     if term_loss >= accumulator.smallest_normal:
-        parts.append(f"{_power(term_loss)} per product (units that count subnormals as zero)")
+        parts.append(f"{_power(term_loss)} per product (units that flush subnormals to zero)")
     if out_loss > accumulator.smallest_subnormal:
         parts.append(f"{_power(out_loss)} per element of the result")
     return ", ".join(parts)
 
 
 def _power(value: float) -> str:
-    """Return the power of two that is not below a number as text: ``2^-25``."""
+    """Return a number rounded up to a power of two, as text: ``2^-25``."""
     mantissa, exponent = frexp(value)
     return f"2^{exponent - (mantissa == 0.5)}"
 
 
-def _condition(case: _Case, is_split: bool) -> str:
+def _condition(model: _ErrorModel, is_split: bool) -> str:
     texts = []
-    narrow = [(case.operand, "|x|", " in the operands")] if case.operands else []
-    if case.scaled_over:
+    narrow = [(model.operand, "|x|", " in the operands")] if model.operands else []
+    if model.scaled_over:
         narrow = []
-    if case.out:
-        narrow.append((case.out, "|result|", ""))
+    if model.out:
+        narrow.append((model.out, "|result|", ""))
     for fmt, name, where in narrow:
-        if fmt.emax < case.accumulator.emax:
+        if fmt.emax < model.accumulator.emax:
             beyond = "Inf" if fmt.has_infinity else "NaN"
             texts.append(f"{name} <= {fmt.largest:.0f}{where} (beyond it {beyond})")
-    # The largest number of a format with the same exponents is smaller by the digits that it lacks. Where a part is
-    # infinite, the product is computed again from the operands as they are.
+    # A shorter format with the same exponents has a smaller largest number. If a part is infinite, the product is
+    # recomputed from the unsplit operands.
     numbers = ["partial sum"]
-    if case.operands and not is_split and case.operand.emax == case.accumulator.emax:
+    if model.operands and not is_split and model.operand.emax == model.accumulator.emax:
         numbers.insert(0, "rounded operand")
-    if case.out and case.out.emax == case.accumulator.emax:
+    if model.out and model.out.emax == model.accumulator.emax:
         numbers.append("rounded result")
-    texts.append(f"no {' or '.join(numbers)} beyond {case.accumulator.name}'s range")
+    texts.append(f"no {' or '.join(numbers)} beyond {model.accumulator.name}'s range")
     return "; ".join(texts)

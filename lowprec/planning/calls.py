@@ -1,4 +1,4 @@
-"""A call of cuBLASLt as values: its matrices, the packing before it, and its arguments."""
+"""Arguments of a cuBLASLt call: its matrices, and the packing of operands before it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ ComplexAs = Literal["no", "pairs", "rotated"]
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """An operand that is rewritten before the product; padding is zero."""
+    """Packing of an operand before the product; padding is zero."""
 
     dtype: DType  # of the packed elements
-    transposed: bool  # the rows that are written are the operand's columns
-    rows: int  # of each matrix that is written, without padding
+    transposed: bool  # the packed rows are the operand's columns
+    rows: int  # of each packed matrix, without padding
     cols: int
-    leading_dimension: int  # with padding
+    leading_dimension: int  # including padding
     padded_rows: int
-    batch_shape: tuple[int, ...]  # matrices that are written; empty: one for every product
+    batch_shape: tuple[int, ...]  # of the packed matrices; empty: one for all products
     scaled: bool  # each source row is scaled by a power of two
-    complex_as: ComplexAs  # how complex numbers become real ones
+    complex_as: ComplexAs  # layout of complex numbers as real ones
     reason: Reason
-    parts: int = 1  # of the operand, side by side along the inner dimension, those of ``a`` the last part first
-    side_by_side: bool = False  # the inner dimension is along the lines
+    parts: int = 1  # concatenated along the inner dimension, for ``a`` in reverse order
+    side_by_side: bool = False  # the inner dimension is contiguous
 
     @property
     def count(self) -> int:
@@ -37,35 +37,35 @@ class Pack:
 
     @property
     def line_stride(self) -> int:
-        """Elements from line to line."""
+        """Stride between packed rows, in elements."""
         return self.leading_dimension * (self.parts if self.side_by_side else 1)
 
     @property
     def matrix_stride(self) -> int:
-        """Elements from matrix to matrix, all parts included."""
+        """Stride between packed matrices, all parts included, in elements."""
         return self.parts * self.padded_rows * self.leading_dimension
 
     @property
     def part_bytes(self) -> int:
-        """Bytes from part to part."""
+        """Stride between parts in bytes."""
         lines = 1 if self.side_by_side else self.padded_rows
         return lines * self.leading_dimension * self.dtype.itemsize
 
     @property
     def part_length(self) -> int:
-        """Numbers of the inner dimension from part to part."""
+        """Length of a part along the inner dimension."""
         each = 1 if self.complex_as == "no" else 2
         return self.leading_dimension // each if self.side_by_side else self.padded_rows
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
+        """Bytes of the packed matrices."""
         return self.count * self.matrix_stride * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class LtMatrix:
-    """A matrix as passed to cuBLASLt: column-major."""
+    """A column-major matrix, as passed to cuBLASLt."""
 
     dtype: DType
     rows: int
@@ -74,10 +74,13 @@ class LtMatrix:
     batch_stride: int
 
     def range_of(self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int) -> tuple[LtMatrix, int]:
-        """Return a part of the inner dimension, which is ``inner`` once ``op`` is applied, and the elements before."""
+        """Return the submatrix of a range of the inner dimension, and its offset in elements.
+
+        The inner dimension is ``inner`` after ``op`` is applied.
+        """
         if op == "T":
             inner = "cols" if inner == "rows" else "rows"
-        # A complex number may have become two real ones along the inner dimension.
+        # A complex number may be two real ones along the inner dimension.
         each = getattr(self, inner) // k
         step = self.leading_dimension if inner == "cols" else 1
         extents = {inner: (stop - start) * each}
@@ -86,24 +89,24 @@ class LtMatrix:
 
 @dataclass(frozen=True, slots=True)
 class CublasLtCall:
-    """The request to cuBLASLt for one plan."""
+    """Arguments of the cuBLASLt calls of one plan."""
 
     compute_type: ComputeType
     scale_dtype: DType  # of alpha and beta
-    swapped: bool  # b is the first operand: the result is row-major
+    swapped: bool  # b is the first operand, which gives a row-major result
     op_first: Op
     op_second: Op
     first: LtMatrix
     second: LtMatrix
     d: LtMatrix
-    c: LtMatrix | None  # the addend, where the call itself adds it
+    c: LtMatrix | None  # the addend, if cuBLASLt adds it
     batch_count: int
-    # For each call, the elements before its first matrices of the first, the second, c and d.
+    # Per call the offsets of the first matrices of first, second, c and d, in elements.
     offsets: tuple[tuple[int, int, int, int], ...]
-    epilogue: str  # name of a cublasLtEpilogue_t
+    epilogue: str  # name in cublasLtEpilogue_t
     pack_a: Pack | None
     pack_b: Pack | None
-    # Why the product goes into temporary memory, from which a kernel writes the result; or empty.
+    # Why the product is staged: written to temporary memory, from which a kernel writes the result. Empty if it is not.
     staged: tuple[Reason, ...]
 
     @property
@@ -113,10 +116,7 @@ class CublasLtCall:
         return each * self.batch_count * len(self.offsets) if self.staged else 0
 
     def over(self, k: int, start: int, stop: int) -> tuple[CublasLtCall, int, int]:
-        """Return the call for a range of the inner dimension, and the elements before it in the first and the second.
-
-        ``k`` is the whole length of the inner dimension.
-        """
+        """Return the call for a range of the inner dimension of length ``k``, and its offsets in first and second."""
         if (start, stop) == (0, k):
             return self, 0, 0
         first, before_first = self.first.range_of("cols", self.op_first, k, start, stop)

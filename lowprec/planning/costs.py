@@ -1,4 +1,4 @@
-"""Expected costs of plans, relative to FP32, and the least time of a product on a device (roofline).
+"""Expected costs of plans relative to FP32, and the roofline: the least time of a product on a device.
 
 Roofline: S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for multicore
 architectures", CACM 52(4), 2009.
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 
 def roundings(kernel: KernelRow, parts: int) -> float:
-    """Return the cost of writing so many parts of an element, relative to rounding it.
+    """Return the cost of packing ``parts`` parts of an element, relative to one part.
 
-    In one pass half of the cost is reading: packing takes 1.6, 2.1 and 2.6 times as long for two, three and four
-    bfloat16 parts as for one, in one thread of a Zen 5.
+    Half of the cost is reading: in one thread of a Zen 5, packing two, three and four bfloat16 parts takes 1.6, 2.1 and
+    2.6 times as long as packing one.
     """
     return (kernel.parts * parts + 1) / 2 if kernel.sums_products else parts
 
 
 def expected_cost(plan: GemmPlan) -> float:
-    """Return the expected time relative to FP32 on the device: the kernel's, and that of rounding the operands.
+    """Return the expected time of kernel and packing, relative to FP32 on the device.
 
-    An element of ``a`` takes part in 2 n flops, one of ``b`` in 2 m.
+    An element of ``a`` is used in 2 n flops, one of ``b`` in 2 m.
     """
     kernel, layout = plan.kernel_row, plan.layout
     each = plan.capabilities.cost_per_flop(kernel, format_name(plan.operand_format))
     cost = each * sum(product.length for product in plan.schedule) / max(layout.k, 1)
     if plan.call is not None:
-        # Copies before and after the call are written and read; so are sums to which a product is added.
+        # Copies are written and read, and so are sums to which a product is added.
         moved = 2 * sum(copy.nbytes for copy in plan.copies)
         moved += 2 * (len(plan.schedule) - 1) * plan.call.product_bytes
         return cost + moved * kernel.cost_per_byte / plan.flops
@@ -49,22 +49,22 @@ def expected_cost(plan: GemmPlan) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The least seconds of each part; arithmetic and memory overlap, copies do not."""
+    """Least times in seconds; arithmetic and memory overlap, copies do not."""
 
-    seconds: float  # of all
-    arithmetic: float  # of the products, at the peak rate
-    memory: float  # of reading the operands and writing the result, once
-    rewriting: float  # of the kernels that rewrite operands before, or the result after
-    units: str  # whose peak rate it is
-    tflops: float  # that rate
+    seconds: float  # total
+    arithmetic: float  # the products at the peak rate
+    memory: float  # reading the operands and writing the result once
+    rewriting: float  # the kernels that pack operands before the product, or write the result after it
+    units: str  # the units of the peak rate
+    tflops: float  # peak rate in TFLOP/s
 
 
 def roofline(plan: GemmPlan) -> Roofline | None:
-    """Return the least time of a product by cuBLASLt; None where a figure of the device is not known."""
+    """Return the least time of a product by cuBLASLt; None if a figure of the device is unknown."""
     call, able, problem = plan.call, plan.capabilities, plan.problem
     fmt = format_name(plan.operand_format)
     on_tensor_cores = tensor_cores_multiply(fmt, able.compute_capability)
-    # Other units widen narrow numbers.
+    # Other units widen narrow formats to float32.
     units = fmt if on_tensor_cores or fmt in ("int8", "float64") else "float32"
     rate = dict(able.peak_tflops).get(units)
     if call is None or not rate or not able.bytes_per_second:
@@ -74,7 +74,7 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     for spec, pack in ((problem.a, call.pack_a), (problem.b, call.pack_b)):
         read += pack.nbytes if pack else spec.stored_bytes
         rewritten += spec.stored_bytes + pack.nbytes if pack else 0
-    # The plan's other data: the result, c and bias.
+    # The result, c and bias.
     around = plan.bytes_moved - problem.a.stored_bytes - problem.b.stored_bytes
     if call.staged:
         rewritten += call.product_bytes + around

@@ -1,9 +1,9 @@
 """Published data of NVIDIA's GPUs, a row per model: peak rates, memory, multiprocessors, clock.
 
-Peak rates are dense, with sums in FP32 (int32 for int8): data sheets' figures "with sparsity" are halved, and those of
-GeForce cards for 16-bit and FP8 numbers. ``clock_mhz`` is the highest clock for the rates. NVIDIA does not publish the
-B200's multiprocessors, clock and L2; they are as reported by its driver ("Nvidia's B200: Keeping the CUDA Juggernaut
-Rolling", chipsandcheese.com, 2025).
+Peak rates are for dense matrices with sums in FP32 (int32 for int8). Figures "with sparsity" in data sheets are halved,
+and so are those of GeForce cards for 16-bit and FP8 numbers. ``clock_mhz`` is the boost clock of the rates. NVIDIA does
+not publish the B200's multiprocessors, clock and L2; these are from its driver ("Nvidia's B200: Keeping the CUDA
+Juggernaut Rolling", chipsandcheese.com, 2025).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lowprec.errors import DeviceError, quoted
 from lowprec.planning.tensor_cores import Capability
 
-#: Formats of the columns of rates below.
+#: Formats of the rates of a row, in order.
 _FORMATS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "int8")
 
 Rate = float | None
@@ -22,9 +22,9 @@ Rate = float | None
 
 @dataclass(frozen=True, slots=True)
 class GpuModel:
-    """One row: the published data of a model."""
+    """Published data of a model."""
 
-    key: str  # the caller's name of it
+    key: str  # name in ``device=``
     name: str
     compute_capability: Capability
     multiprocessors: int
@@ -37,19 +37,19 @@ class GpuModel:
 
     @property
     def peak_tflops(self) -> dict[str, float]:
-        """Peak rates by format; a format that its tensor cores do not multiply is absent."""
+        """Peak rates by format, without unsupported formats."""
         pairs = zip(_FORMATS, self.rates, strict=True)
         return {fmt: rate for fmt, rate in pairs if rate is not None}
 
     @property
     def flops_per_byte(self) -> float:
-        """Peak rate of float16 on tensor cores over the bandwidth of the memory."""
+        """Peak rate of float16 on tensor cores divided by the memory bandwidth."""
         return self.peak_tflops["float16"] * 1e3 / self.bandwidth
 
 
 _NO = None
 
-#: The first of a compute capability serves models without a row.
+#: The first row of a compute capability is used for models without a row.
 MODELS = (
     GpuModel(
         "v100", "NVIDIA V100 SXM2", (7, 0), 80, 1530, (7.8, 15.7, _NO, _NO, 125, _NO, _NO), 900, 32, 6,
@@ -115,7 +115,7 @@ _CAPABILITY = re.compile(r"sm_?(\d+)(\d)a?|(\d+)\.(\d)")
 
 
 def model_names() -> str:
-    """Return what :func:`parse_model` takes, for messages."""
+    """Return the names accepted by :func:`parse_model`, for messages."""
     capabilities = sorted({model.compute_capability for model in MODELS})
     numbers = ", ".join(f"{major}.{minor}" for major, minor in capabilities)
     return f"{', '.join(_BY_KEY)}, or a compute capability ({numbers}; sm_90 for 9.0)"
@@ -124,9 +124,7 @@ def model_names() -> str:
 def parse_model(name: object) -> GpuModel:
     """Return the model of this name, or the first one of this compute capability.
 
-    Case, spaces, hyphens and the words of the maker do not matter.
-
-    Raises DeviceError if there is none; the message lists the names.
+    Case, spaces, hyphens and brand names (NVIDIA, Tesla, GeForce) are ignored. Raises DeviceError for other names.
 
     Examples
     --------
@@ -140,11 +138,11 @@ def parse_model(name: object) -> GpuModel:
             return model
         if wanted in (_plain(model.key), _plain(model.name)):
             return model
-    raise DeviceError(f"device {quoted(name)} is no GPU whose data are known; choose one of: {model_names()}")
+    raise DeviceError(f"device {quoted(name)} is not a GPU with known data; choose one of: {model_names()}")
 
 
 def parse_capability(text: str) -> Capability | None:
-    """Return a compute capability, written as ``"sm_90"`` or ``"9.0"``; None for another text."""
+    """Return the compute capability of ``"sm_90"`` or ``"9.0"``; None for other text."""
     found = _CAPABILITY.fullmatch(text.strip().lower())
     if found is None:
         return None
@@ -153,19 +151,19 @@ def parse_capability(text: str) -> Capability | None:
 
 
 def _plain(text: str) -> str:
-    """Return a name without the maker's words, spaces and hyphens."""
+    """Return a name without brand names, spaces and hyphens."""
     return re.sub(r"nvidia|tesla|geforce|[\s_-]", "", text.lower())
 
 
 def model_of(name: str) -> GpuModel | None:
-    """Return the row of a GPU that is there, by the name that its driver reports; None for a model without a row."""
+    """Return the row of a GPU by its name from the driver; None if there is no row."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     found = [model for model in MODELS if words.issuperset(model.key.split("-"))]
     return max(found, key=lambda model: len(model.key), default=None)
 
 
 def flops_per_byte(name: str, capability: Capability) -> float:
-    """Return the ratio of a GPU that is there: its model's, or that of a model of the nearest older capability."""
+    """Return the ratio for a GPU's name; without a row, that of the nearest older compute capability."""
     older = [model for model in MODELS if model.compute_capability <= capability]
     latest = max((model.compute_capability for model in older), default=MODELS[0].compute_capability)
     alike = next(model for model in MODELS if model.compute_capability == latest)

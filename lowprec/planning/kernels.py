@@ -1,6 +1,6 @@
-"""The properties of a kernel as one row, and the choice among a device's kernels.
+"""``KernelRow``, the properties of a kernel, and the choice among a device's kernels.
 
-The rows are in ``kernel_rows.py`` of each backend, which passes them in with the capabilities of a device.
+A backend passes its rows (``kernel_rows.py`` on the CPU) with the capabilities of a device.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
 
-#: The format of products of integers.
+#: Format name of int8 operands.
 INT8 = "int8"
 
 
 def format_name(fmt: NumberFormat | None) -> str:
-    """Return the name of the multiplied numbers: a format's, or ``"int8"``."""
+    """Return the name of a format; None is ``"int8"``."""
     return INT8 if fmt is None else fmt.name
 
 
 @unique
 class Summation(Enum):
-    """How a kernel adds its products up; ``planning.bounds`` has the model of each."""
+    """How a kernel sums products; ``planning.bounds`` has the error model of each."""
 
     SEQUENTIAL = "each product rounded into the sum"
     TILES = "bfloat16 tile instructions"
@@ -38,50 +38,50 @@ class Summation(Enum):
 
 
 class KernelRow(NamedTuple):
-    """What one kernel is, needs and costs."""
+    """Properties, requirements and costs of one kernel."""
 
     name: str
-    units: str  # the units it runs on, for people
+    units: str  # description of the hardware units
     executor: str  # function from a plan to its executor, as "module:function"
-    blas: str = ""  # the product of arrays, for an executor of several kernels, as "module:name"
-    micro_kernel: str = ""  # the product of packed operands, as "module:name"
-    formats: frozenset[str] | None = None  # formats it multiplies, by `format_name`; None for any
-    requires: str | None = None  # feature that the device must have
-    missing: str = ""  # reason where the device lacks it; "no" and the units by default
-    instruction_sets: tuple[str, ...] = ()  # beyond the common ones, as the system calls them
-    cost_per_flop: float = 1.0  # time; 1 is FP32 on the same device
-    costs: tuple[tuple[str, float], ...] = ()  # of the formats that differ, on tensor cores
+    blas: str = ""  # GEMM on arrays, for executors of several kernels, as "module:name"
+    micro_kernel: str = ""  # GEMM on packed operands, as "module:name"
+    formats: frozenset[str] | None = None  # operand formats, by `format_name`; None for any
+    requires: str | None = None  # required feature of the device
+    missing: str = ""  # reason if the device lacks it; default: "no" and the units
+    instruction_sets: tuple[str, ...] = ()  # required, by the operating system's names
+    cost_per_flop: float = 1.0  # time relative to FP32 on the same device
+    costs: tuple[tuple[str, float], ...] = ()  # time by format, where it differs on tensor cores
     cost_per_element: float = 0.0  # of rounding one element of an operand, in flops
     cost_per_byte: float = 0.0  # of moving one byte of a temporary array, in flops
     summation: Summation = Summation.SEQUENTIAL
-    parts: int = 1  # bfloat16 parts whose exact sum each operand is
-    products_per_complex: int = 1  # real products that a complex one becomes
-    reads_any_strides: bool = False  # no operand is copied because of its strides
-    holds_in: DType | None = None  # wider type of rounded operands; None: stored as rounded
-    single_product: bool = False  # runs schedules of one product only
-    sums_products: bool = False  # runs schedules of several products only
-    concatenates: bool = False  # products of parts run as one, the parts side by side
-    real_only: bool = False  # runs no product of complex numbers
-    vectors: range | None = None  # runs products of a matrix and so many vectors only
-    is_cublaslt: bool = False  # a call of cuBLASLt, which the plan describes
-    cuts_tf32: bool = False  # float32 data may be cut to TF32 instead of rounded
-    keeps_b: bool = False  # whether it keeps its packed form of a prepared operand
-    emulates: Architecture | None = None  # whose tensor cores it imitates, bit by bit
-    fallback: ReasonKind | None = None  # operands that it leaves to the next kernel of the device
-    # Below these it costs more than it saves; elements are those of a, b and the result.
-    minimum_elements: int = 0  # of each product of a batch, unless its flops decide
+    parts: int = 1  # bfloat16 parts that represent an operand exactly
+    products_per_complex: int = 1  # real products per complex product
+    reads_any_strides: bool = False  # operands are not copied because of strides
+    holds_in: DType | None = None  # wider storage type of rounded operands; None: as rounded
+    single_product: bool = False  # only for schedules of one product
+    sums_products: bool = False  # only for schedules of several products
+    concatenates: bool = False  # products of parts run as one, over concatenated parts
+    real_only: bool = False  # not for complex numbers
+    vectors: range | None = None  # only for a matrix and this many vectors
+    is_cublaslt: bool = False  # a call of cuBLASLt
+    cuts_tf32: bool = False  # may truncate float32 data to TF32 instead of rounding
+    keeps_b: bool = False  # keeps its packed form of a prepared operand
+    emulates: Architecture | None = None  # GPU generation whose tensor cores it emulates bit by bit
+    fallback: ReasonKind | None = None  # operands for which the device's next kernel is used
+    # Smallest products for which the kernel is used; elements are those of a, b and the result.
+    minimum_elements: int = 0  # of each product of a batch, unless the limit is in flops
     minimum_elements_complex: int = 0
     minimum_k: int = 0
     minimum_mn: int = 0  # of both m and n
-    is_shallow: bool = False  # k is at most m and n
+    is_shallow: bool = False  # only if k is at most m and n
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
-    minimum_batch_flops_vector: int | None = None  # of a matrix and a vector, if another
-    minimum_batch_flops_complex: int | None = None  # of matrices of complex numbers, if another
+    minimum_batch_flops_vector: int | None = None  # of a matrix and a vector, if it differs
+    minimum_batch_flops_complex: int | None = None  # of complex matrices, if it differs
 
     @property
     def shares_sums(self) -> bool:
-        """Whether products of parts share their sums, all over the same k in one pass."""
+        """Whether all products of parts are summed in one pass over k, in the same accumulator."""
         return self.sums_products and self.summation is not Summation.SEQUENTIAL
 
     def __str__(self) -> str:
@@ -93,19 +93,19 @@ class Capabilities:
     """The capabilities of a device, passed in by its backend."""
 
     device: str  # "cpu" or "cuda:0"
-    name: str  # its model, for people
-    kernels: tuple[KernelRow, ...] = field(hash=False)  # preferred first; the last has no requirements
-    features: frozenset[str] = frozenset()  # of device and libraries, as `KernelRow.requires` says
-    flops_per_byte: float = 16.0  # peak rate over memory bandwidth
+    name: str  # name of the model
+    kernels: tuple[KernelRow, ...] = field(hash=False)  # in order of preference; the last has no requirements
+    features: frozenset[str] = frozenset()  # of device and libraries, for `KernelRow.requires`
+    flops_per_byte: float = 16.0  # peak rate divided by memory bandwidth
     compute_capability: tuple[int, int] | None = None  # of an NVIDIA GPU: major, minor
-    workspace_bytes: int = 0  # temporary memory that cuBLASLt may use
-    peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), where it is known
-    bytes_per_second: float = 0.0  # of its memory, where it is known
-    source: str = ""  # of the figures, where the device was not asked and its plans are predictions
+    workspace_bytes: int = 0  # cuBLASLt's workspace
+    peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), if known
+    bytes_per_second: float = 0.0  # memory bandwidth, if known
+    source: str = ""  # source of published figures; plans are then predictions
 
     @property
     def predicted(self) -> bool:
-        """Whether these are the figures of a model that need not be there."""
+        """Whether these are published figures of a model, not those of a device."""
         return bool(self.source)
 
     @property
@@ -114,11 +114,11 @@ class Capabilities:
         return tensor_cores_multiply("float8_e4m3fn", self.compute_capability)
 
     def tensor_cores_of(self, kernel: KernelRow) -> tuple[int, int] | None:
-        """Return the compute capability of those that sum on a kernel, or are emulated; None where there are none."""
+        """Return the compute capability of the tensor cores that a kernel uses or emulates; None for none."""
         return kernel.emulates.capability if kernel.emulates else self.compute_capability
 
     def cost_per_flop(self, kernel: KernelRow, fmt: str) -> float:
-        """Return the cost of a flop on a kernel of this device, in numbers of this format."""
+        """Return the cost of a flop of a kernel of this device for operands of this format."""
         if fmt == FLOAT64.name:
             rates = dict(self.peak_tflops)
             single, double = rates.get(FLOAT32.name), rates.get(fmt)
@@ -131,7 +131,7 @@ class Capabilities:
 
 
 class KernelChoice(NamedTuple):
-    """A kernel, why preferred ones were passed over, and the fallback for operands that it refuses."""
+    """The chosen kernel, the reasons against preferred ones, and the fallback for some operands."""
 
     kernel: KernelRow
     passed_over: tuple[Reason, ...] = ()
@@ -147,10 +147,10 @@ def choose_kernel(
     products: int = 1,
     is_chunked: bool = False,
 ) -> KernelChoice:
-    """Return the first kernel of a device that can run the product and pays at this size.
+    """Return the first kernel of a device that supports the product and is efficient at its size.
 
-    Raises ``UnsupportedError`` if there is none. ``fmt`` is the format of the operands, by :func:`format_name`;
-    ``products`` the length of the schedule; ``is_chunked`` whether some of them are over a piece of k.
+    Raises ``UnsupportedError`` if there is none. ``fmt`` is the operands' format, by :func:`format_name`, ``products``
+    the length of the schedule; ``is_chunked`` if some of them cover a chunk of k.
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None
@@ -177,17 +177,17 @@ def choose_kernel(
             chosen = row
     why = f" ({'; '.join(map(str, passed_over))})" if passed_over else ""
     raise UnsupportedError(
-        f"no kernel for {capabilities.device} runs this product of {fmt} numbers{why}; choose another math mode or "
-        "dtype"
+        f"no kernel for {capabilities.device} supports this product of {fmt} numbers{why}; choose another math mode "
+        "or dtype"
     )
 
 
 def _unsupported_reason(
     row: KernelRow, capabilities: Capabilities, layout: GemmLayout, is_complex: bool, products: int, is_chunked: bool
 ) -> Reason | None:
-    """Return why this kernel does not run the product, None if it does.
+    """Return the reason against this kernel for the product, None if there is none.
 
-    Tile kernels pay by the elements to touch, even of a matrix and a vector: packing converts in the same pass.
+    Tile kernels have a minimum of elements, also for a matrix and a vector, because packing dominates their time.
     """
     m, n, k = layout.m, layout.n, layout.k
     elements = m * k + k * n + m * n

@@ -1,4 +1,4 @@
-"""From shapes and strides of a product to the arguments of a GEMM: m, n, k, order, leading dimension, batch.
+"""From shapes and strides to GEMM arguments: m, n, k, order, leading dimension, batch.
 
 Sources: the Array API's ``matmul`` (shapes); the CBLAS interface (leading dimensions).
 """
@@ -20,11 +20,11 @@ Order = Literal["row", "col"]
 
 @dataclass(frozen=True, slots=True)
 class OperandSpec:
-    """What planning needs to know of an array: everything but its address."""
+    """Shape, strides and element type of an array."""
 
     dtype: DType
     shape: Shape
-    strides: Shape  # in elements, not bytes; zero and negative ones are legal
+    strides: Shape  # in elements; zero and negative strides are legal
 
     @classmethod
     def contiguous(cls, dtype: DType, shape: Shape) -> OperandSpec:
@@ -40,16 +40,16 @@ class OperandSpec:
 
 @dataclass(frozen=True, slots=True)
 class MatrixStack:
-    """A stack of matrices in memory, in the words of BLAS: all but its address. Strides count elements."""
+    """The BLAS layout of a stack of matrices. Strides count elements."""
 
     dtype: DType
-    rows: int  # of each matrix, as it enters the product
+    rows: int  # of each matrix in the product
     cols: int
-    row_stride: int  # from one row to the next
+    row_stride: int  # between rows
     col_stride: int
     batch_shape: Shape  # outermost first
-    batch_strides: Shape  # 0 where the matrix is broadcast
-    order: Order | None  # whether rows or columns are contiguous; None if BLAS cannot express it
+    batch_strides: Shape  # 0 in dimensions along which the matrix is broadcast
+    order: Order | None  # contiguous dimension; None if BLAS cannot express the strides
     leading_dimension: int | None  # the other stride, at least the contiguous extent; None likewise
 
     @classmethod
@@ -63,7 +63,7 @@ class MatrixStack:
         batch_shape: Shape = (),
         batch_strides: Shape = (),
     ) -> MatrixStack:
-        """Return the stack with the order and the leading dimension that its strides have."""
+        """Return the stack with order and leading dimension derived from the strides."""
         order, leading_dimension = _blas_order(rows, cols, row_stride, col_stride)
         return cls(
             dtype, rows, cols, row_stride, col_stride, batch_shape, batch_strides, order, leading_dimension
@@ -71,7 +71,7 @@ class MatrixStack:
 
     @property
     def batch_stride(self) -> int | None:
-        """Elements from each matrix to the next, 0 if all are the same; None if that differs."""
+        """Elements between matrices, 0 if all are the same; None if the batch has no single stride."""
         if 0 in self.batch_shape:
             return 0
         pairs = zip(self.batch_shape, self.batch_strides, strict=True)
@@ -80,17 +80,17 @@ class MatrixStack:
 
     @property
     def op(self) -> Literal["N", "T"]:
-        """``"T"`` where a row-major BLAS call must transpose the stored matrix."""
+        """``"T"`` if a row-major BLAS call must transpose the stored matrix, otherwise ``"N"``."""
         return "T" if self.order == "col" else "N"
 
     @property
     def blas_expressible(self) -> bool:
-        """Whether BLAS can read the matrices where they are."""
+        """Whether BLAS can read the matrices in place."""
         return self.order is not None
 
     @property
     def transposed(self) -> MatrixStack:
-        """The same memory as the transposed matrices."""
+        """The transposed matrices, on the same memory."""
         return self.of(
             self.dtype, self.cols, self.rows, self.col_stride, self.row_stride,
             self.batch_shape, self.batch_strides,
@@ -99,18 +99,18 @@ class MatrixStack:
 
 @dataclass(frozen=True, slots=True)
 class GemmLayout:
-    """The products to run: ``batch_count`` times an (m, k) matrix with a (k, n) matrix.
+    """The GEMMs of a product: ``batch_count`` times an (m, k) matrix with a (k, n) matrix.
 
-    Where ``collapsed``, the batch has become rows of one GEMM, counted by m: ``b`` is one matrix throughout the batch,
-    and the rows of ``out``, and of ``a`` if not copied, have one stride.
+    If ``collapsed``, the batch is one GEMM, and m counts the rows of all matrices. This needs one matrix ``b`` for the
+    whole batch and a single row stride of ``out`` and of ``a`` (unless it is copied).
     """
 
     m: int
     n: int
     k: int
-    batch_shape: Shape  # as it runs: empty where collapsed
+    batch_shape: Shape  # empty if collapsed
     batch_count: int
-    out_shape: Shape  # as the caller sees it
+    out_shape: Shape  # of the result
     a: MatrixStack
     b: MatrixStack
     out: MatrixStack  # the caller's, or a new row-major array
@@ -118,7 +118,7 @@ class GemmLayout:
 
 
 def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
-    """Return m, n, k and the common batch shape of two operands, or raise in NumPy's words."""
+    """Return m, n, k and the common batch shape of two operands; errors have NumPy's text."""
     for position, shape in enumerate((shape_a, shape_b)):
         if not shape:
             raise ShapeError(
@@ -143,9 +143,9 @@ def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
 
 
 def _blas_order(rows: int, cols: int, row_stride: int, col_stride: int) -> tuple[Order | None, int | None]:
-    """Return (order, leading dimension), or (None, None) where BLAS cannot express these strides.
+    """Return (order, leading dimension), or (None, None) if BLAS cannot express these strides.
 
-    The stride of a dimension of extent 1 does not matter.
+    The stride of a dimension of extent 1 is ignored.
 
     Examples
     --------
@@ -178,7 +178,7 @@ def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: boo
 
 
 def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec) -> MatrixStack:
-    """Return a result, or an addend, of these strides as matrices; a 1-D operand has removed a dimension."""
+    """Return the matrices of a result or addend; a 1-D operand removes a dimension from its strides."""
     core = strides[len(batch) :]
     row_stride = core[0] if len(a.shape) > 1 else 0
     col_stride = core[-1] if len(b.shape) > 1 else 0
@@ -188,10 +188,10 @@ def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: Opera
 def gemm_layout(
     a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None, out_dtype: DType | None = None
 ) -> GemmLayout:
-    """Return the layout of ``a @ b``, into ``out`` where it is given.
+    """Return the layout of ``a @ b``, into ``out`` if it is given.
 
-    ``out_dtype`` is that of a new result, by default the one of ``a``. Raises ShapeError if the shapes do not match, or
-    two elements of ``out`` may share memory.
+    ``out_dtype`` is the dtype of a new result, by default that of ``a``. Raises ShapeError if the shapes do not match
+    or elements of ``out`` may overlap.
     """
     return _collapse(stacked_layout(a, b, out, out_dtype))
 
@@ -199,7 +199,7 @@ def gemm_layout(
 def stacked_layout(
     a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None, out_dtype: DType | None = None
 ) -> GemmLayout:
-    """Return the layout of ``a @ b`` as the stack of products that the shapes name, nothing collapsed."""
+    """Return the layout of ``a @ b`` without collapsing the batch."""
     m, n, k, batch = _extents(a.shape, b.shape)
     shape = batch + (m,) * (len(a.shape) > 1) + (n,) * (len(b.shape) > 1)
     if out is None:
@@ -214,9 +214,9 @@ def stacked_layout(
 
 
 def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout) -> MatrixStack | None:
-    """Return the matrices of an array that broadcasts to the result, one for each product of a layout.
+    """Return an addend, broadcast to the result, as the matrices of a layout.
 
-    None where the layout is collapsed and the rows of this array have no single stride.
+    None if the layout is collapsed and the addend's rows have no single stride.
     """
     missing = len(layout.out_shape) - len(c.shape)
     own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
@@ -231,23 +231,23 @@ def _check_out(out: OperandSpec, shape: Shape) -> None:
     if overlaps_itself(out.shape, out.strides):
         raise ShapeError(
             f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
-            "pass an array of its own memory"
+            "pass an array without overlapping elements"
         )
 
 
 def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
-    """Return a batch coalesced with its rows to one matrix, or None where the rows have no one stride."""
+    """Return a batch as one matrix of all rows, or None if the rows have no single stride."""
     stride = operand.batch_stride
     if stride is None or (operand.rows > 1 and stride != operand.rows * operand.row_stride):
         return None
     row_stride = stride if operand.rows == 1 else operand.row_stride
     coalesced = MatrixStack.of(operand.dtype, operand.rows * batch_count, operand.cols, row_stride, operand.col_stride)
-    # Of windows that slide over one buffer BLAS can express each, but not all as one matrix.
+    # Sliding windows over one buffer: BLAS can express each window, but not all as one matrix.
     return None if operand.blas_expressible and not coalesced.blas_expressible else coalesced
 
 
 def with_rows_copied(layout: GemmLayout) -> GemmLayout:
-    """Return a layout with the batch as rows where copying ``a`` allows it and ``a`` repeats no matrix."""
+    """Collapse the batch with a copy of ``a``, unless ``a`` is broadcast; unchanged if that is impossible."""
     repeats = 0 in layout.a.batch_strides
     return layout if repeats else _collapse(layout, copies_a=True)
 
@@ -259,7 +259,7 @@ def _collapse(layout: GemmLayout, copies_a: bool = False) -> GemmLayout:
     a = rows_of_all(layout.a, count)
     out = rows_of_all(layout.out, count)
     if a is None and copies_a:
-        # No strides describe it, so BLAS expresses it as little.
+        # No strides describe ``a`` as one matrix; the kernel copies it.
         a = MatrixStack(layout.a.dtype, layout.m * count, layout.k, 0, 0, (), (), None, None)
     if a is None or out is None:
         return layout

@@ -1,4 +1,4 @@
-"""A plan as cuBLASLt's arguments: element types, column-major layouts, transposes, epilogue, and operands to pack.
+"""From a plan to cuBLASLt's arguments: element types, column-major layouts, transposes, epilogue, packing.
 
 cuBLASLt's matrices are column-major. A row-major result is the column-major product of the transposes,
 ``D^T = B^T A^T``: ``b`` is the first operand, and a bias per column of the result is one per row of D^T, as the
@@ -21,20 +21,20 @@ from lowprec.planning.problem import Activation, GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.util.strides import contiguous_strides
 
-#: Types of D on which bias and activation are fused.
+#: Types of D for which bias and activation are fused.
 _FUSES = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 
-#: Those that are epilogues of cuBLASLt, by the same names; a kernel of our own applies any other.
+#: Activations that cuBLASLt fuses, under the same names; lowprec's kernel applies the others.
 _FUSED_ACTIVATIONS = frozenset({Activation.RELU, Activation.GELU})
 
 _ALIGNMENT_BYTES = 16
 
-#: Rows with which int8 kernels are found that there are not for fewer (PyTorch's ``_int_mm`` asks for 17 and more).
+#: Rows to which int8 operands are padded: cuBLASLt has no algorithm for few rows (PyTorch's ``_int_mm`` needs 17).
 _PADDED_ROWS = 32
 
 
 def reads_k_contiguous(data: DType) -> bool:
-    """Whether kernels for this type need both operands contiguous along k and aligned to 16 bytes throughout."""
+    """Whether kernels for this type need both operands contiguous along k and aligned to 16 bytes."""
     return data.bits == 8
 
 
@@ -48,7 +48,7 @@ def _padded(extent: int, dtype: DType) -> int:
 
 
 class _Operand(NamedTuple):
-    """An operand as cuBLASLt reads it, packed where ``pack`` is not None."""
+    """An operand as read by cuBLASLt; packed unless ``pack`` is None."""
 
     stack: MatrixStack
     pack: Pack | None = None
@@ -61,48 +61,49 @@ def _matrix(stack: MatrixStack, batch_stride: int) -> LtMatrix:
     return LtMatrix(stack.dtype, *stored, stack.leading_dimension, batch_stride)
 
 
-class _Terms(NamedTuple):
+class _Inputs(NamedTuple):
+    """A plan, and the values derived from it that all steps of lowering use."""
+
     plan: GemmPlan
     problem: GemmProblem
     layout: GemmLayout
-    data: DType  # of the multiplied numbers, complex64 where they stay complex
-    summed_in: DType  # of the sums, and of alpha and beta
-    as_real: bool  # whether complex operands are multiplied as real matrices of twice the extents
+    data: DType  # element type of the multiplied matrices
+    summed_in: DType  # type of the sums, alpha and beta
+    as_real: bool  # complex operands are multiplied as real matrices of twice the extents
     k_contiguous: bool
     rows: int  # of the product
     aligned: bool
     addend: MatrixStack | None
 
 
-def _terms(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Terms:
+def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Inputs:
     problem, layout, data = plan.problem, plan.layout, plan.multiplied_dtype
     as_real, k_contiguous = (plan.compute_dtype.is_complex and not data.is_complex, reads_k_contiguous(data))
     c = _addend(plan)
     follows = not problem.has_beta or (c is not None and _by_column(c).order == "col")
     if follows and not (k_contiguous or as_real or problem.bias is not None):
-        # As a row-major matrix, one column has a leading dimension of 1 and a product of one row, for which no
-        # algorithm reads 16 bytes at once.
+        # A single column as a row-major matrix has leading dimension 1, which no algorithm reads 16 bytes at a time.
         layout = replace(layout, b=_by_column(layout.b), out=_by_column(layout.out))
     if c is not None and layout.out.order == "col":
         c = _by_column(c)
     rows = max(layout.m, _PADDED_ROWS) if pad_rows and data is DType.INT8 else layout.m
     summed_in = DType.FLOAT32 if as_real else plan.accumulator
-    return _Terms(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c)
+    return _Inputs(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c)
 
 
 def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False) -> CublasLtCall:
-    """Return the arguments of cuBLASLt for a plan whose result has elements and whose ``k`` is not 0.
+    """Return the arguments of cuBLASLt for a plan with a non-empty result and ``k`` > 0.
 
-    ``aligned``: the pointers that must be (see :func:`reads_k_contiguous`, and that of a bias) are multiples of 16
-    bytes; ``fuse``: the call itself may add and activate; ``pad_rows``: products of int8 have at least 32 rows.
+    ``aligned``: the pointers of a bias, and of operands with :func:`reads_k_contiguous`, are multiples of 16 bytes.
+    ``fuse``: cuBLASLt may apply the epilogue. ``pad_rows``: int8 operands are padded to 32 rows.
     """
-    terms = _terms(plan, aligned, pad_rows)
-    problem, layout = terms.problem, terms.layout
-    a, b = _operand(terms, "a"), _operand(terms, "b")
-    staged = tuple(_reasons_to_stage(terms, a, b))
+    inputs = _inputs(plan, aligned, pad_rows)
+    problem, layout = inputs.problem, inputs.layout
+    a, b = _operand(inputs, "a"), _operand(inputs, "b")
+    staged = tuple(_reasons_to_stage(inputs, a, b))
     if not (fuse or staged) and (problem.has_beta or problem.bias or problem.activation):
         staged = (Reason.of(ReasonKind.NO_FUSED_ALGORITHM),)
-    c, d = (None, _temporary(terms, b)) if staged else (terms.addend, _result(terms))
+    c, d = (None, _temporary(inputs, b)) if staged else (inputs.addend, _result(inputs))
     swapped = d.order == "row"
     first, second = (b.stack, a.stack) if swapped else (a.stack, b.stack)
     stacks = [first, second, *([c] if c else []), d]
@@ -111,7 +112,7 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: 
     offsets = tuple(o if c else (*o[:2], 0, o[2]) for o in batches.offsets)
     return CublasLtCall(
         compute_type=plan.cublas_compute_type,
-        scale_dtype=terms.summed_in,
+        scale_dtype=inputs.summed_in,
         swapped=swapped,
         op_first=_op(first, swapped),
         op_second=_op(second, swapped),
@@ -137,23 +138,23 @@ def _epilogue(problem: GemmProblem) -> str:
     return "_".join(filter(None, (activation, "BIAS" if problem.bias else ""))) or "DEFAULT"
 
 
-def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Operand:
-    stack = terms.layout.a if name == "a" else terms.layout.b
-    parts = terms.plan.split[name == "b"]
-    reason = _reason_to_pack(terms, stack, name, parts)
+def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> _Operand:
+    stack = inputs.layout.a if name == "a" else inputs.layout.b
+    parts = inputs.plan.split[name == "b"]
+    reason = _reason_to_pack(inputs, stack, name, parts)
     if reason is None:
         return _Operand(stack)
-    pack = _pack(terms, stack, name, reason, parts)
-    # Packed matrices are row-major; if they are transposes, the operand is column-major.
+    pack = _pack(inputs, stack, name, reason, parts)
+    # Packed matrices are row-major; a packed transpose makes the operand column-major.
     rows, cols, leading = pack.padded_rows, pack.cols, pack.line_stride
-    if terms.k_contiguous:
+    if inputs.k_contiguous:
         cols = leading
     if pack.parts > 1:
         rows = pack.rows
     order: Literal["row", "col"] = "col" if pack.transposed else "row"
     extents = (cols, rows) if pack.transposed else (rows, cols)
     steps = (1, leading) if pack.transposed else (leading, 1)
-    batch = terms.layout.batch_shape
+    batch = inputs.layout.batch_shape
     strides = (0,) * len(batch)
     if pack.batch_shape:
         strides = contiguous_strides(pack.batch_shape, pack.matrix_stride)
@@ -161,50 +162,50 @@ def _operand(terms: _Terms, name: Literal["a", "b"]) -> _Operand:
     return _Operand(written, pack)
 
 
-def _reason_to_pack(terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], parts: int) -> Reason | None:
-    """Return why an operand cannot be read in place, None if it can."""
+def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], parts: int) -> Reason | None:
+    """Return the reason to pack an operand, None if cuBLASLt can read it in place."""
     dtype = stack.dtype
-    if dtype is not terms.data and not (terms.k_contiguous and reads_k_contiguous(dtype)):
-        return Reason.of(ReasonKind.OTHER_DTYPE, dtype=dtype, data=terms.data)
+    if dtype is not inputs.data and not (inputs.k_contiguous and reads_k_contiguous(dtype)):
+        return Reason.of(ReasonKind.OTHER_DTYPE, dtype=dtype, data=inputs.data)
     if parts > 1:
         return Reason.of(ReasonKind.SEVERAL_PARTS)
     if not stack.blas_expressible:
         return Reason.of(ReasonKind.STRIDES)
-    if not terms.k_contiguous:
+    if not inputs.k_contiguous:
         return None
     if stack.order != ("row" if name == "a" else "col"):
-        return Reason.of(ReasonKind.INNER_CONTIGUOUS, data=terms.data)
+        return Reason.of(ReasonKind.INNER_CONTIGUOUS, data=inputs.data)
     step = _ALIGNMENT_BYTES
-    extents = [terms.layout.k, stack.leading_dimension or 0, *stack.batch_strides]
+    extents = [inputs.layout.k, stack.leading_dimension or 0, *stack.batch_strides]
     if name == "b":
-        extents.append(terms.layout.n)
-    if not terms.aligned or any(x % step for x in extents):
-        return Reason.of(ReasonKind.READ_IN_STEPS, data=terms.data, step=step)
-    if name == "a" and terms.rows != terms.layout.m:
-        return Reason.of(ReasonKind.PADDED_ROWS, data=terms.data, rows=terms.rows)
+        extents.append(inputs.layout.n)
+    if not inputs.aligned or any(x % step for x in extents):
+        return Reason.of(ReasonKind.READ_IN_STEPS, data=inputs.data, step=step)
+    if name == "a" and inputs.rows != inputs.layout.m:
+        return Reason.of(ReasonKind.PADDED_ROWS, data=inputs.data, rows=inputs.rows)
     return None
 
 
-def _pack(terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], reason: Reason, parts: int) -> Pack:
-    scaled = terms.plan.scaled[name == "b"]
+def _pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], reason: Reason, parts: int) -> Pack:
+    scaled = inputs.plan.scaled[name == "b"]
     complex_as: ComplexAs = "no"
-    if terms.as_real:
+    if inputs.as_real:
         complex_as = "pairs" if name == "a" else "rotated"
-    inner_last = terms.k_contiguous or scaled or terms.as_real
+    inner_last = inputs.k_contiguous or scaled or inputs.as_real
     transposed = name == "b" if inner_last else stack.order == "col"
     rows, cols = (stack.cols, stack.rows) if transposed else (stack.rows, stack.cols)
-    if terms.as_real:
+    if inputs.as_real:
         rows, cols = rows * (2 if name == "b" else 1), cols * 2
-    # The 8-bit types may be mixed: each operand keeps its own.
-    keeps_dtype = terms.k_contiguous and reads_k_contiguous(stack.dtype)
-    dtype_written = stack.dtype if keeps_dtype else terms.data
-    padded_rows = max(rows, terms.rows) if name == "a" and terms.k_contiguous else rows
+    # The operands may have different 8-bit types; each keeps its own.
+    keeps_dtype = inputs.k_contiguous and reads_k_contiguous(stack.dtype)
+    dtype_written = stack.dtype if keeps_dtype else inputs.data
+    padded_rows = max(rows, inputs.rows) if name == "a" and inputs.k_contiguous else rows
     side_by_side = parts > 1 and transposed is (name == "b")
-    if (name == "b" and terms.k_contiguous) or (parts > 1 and not side_by_side):
+    if (name == "b" and inputs.k_contiguous) or (parts > 1 and not side_by_side):
         padded_rows = _padded(rows, dtype_written)
-    # Powers of two are kept per product, so that scaled matrices are not shared.
+    # Each product has its own powers of two, so scaled matrices are not shared.
     shared = not any(stack.batch_strides) and not scaled
-    batch = () if shared else terms.layout.batch_shape
+    batch = () if shared else inputs.layout.batch_shape
     leading = _padded(cols, dtype_written)
     return Pack(
         dtype_written, transposed, rows, cols, leading, padded_rows, batch, scaled, complex_as, reason,
@@ -213,7 +214,7 @@ def _pack(terms: _Terms, stack: MatrixStack, name: Literal["a", "b"], reason: Re
 
 
 def _by_column(stack: MatrixStack) -> MatrixStack:
-    """Return matrices of one contiguous column as column-major, all others as they are."""
+    """Return matrices of one contiguous column as column-major, others unchanged."""
     if stack.cols == 1 and stack.rows > 1 and stack.leading_dimension == 1:
         return replace(stack, order="col", leading_dimension=stack.rows)
     return stack
@@ -227,10 +228,10 @@ def _addend(plan: GemmPlan) -> MatrixStack | None:
     return c if c is not None and c.blas_expressible else None
 
 
-def _result(terms: _Terms) -> MatrixStack:
-    """Return the caller's array, as real numbers where the product is one of real numbers."""
-    out = terms.layout.out
-    if not terms.as_real:
+def _result(inputs: _Inputs) -> MatrixStack:
+    """Return the result's matrices, as real numbers if complex operands are multiplied as real ones."""
+    out = inputs.layout.out
+    if not inputs.as_real:
         return out
     # A complex number is two real ones side by side.
     leading = 2 * (out.leading_dimension or 1)
@@ -238,69 +239,69 @@ def _result(terms: _Terms) -> MatrixStack:
     return MatrixStack(DType.FLOAT32, out.rows, 2 * out.cols, leading, 1, out.batch_shape, strides, "row", leading)
 
 
-def _temporary(terms: _Terms, b: _Operand) -> MatrixStack:
-    """Return the temporary matrices of a staged product, one after another and row-major."""
-    columns = terms.layout.n * (2 if terms.as_real else 1)
-    if b.pack and terms.k_contiguous:
+def _temporary(inputs: _Inputs, b: _Operand) -> MatrixStack:
+    """Return the temporary matrices of a staged product, row-major and contiguous."""
+    columns = inputs.layout.n * (2 if inputs.as_real else 1)
+    if b.pack and inputs.k_contiguous:
         columns = b.pack.padded_rows
-    leading = _padded(columns, terms.summed_in)
-    rows, batch = terms.rows, terms.layout.batch_shape
+    leading = _padded(columns, inputs.summed_in)
+    rows, batch = inputs.rows, inputs.layout.batch_shape
     strides = contiguous_strides(batch, rows * leading)
-    return MatrixStack(terms.summed_in, rows, columns, leading, 1, batch, strides, "row", leading)
+    return MatrixStack(inputs.summed_in, rows, columns, leading, 1, batch, strides, "row", leading)
 
 
-def _reasons_to_stage(terms: _Terms, a: _Operand, b: _Operand) -> Iterator[Reason]:
-    """Yield why cuBLASLt cannot write the result itself."""
-    problem, out = terms.problem, terms.layout.out
-    products = len(terms.plan.schedule)
+def _reasons_to_stage(inputs: _Inputs, a: _Operand, b: _Operand) -> Iterator[Reason]:
+    """Yield the reasons for which cuBLASLt cannot write the result itself."""
+    problem, out = inputs.problem, inputs.layout.out
+    products = len(inputs.plan.schedule)
     if products > 1:
         yield Reason.of(ReasonKind.SEVERAL_PRODUCTS, products=products)
-    if terms.plan.out_dtype not in _writes(terms.data) and not terms.as_real:
-        yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=terms.data, out=terms.plan.out_dtype)
+    if inputs.plan.out_dtype not in _writes(inputs.data) and not inputs.as_real:
+        yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=inputs.data, out=inputs.plan.out_dtype)
     if not out.blas_expressible:
         yield Reason.of(ReasonKind.RESULT_STRIDES)
-    if terms.k_contiguous and not (terms.aligned and _in_steps(out)):
-        yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=terms.data, step=_ALIGNMENT_BYTES)
+    if inputs.k_contiguous and not (inputs.aligned and _in_steps(out)):
+        yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=inputs.data, step=_ALIGNMENT_BYTES)
     if any(x.pack is not None and x.pack.scaled for x in (a, b)):
         yield Reason.of(ReasonKind.SCALED_OPERANDS)
-    if b.pack and terms.k_contiguous and b.pack.padded_rows != b.pack.rows:
+    if b.pack and inputs.k_contiguous and b.pack.padded_rows != b.pack.rows:
         yield Reason.of(ReasonKind.PADDED_COLUMNS, step=_ALIGNMENT_BYTES)
-    if terms.rows != terms.layout.m:
-        yield Reason.of(ReasonKind.PADDED_ROWS, data=terms.data, rows=terms.rows)
-    if terms.k_contiguous and out.order == "col":
-        yield Reason.of(ReasonKind.ROWS_ONLY, data=terms.data)
-    if terms.as_real and (out.order != "row" or problem.has_alpha or problem.has_beta or problem.bias):
+    if inputs.rows != inputs.layout.m:
+        yield Reason.of(ReasonKind.PADDED_ROWS, data=inputs.data, rows=inputs.rows)
+    if inputs.k_contiguous and out.order == "col":
+        yield Reason.of(ReasonKind.ROWS_ONLY, data=inputs.data)
+    if inputs.as_real and (out.order != "row" or problem.has_alpha or problem.has_beta or problem.bias):
         yield Reason.of(ReasonKind.REAL_PRODUCT)
-    yield from _reasons_of_epilogue(terms)
+    yield from _reasons_of_epilogue(inputs)
 
 
 def _in_steps(stack: MatrixStack) -> bool:
-    """Whether the distances between columns and between matrices are multiples of 16 bytes."""
+    """Whether leading dimension and batch strides are multiples of 16 bytes."""
     distances = [stack.leading_dimension or 0, *stack.batch_strides]
     return not any(x * stack.dtype.itemsize % _ALIGNMENT_BYTES for x in distances)
 
 
-def _reasons_of_epilogue(terms: _Terms) -> Iterator[Reason]:
-    problem, out, c = terms.problem, terms.layout.out, terms.addend
+def _reasons_of_epilogue(inputs: _Inputs) -> Iterator[Reason]:
+    problem, out, c = inputs.problem, inputs.layout.out, inputs.addend
     if problem.has_beta:
-        fits = c is not None and c.dtype is terms.plan.out_dtype and c.order == out.order
-        if c is not None and terms.k_contiguous:
+        fits = c is not None and c.dtype is inputs.plan.out_dtype and c.order == out.order
+        if c is not None and inputs.k_contiguous:
             fits = fits and _in_steps(c)
         if not fits:
             yield Reason.of(ReasonKind.ADDEND_DIFFERS)
-    if problem.bias is not None and not _fuses_bias(terms, problem.bias):
+    if problem.bias is not None and not _fuses_bias(inputs, problem.bias):
         yield Reason.of(ReasonKind.BIAS_NOT_FUSED)
     activation = problem.activation
-    if activation and (activation not in _FUSED_ACTIVATIONS or terms.plan.out_dtype not in _FUSES):
-        yield Reason.of(ReasonKind.ACTIVATION_NOT_FUSED, activation=activation, out=terms.plan.out_dtype)
+    if activation and (activation not in _FUSED_ACTIVATIONS or inputs.plan.out_dtype not in _FUSES):
+        yield Reason.of(ReasonKind.ACTIVATION_NOT_FUSED, activation=activation, out=inputs.plan.out_dtype)
 
 
-def _fuses_bias(terms: _Terms, bias: OperandSpec) -> bool:
+def _fuses_bias(inputs: _Inputs, bias: OperandSpec) -> bool:
     return (
-        terms.plan.out_dtype in _FUSES
-        and not (terms.k_contiguous and terms.plan.out_dtype is DType.FLOAT32)
-        and bias.dtype is terms.plan.out_dtype
-        and terms.layout.out.order == "row"
+        inputs.plan.out_dtype in _FUSES
+        and not (inputs.k_contiguous and inputs.plan.out_dtype is DType.FLOAT32)
+        and bias.dtype is inputs.plan.out_dtype
+        and inputs.layout.out.order == "row"
         and bias.strides == (1,)
-        and terms.aligned
+        and inputs.aligned
     )

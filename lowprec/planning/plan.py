@@ -1,4 +1,4 @@
-"""The plan of how a product runs, as a value: frozen, hashable, printable."""
+"""``GemmPlan``: the execution plan of a product."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from lowprec.planning.problem import GemmProblem
 from lowprec.planning.reasons import Reason
 from lowprec.planning.schedule import Product
 
-if TYPE_CHECKING:  # needed by cuBLASLt alone, or by printing alone
+if TYPE_CHECKING:  # imported only for cuBLASLt, or for printing
     from lowprec.planning.calls import CublasLtCall
     from lowprec.planning.costs import Roofline
 
 
 @cache
 def _rendering() -> Any:
-    # Imported once: at the exit of Python nothing can be imported, not even again.
+    # Cached, because imports fail during the exit of Python.
     from lowprec.planning import rendering
 
     return rendering
 
 
 class Copy(NamedTuple):
-    """A copy that is made because of an array's memory or layout."""
+    """A copy of an array, and the reasons for it."""
 
     operand: str  # "a", "b" or "out"
     reasons: tuple[Reason, ...]
@@ -38,7 +38,7 @@ class Copy(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The reasons in words."""
+        """The reasons as text."""
         return str(_rendering().copy_reason(self))
 
 
@@ -47,46 +47,45 @@ class Candidate(NamedTuple):
 
     mode: MathMode
     bound: float  # guaranteed relative error in the Frobenius norm
-    cost: float  # expected time; 1 is numpy.matmul on float32
+    cost: float  # expected time relative to numpy.matmul on float32
     accepted: bool  # whether this is the mode that runs
     why: Reason
 
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """The execution plan of a product; ``print`` shows a table."""
+    """The execution plan of a product: frozen, hashable; ``print`` shows a table."""
 
     problem: GemmProblem
     capabilities: Capabilities  # of the device
-    mode: MathMode  # in force
-    scheme: MathMode  # the mode that runs: another one where the mode is ``fp32_emulated``
-    mode_has_effect: bool  # whether the mode changes anything for these element types
+    mode: MathMode  # the resolved mode
+    scheme: MathMode  # the mode that runs; differs from ``mode`` for ``fp32_emulated``
+    mode_has_effect: bool  # whether the mode applies to these element types
     layout: GemmLayout
     compute_dtype: DType  # common element type of the operands
     out_dtype: DType
     out_shape: tuple[int, ...]
-    operand_format: NumberFormat | None  # of the multiplied numbers, once rounded; None for integers
+    operand_format: NumberFormat | None  # format of the rounded operands; None for integers
     rounded: tuple[bool, bool]  # whether ``a`` and ``b`` are rounded to it
     multiplied_dtype: DType  # element type that a GPU multiplies
-    cublas_compute_type: ComputeType  # allowed by the mode, as cuBLASLt names it
-    schedule: tuple[Product, ...]  # the matrix products, in the order in which they are summed
-    kernel_row: KernelRow  # runs each of them
-    passed_over: tuple[Reason, ...]  # why preferred kernels of the device do not
-    fallback: KernelRow | None  # takes operands that the kernel refuses
+    cublas_compute_type: ComputeType  # cuBLASLt's compute type
+    schedule: tuple[Product, ...]  # the matrix products, in the order of their summation
+    kernel_row: KernelRow  # the kernel
+    passed_over: tuple[Reason, ...]  # reasons against preferred kernels of the device
+    fallback: KernelRow | None  # kernel for operands that the first does not support
     copies: tuple[Copy, ...]
-    #: Of the product as the caller wrote it: 2 m n k per real product, 8 m n k per complex one.
-    flops: int
-    resolved: ResolvedMode | None = None  # the source of the mode
-    candidates: tuple[Candidate, ...] = ()  # what ``rtol`` considered
-    call: CublasLtCall | None = None  # the call of cuBLASLt, where it computes
-    #: Whether the packed form of a prepared ``b`` is kept, and why; None where ``b`` is an array.
+    flops: int  # 2 m n k per real product, 8 m n k per complex one, without those of split operands
+    resolved: ResolvedMode | None = None  # the mode with its source
+    candidates: tuple[Candidate, ...] = ()  # modes considered for ``rtol``
+    call: CublasLtCall | None = None  # arguments of cuBLASLt, if it is the kernel
+    #: Why the packed form of a prepared ``b`` is kept or not; None if ``b`` is an array.
     prepared: Reason | None = None
-    #: cuBLASLt's description of its algorithm, by name; empty without a device.
+    #: cuBLASLt's description of its algorithm, as (name, value) pairs; empty without a GPU.
     algorithm: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def bound(self) -> ErrorBound:
-        """The error of the product, before alpha, c, bias and activation."""
+        """Error bound of the product, before alpha, c, bias and activation."""
         layout, (a_rounded, b_rounded) = self.layout, self.rounded
         return error_bound(
             self.scheme, self.compute_dtype, self.out_dtype, layout.k, self.kernel_row,
@@ -102,12 +101,12 @@ class GemmPlan:
 
     @cached_property
     def accumulator(self) -> DType:
-        """Element type in which products are summed, and the epilogue is computed."""
+        """Element type of the sums and the epilogue."""
         return row(self.scheme).accumulator(self.compute_dtype)
 
     @cached_property
     def split(self) -> tuple[int, int]:
-        """In how many parts ``a`` and ``b`` are multiplied."""
+        """Number of parts of ``a`` and of ``b``."""
         return (
             1 + max([product.a_part for product in self.schedule]),
             max([product.b_part + product.terms for product in self.schedule]),
@@ -115,31 +114,31 @@ class GemmPlan:
 
     @cached_property
     def scaled(self) -> tuple[bool, bool]:
-        """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before they are rounded."""
+        """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before rounding."""
         a, b = self.rounded
         scales = scales_rows(self.scheme)
         return scales and a, scales and b
 
     @property
     def k_chunk(self) -> int:
-        """Length of the pieces of k in which the leading product runs."""
+        """Length of the chunks of k in which the leading product is summed."""
         return max(x.k_stop - x.k_start for x in self.schedule if x.pairs == ((0, 0),))
 
     @property
     def parts(self) -> int:
-        """How many parts of each operand the products multiply."""
+        """Number of parts of each operand."""
         return self.kernel_row.parts * max(self.split)
 
     @property
     def products(self) -> int:
-        """Matrix products that the kernel runs, real ones on tile units."""
+        """Number of matrix products that the kernel runs; on tile units, of real ones."""
         kernel = self.kernel_row
         real = kernel.products_per_complex if self.compute_dtype.is_complex else 1
         return len({x for product in self.schedule for x in product.pairs}) * kernel.parts**2 * real
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of operands, addends and result, each read or written once."""
+        """Total bytes of operands, addends and result."""
         problem = self.problem
         read = [problem.a, problem.b, problem.c if problem.has_beta else None, problem.bias]
         stored = sum(x.stored_bytes for x in read if x)
@@ -152,45 +151,45 @@ class GemmPlan:
 
     @property
     def roofline(self) -> Roofline | None:
-        """The least time by the device's peak rate and bandwidth; None if unknown."""
+        """Least time by the device's peak rate and bandwidth; None if unknown."""
         found: Roofline | None = _rendering().roofline(self)
         return found
 
-    # In words, for people and for JSON.
+    # Texts.
 
     @cached_property
     def advice(self) -> tuple[Reason, ...]:
-        """The advice of the field for this product."""
+        """Advice on the speed of this product."""
         return tuple(_rendering().advise(self))
 
     @property
     def kernel_reason(self) -> str:
-        """The units of the kernel, and why preferred kernels were not chosen."""
+        """Units of the kernel, and the reasons against preferred kernels."""
         return str(_rendering().kernel_reason(self))
 
     @property
     def compute_type(self) -> str:
-        """The compute type of the mode, in cuBLASLt's names."""
+        """Compute type of cuBLASLt."""
         return str(_rendering().compute_words(self.cublas_compute_type, self.multiplied_dtype))
 
     @property
     def note(self) -> str:
-        """Why the mode has no effect, empty if it has one."""
+        """The reason if the mode has no effect, otherwise empty."""
         return str(_rendering().note(self))
 
     @property
     def a_becomes(self) -> str:
-        """The operand that is multiplied instead of ``a``."""
+        """Description of ``a`` as multiplied."""
         return str(_rendering().becomes(self, "a"))
 
     @property
     def b_becomes(self) -> str:
-        """The operand that is multiplied instead of ``b``."""
+        """Description of ``b`` as multiplied."""
         return str(_rendering().becomes(self, "b"))
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """The replacement for operands that the kernel does not support."""
+        """Treatment of operands that the kernel does not support."""
         return tuple(_rendering().fallbacks(self))
 
     def __str__(self) -> str:
@@ -200,5 +199,5 @@ class GemmPlan:
         return str(_rendering().to_html(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values, ready for JSON."""
+        """Return the plan as values for JSON."""
         return dict(_rendering().to_dict(self))

@@ -1,4 +1,4 @@
-"""From a problem, a device and a mode to a plan. Cached."""
+"""``plan_gemm``: from a problem, the capabilities of a device and a mode to a plan."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
 
-if TYPE_CHECKING:  # imported with the first product for cuBLASLt
+if TYPE_CHECKING:  # imported with the first plan for cuBLASLt
     from lowprec.planning.calls import CublasLtCall
 
 PLAN_CACHE_SIZE = 1024
 
-#: Columns of the result from which a copy of ``a`` pays, and multiplications up to which a product is small for that.
+#: Least n, and largest m n k, for which one product of a copy of ``a`` is faster than many small products.
 _COLUMNS_PER_COPY, _SMALL_PRODUCT = 32, 1 << 26
 
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
 def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> GemmPlan:
-    """Return how a product runs on a device in a mode. Cached: the same arguments give the same object.
+    """Return the plan of a product on a device in a mode; cached.
 
-    Raises DTypeError, ShapeError or UnsupportedError, before any work, if the product cannot run.
+    Raises DTypeError, ShapeError or UnsupportedError if the product cannot run.
 
     Examples
     --------
@@ -71,10 +71,9 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
     )  # fmt: skip
     choice, rows = choose(layout), with_rows_copied(layout)
-    # One product of a copy of ``a`` is faster than many small ones where enough columns use it.
     pays = layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
     if rows is not layout and choice.kernel.blas and pays:
-        # Kernels that take no copies would read strides that do not exist.
+        # Other kernels would read ``a`` in place, with strides that do not exist.
         as_rows, layout = choose(rows), rows
         choice = as_rows if as_rows.kernel.blas else choice
     kernel = choice.kernel
@@ -83,7 +82,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         k_chunk = chunk_for(layout.k, scheme.operand_format.name, capability)
     schedule = make_schedule(scheme, rounded, layout.k, k_chunk, concatenates=kernel.concatenates)
     if kernel.is_cublaslt:
-        layout = _with_addend_in_reach(problem, layout)
+        layout = _uncollapsed_for_addend(problem, layout)
     multiplied = compute_dtype
     if has_effect:
         multiplied = accumulator if scheme.widens else scheme.data or compute_dtype
@@ -110,8 +109,8 @@ def _lower() -> Callable[[GemmPlan], CublasLtCall]:
     return lower
 
 
-def _with_addend_in_reach(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:
-    """Return a layout in which cuBLASLt's one step from row to row suits the addend, too."""
+def _uncollapsed_for_addend(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:
+    """Return the uncollapsed layout if the rows of ``c`` have no single stride."""
     if not (problem.has_beta and problem.c and layout.collapsed):
         return layout
     if addend_layout(problem.c, problem.a, problem.b, layout) is None:
@@ -120,24 +119,24 @@ def _with_addend_in_reach(problem: GemmProblem, layout: GemmLayout) -> GemmLayou
 
 
 def _check_sums(compute_dtype: DType, k: int, k_chunk: int | None) -> None:
-    """Raise if a sum may leave its type, or is to be taken apart and cannot be."""
+    """Raise if a sum may overflow int32, or ``k_chunk`` is not supported."""
     if compute_dtype is DType.INT8 and k > MAX_K_INT8:
         raise UnsupportedError(
-            f"int8 operands with k = {k}: sums of more than {MAX_K_INT8} products may leave int32; "
+            f"int8 operands with k = {k}: sums of more than {MAX_K_INT8} products may overflow int32; "
             "split the inner dimension"
         )
     if k_chunk is not None and compute_dtype.bits == 8:
         raise UnsupportedError(
-            f"k_chunk is {k_chunk}, but the operands are {compute_dtype}, whose sums are not taken apart; leave it out"
+            f"k_chunk is {k_chunk}, but {compute_dtype} products are not summed in chunks; omit k_chunk="
         )
 
 
 def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
-    """Return the plan of the fastest scheme whose bound is no worse than that of ``fp32``, which is one of them.
+    """Return the plan of the fastest scheme, ``fp32`` included, whose bound is no worse than that of ``fp32``.
 
-    Its parts hold every bit of a float32, because the rest of a split does not average out as rounding errors do.
-    Schemes in float16 are excluded, since their bounds are of norms, as are those that depend on
-    ``NVIDIA_TF32_OVERRIDE``.
+    Only schemes whose parts represent a float32 exactly are considered, because the rest of a split does not average
+    out as rounding errors do. Float16 schemes are excluded because their bounds hold for norms only, TF32 schemes
+    because they depend on ``NVIDIA_TF32_OVERRIDE``.
     """
     best = fp32 = plan_gemm(problem, capabilities, MathMode.FP32)
     if not fp32.mode_has_effect:
@@ -156,7 +155,7 @@ def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
 
 
 def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
-    """Return the copies that strides alone force upon a kernel; a conversion fills a new buffer anyway."""
+    """Return the copies that are made only because of strides; rounding writes a new buffer anyway."""
     if plan.kernel_row.reads_any_strides:
         return ()
     problem, layout, epilogue = plan.problem, plan.layout, plan.accumulator

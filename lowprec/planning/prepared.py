@@ -1,4 +1,4 @@
-"""Whether a product keeps its packed form of a prepared operand."""
+"""Whether a product keeps the packed form of a prepared operand."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 def kept_modes(plan: GemmPlan) -> frozenset[str]:
-    """Return the modes: if ``b`` was prepared for one, a product of this plan keeps its packed form."""
-    if _why(plan, plan.mode) is not ReasonKind.KEPT:
+    """Return the modes such that a product of this plan keeps the packed form of a ``b`` prepared for one of them."""
+    if _reason_kind(plan, plan.mode) is not ReasonKind.KEPT:
         return frozenset()
     return frozenset((plan.mode,) if plan.mode_has_effect else MathMode)
 
 
 def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
-    """Return the same as a reason, why or why not."""
-    return Reason.of(_why(plan, prepared_for), kernel=plan.kernel, mode=plan.mode, prepared=prepared_for)
+    """Return the reason why the packed form of ``b`` is kept or not."""
+    return Reason.of(_reason_kind(plan, prepared_for), kernel=plan.kernel, mode=plan.mode, prepared=prepared_for)
 
 
 def multiplies_b(layout: GemmLayout) -> bool:
-    """Whether of a matrix and a few vectors ``b`` is the matrix."""
+    """Whether ``b`` is the matrix in a product of a matrix and a few vectors."""
     return layout.n > layout.m
 
 
-def _why(plan: GemmPlan, prepared_for: str) -> ReasonKind:
+def _reason_kind(plan: GemmPlan, prepared_for: str) -> ReasonKind:
     kernel = plan.kernel_row
     if plan.mode_has_effect and plan.mode != prepared_for:
         return ReasonKind.PREPARED_FOR_ANOTHER_MODE
@@ -42,7 +42,7 @@ def _why(plan: GemmPlan, prepared_for: str) -> ReasonKind:
             return ReasonKind.TRANSPOSED_RESULT
         return ReasonKind.KEPT if plan.flops else ReasonKind.NOTHING_TO_KEEP
     if kernel.vectors:
-        # Kept where b is a matrix that takes half the bytes to read once it is rounded.
+        # Kept if b is the matrix and its rounded form has half the bytes.
         halves = plan.problem.b.dtype is DType.FLOAT32 and plan.operand_format in (BFLOAT16, FLOAT16)
         return ReasonKind.KEPT if halves and multiplies_b(plan.layout) else ReasonKind.NOT_KEPT
     rewrites = plan.call.pack_b if plan.call else _converts_b(plan)

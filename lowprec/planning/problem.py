@@ -1,4 +1,4 @@
-"""A product as a value, and which products there are."""
+"""``GemmProblem``: a product as a value, and checks of its element types and epilogue."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lowprec.util.plain import StrEnum
 
 @unique
 class Activation(StrEnum):
-    """Functions that the epilogue may apply, by their names in cuBLASLt's epilogues; ``gelu`` is the tanh form."""
+    """Activation functions of the epilogue, named as in cuBLASLt; ``gelu`` is the tanh form."""
 
     RELU = "relu"
     GELU = "gelu"
 
 
 def parse_activation(name: str | Activation | None) -> Activation | None:
-    """Return the activation of this name, None for None; raise UnsupportedError, with the legal names, otherwise."""
+    """Return the activation of this name, None for None; raise UnsupportedError for an unknown name."""
     if name is None:
         return None
     try:
@@ -33,31 +33,31 @@ def parse_activation(name: str | Activation | None) -> Activation | None:
 
 @dataclass(frozen=True, slots=True)
 class GemmProblem:
-    """``out = activation(alpha * a @ b + beta * c + bias)``, everything but the addresses and the two scalars."""
+    """``out = activation(alpha * a @ b + beta * c + bias)`` without addresses and values of alpha and beta."""
 
     a: OperandSpec  # shape (..., m, k) or (k,)
     b: OperandSpec  # shape (..., k, n) or (k,)
     out_dtype: DType | None = None  # by default the operands' common type, int32 for int8
-    out: OperandSpec | None = None  # exactly of the result's shape and element type
+    out: OperandSpec | None = None  # with the result's shape and element type
     c: OperandSpec | None = None  # broadcasts to the result's shape
     bias: OperandSpec | None = None  # shape (n,)
     has_alpha: bool = False  # alpha is not 1
     has_beta: bool = False  # beta is not 0
     activation: Activation | None = None
-    k_chunk: int | None = None  # length of the pieces of k in which the leading product is summed
+    k_chunk: int | None = None  # length of the chunks of k in which the leading product is summed
 
     @property
     def has_epilogue(self) -> bool:
-        """Whether anything is left to do once the product is there."""
+        """Whether anything is applied to the product: alpha, c, bias or an activation."""
         return self.has_alpha or self.has_beta or self.bias is not None or self.activation is not None
 
 
 def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
-    """Return the operands' common element type; raise if there is none or the device has no use for it."""
+    """Return the operands' common element type; raise if there is none or the device does not support it."""
     dtypes = (problem.a.dtype, problem.b.dtype)
     if dtypes == (DType.FLOAT8_E5M2,) * 2:
         raise UnsupportedError(
-            f"a and b are both {DType.FLOAT8_E5M2}, which no tensor core multiplies; convert one of them to "
+            f"a and b are both {DType.FLOAT8_E5M2}, which cuBLASLt does not multiply; convert one of them to "
             f"{DType.FLOAT8_E4M3FN}"
         )
     for name, spec in (("a", problem.a), ("b", problem.b)):
@@ -69,26 +69,26 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
         if not spec.dtype.results:
             legal = ", ".join(str(d) for d in OPERAND_DTYPES if capabilities.has_float8 or not d.is_float8)
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
-    # A pair of FP8 types is multiplied unchanged; one of the two represents it.
+    # FP8 operands of two types are multiplied unchanged; one type represents the pair.
     return DType.FLOAT8_E4M3FN if all(d.is_float8 for d in dtypes) else promote(*dtypes)
 
 
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
-    """Return the result's element type; raise if the product cannot give the one that was asked for."""
+    """Return the result's element type; raise DTypeError if the requested one is not supported."""
     legal = compute_dtype.results
     dtype = problem.out_dtype or (problem.out.dtype if problem.out else legal[0])
     words = f"a product of {problem.a.dtype} and {problem.b.dtype}"
     if dtype not in legal:
         choices = " or ".join(map(str, legal))
         asked = "out_dtype" if problem.out_dtype else "out of dtype"
-        raise DTypeError(f"{asked} {dtype} is not possible for {words}; it gives {choices}")
+        raise DTypeError(f"{asked} {dtype} is not supported for {words}; supported: {choices}")
     if problem.out and problem.out.dtype is not dtype:
         raise DTypeError(f"out has dtype {problem.out.dtype}, but the result has dtype {dtype}")
     return dtype
 
 
 def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayout) -> None:
-    """Raise where c, bias, alpha, beta or the activation do not go with the product."""
+    """Raise if c, bias, alpha, beta or the activation do not match the product."""
     if compute_dtype is DType.INT8:
         refused = {
             "alpha": problem.has_alpha,
@@ -99,7 +99,7 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
             if present:
                 raise UnsupportedError(
                     f"{name} cannot be used with int8 operands, whose product is exact integers; "
-                    "apply it to the result after converting that"
+                    "convert the result and apply it there"
                 )
     if compute_dtype.is_complex and problem.activation:
         raise UnsupportedError(f"activation {problem.activation} is not defined for {compute_dtype} operands")
@@ -115,7 +115,7 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
 
 
 def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
-    """Raise if an addend would lose digits in the type in which the epilogue is computed."""
+    """Raise if an addend would lose digits in the element type of the epilogue."""
     legal = [DType.INT8, DType.INT32]
     if epilogue is not DType.INT32:
         floats = [d for d in OPERAND_DTYPES if d.format is not None and not d.is_float8]

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: kinds of reasons, each with its data. Code decides by these; the sentences are for people."""
+"""Reasons in a plan: an enumeration of kinds with the sentence of each, and the data of one reason."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from enum import Enum, unique
 class ReasonKind(Enum):
     """Kinds of reasons; each value is the sentence, with placeholders for the data."""
 
-    # Why a kernel was passed over.
+    # Reasons against a preferred kernel.
     REQUIREMENT_NOT_MET = "{missing}"
-    SINGLE_PRODUCT = "{kernel} runs one product, here are {products}"
-    OWN_CHUNKS = "{kernel} cuts k itself, k_chunk= asks for other pieces"
-    TOO_FEW_ELEMENTS = "{kernel} pays from {minimum:,} elements of a, b and the result, here are {elements:,}"
-    TOO_SMALL_EXTENT = "{kernel} pays from an inner dimension (complex: m, n and k) of {minimum}"
-    TOO_FEW_ROWS_OR_COLUMNS = "{kernel} pays from {minimum} rows and columns of the result"
-    TOO_DEEP = "{kernel} pays where m and n are no less than k, which is {k}"
-    TOO_SMALL_PRODUCTS = "{units} pays from {minimum:.3g} flops for each product of a batch, these have {flops:.3g}"
+    SINGLE_PRODUCT = "{kernel} runs one product, this mode needs {products}"
+    OWN_CHUNKS = "{kernel} sets its own chunks of k and does not support k_chunk="
+    TOO_FEW_ELEMENTS = "{kernel} needs {minimum:,} elements of a, b and the result to be faster, here {elements:,}"
+    TOO_SMALL_EXTENT = "{kernel} needs an inner dimension (complex: m, n and k) of {minimum} to be faster"
+    TOO_FEW_ROWS_OR_COLUMNS = "{kernel} needs {minimum} rows and columns of the result to be faster"
+    TOO_DEEP = "{kernel} is faster only if m and n are at least k, which is {k}"
+    TOO_SMALL_PRODUCTS = "{units} only from {minimum:.3g} flops per product of a batch, here {flops:.3g}"
 
-    # Operands that a kernel refuses, and the consequence.
+    # Operands that a kernel does not support, and their treatment.
     NOT_FINITE_IN_TWO_PARTS = "an Inf or NaN in an operand: FP32 units with the same rounded operands"
-    NOT_FINITE_IN_PARTS = "an element that comes out NaN or infinite is computed again, in FP32"
+    NOT_FINITE_IN_PARTS = "NaN and infinite elements of the result are recomputed in FP32"
 
-    # Why an operand is rewritten, or copied.
-    OTHER_DTYPE = "{dtype} becomes {data}"
+    # Why an operand is packed or copied.
+    OTHER_DTYPE = "{dtype} is converted to {data}"
     SEVERAL_PARTS = "it is split into parts"
     STRIDES = "BLAS cannot express its strides"
-    INNER_CONTIGUOUS = "{data} kernels read it with the inner dimension contiguous"
-    READ_IN_STEPS = "{data} kernels read it in steps of {step} bytes"
+    INNER_CONTIGUOUS = "{data} kernels need a contiguous inner dimension"
+    READ_IN_STEPS = "{data} kernels need an alignment of {step} bytes"
     OVERLAP = "it overlaps another array"
     EXPORTED_COPY = "{how}"
 
-    # Why the result is staged: computed in temporary memory, from which it is written.
-    NOT_WRITTEN_AS = "products of {data} are not written as {out}"
+    # Why the result is staged: written to temporary memory first.
+    NOT_WRITTEN_AS = "cuBLASLt does not write products of {data} as {out}"
     RESULT_STRIDES = "BLAS cannot express the result's strides"
-    WRITTEN_IN_STEPS = "{data} kernels write in steps of {step} bytes"
-    SCALED_OPERANDS = "the powers of two that scaled the operands are taken back"
+    WRITTEN_IN_STEPS = "{data} kernels write with an alignment of {step} bytes"
+    SCALED_OPERANDS = "the powers of two that scaled the operands are undone"
     PADDED_COLUMNS = "columns are padded to multiples of {step}"
     PADDED_ROWS = "rows are padded to {rows}: cuBLASLt has no {data} algorithm for fewer"
-    ROWS_ONLY = "{data} kernels write rows"
-    REAL_PRODUCT = "the product is made of real numbers"
+    ROWS_ONLY = "{data} kernels write row-major results only"
+    REAL_PRODUCT = "complex operands are multiplied as real matrices"
     SEVERAL_PRODUCTS = "{products} products are summed"
-    NO_FUSED_ALGORITHM = "cuBLASLt has no algorithm that adds or activates here"
-    ADDEND_DIFFERS = "c has another layout or element type than the result"
-    BIAS_NOT_FUSED = "bias is fused for real row-major results, packed, aligned and of their element type"
+    NO_FUSED_ALGORITHM = "cuBLASLt has no algorithm with this epilogue"
+    ADDEND_DIFFERS = "c and the result differ in layout or element type"
+    BIAS_NOT_FUSED = "bias is fused only if contiguous, aligned, real, and of the type of a row-major result"
     ACTIVATION_NOT_FUSED = "{activation} is not fused for {out}"
 
-    # Uses of a prepared operand.
-    KEPT = "what the first product in {mode} makes of b is kept for the others"
-    PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, the mode in force is {mode}: read as any array"
-    NOT_KEPT = "{kernel} keeps nothing of b: read as any array"
-    NOTHING_TO_KEEP = "{kernel} reads b as it is: nothing to keep"
-    TRANSPOSED_RESULT = "b^T is packed as the left operand of a result by columns: read as any array"
+    # Use of a prepared operand.
+    KEPT = "the first product in {mode} keeps its packed b for later ones"
+    PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, but the mode is {mode}: read as an ordinary array"
+    NOT_KEPT = "{kernel} does not keep its packed b: read as an ordinary array"
+    NOTHING_TO_KEEP = "{kernel} reads b in place: nothing to keep"
+    TRANSPOSED_RESULT = "a column-major result packs b^T as the left operand: read as an ordinary array"
 
-    # Why ``rtol`` took a mode, or passed it over.
+    # Why ``rtol`` chose or rejected a mode.
     EXCLUDED = "excluded by the environment"
     BOUND_TOO_LARGE = "its bound exceeds rtol = {rtol:.3g}"
     BOUND_NEEDS_RANGE = "its bound depends on the data's range: {condition}"
@@ -63,18 +63,18 @@ class ReasonKind(Enum):
     NO_CHEAPER = "no cheaper than {chosen}"
 
     # Advice.
-    MISALIGNED = "{listing} {verb} of {step}, which tensor cores want of {bits}-bit data: pad"
+    MISALIGNED = "{listing} {verb} of {step}, as tensor cores prefer for {bits}-bit data: pad"
     SMALL_DIMENSIONS = "{listing} (at most {most}): memory-bound rather than compute-bound"
-    LOW_INTENSITY = "{intensity:.3g} flops per byte, the device does {device:.3g}: memory-bound"
-    ROUNDING_COSTS_MORE = "rounding the operands costs more than the product: a low-precision mode does not pay here"
+    LOW_INTENSITY = "{intensity:.3g} flops per byte, below the device's {device:.3g}: memory-bound"
+    ROUNDING_COSTS_MORE = "rounding the operands costs more than the product: a low-precision mode is slower here"
 
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One reason; ``str`` gives its sentence."""
+    """One reason; ``str`` returns its sentence."""
 
     kind: ReasonKind
-    data: tuple[tuple[str, object], ...] = ()  # by the words of the sentence's template
+    data: tuple[tuple[str, object], ...] = ()  # values of the sentence's placeholders
 
     @classmethod
     def of(cls, kind: ReasonKind, **data: object) -> Reason:

@@ -1,4 +1,4 @@
-"""A plan as a text table for people and as plain values for JSON."""
+"""A plan as a text table and as values for JSON."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lowprec.planning.plan import GemmPlan
 
-#: Tensor cores like the contiguous dimension in steps of so many bytes.
+#: Multiple, in bytes, of the contiguous dimension for which tensor cores are fastest.
 ALIGNMENT_BYTES = 16
 
-#: A product with a dimension of at most this reads its operands too seldom to hide memory.
+#: Products with a dimension of at most this are memory-bound.
 SMALL_DIMENSION = 128
 
 
-#: Bits per element on tensor cores; float32 and float64 have no alignment to ask for.
+#: Bits per element on tensor cores; float32 and float64 have no preferred alignment.
 _TENSOR_CORE_BITS = {"float16": 16, "bfloat16": 16, "tf32": 32}
 
 
 def misaligned_dimensions(m: int, n: int, k: int, bits: int) -> tuple[str, ...]:
-    """Return the dimensions that are not multiples of 16 bytes' worth of elements of so many bits."""
+    """Return the dimensions whose size in bytes is not a multiple of 16, for elements of ``bits`` bits."""
     step = ALIGNMENT_BYTES * 8 // bits
     return tuple(f"{name} = {size}" for name, size in (("m", m), ("n", n), ("k", k)) if size % step)
 
 
 def memory_bound_dimensions(m: int, n: int, k: int) -> tuple[str, ...]:
-    """Return the dimensions that are so small that memory decides the speed."""
+    """Return the dimensions that are small enough for a memory-bound product."""
     sizes = {"m": m, "n": n, "k": k}
     return tuple(f"{name} = {size}" for name, size in sizes.items() if size <= SMALL_DIMENSION)
 
@@ -58,7 +58,7 @@ def conversion_outweighs(m: int, n: int, flops_per_conversion: float) -> bool:
 
 
 def advise(plan: GemmPlan) -> tuple[Reason, ...]:
-    """Return the advice of the field for a product; nothing for an empty one."""
+    """Return advice on the speed of a product."""
     layout, able, fmt, call = plan.layout, plan.capabilities, plan.operand_format, plan.call
     m, n, k = layout.m, layout.n, layout.k
     if 0 in (m, n, k):
@@ -85,7 +85,7 @@ WIDTH = 80
 Row = tuple[str, str]
 
 _PREDICTION = (
-    "no device was asked, so the algorithm and its units are not known; peak rate and bandwidth by the {source}"
+    "no device was queried, so the algorithm and its units are unknown; peak rate and bandwidth from the {source}"
 )
 
 
@@ -126,7 +126,7 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
         yield "prepared", str(plan.prepared)
     yield "products", _products(plan)
     if plan.k_chunk < plan.layout.k:
-        yield ("k chunk", f"{plan.k_chunk}: pieces of the leading product, added in {plan.accumulator}")
+        yield ("k chunk", f"{plan.k_chunk}: chunks of the leading product, added in {plan.accumulator}")
     yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
     yield "compute type", plan.compute_type
     yield from plan.algorithm
@@ -170,7 +170,7 @@ def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
     if resolved is None:
         yield "mode", str(plan.mode)
     else:
-        asked = f", {resolved.requested} was asked for" if resolved.requested else ""
+        asked = f", {resolved.requested} was requested" if resolved.requested else ""
         yield "mode", f"{plan.mode}, from {resolved.source}{asked}"
         for reason in resolved.reasons:
             yield "because", reason
@@ -184,8 +184,8 @@ def _emulates(plan: GemmPlan, architecture: Architecture) -> str:
     if plan.kernel_row.emulates:
         return f"{architecture.label}'s tensor cores"
     return (
-        f"nothing here: {architecture.label}'s tensor cores are imitated on the CPU, for the float16, bfloat16 and "
-        "tf32 numbers that they multiply"
+        f"nothing here: {architecture.label}'s tensor cores are emulated on the CPU for float16, bfloat16 and TF32 "
+        "operands"
     )
 
 
@@ -238,7 +238,7 @@ def _bound_rows(plan: GemmPlan) -> Iterator[Row]:
     else:
         yield "error", f"at most {bound.relative:.3g} |A| |B| (Frobenius norms)"
         yield "because", bound.formula
-        chance = f"with probability {bound.probability}, by rounding errors of mean zero"
+        chance = f"with probability {bound.probability}, for rounding errors of mean zero"
         yield "probably", f"at most {bound.probable:.3g}, {chance}"
     if bound.absolute:
         yield "underflow", bound.absolute
@@ -260,7 +260,7 @@ def _quantity(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}"
 
 
-#: Properties of a plan that its dictionary has, besides the fields.
+#: Properties of a plan that its dictionary contains in addition to the fields.
 _DERIVED = (
     "bytes_moved", "bound", "advice", "kernel", "kernel_reason", "compute_type", "note",
     "a_becomes", "b_becomes", "fallbacks", "k_chunk", "parts", "products", "arithmetic_intensity", "roofline",
@@ -268,9 +268,9 @@ _DERIVED = (
 
 
 def to_dict(plan: GemmPlan) -> dict[str, Any]:
-    """Return the plan as plain values: dictionaries, lists, strings, numbers, booleans and None.
+    """Return the plan as dictionaries, lists, strings, numbers, booleans and None.
 
-    A bound that is infinite becomes None, because JSON has no infinity.
+    An infinite bound is None, because JSON has no infinity.
     """
     result: dict[str, Any] = _plain(plan)
     return result | {name: _plain(getattr(plan, name)) for name in _DERIVED}
@@ -291,21 +291,21 @@ def _plain(value: Any) -> Any:
 
 
 def kernel_reason(plan: GemmPlan) -> str:
-    """Return the kernel's units, and why preferred kernels were passed over."""
+    """Return the kernel's units, and the reasons against preferred kernels."""
     row = plan.kernel_row
     as_real = plan.compute_dtype.is_complex and row.products_per_complex > 1
     return "; ".join([row.units, *map(str, plan.passed_over), *(["four real products"] if as_real else [])])
 
 
 def compute_words(compute: ComputeType, data: DType | None) -> str:
-    """Return a compute type with its data, where its name does not include that."""
+    """Return a compute type with the type of its data, unless its name implies it."""
     if data is None or data.bits >= 32 or data.format is None:
         return str(compute)
     return f"{compute} on {'float8' if data.is_float8 else data} data"
 
 
 def note(plan: GemmPlan) -> str:
-    """Return why the mode has no effect, an empty string if it has one."""
+    """Return the reason if the mode has no effect, otherwise an empty string."""
     if plan.mode_has_effect:
         return ""
     dtype = plan.compute_dtype
@@ -317,7 +317,7 @@ def note(plan: GemmPlan) -> str:
 
 
 def fallbacks(plan: GemmPlan) -> tuple[str, ...]:
-    """Return the handling of operands that the kernel refuses."""
+    """Return the treatment of operands that the kernel does not support."""
     why = plan.kernel_row.fallback if plan.fallback else None
     if max(plan.split) > 1:
         why = ReasonKind.NOT_FINITE_IN_PARTS
@@ -325,7 +325,7 @@ def fallbacks(plan: GemmPlan) -> tuple[str, ...]:
 
 
 def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
-    """Return an operand as multiplied, in words."""
+    """Describe an operand as multiplied."""
     operand = int(name == "b")
     dtype = (plan.problem.a, plan.problem.b)[operand].dtype
     pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None
@@ -354,6 +354,6 @@ def _is_narrower(fmt: NumberFormat | None, held_in: DType) -> bool:
 
 
 def copy_reason(copy: Copy) -> str:
-    """Return the reasons of a copy in words."""
+    """Return the reasons of a copy as text."""
     text = "; ".join(map(str, copy.reasons))
     return f"staged in temporary memory: {text}" if copy.operand == "out" else text

@@ -1,4 +1,4 @@
-"""The schedule of a plan: which products of parts are formed, over which range of k, and in which order."""
+"""The schedule of a plan: its products of parts, their ranges of k, and their order."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lowprec.modes import ModeRow, Pair
 class Product(NamedTuple):
     """One matrix product of a schedule: ``sum (+)= factor * a_part[:, k] @ b_part[k, :]``.
 
-    With several terms it is that of ``[a_part | a_(part - 1) | ...]`` and ``[b_part ; b_(part + 1) ; ...]``, parts
-    side by side along k, each over its whole length.
+    With several terms it is the product of the concatenated parts ``[a_part | a_(part - 1) | ...]`` and
+    ``[b_part ; b_(part + 1) ; ...]``, each over the whole of k.
     """
 
-    a_part: int  # part of the operand; 0 is the leading one
+    a_part: int  # index of the part; 0 is the leading one
     b_part: int
     k_start: int  # range of the inner dimension
     k_stop: int
     factor: float = 1.0
-    accumulates: bool = False  # added to the sum of the products before it; the first one is not
+    accumulates: bool = False  # added to the previous products; false for the first
     terms: int = 1
 
     @property
@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Products of numbers in each sum."""
+        """Number of terms in each sum."""
         return self.terms * (self.k_stop - self.k_start)
 
 
@@ -39,9 +39,9 @@ def make_schedule(
 ) -> tuple[Product, ...]:
     """Return the products of a mode, the smallest first.
 
-    ``rounded`` says whether ``a`` and ``b`` are split; an operand in the format has one part. The product of the
-    leading parts runs in pieces of ``k_chunk``, each added in the accumulator's format, or in one piece. Where
-    ``concatenates``, products with the same factor run as one, their parts side by side.
+    ``rounded``: whether ``a`` and ``b`` are split; an operand that is already in the format has one part. The product
+    of the leading parts runs in chunks of ``k_chunk``, each added in the accumulator's format; None is one chunk. With
+    ``concatenates``, products with the same factor run as one over concatenated parts.
 
     Examples
     --------
@@ -63,7 +63,7 @@ def make_schedule(
 
 def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Iterator[tuple[list[Pair], float]]:
     if row.sums_parts and not all(rounded):
-        # One operand has no second part, and nothing is saved: the products of its only part.
+        # Karatsuba saves no product if one operand has a single part: multiply its only part by both parts.
         pairs = [(int(rounded[0]), int(rounded[1])), (0, 0)] if any(rounded) else [(0, 0)]
         yield from (([pair], 2.0 ** (-row.part_exponent * sum(pair))) for pair in pairs)
         return

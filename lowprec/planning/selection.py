@@ -1,4 +1,4 @@
-"""``rtol``: the cheapest mode whose guaranteed bound is small enough."""
+"""``rtol=``: the cheapest mode whose error bound is within a tolerance."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lowprec.util.plain import StrEnum
 
 @unique
 class Bound(StrEnum):
-    """What must be within ``rtol``."""
+    """The bound that is compared with ``rtol``."""
 
-    GUARANTEED = "guaranteed"  # for every data
-    PROBABLE = "probable"  # with a stated probability, where rounding errors have a mean of zero
+    GUARANTEED = "guaranteed"  # for all data
+    PROBABLE = "probable"  # with a stated probability, for rounding errors of mean zero
 
 
 def check_bound(bound: object) -> Bound:
-    """Return the bound of this name; raise ModeError, with the names, if there is none."""
+    """Return the bound of this name; raise ModeError if there is none."""
     try:
         return Bound(bound)
     except ValueError:
@@ -39,7 +39,7 @@ def check_bound(bound: object) -> Bound:
 
 
 class Selection(NamedTuple):
-    """The mode that ``rtol`` chose, and all that were considered, the cheapest first."""
+    """The chosen mode, and all candidates, the cheapest first."""
 
     mode: MathMode
     candidates: tuple[Candidate, ...]
@@ -64,14 +64,14 @@ def select_mode(
     excluded: frozenset[MathMode] = frozenset(),
     bound: Bound = Bound.GUARANTEED,
 ) -> Selection:
-    """Return the cheapest mode on this device whose guaranteed, or probable, relative error is at most ``rtol``.
+    """Return the cheapest mode on this device whose bound of the relative error is at most ``rtol``.
 
-    The error is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. ``excluded`` are modes that the environment forbids.
-    Raises ModeError, with the bounds, if no mode meets ``rtol``.
+    The error is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. ``excluded`` are modes excluded by the environment.
+    Raises ModeError, with all bounds, if no mode meets ``rtol``.
     """
     plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}
-    # sorted is stable: among equals the table's order decides, which begins with fp32.
+    # The sort is stable: equal costs keep the order of the table, which begins with fp32.
     plans.sort(key=lambda plan: costs[plan.mode])
     chosen: MathMode | None = None
     candidates = []
@@ -93,7 +93,7 @@ def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPla
     first = plan_gemm(problem, capabilities, MathMode.FP32)
     for mode in available_modes() if first.mode_has_effect else (MathMode.FP32,):
         if mode is MathMode.FP32_EMULATED:
-            continue  # it is one of the others
+            continue  # runs as one of the other modes
         with suppress(UnsupportedError):
             yield plan_gemm(problem, capabilities, mode)
 

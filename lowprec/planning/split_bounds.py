@@ -1,35 +1,35 @@
-"""Guaranteed errors of products of parts, and errors that are met with a stated probability.
+"""Guaranteed and probable errors of products of parts.
 
-A number x is split into parts, x = p_0 + p_1 + ... + rest: each part is the rest of the parts before, rounded to
-nearest with p bits, u = 2^-p. The rest after p_0 is at most u 2^e for |x| in [2^e, 2^(e+1)), a power of two, and so
+A number x is split into parts, x = p_0 + p_1 + ... + rest. Part i is x minus the previous parts, rounded to
+nearest with p bits, u = 2^-p. After p_0 at most u 2^e is left for |x| in [2^e, 2^(e+1)), a power of two. Hence
 
     |p_0| <= (1 + u) |x|,   |p_1| <= 2^-p |x|,   |p_2| <= 2^-(2p+1) |x|,   |rest| <= 2^-(n p + n - 1) |x| for n parts,
 
-and no rest is left of a float32, a multiple of 2^(e-23), once n p + n - 1 > 24: three bfloat16 parts are exact. With w
-the bounds of the parts and s that of the rest, for every element
+and the rest of a float32, a multiple of 2^(e-23), is zero once n p + n - 1 > 24: three bfloat16 parts are exact. With
+bounds w of the parts and s of the rest, for every element
 
-    |C - AB| <= (s_a + s_b + s_a s_b  +  sum of w_i w_j over the pairs that are not formed
-                 +  sum of w_i w_j gamma_d over those that are) |A| |B|,
+    |C - AB| <= (s_a + s_b + s_a s_b  +  sum of w_i w_j over the omitted pairs
+                 +  sum of w_i w_j gamma_d over the computed pairs) |A| |B|,
 
-where a product that is formed goes through d roundings: those of its own sum over k, and one for each time that it, or
-a later product, is added. A factor that is no power of two adds a rounding. Scheme and idea of the chunks: Ootomo and
-Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance"
-(2022); bfloat16 parts: Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for
-higher-precision computations" (2019); Fasi, Higham, Lopez, Mary and Mikaitis, "Matrix multiplication in multiword
-arithmetic: error analysis and application to GPU tensor cores" (2023).
+where d counts the roundings of a product: those of its own sum over k, and one for each addition of it or of a later
+product. A factor that is not a power of two adds a rounding. Scheme and chunks: Ootomo and Yokota, "Recovering single
+precision accuracy from Tensor Cores while surpassing the FP32 theoretical peak performance" (2022); bfloat16 parts:
+Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision computations"
+(2019); Fasi, Higham, Lopez, Mary and Mikaitis, "Matrix multiplication in multiword arithmetic: error analysis and
+application to GPU tensor cores" (2023).
 
-*Scaled rows* (float16): numbers below the normal range lose at most 2^-25 of numbers whose row reaches 2^14, in the
-last part divided by its scale. Over a row of k numbers, 2^-39 (of the rest: 2^-(39 + t), t the scale of
-the last part) times sqrt(k) joins u and s; the bound is then one of norms.
+*Scaled rows* (float16): the largest number of a row is at least 2^14, and a number below the normal range loses at most
+2^-25, in the last part divided by its scale. Over a row of k numbers this adds sqrt(k) 2^-39 to u and, with 2^t the
+scale of the last part, sqrt(k) 2^-(39 + t) to s. The bound then holds for norms only.
 
-*Karatsuba*: the sum of the parts is rounded to float16 with u. Its error reaches the middle products, of weight 2^-11.
+*Karatsuba*: the sum of the parts is rounded to float16 with u. This error enters with weight 2^-11.
 
-*Probable*: where each rounding error has mean zero given the ones before, those of d roundings to nearest together
-exceed expm1(lambda sqrt(d) u + d u^2 / (1 - u)) with probability at most 2 exp(-lambda^2 (1 - u)^2 / 2) for each sum
-that is formed (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019, Theorem 2.4; without
-independence Ipsen and Zhou, "Probabilistic error analysis for inner products", 2020). lambda makes that
-``FAILURE`` for all sums of the product together, each with all of its prefixes. Errors of truncation have no mean of
-zero: cuts of tensor cores count in full.
+*Probable*: if each rounding error has mean zero given the previous ones, the error of d roundings to nearest exceeds
+expm1(lambda sqrt(d) u + d u^2 / (1 - u)) with probability at most 2 exp(-lambda^2 (1 - u)^2 / 2) per sum (Higham and
+Mary, "A new approach to probabilistic rounding error analysis", 2019, Theorem 2.4; without independence Ipsen and Zhou,
+"Probabilistic error analysis for inner products", 2020). lambda is chosen so that the probability for all sums of the
+product, with all of their prefixes, is ``FAILURE``. Truncation has no mean of zero: the truncations of tensor cores
+count in full.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from lowprec.modes import ModeRow, Pair
 from lowprec.planning.schedule import Product
 from lowprec.planning.tensor_cores import roundings, tensor_cores_multiply
 
-#: Probability with which a probable bound may fail, for the whole product.
+#: Largest probability with which a probable bound fails for a product.
 FAILURE = 1e-3
 
-#: Pieces of k, the longest first.
+#: Lengths of chunks of k, the longest first.
 CHUNKS = (1024, 512, 256)
 
 _SINGLE_BITS = 24
@@ -55,52 +55,52 @@ _SCALED_EXPONENT = 39
 
 
 def gamma(count: float, fmt: NumberFormat) -> float:
-    """Return gamma_count = count u / (1 - count u), infinite once count u reaches 1."""
+    """Return gamma_count = count u / (1 - count u), infinite if count u >= 1."""
     step = count * fmt.unit_roundoff
     return step / (1 - step) if step < 1 else inf
 
 
 @lru_cache(maxsize=1024)
 def confidence(sums: int) -> float:
-    """Return lambda for so many rounded sums, exceeded by any with probability ``FAILURE`` at most."""
+    """Return lambda such that any of so many sums exceeds its bound with probability at most ``FAILURE``."""
     return sqrt(2 * log(2 * max(sums, 1) / FAILURE)) * (1 + 2.0**-23)
 
 
 class Depth(NamedTuple):
-    """Roundings that a term of a sum goes through at most: to nearest, and cut by tensor cores in the same units."""
+    """Largest number of roundings of a term: to nearest, and truncations of tensor cores in the same units."""
 
     nearest: int
     cut: int = 0
 
     def and_nearest(self, more: int) -> Depth:
-        """Return the depth with so many more roundings to nearest."""
+        """Return the depth with more roundings to nearest."""
         return Depth(self.nearest + more, self.cut)
 
     @property
     def total(self) -> int:
-        """All of them, in units of a rounding to nearest."""
+        """Sum of both, in units of a rounding to nearest."""
         return self.nearest + self.cut
 
     def worst(self, fmt: NumberFormat) -> float:
-        """Return gamma of all."""
+        """Return gamma of the total."""
         return gamma(self.total, fmt)
 
     def probable(self, fmt: NumberFormat, size: float) -> float:
-        """Return their error with ``size`` the lambda of :func:`confidence`; never more than the worst."""
+        """Return the probable error, at most the worst; ``size`` is lambda of :func:`confidence`."""
         u = fmt.unit_roundoff
         spread = expm1(min(size * sqrt(self.nearest) * u + self.nearest * u * u / (1 - u), 1.0))
         return min(self.worst(fmt), spread + gamma(self.cut, fmt) * (1 + spread))
 
 
 def on_tensor_cores(terms: int, fmt: str, capability: tuple[int, int]) -> Depth:
-    """Return the depth of a sum on tensor cores; in FP32 units of a GPU where they do not multiply the format."""
+    """Return the depth of a sum on tensor cores, or on FP32 units if tensor cores do not support the format."""
     if tensor_cores_multiply(fmt, capability):
         return Depth(0, roundings(terms, fmt, capability))
     return Depth(terms)
 
 
 def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dict[Pair, tuple[Depth, float]]:
-    """Return of each pair of parts the depth of its sums, additions of products included, and its factor."""
+    """Return for each pair of parts the depth of its sums, including additions of products, and its factor."""
     found: dict[Pair, tuple[Depth, float]] = {}
     for number, product in enumerate(schedule):
         added = len(schedule) - max(number, 1)
@@ -116,9 +116,9 @@ def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dic
 def in_one_pass(
     schedule: tuple[Product, ...], of_chunk: Callable[[int, int], int], chunk: int, more: int
 ) -> dict[Pair, tuple[Depth, float]]:
-    """Return the same where all products share their sums, each over a chunk of k, which are then added.
+    """Return the same if all products share an accumulator over each chunk of k, and the chunks are then added.
 
-    ``of_chunk`` is the depth in a sum of the products from a number on over so many k; ``more`` roundings follow.
+    ``of_chunk(i, length)`` is the depth of product i in the sum of a chunk; ``more`` roundings follow.
     """
     length = schedule[0].length
     added = -(-length // chunk) - 1 + more if length else 0
@@ -129,12 +129,11 @@ def in_one_pass(
 
 
 def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
-    """Return in which pieces of k tensor cores sum the leading product, None for one piece.
+    """Return the length of the chunks of k in which tensor cores sum the leading product, None for one chunk.
 
-    The longest whose error on data of one sign, on which cuts add up, is about that of an FP32 sum; where none
-    is, the shortest. Such data show about a seventh of the worst that d cuts may do, and of k roundings to nearest
-    sqrt(k) u / 4. (Bounds do not help: the guaranteed one takes roundings, which mostly cancel, for as bad as cuts,
-    the probable one the rarest of them for the rule.)
+    It is the longest whose error on data of one sign, where truncations add up, is about that of an FP32 sum; if there
+    is none, the shortest. Observed errors on such data are a seventh of the worst case of d truncations, and
+    sqrt(k) u / 4 for k roundings to nearest. The bounds themselves do not predict this ratio.
 
     Examples
     --------
@@ -148,7 +147,7 @@ def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
 
 
 class RelativeError(NamedTuple):
-    """Bounds of the relative error, and the expression of the first."""
+    """Guaranteed and probable bound of the relative error, and the formula of the guaranteed one."""
 
     worst: float
     probable: float
@@ -184,9 +183,9 @@ def split_error(
 ) -> RelativeError:
     """Return the error of a product of which ``a``, ``b`` or both are split.
 
-    ``found`` has of each pair of parts that is multiplied the depth of its sums, and its factor; ``growth`` are the
-    magnitudes of the terms of a sum together, over ``|A| |B|``: sqrt(2) for complex numbers. ``scaled_over`` is the
-    length of the rows that were scaled, 0 where none was, and ``size`` the lambda of :func:`confidence`.
+    ``found`` has the depth of the sums and the factor of each computed pair of parts. ``growth`` is the sum of the
+    magnitudes of the terms relative to ``|A| |B|``: sqrt(2) for complex numbers. ``scaled_over`` is the length of
+    scaled rows, 0 without scaling, and ``size`` lambda of :func:`confidence`.
     """
     a, b = (_parts(row, split, scaled_over if split else 0) for split in is_split)
     sums = row.sums_parts and all(is_split)
@@ -202,14 +201,14 @@ def split_error(
         probable += weight * depth.probable(accumulator, size)
     leading = found[0, 0][0].total
     formula = (
-        f"{fixed:.3g} of the split, gamma_{leading} of the leading products' sums, the others' with their weights; "
+        f"{fixed:.3g} by the split, gamma_{leading} of the leading product's sums, weighted ones of the others; "
         f"gamma_d = d u / (1 - d u), u = 2^-{accumulator.precision}"
     )
     return RelativeError(worst, probable, formula)
 
 
 def _weight(row: ModeRow, parts: _Parts, index: int) -> float:
-    """Return the bound of a part as it is multiplied: scaled; the part after the last is the sum of all."""
+    """Return the bound of a scaled part; the index after the last is that of the sum of all parts."""
     if index < len(parts.weights):
         return float(parts.weights[index] * 2.0 ** (row.part_exponent * index))
     u = row.operand_format.unit_roundoff
@@ -218,7 +217,7 @@ def _weight(row: ModeRow, parts: _Parts, index: int) -> float:
 
 def _karatsuba_rounding(row: ModeRow, a: _Parts, b: _Parts) -> float:
     u = row.operand_format.unit_roundoff
-    # A sum below the normal range is exact: parts are multiples of 2^-24.
+    # Sums below the normal range are exact, because parts are multiples of 2^-24.
     x, y = (_weight(row, parts, len(parts.weights)) for parts in (a, b))
     exact = x * y / (1 + u) ** 2
     return float(2.0**-row.part_exponent * (x * y - exact))

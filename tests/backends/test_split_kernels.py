@@ -343,7 +343,7 @@ def test_vector_units_take_products_of_parts_that_numpy_does_not_run_at_once(
 def test_pieces_of_k_that_somebody_asks_for_run_elsewhere() -> None:
     plan = plan_gemm(square(1024, k_chunk=256), machines.AMX, MathMode.BF16X6)
     assert plan.kernel == "openblas"
-    assert "amx_bf16_parts cuts k itself, k_chunk= asks for other pieces" in plan.kernel_reason
+    assert "amx_bf16_parts sets its own chunks of k and does not support k_chunk=" in plan.kernel_reason
 
 
 # -- AMX, read by an interpreter ------------------------------------------------------------------

@@ -53,7 +53,7 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
         ((*PRODUCT, "--rtol", "inf"), "rtol must be a positive finite number"),
         ((*PRODUCT, "--rtol", "1e-30"), "no math mode guarantees rtol"),
         ((*PRODUCT, "--rtol", "1e-2", "--mode", "tf32"), "exclude each other"),
-        ((*PRODUCT, "--out-dtype", "int8"), "out_dtype int8 is not possible"),
+        ((*PRODUCT, "--out-dtype", "int8"), "out_dtype int8 is not supported"),
         (("plan",), "give two .npy files, or --shapes"),
         (("plan", "A.npy"), "give two .npy files, or --shapes"),
         (("plan", "A.npy", "B.npy", "--shapes", "2x2", "2x2"), "not both"),

@@ -752,7 +752,7 @@ def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
         ({"k_chunk": 2}, lowprec.UnsupportedError, "k_chunk= cannot be used here.*; omit it"),
         ({"math_mode": "half"}, lowprec.ModeError, "'half' is not a math mode"),
         ({"activation": "tanh"}, lowprec.UnsupportedError, "activation 'tanh' is not supported"),
-        ({"out_dtype": "float64"}, lowprec.DTypeError, "out_dtype float64 is not possible"),
+        ({"out_dtype": "float64"}, lowprec.DTypeError, "out_dtype float64 is not supported"),
         ({"alpha": 1j}, lowprec.DTypeError, "alpha is complex"),
         ({"alpha": "2"}, lowprec.DTypeError, "alpha must be a number"),
         ({"alpha": None}, lowprec.DTypeError, "alpha must be a number, got NoneType"),

@@ -518,7 +518,7 @@ def test_epilogues_are_checked_as_without_gradients(torch: Any) -> None:
             lowprec.matmul(a, y, c=torch.ones(3, 2), beta=2j)
         with pytest.raises(lowprec.UnsupportedError, match="activation relu is not defined for"):
             lowprec.matmul(a.cfloat(), y.cfloat(), activation="relu")
-        with pytest.raises(lowprec.DTypeError, match="out_dtype int32 is not possible"):
+        with pytest.raises(lowprec.DTypeError, match="out_dtype int32 is not supported"):
             lowprec.matmul(a, y, bias=torch.ones(2), out_dtype="int32")
         low = lowprec.matmul(a, y, bias=torch.ones(2), out_dtype=np.float16)
         assert low.dtype == torch.float16
