@@ -17,6 +17,9 @@ EXAMPLES = ROOT / "docs" / "examples"
 #: By program: what it needs, arguments that make it small, and what it must print.
 PROGRAMS = {
     "dask_product.py": (("distributed",), ["--n", "240", "--chunk", "80"], r"error of 3 rows: \d\.\de-06"),
+    "training_step.py": (
+        ("torch",), ["--rounds", "3", "--layers", "1", "--width", "32", "--batch", "2"], r"left 0 to PyTorch"
+    ),
     "transformer_torch.py": (("torch", "sklearn"), ["--steps", "101"], r"([89]\d|100)\.\d % of 360"),
     "unmodified.py": (("torch", "sklearn"), ["--steps", "61"], r"([89]\d|100)\.\d % of 360"),
     "transformer_jax.py": (("jax", "sklearn"), ["--steps", "101"], r"([89]\d|100)\.\d % of 360"),
