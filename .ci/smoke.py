@@ -1,0 +1,21 @@
+"""Use an installed wheel: one product in each of three modes, within its bound, and the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+
+import lowprec
+
+rng = np.random.default_rng(0)
+a, b = rng.standard_normal((2, 256, 256), dtype=np.float32)
+exact = a.astype(np.float64) @ b
+for mode in ("fp32", "tf32", "bf16"):
+    plan = lowprec.plan(a, b, math_mode=mode)
+    error = np.linalg.norm(lowprec.matmul(a, b, math_mode=mode) - exact) / np.linalg.norm(a) / np.linalg.norm(b)
+    if not error <= plan.bound.relative:
+        sys.exit(f"{mode}: error {error:.1e} is above the bound {plan.bound.relative:.1e}")
+    print(f"Python {sys.version.split()[0]}, lowprec {lowprec.__version__}, {mode} by {plan.kernel}: {error:.1e}")
+subprocess.run([sys.executable, "-m", "lowprec", "info"], check=True, stdout=subprocess.DEVNULL)
