@@ -51,11 +51,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "scaled": {"color": "#a0468a", "marker": "D"},
     "scaled, chunks of 256": {"color": "#a0468a", "marker": "+", "linestyle": (0, (2, 1))},
 }
-#: Of speed against error: a colour for each format, a marker for each way to use it.
+#: Of speed against error: a colour for each format.
 _FORMATS = {"fp32": "#4c4c4d", "fp64": "#8a5a00", "tf32": "#0072b2", "bf16": "#d55e00", "fp16": "#009e73"}
-_WAYS = {
-    "": "o", "x3": "s", "x4": "D", "x6": "^", "x9": "v", "x3_unscaled": "x", "x4_unscaled": "+", "_karatsuba": "*",
-}  # fmt: skip
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -129,29 +126,69 @@ def recovery(rows: Rows) -> Any:
 
 
 def tradeoff(rows: Rows) -> Any:
-    """Draw error against speed, one panel per size, and a line through the modes that no other one beats."""
-    sizes = sorted({r["n"] for r in rows})
-    figure, panels = _figure(4.6, len(sizes))
-    for panel, n in zip(panels, sizes, strict=True):
-        own = [r for r in rows if r["n"] == n]
-        best = sorted((r["speed"]["median"], r["normalised"]) for r in own if r["on_front"])
-        panel.plot(*zip(*best, strict=True), color=INK, linewidth=1, label="none is better in both")
-        for r in own:
-            fmt = r["mode"][:4]
-            style = {"color": _FORMATS[fmt], "marker": _WAYS[r["mode"][4:]], "linestyle": ""}
-            at = r["speed"]["median"], r["normalised"]
-            panel.plot(*at, label=r["mode"], markersize=7, fillstyle="none", **style)
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
-        panel.set_yscale("log")
-        panel.minorticks_off()
-        panel.set_title(f"n = {n}")
-        panel.set_xlabel("times as fast as fp32, median")
-        panel.grid()
-    panels[0].set_ylabel("|C - AB| / (|A| |B|), Frobenius norms")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    """Draw error against speed of the largest matrices, and a line through the modes that no other one beats."""
+    n = max(r["n"] for r in rows)
+    own = [r for r in rows if r["n"] == n]
+    figure, (panel,) = _figure(4.2)
+    best = sorted((r["speed"]["median"], r["normalised"]) for r in own if r["on_front"])
+    panel.plot(*zip(*best, strict=True), color=INK, linewidth=1, alpha=0.5, zorder=1)
+    for r in own:
+        at = r["speed"]["median"], r["normalised"]
+        panel.plot(*at, marker="o", markersize=7, linestyle="", color=_FORMATS[r["mode"][:4]])
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.margins(0.16, 0.1)
+    panel.xaxis.set_major_formatter(lambda x, _: f"{x:g} x")
+    panel.minorticks_off()
+    panel.set_xlabel(f"speed over fp32, n = {n} (faster to the right)")
+    panel.set_ylabel("|C - AB| / (|A| |B|)")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid()
+    _label_points(figure, panel, {r["mode"]: (r["speed"]["median"], r["normalised"]) for r in own})
     return figure
+
+
+#: Where a label may be, in points from its point; the first free one is taken.
+_OFFSETS = tuple(
+    (dx, dy, side)
+    for reach in (0, 12, 24, 36, 48, 60)
+    for dy in ((0,) if not reach else (reach, -reach))
+    for dx, side in ((9, "left"), (-9, "right"), (24, "left"), (-24, "right"), (48, "left"))
+)
+
+
+def _label_points(figure: Any, panel: Any, points: Mapping[str, tuple[float, float]]) -> None:
+    """Write the name of each point next to it, those of one place in one label, without overlap."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    FigureCanvasAgg(figure)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    places: dict[tuple[int, int], list[str]] = {}
+    pixels = {name: panel.transData.transform(at) for name, at in points.items()}
+    for name, (x, y) in sorted(pixels.items(), key=lambda item: tuple(item[1])):
+        near = (key for key in places if abs(key[0] - x) < 20 and abs(key[1] - y) < 6)
+        places.setdefault(next(near, (round(x), round(y))), []).append(name)
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in pixels.values()]
+    frame = panel.get_window_extent()
+    for (x, y), names in sorted(places.items(), key=lambda item: -item[0][1]):
+        at = panel.transData.inverted().transform((x, y))
+        for dx, dy, side in _OFFSETS:
+            far = abs(dx) > 9 or dy
+            label = panel.annotate(
+                ", ".join(names), at, (dx, dy), textcoords="offset points", ha=side, va="center", fontsize=8,
+                arrowprops={"arrowstyle": "-", "color": GRID, "shrinkA": 0, "shrinkB": 4} if far else None,
+            )  # fmt: skip
+            label.update_positions(figure.canvas.get_renderer())
+            box = Text.get_window_extent(label)  # without the line to the point
+            if frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1) and not box.count_overlaps(taken):
+                taken.append(box)
+                break
+            label.remove()
+        else:
+            raise ValueError(f"the label of {names} has no free place")
 
 
 def speed(rows: Rows) -> Any:

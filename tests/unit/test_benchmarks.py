@@ -567,10 +567,12 @@ def test_recovery_chart_distinguishes_its_schemes(load: Load) -> None:
     assert len(set(markers)) == len(markers)
 
 
-def test_every_mode_of_the_speed_chart_has_a_marker_of_its_own(load: Load) -> None:
-    plot, modes = load("plot"), load("real_input").MODES
-    marks = {(plot._FORMATS[mode[:4]], plot._WAYS[mode[4:]]) for mode in modes}
-    assert len(marks) == len(modes) == len(lowprec.modes.available_modes()) - 2
+def test_every_mode_of_the_speed_chart_has_a_label(load: Load) -> None:
+    render, modes = load("render"), load("real_input").MODES
+    for result in render.load(BENCHMARKS / "results", "tradeoff"):
+        svg = render.plot.chart_path(result).read_text(encoding="utf-8")
+        labels = [name for text in re.findall(r">([\w, ]+)</text>", svg) for name in text.split(", ")]
+        assert all(labels.count(mode) == 1 for mode in modes)
 
 
 def test_the_front_is_what_none_beats(load: Load) -> None:
