@@ -3,7 +3,7 @@
 usage: python docs/examples/dask_product.py [--n N] [--chunk N] [--mode MODE] [--workers N] [--memory BYTES]
 
 `lowprec.matmul` takes Dask arrays: the chunks of k are added in FP32, one after the other, so that no worker holds more
-than two chunks of the result beside its operands, and the rest can wait on disk.
+than two chunks of the result and its operands, and the rest can be on disk.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Variant:
     loss_weight: float = 1.0
 
 
-#: The first of each group is what the others are compared with.
+#: The others of each group are compared with the first.
 GROUPS = {
     "digits": (
         Variant("FP32 (O0)", "O0"),
@@ -261,7 +261,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
     for panel, library in zip(panels, libraries, strict=True):
         for r in (r for r in rows if r["library"] == library):
             place = names.index(r["variant"])
-            # A training that makes no error lies at the edge of the scale.
+            # A training that makes no error is at the edge of the scale.
             errors = [max(100 * (1 - x), 0.1) for x in (*r["accuracies"], r["mean"])]
             style = {"alpha": 0.4, "color": "#0072b2", "markersize": 5}
             panel.plot(errors[:-1], [place] * len(errors[:-1]), "o", **style)
@@ -305,7 +305,7 @@ def run(libraries: Sequence[str], seeds: int, epochs: int, path: Path) -> list[R
         progress.Progress(*columns) as bar,
     ):
         if old:
-            bar.print(f"{path.name} holds {len(old)} trainings; remove it to begin anew")
+            bar.print(f"{path.name} holds {len(old)} trainings; remove it to start again")
             file.write("\n")  # ends a line that was cut short
         task = bar.add_task("training", total=len(wanted))
         for name, variant, seed in wanted:

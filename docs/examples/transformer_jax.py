@@ -82,7 +82,7 @@ def step(p: Parameters, moments: Any, count: Any, pictures: Any, labels: Any) ->
 
 
 def main() -> None:
-    """Train, and tell how many unseen digits are recognised."""
+    """Train and print how many unseen digits are recognised."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600, help="batches of 64 pictures")
     parser.add_argument("--mode", default="bf16", help="math mode")

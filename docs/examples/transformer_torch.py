@@ -60,7 +60,7 @@ class Classifier(nn.Module):
 
 
 def main() -> None:
-    """Train, and tell how many unseen digits are recognised."""
+    """Train and print how many unseen digits are recognised."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600, help="batches of 64 pictures")
     parser.add_argument("--mode", default="bf16", help="math mode of the forward pass")

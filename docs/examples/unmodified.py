@@ -1,4 +1,4 @@
-"""A small transformer in plain PyTorch that knows nothing of lowprec.
+"""A small transformer in plain PyTorch, which contains nothing of lowprec.
 
 usage: lowprec run --mode bf16 --intercept docs/examples/unmodified.py [--steps N]
 
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
 
 
 def main() -> None:
-    """Train, and tell how many unseen digits are recognised."""
+    """Train and print how many unseen digits are recognised."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="batches of 64 pictures")
     options = parser.parse_args()

@@ -150,6 +150,8 @@ def test_import_is_light() -> None:
 
 def test_version_comes_from_one_place() -> None:
     assert lowprec.__version__ == _version.__version__
+    citation = (Path(__file__).parents[2] / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {lowprec.__version__}\n" in citation
     assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?", lowprec.__version__)
 
 

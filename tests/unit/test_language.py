@@ -9,7 +9,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(
-    [*(ROOT / "lowprec").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    [
+        *(ROOT / "lowprec").rglob("*.py"),
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/examples/*.py"),
+    ]
 )
 
 WORDS = re.compile(
