@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import lowprec
 from lowprec.backends.cpu import cpuinfo
 
 ROOT = Path(__file__).resolve().parents[2]
