@@ -30,7 +30,7 @@ class Library:
         if self.tier is Tier.PROCESS:
             return self._process
         if not hasattr(self._threads, "values"):
-            self._threads.values = {"products": "low", "convolutions": "lower"}
+            self._threads.values = dict(self._process)
         return self._threads.values
 
     def _call(self, what: str) -> None:
@@ -65,3 +65,16 @@ class Library:
     @property
     def is_as_before(self) -> bool:
         return self.values == {"products": "low", "convolutions": "lower"}
+
+
+class WithDefault(Library):
+    """One whose switches belong to the thread, with a default for all threads."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, Tier.THREAD)
+
+    def set_default(self, mode: MathMode) -> dict[str, Any]:
+        self._call("set_mode")
+        self._process = dict.fromkeys(self._process, mode.value)
+        self._threads = threading.local()
+        return dict(self.values)

@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,36 +20,20 @@ import pytest
 from lowprec.errors import LowprecWarning, UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
-from lowprec.policy import entries, environment, fp32_guard, get_math_mode, math_mode, switch_report
+from lowprec.policy import entries, fp32_guard, get_math_mode, math_mode, switch_report
 from lowprec.policy.protocol import Tier
 from support.synthetic_library import Library
 
 FP32, TF32 = MathMode.FP32, MathMode.TF32
 
 
-Load = Callable[..., Library]
+Load = Any
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Make a library, registered and loaded; at the end every switch must be as it was at the start."""
-    # Real libraries that other tests have loaded would be set too; nothing here is about them.
-    monkeypatch.setattr(registry, "_by_name", {})
-    made: list[Library] = []
-
-    def make(name: str = "one", *, tier: Tier = Tier.PROCESS, loaded: bool = True) -> Library:
-        library = Library(name, tier)
-        registry.register_controller(library)
-        if loaded:
-            monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
-        made.append(library)
-        return library
-
-    before = entries.innermost.get()
-    yield make
-    # A block that ended in another thread stays open, as far as lowprec itself goes, where it began.
-    entries.innermost.set(before)
-    assert [library.name for library in made if not library.is_as_before] == []
+@pytest.fixture(autouse=True)
+def everything_comes_back(load: Load) -> Iterator[None]:
+    yield
+    assert [library.name for library in load.made if not library.is_as_before] == []
 
 
 def statuses(guard: fp32_guard | math_mode) -> dict[str, str]:
@@ -60,32 +44,21 @@ def reason(guard: fp32_guard | math_mode, library: str) -> str:
     return next(row.reason for row in guard.report() if row.library == library)
 
 
-@pytest.fixture(params=list(Tier), ids=str)
-def library(request: pytest.FixtureRequest, load: Load) -> Library:
-    return load(tier=request.param)
-
-
 # -- entering and leaving -------------------------------------------------------------------------
 
 
-def test_a_loaded_library_is_set_and_put_back(library: Library) -> None:
+def test_nested_blocks_set_once_and_an_exception_restores(library: Library) -> None:
     guard = fp32_guard()
+
+    @fp32_guard()
+    def solve() -> None:
+        with guard, guard:
+            assert library.is_full
+            raise KeyError("boom")
+
     assert library.is_as_before
-    with guard:
-        assert library.is_full
-    assert library.is_as_before
-
-
-def test_an_exception_puts_it_back(library: Library) -> None:
-    with pytest.raises(KeyError, match="boom"), fp32_guard():
-        raise KeyError("boom")
-    assert library.is_as_before
-
-
-def test_nested_blocks_set_once(library: Library) -> None:
-    guard = fp32_guard()
-    with guard, guard, fp32_guard():
-        assert library.is_full
+    with pytest.raises(KeyError, match="boom"):
+        solve()
     assert library.is_as_before
     assert library.calls.count("set_mode") == library.calls.count("restore") == 1
 
@@ -100,30 +73,30 @@ def test_blocks_that_end_out_of_order(library: Library) -> None:
     assert library.is_as_before
 
 
-def test_a_library_that_is_not_loaded_is_left_alone(load: Load) -> None:
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_library_that_is_not_loaded_is_left_alone(load: Load, monkeypatch: pytest.MonkeyPatch, blocked: bool) -> None:
     library = load(loaded=False)
+    if blocked:
+        monkeypatch.setitem(sys.modules, library.module, None)
     with fp32_guard() as guard:
         assert statuses(guard) == {"one": "not loaded"}
     assert library.calls == []
 
 
-def test_a_blocked_import_is_not_a_loaded_library(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = load(loaded=False)
-    monkeypatch.setitem(sys.modules, library.module, None)
-    with fp32_guard():
-        assert library.calls == []
-
-
-def test_a_library_imported_inside_waits_for_the_next_entry(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = load(loaded=False)
-    with fp32_guard() as guard:
-        monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
+def test_a_library_imported_inside_waits_for_the_next_entry(load: Load) -> None:
+    library, guard = load(loaded=False), fp32_guard()
+    with guard:
+        load.load(library)
         assert statuses(guard) == {"one": "not protected"}
         assert "imported inside" in reason(guard, "one")
+        with math_mode("tf32", frameworks=True):
+            assert library.is_as_before, "the floor holds for it, too"
         with guard:
             assert library.is_full
             assert statuses(guard) == {"one": "protected"}
         assert library.is_as_before
+    assert statuses(guard) == {"one": "not protected"}
+    assert "not entered in this thread" in reason(guard, "one")
 
 
 def test_frameworks_chooses(load: Load) -> None:
@@ -160,29 +133,16 @@ def test_the_guard_shows_what_it_was_made_of(load: Load) -> None:
     assert repr(math_mode("tf32", frameworks=True)) == "math_mode('tf32', frameworks=True)"
 
 
-def test_a_report_outside_the_block(load: Load) -> None:
-    load("one")
-    assert statuses(fp32_guard()) == {"one": "not protected"}
-    assert "not entered in this thread" in reason(fp32_guard(), "one")
-
-
-# -- what the user does inside --------------------------------------------------------------------
+# -- settings of the program inside ---------------------------------------------------------------
 
 
 def test_settings_made_inside_are_kept_and_reported(library: Library) -> None:
-    with pytest.warns(LowprecWarning, match=r"one: products = 'mine' was set inside.*kept"), fp32_guard():
-        library.values["products"] = "mine"
-    assert library.values == {"products": "mine", "convolutions": "lower"}
-    library.values["products"] = "low"
-
-
-def test_a_guard_inside_protects_from_settings_of_the_user(library: Library) -> None:
     outer = fp32_guard().__enter__()
     library.values["products"] = "mine"
     with fp32_guard():
-        assert library.is_full
+        assert library.is_full, "a guard inside protects from them"
     assert library.values["products"] == "mine"
-    with pytest.warns(LowprecWarning, match="products = 'mine'"):
+    with pytest.warns(LowprecWarning, match=r"one: products = 'mine' was set inside.*kept"):
         outer.__exit__()
     assert library.values == {"products": "mine", "convolutions": "lower"}
     library.values["products"] = "low"
@@ -275,20 +235,6 @@ def test_tasks_that_overlap_leak_nothing(library: Library) -> None:
         return await asyncio.gather(solve(1), solve(4), solve(2))
 
     assert asyncio.run(main()) == [True] * 3
-    assert library.is_as_before
-
-
-def test_a_decorated_generator_leaves_the_switches_to_the_consumer(library: Library) -> None:
-    @fp32_guard()
-    def steps() -> Iterator[bool]:
-        while True:
-            yield library.is_full
-
-    running = steps()
-    assert next(running)
-    assert library.is_as_before
-    assert next(running)
-    running.close()
     assert library.is_as_before
 
 
@@ -466,29 +412,16 @@ def test_the_guard_is_a_floor_for_other_libraries_too(load: Load) -> None:
     assert library.is_as_before
 
 
+@pytest.mark.usefixtures("clean_policy")
 def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
-    environment.refresh()
-    try:
-        with math_mode("tf32", frameworks=True) as mode:
-            assert library.is_as_before
-            assert "nothing lowers it" in reason(mode, "one")
-        with fp32_guard(), math_mode("tf32", frameworks=True):
-            assert library.is_full
-    finally:
-        monkeypatch.delenv("LOWPREC_FP32_GUARD")  # first: who is told looks at once
-        environment.refresh()
-    assert library.is_as_before
-
-
-def test_the_floor_holds_for_a_library_imported_inside(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = load(loaded=False)
-    with fp32_guard():
-        monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
-        with math_mode("tf32", frameworks=True):
-            assert library.is_as_before
+    with math_mode("tf32", frameworks=True) as mode:
+        assert library.is_as_before
+        assert "nothing lowers it" in reason(mode, "one")
+    with fp32_guard(), math_mode("tf32", frameworks=True):
+        assert library.is_full
 
 
 def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(load: Load) -> None:
@@ -597,9 +530,9 @@ def test_a_variable_and_a_switch(
     cupy.value = value
     assert switch_report.disagreements(switch_report.switch_rows()) == ()
     monkeypatch.setenv(variable, text)
-    told = switch_report.disagreements(switch_report.switch_rows())
-    assert len(told) == (said is not None)
-    assert said is None or said in told[0]
+    found = switch_report.disagreements(switch_report.switch_rows())
+    assert len(found) == (said is not None)
+    assert said is None or said in found[0]
     assert cupy.written == []
 
 

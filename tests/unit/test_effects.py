@@ -2,63 +2,40 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from lowprec.errors import LowprecWarning
 from lowprec.modes import MathMode
-from lowprec.policy import effects, fp32_guard, math_mode, register_controller
-from lowprec.policy.controllers import unregister_controller
+from lowprec.policy import effects, fp32_guard, math_mode
+from support.synthetic_library import Library
 
 FULL = "float32 products on this CPU stay in full FP32"
 
 
-class Library:
-    """A library whose switch may do nothing."""
-
-    name = module = "library"
-    tier = "process"
-    modes = (MathMode.FP32, MathMode.TF32, MathMode.BF16)
+class Asked(Library):
+    """A library whose switch may have no effect."""
 
     def __init__(self) -> None:
-        self.word = "highest"
+        super().__init__("library")
+        self.modes = (MathMode.FP32, MathMode.TF32, MathMode.BF16)
         self.answer: Any = FULL
         self.asked: list[str] = []
-        self.switches = {"word": "products"}
-
-    def save(self) -> dict[str, str]:
-        return {"word": self.word}
-
-    def set_mode(self, mode: MathMode) -> dict[str, str]:
-        self.word = mode.value
-        return self.save()
-
-    def restore(self, saved: Any) -> None:
-        self.word = saved["word"]
-
-    describe = save
 
     def without_effect(self, mode: MathMode) -> Any:
-        self.asked.append(self.word)
+        self.asked.append(self.values["products"])
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
-    monkeypatch.setitem(sys.modules, "library", ModuleType("library"))
+def library(load: Any, monkeypatch: pytest.MonkeyPatch) -> Asked:
     monkeypatch.setattr(effects, "_known", {})
     monkeypatch.setattr(effects, "_reported", set())
-    made = Library()
-    register_controller(made)
-    yield made
-    unregister_controller("library")
+    return load(made=Asked())
 
 
 def said(mode: str) -> list[str]:
@@ -70,7 +47,7 @@ def said(mode: str) -> list[str]:
     return [str(w.message) for w in told]
 
 
-def test_a_switch_without_effect_is_reported_once_and_reported_always(library: Library) -> None:
+def test_a_switch_without_effect_is_warned_of_once_and_in_every_report(library: Asked) -> None:
     text = f"changes nothing in library ({FULL})"
     assert said("bf16") == [f"math_mode('bf16', frameworks=['library']) {text}"]
     assert said("bf16") == []
@@ -83,23 +60,23 @@ def test_a_switch_without_effect_is_reported_once_and_reported_always(library: L
     assert library.asked == ["bf16", "tf32"]
 
 
-def test_a_switch_with_effect_is_asked_once(library: Library) -> None:
+def test_a_switch_with_effect_is_asked_once(library: Asked) -> None:
     library.answer = ""
     assert said("bf16") == said("bf16") == []
     assert library.asked == ["bf16"]
 
 
 @pytest.mark.parametrize("answer", [None, RuntimeError("tracing")])
-def test_unknown_answers_are_asked_again(library: Library, answer: Any) -> None:
+def test_unknown_answers_are_asked_again(library: Asked, answer: Any) -> None:
     library.answer = answer
     assert said("bf16") == []
     library.answer = FULL
     assert len(said("bf16")) == 1
 
 
-def test_an_answer_while_another_thread_changes_the_switch_does_not_count(library: Library) -> None:
+def test_an_answer_while_another_thread_changes_the_switch_does_not_count(library: Asked) -> None:
     def interfere(mode: MathMode) -> str:
-        library.word = "highest"
+        library.values["products"] = "mine"
         return FULL
 
     library.without_effect = interfere  # type: ignore[method-assign]
@@ -107,7 +84,7 @@ def test_an_answer_while_another_thread_changes_the_switch_does_not_count(librar
     assert effects.known("library", MathMode.BF16) is None
 
 
-def test_processes_without_the_guard_are_left_alone(library: Library) -> None:
+def test_processes_without_the_guard_are_left_alone(library: Asked) -> None:
     with fp32_guard(), math_mode("bf16"), math_mode("bf16", frameworks=["library"]):
         pass
     with math_mode("fp32", frameworks=["library"]), math_mode("bf16"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -18,13 +17,7 @@ READ_ONCE = (*MODE_VARIABLES, "LOWPREC_FP32_GUARD", "NVIDIA_TF32_OVERRIDE")
 ISA = "LOWPREC_MAX_CPU_ISA"
 
 
-@pytest.fixture(autouse=True)
-def fresh_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for variable in environment.VARIABLES:
-        monkeypatch.delenv(variable.name, raising=False)
-    environment.refresh()
-    yield
-    environment.refresh()
+pytestmark = pytest.mark.usefixtures("clean_policy")
 
 
 def row_of(name: str) -> environment.VariableRow:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import ModuleType
+from typing import Any
 
 import pytest
 
 from lowprec.modes import MathMode
-from lowprec.policy import controllers as registry
 from lowprec.policy import entries, environment, fp32_guard, get_math_mode, math_mode, process, switches
 from lowprec.policy.protocol import Tier
 from support import interrupts
@@ -33,13 +32,9 @@ Libraries = tuple[Library, Library]
 
 
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[Libraries]:
+def libraries(load: Any) -> Iterator[Libraries]:
     """One whose switches belong to the process, and one whose switches belong to the thread."""
-    monkeypatch.setattr(registry, "_by_name", {})
-    made = Library("process", Tier.PROCESS), Library("thread", Tier.THREAD)
-    for library in made:
-        registry.register_controller(library)
-        monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
+    made = load("process"), load("thread", tier=Tier.THREAD)
     environment.snapshot()
     yield made
     assert all(library.is_as_before for library in made)

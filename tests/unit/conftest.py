@@ -1,0 +1,62 @@
+"""Fixtures of several modules of this folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from lowprec.policy import controllers, entries, environment, set_math_mode
+from lowprec.policy.protocol import Tier
+from support.synthetic_library import Library
+
+
+@pytest.fixture
+def clean_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable is set before the test, and neither its variables nor its process default are left after it."""
+    for variable in environment.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    environment.refresh()
+    yield
+    set_math_mode(None)
+    environment.refresh()
+
+
+class Load:
+    """Registers and loads libraries; all libraries registered before are unknown to the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(controllers, "_by_name", {})
+        self._monkeypatch = monkeypatch
+        self.made: list[Library] = []
+
+    def __call__(
+        self, name: str = "one", *, tier: Tier = Tier.PROCESS, loaded: bool = True, made: Library | None = None
+    ) -> Library:
+        library = made or Library(name, tier)
+        controllers.register_controller(library)
+        if loaded:
+            self.load(library)
+        self.made.append(library)
+        return library
+
+    def load(self, library: Library) -> None:
+        """Let the library be imported."""
+        self._monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Make libraries; no block is open in this context after the test."""
+    before = entries.innermost.get()
+    yield Load(monkeypatch)
+    # A block that ended in another thread stays open, as far as lowprec itself goes, where it began.
+    entries.innermost.set(before)
+
+
+@pytest.fixture(params=list(Tier), ids=str)
+def library(request: pytest.FixtureRequest, load: Load) -> Library:
+    """One with switches of the process, or of the thread."""
+    return load(tier=request.param)

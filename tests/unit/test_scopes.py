@@ -1,0 +1,375 @@
+"""``math_mode`` and ``fp32_guard`` as blocks, decorators and wrappers, over threads and tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lowprec.errors import LowprecWarning, ModeError
+from lowprec.modes import MathMode
+from lowprec.policy import fp32_guard, get_math_mode, math_mode, resolve, set_math_mode
+from lowprec.policy.state import FULL_FP32
+
+FP32, PEDANTIC = MathMode.FP32, MathMode.FP32_PEDANTIC
+TF32, BF16, FP16 = MathMode.TF32, MathMode.BF16, MathMode.FP16
+#: Outside of all scopes.
+OUTSIDE = FP16
+
+#: By scope: how it is made, and the mode in it.
+SCOPES = {"mode": (lambda: math_mode("bf16"), BF16), "guard": (fp32_guard, FP32)}
+scopes = pytest.mark.parametrize(("make", "inside"), SCOPES.values(), ids=SCOPES)
+Make = Callable[[], Any]
+
+
+@pytest.fixture(autouse=True)
+def outside(clean_policy: None) -> Iterator[None]:
+    """A process that lowers the precision; it is as before after each test."""
+    set_math_mode(OUTSIDE)
+    yield
+    assert get_math_mode() is OUTSIDE
+
+
+def test_modes_of_full_fp32() -> None:
+    assert {MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64} == FULL_FP32
+
+
+# -- blocks ---------------------------------------------------------------------------------------
+
+
+@scopes
+def test_a_block_acts_between_entry_and_exit(make: Make, inside: MathMode) -> None:
+    scope = make()
+    assert get_math_mode() is OUTSIDE
+    with scope as entered:
+        assert entered is scope
+        assert get_math_mode() is inside
+    assert get_math_mode() is OUTSIDE
+    with pytest.raises(ZeroDivisionError, match="division"), scope:
+        assert 1 / 0
+
+
+def test_arguments_are_checked_at_construction() -> None:
+    for wrong in ("fp23", None, inspect):
+        with pytest.raises(ModeError, match="is not a math mode"):
+            math_mode(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"math_mode\('bf16'\) decorates functions, got int"):
+        math_mode("bf16")(3)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="argument"):
+        fp32_guard(get_math_mode)  # type: ignore[call-arg] # the forgotten parentheses
+
+
+def test_the_guard_is_a_floor() -> None:
+    with fp32_guard(), math_mode("tf32"):
+        assert get_math_mode() is FP32
+        set_math_mode("bf16")
+        assert get_math_mode() is FP32
+        with math_mode("fp32_pedantic"):
+            assert get_math_mode() is PEDANTIC
+    set_math_mode(OUTSIDE)
+
+
+@scopes
+def test_blocks_nest_and_are_entered_again(make: Make, inside: MathMode) -> None:
+    scope, tf32 = make(), math_mode("tf32")
+    with tf32:
+        with scope:
+            with tf32, scope, make():
+                assert get_math_mode() is inside
+            assert get_math_mode() is inside
+        assert get_math_mode() is TF32
+        with scope:
+            assert get_math_mode() is inside
+        assert get_math_mode() is TF32
+
+
+@scopes
+def test_blocks_that_end_out_of_order_do_not_undo_each_other(make: Make, inside: MathMode) -> None:
+    tf32, scope = math_mode("tf32"), make()
+    tf32.__enter__()
+    scope.__enter__()
+    tf32.__exit__(None, None, None)
+    assert get_math_mode() is inside
+    scope.__exit__(None, None, None)
+    assert get_math_mode() is OUTSIDE
+    scope.__enter__()
+    tf32.__enter__()
+    scope.__exit__(None, None, None)
+    assert get_math_mode() is TF32
+    tf32.__exit__(None, None, None)
+
+
+@scopes
+def test_an_exit_in_another_context_changes_neither(make: Make, inside: MathMode) -> None:
+    with make() as scope:
+        with pytest.warns(LowprecWarning, match=r"\(.*\) was left in a thread or task in which it was not"):
+            contextvars.Context().run(scope.__exit__, None, None, None)
+        assert get_math_mode() is inside
+        # A copy has the entry, and loses only its own.
+        contextvars.copy_context().run(scope.__exit__, None, None, None)
+        assert get_math_mode() is inside
+
+
+def test_a_generator_that_ends_late_closes_its_own_block() -> None:
+    def body() -> Iterator[None]:
+        with math_mode("bf16"):
+            yield
+
+    # A plain generator shares its consumer's context: the mode stays until the body ends.
+    running = body()
+    next(running)
+    assert get_math_mode() is BF16
+    with math_mode("tf32"):
+        running.close()
+        assert get_math_mode() is TF32
+
+
+# -- threads and tasks ----------------------------------------------------------------------------
+
+
+def test_the_process_default_reaches_every_thread() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(get_math_mode).result() is OUTSIDE
+        set_math_mode("highest")
+        assert pool.submit(get_math_mode).result() is FP32
+    with pytest.raises(ModeError, match="'fp23' is not a math mode"):
+        set_math_mode("fp23")
+    assert get_math_mode() is FP32
+    set_math_mode(OUTSIDE)
+
+
+def test_each_of_eight_threads_sees_its_own_mode() -> None:
+    guard, together = fp32_guard(), threading.Barrier(8)
+    own = [(guard, FP32), *((math_mode(m), m) for m in (FP32, PEDANTIC, TF32))] * 2
+
+    def count_others(scope: Any, mode: MathMode) -> int:
+        others = 0
+        together.wait()
+        for _ in range(1000):
+            with scope:
+                others += resolve().mode is not mode
+                others += resolve("tf32").mode is not (FP32 if scope is guard else TF32)
+            others += resolve().mode is not OUTSIDE
+        return others
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(count_others, *zip(*own, strict=True))) == [0] * 8
+
+
+@scopes
+def test_threads_may_share_one_scope(make: Make, inside: MathMode) -> None:
+    scope, entered, left = make(), threading.Event(), threading.Event()
+
+    def stay() -> MathMode:
+        with scope:
+            entered.set()
+            assert left.wait(10)
+            return get_math_mode()
+
+    with ThreadPoolExecutor(1) as pool:
+        staying = pool.submit(stay)
+        assert entered.wait(10)
+        assert get_math_mode() is OUTSIDE
+        with scope:
+            assert get_math_mode() is inside
+        assert get_math_mode() is OUTSIDE
+        left.set()
+        assert staying.result() is inside
+
+
+@scopes
+def test_wrap_carries_the_scope_into_a_worker(make: Make, inside: MathMode) -> None:
+    with ThreadPoolExecutor(1) as pool, make() as scope:
+        modes = [pool.submit(f).result() for f in (get_math_mode, scope.wrap(get_math_mode), get_math_mode)]
+        assert modes == [OUTSIDE, inside, OUTSIDE]
+
+
+def test_tasks_overlap_without_leaking() -> None:
+    shared, guard = math_mode("bf16"), fp32_guard()
+
+    async def look(turns: int) -> list[MathMode]:
+        seen = []
+        for _ in range(turns):
+            await asyncio.sleep(0)
+            seen.append(get_math_mode())
+        return seen
+
+    async def work(scope: Any, turns: int) -> list[MathMode]:
+        with shared, scope:
+            seen = await look(turns)
+        return [*seen, get_math_mode()]
+
+    async def main() -> list[list[MathMode]]:
+        working = (work(math_mode("tf32"), 3), work(guard, 1), work(guard, 2))
+        return await asyncio.gather(*working, look(4), guard(look)(2))
+
+    assert asyncio.run(main()) == [
+        [TF32] * 3 + [OUTSIDE], [FP32, OUTSIDE], [FP32] * 2 + [OUTSIDE], [OUTSIDE] * 4, [FP32] * 2,
+    ]  # fmt: skip
+
+
+@scopes
+def test_a_task_and_a_thread_of_asyncio_inherit_the_scope(make: Make, inside: MathMode) -> None:
+    async def mode() -> MathMode:
+        return get_math_mode()
+
+    async def main() -> list[MathMode]:
+        with make():
+            task = asyncio.create_task(mode())
+            in_thread = await asyncio.to_thread(get_math_mode)
+        return [await task, in_thread, get_math_mode()]
+
+    assert asyncio.run(main()) == [inside, inside, OUTSIDE]
+
+
+# -- decorators -----------------------------------------------------------------------------------
+
+
+@scopes
+def test_a_decorated_function(make: Make, inside: MathMode) -> None:
+    @make()
+    def mode(depth: int, *, fail: bool = False) -> list[MathMode]:
+        """Return the mode at each depth."""
+        if fail:
+            raise ZeroDivisionError("on purpose")
+        return [get_math_mode(), *(mode(depth - 1) if depth else [])]
+
+    assert (mode.__name__, mode.__doc__) == ("mode", "Return the mode at each depth.")
+    assert mode(2) == [inside] * 3
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        mode(0, fail=True)
+
+
+def test_a_decorated_coroutine_function() -> None:
+    @math_mode("bf16")
+    async def mode() -> list[MathMode]:
+        before = get_math_mode()
+        await asyncio.sleep(0)
+        return [before, get_math_mode()]
+
+    async def main() -> list[MathMode]:
+        pending = mode()
+        outside = get_math_mode()
+        return [outside, *await pending, get_math_mode()]
+
+    assert asyncio.run(main()) == [OUTSIDE, BF16, BF16, OUTSIDE]
+
+
+@scopes
+def test_a_decorated_generator_keeps_its_mode_from_the_consumer(make: Make, inside: MathMode) -> None:
+    seen: list[object] = []
+
+    @make()
+    def steps(n: int) -> Generator[MathMode, str, str]:
+        try:
+            for _ in range(n):
+                try:
+                    seen.append((yield get_math_mode()))
+                except ZeroDivisionError:
+                    seen.append(("caught", get_math_mode()))
+        finally:
+            seen.append(("closed", get_math_mode()))
+        return "done"
+
+    running = steps(3)
+    assert [next(running), get_math_mode()] == [inside, OUTSIDE]
+    with math_mode("tf32"):
+        assert [running.send("sent"), get_math_mode()] == [inside, TF32]
+    assert [running.throw(ZeroDivisionError()), get_math_mode()] == [inside, OUTSIDE]
+    with pytest.raises(StopIteration, match="done"):
+        next(running)
+    assert seen == ["sent", ("caught", inside), None, ("closed", inside)]
+    running = steps(2)
+    next(running)
+    running.close()
+    assert seen.pop() == ("closed", inside)
+    running = steps(2)
+    next(running)
+    with pytest.raises(ValueError, match="on purpose"):
+        running.throw(ValueError("on purpose"))
+    assert seen.pop() == ("closed", inside)
+
+
+def test_a_decorated_async_generator() -> None:
+    seen: list[object] = []
+
+    @math_mode("bf16")
+    async def steps(n: int) -> AsyncIterator[MathMode]:
+        try:
+            for _ in range(n):
+                await asyncio.sleep(0)
+                try:
+                    seen.append((yield get_math_mode()))
+                except ZeroDivisionError:
+                    seen.append(("caught", get_math_mode()))
+        finally:
+            seen.append(("closed", get_math_mode()))
+
+    async def main() -> list[MathMode]:
+        modes = []
+        async for mode in steps(1):
+            modes += [mode, get_math_mode()]
+        running = steps(3)
+        modes += [await running.__anext__(), get_math_mode()]
+        modes += [await running.asend("sent"), get_math_mode()]
+        modes += [await running.athrow(ZeroDivisionError()), get_math_mode()]
+        await running.aclose()
+        return [*modes, get_math_mode()]
+
+    assert asyncio.run(main()) == [BF16, OUTSIDE] * 4 + [OUTSIDE]
+    assert seen == [None, ("closed", BF16), "sent", ("caught", BF16), ("closed", BF16)]
+
+
+def test_a_decorated_object_is_of_the_kind_of_its_call() -> None:
+    class Coroutine:
+        async def __call__(self) -> MathMode:
+            await asyncio.sleep(0)
+            return get_math_mode()
+
+    class Steps:
+        def __call__(self) -> Iterator[MathMode]:
+            yield get_math_mode()
+
+    class AsyncSteps:
+        async def __call__(self) -> AsyncIterator[MathMode]:
+            yield get_math_mode()
+
+    async def consume(function: Any) -> list[MathMode]:
+        return [mode async for mode in function()]
+
+    around = math_mode("bf16")
+    for wrap in (lambda f: f, functools.partial):
+        assert asyncio.run(around(wrap(Coroutine()))()) is BF16
+        assert list(around(wrap(Steps()))()) == [BF16]
+        assert asyncio.run(consume(around(wrap(AsyncSteps())))) == [BF16]
+
+
+def test_decorated_methods_without_an_instance() -> None:
+    class Solver:
+        @math_mode("bf16")
+        @staticmethod
+        def static(x: int) -> tuple[int, MathMode]:
+            return x, get_math_mode()
+
+        @math_mode("bf16")
+        @classmethod
+        def of_class(cls, x: int) -> tuple[type, int, MathMode]:
+            return cls, x, get_math_mode()
+
+        @math_mode("bf16")
+        @staticmethod
+        async def later(x: int) -> tuple[int, MathMode]:
+            await asyncio.sleep(0)
+            return x, get_math_mode()
+
+    for solver in (Solver, Solver()):
+        assert solver.static(3) == (3, BF16)
+        assert solver.of_class(3) == (Solver, 3, BF16)
+        assert asyncio.run(solver.later(3)) == (3, BF16)
