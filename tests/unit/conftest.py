@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from lowprec.policy import controllers, entries, environment, set_math_mode
 from lowprec.policy.protocol import Tier
 from support.synthetic_library import Library
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -24,7 +29,7 @@ def clean_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     environment.refresh()
 
 
-class Load:
+class Register:
     """Registers and loads libraries; all libraries registered before are unknown to the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,25 +43,38 @@ class Load:
         library = made or Library(name, tier)
         controllers.register_controller(library)
         if loaded:
-            self.load(library)
+            self.register(library)
         self.made.append(library)
         return library
 
-    def load(self, library: Library) -> None:
+    def register(self, library: Library) -> None:
         """Let the library be imported."""
         self._monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
     """Make libraries; no block is open in this context after the test."""
     before = entries.innermost.get()
-    yield Load(monkeypatch)
+    yield Register(monkeypatch)
     # A block that ended in another thread stays open, as far as lowprec itself goes, where it began.
     entries.innermost.set(before)
 
 
 @pytest.fixture(params=list(Tier), ids=str)
-def library(request: pytest.FixtureRequest, load: Load) -> Library:
+def library(request: pytest.FixtureRequest, register: Register) -> Library:
     """One with switches of the process, or of the thread."""
-    return load(tier=request.param)
+    return register(tier=request.param)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Import a module of the benchmarks by name, and leave neither it nor its variable behind."""
+    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", "4"))
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    before = set(sys.modules)
+    yield importlib.import_module
+    own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"gpu"}
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in own:
+            del sys.modules[name]

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,19 +33,6 @@ MACHINE_KEYS = {
 Load = Callable[[str], ModuleType]
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Import a script by name, and leave neither its modules nor its variable behind."""
-    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", "4"))
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    before = set(sys.modules)
-    yield importlib.import_module
-    own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"gpu"}
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in own:
-            del sys.modules[name]
-
-
 # -- statistics -----------------------------------------------------------------------------------
 
 
@@ -63,20 +50,10 @@ def test_ratio_is_taken_within_each_round(load: Load) -> None:
         load("timing").speed_ratio([1.0], [1.0, 2.0])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "common",
-        "generated",
-        "recovery",
-        "timing",
-        "tradeoff",
-        "gpu.device",
-        "gpu.override",
-        "gpu.speed",
-        "gpu.verdicts",
-    ],
-)
+EXAMPLES = "common generated recovery timing tradeoff gpu.device gpu.override gpu.speed gpu.verdicts"
+
+
+@pytest.mark.parametrize("name", EXAMPLES.split())
 def test_examples(load: Load, name: str) -> None:
     found = doctest.testmod(load(name))
     assert (found.failed, found.attempted > 0) == (0, True)
@@ -488,44 +465,29 @@ def test_gemm_runs_without_extras(tmp_path: Path) -> None:
     assert not {"scipy_openblas64", "numba", "torch"}.intersection(result["machine"]["versions"])
 
 
-@pytest.mark.sweep
-def test_guard_runs(tmp_path: Path) -> None:
-    _run("bench_guard.py", tmp_path)
-    result = _result(tmp_path, "guard")
-    assert {"none"} <= {row["loaded"] for row in result["results"]}
-    assert {"fp32_guard", "math_mode"} <= {row["block"] for row in result["results"]}
-    assert [claim["limit"] for claim in result["claims"]] == [2.0, 15.0]
+#: By script: the packages and options that it needs, a column of its results with its values, the limits of its claims.
+SCRIPTS = {
+    "guard": ("", (), "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
+    "unscale": ("", (), "variant", {"lowprec", "lowprec without numba"}, [1.0]),
+    "transformer": ("torch numba", (), "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
+    "digits": ("sklearn rich scipy", ("--libraries", "numpy"), "library", {"numpy"}, [0.05] * 5),
+    "dask": ("distributed", (), "variant", {"dask.array.matmul", "lowprec.matmul"}, [1.0, 1.0, 1.0, 2]),
+}
 
 
 @pytest.mark.sweep
-def test_unscale_runs(tmp_path: Path) -> None:
-    _run("bench_unscale.py", tmp_path)
-    result = _result(tmp_path, "unscale")
-    assert {"lowprec", "lowprec without numba"} <= {row["variant"] for row in result["results"]}
-    assert [claim["limit"] for claim in result["claims"]] == [1.0]
-
-
-@pytest.mark.sweep
-def test_transformer_runs(tmp_path: Path) -> None:
-    for name in ("torch", "numba"):
-        pytest.importorskip(name, reason=f"{name} is not installed")
-    _run("bench_transformer.py", tmp_path)
-    result = _result(tmp_path, "transformer")
-    assert {row["kind"] for row in result["results"]} == {"product", "program", "step"}
-    assert [claim["limit"] for claim in result["claims"]] == [0.95, 0.85, 1.1, 1.1, 0.65]
-
-
-@pytest.mark.sweep
-def test_digits_runs(tmp_path: Path) -> None:
-    for name in ("sklearn", "rich", "scipy"):
-        pytest.importorskip(name, reason=f"{name} is not installed")
-    printed = _run("bench_digits.py", tmp_path, "--libraries", "numpy")
-    result = _result(tmp_path, "digits")
-    assert len(result["results"]) == 10
-    assert all(len(row["accuracies"]) == 2 for row in result["results"])
-    assert [claim["limit"] for claim in result["claims"]] == [0.05] * 5
-    assert "| numpy | tiny: FP16 with scaling |" in printed
-    assert not list(tmp_path.glob("*.jsonl")), "all is done, and the next run begins anew"
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs(tmp_path: Path, name: str) -> None:
+    needs, options, column, values, limits = SCRIPTS[name]
+    for module in needs.split():
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    _run(f"bench_{name}.py", tmp_path, *options)
+    result = _result(tmp_path, name)
+    assert {row[column] for row in result["results"]} >= values
+    assert [claim["limit"] for claim in result["claims"]] == limits
+    assert all(row["error"] < 1e-5 for row in result["results"] if name == "dask")
+    assert all(len(row["accuracies"]) == 2 for row in result["results"] if name == "digits")
+    assert not list(tmp_path.glob("*.jsonl")), "all is done, and the next run starts from the beginning"
 
 
 @pytest.mark.sweep
@@ -533,15 +495,6 @@ def test_jax_runs() -> None:
     pytest.importorskip("jax", reason="JAX is not installed")
     rows = _run("bench_jax.py", None).splitlines()
     assert [row.split()[:2] for row in rows] == [["8", "fp32"], ["8", "bf16"]]
-
-
-@pytest.mark.sweep
-def test_dask_runs(tmp_path: Path) -> None:
-    pytest.importorskip("distributed", reason="distributed is not installed")
-    _run("bench_dask.py", tmp_path)
-    result = _result(tmp_path, "dask")
-    assert {row["variant"] for row in result["results"]} == {"dask.array.matmul", "lowprec.matmul"}
-    assert all(row["error"] < 1e-5 for row in result["results"])
 
 
 @pytest.mark.sweep

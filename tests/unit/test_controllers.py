@@ -27,13 +27,13 @@ from support.synthetic_library import Library
 FP32, TF32 = MathMode.FP32, MathMode.TF32
 
 
-Load = Any
+Register = Any
 
 
 @pytest.fixture(autouse=True)
-def everything_comes_back(load: Load) -> Iterator[None]:
+def everything_comes_back(register: Register) -> Iterator[None]:
     yield
-    assert [library.name for library in load.made if not library.is_as_before] == []
+    assert [library.name for library in register.made if not library.is_as_before] == []
 
 
 def statuses(guard: fp32_guard | math_mode) -> dict[str, str]:
@@ -74,8 +74,10 @@ def test_blocks_that_end_out_of_order(library: Library) -> None:
 
 
 @pytest.mark.parametrize("blocked", [False, True])
-def test_a_library_that_is_not_loaded_is_left_alone(load: Load, monkeypatch: pytest.MonkeyPatch, blocked: bool) -> None:
-    library = load(loaded=False)
+def test_a_library_that_is_not_loaded_is_left_alone(
+    register: Register, monkeypatch: pytest.MonkeyPatch, blocked: bool
+) -> None:
+    library = register(loaded=False)
     if blocked:
         monkeypatch.setitem(sys.modules, library.module, None)
     with fp32_guard() as guard:
@@ -83,10 +85,10 @@ def test_a_library_that_is_not_loaded_is_left_alone(load: Load, monkeypatch: pyt
     assert library.calls == []
 
 
-def test_a_library_imported_inside_waits_for_the_next_entry(load: Load) -> None:
-    library, guard = load(loaded=False), fp32_guard()
+def test_a_library_imported_inside_waits_for_the_next_entry(register: Register) -> None:
+    library, guard = register(loaded=False), fp32_guard()
     with guard:
-        load.load(library)
+        register.load(library)
         assert statuses(guard) == {"one": "not protected"}
         assert "imported inside" in reason(guard, "one")
         with math_mode("tf32", frameworks=True):
@@ -99,8 +101,8 @@ def test_a_library_imported_inside_waits_for_the_next_entry(load: Load) -> None:
     assert "not entered in this thread" in reason(guard, "one")
 
 
-def test_frameworks_chooses(load: Load) -> None:
-    one, two = load("one"), load("two")
+def test_frameworks_chooses(register: Register) -> None:
+    one, two = register("one"), register("two")
     with fp32_guard(frameworks=["two"]) as guard:
         assert one.is_as_before
         assert two.is_full
@@ -114,8 +116,8 @@ def test_frameworks_chooses(load: Load) -> None:
         assert one.is_full
 
 
-def test_frameworks_that_make_no_sense(load: Load) -> None:
-    load("one")
+def test_frameworks_that_make_no_sense(register: Register) -> None:
+    register("one")
     with pytest.raises(UnsupportedError, match="no controller for two; choose among one, or"):
         fp32_guard(frameworks=["one", "two"])
     with pytest.raises(TypeError, match="True, False or a list of names"):
@@ -124,8 +126,8 @@ def test_frameworks_that_make_no_sense(load: Load) -> None:
         math_mode("tf32", frameworks=3)  # type: ignore[arg-type]
 
 
-def test_the_guard_shows_what_it_was_made_of(load: Load) -> None:
-    load("one")
+def test_the_guard_shows_what_it_was_made_of(register: Register) -> None:
+    register("one")
     assert repr(fp32_guard()) == "fp32_guard()"
     assert repr(fp32_guard(frameworks=["one"])) == "fp32_guard(frameworks=['one'])"
     assert repr(fp32_guard(frameworks=False)) == "fp32_guard(frameworks=False)"
@@ -152,8 +154,8 @@ def test_settings_made_inside_are_kept_and_reported(library: Library) -> None:
 
 
 @pytest.mark.parametrize("step", ["save", "set_mode"])
-def test_a_library_that_fails_is_reported_and_the_others_act(load: Load, step: str) -> None:
-    bad, good = load("bad"), load("good")
+def test_a_library_that_fails_is_reported_and_the_others_act(register: Register, step: str) -> None:
+    bad, good = register("bad"), register("good")
     bad.fails[step] = OSError("no driver")
     guard = fp32_guard()
     with pytest.warns(LowprecWarning, match=r"does not protect bad \(OSError: no driver\)"):
@@ -165,8 +167,8 @@ def test_a_library_that_fails_is_reported_and_the_others_act(load: Load, step: s
     assert good.is_as_before
 
 
-def test_a_library_that_cannot_be_put_back_is_reported(load: Load) -> None:
-    bad, good = load("bad"), load("good")
+def test_a_library_that_cannot_be_put_back_is_reported(register: Register) -> None:
+    bad, good = register("bad"), register("good")
     bad.fails["restore"] = OSError("gone")
     with pytest.warns(LowprecWarning, match="bad could not be restored: OSError: gone"), fp32_guard():
         pass
@@ -177,8 +179,8 @@ def test_a_library_that_cannot_be_put_back_is_reported(load: Load) -> None:
         assert bad.is_full
 
 
-def test_a_warning_made_an_error_leaves_nothing_behind(load: Load) -> None:
-    bad, good = load("bad"), load("good")
+def test_a_warning_made_an_error_leaves_nothing_behind(register: Register) -> None:
+    bad, good = register("bad"), register("good")
     bad.fails["save"] = UnsupportedError("version 99 has other switches")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -192,8 +194,8 @@ def test_a_warning_made_an_error_leaves_nothing_behind(load: Load) -> None:
 # -- threads and tasks ----------------------------------------------------------------------------
 
 
-def test_a_process_switch_stays_until_the_last_thread_leaves(load: Load) -> None:
-    library, inside, go = load(), threading.Event(), threading.Event()
+def test_a_process_switch_stays_until_the_last_thread_leaves(register: Register) -> None:
+    library, inside, go = register(), threading.Event(), threading.Event()
 
     def solve() -> bool:
         with fp32_guard():
@@ -211,8 +213,8 @@ def test_a_process_switch_stays_until_the_last_thread_leaves(load: Load) -> None
     assert library.is_as_before
 
 
-def test_a_thread_switch_is_each_thread_s_own(load: Load) -> None:
-    library = load(tier=Tier.THREAD)
+def test_a_thread_switch_is_each_thread_s_own(register: Register) -> None:
+    library = register(tier=Tier.THREAD)
     with ThreadPoolExecutor(1) as pool, fp32_guard() as guard:
         assert pool.submit(lambda: library.is_as_before).result()
         assert pool.submit(guard.wrap(lambda: library.is_full)).result()
@@ -251,8 +253,8 @@ def test_a_generator_that_another_context_closes(library: Library) -> None:
     assert library.is_as_before
 
 
-def test_a_generator_that_another_thread_closes(load: Load) -> None:
-    process, thread = load("process"), load("thread", tier=Tier.THREAD)
+def test_a_generator_that_another_thread_closes(register: Register) -> None:
+    process, thread = register("process"), register("thread", tier=Tier.THREAD)
 
     def steps() -> Iterator[None]:
         with fp32_guard():
@@ -270,8 +272,8 @@ def test_a_generator_that_another_thread_closes(load: Load) -> None:
     assert thread.is_as_before, "the next block in the thread puts it right"
 
 
-def test_an_abandoned_async_generator(load: Load) -> None:
-    library = load()
+def test_an_abandoned_async_generator(register: Register) -> None:
+    library = register()
 
     async def steps():  # type: ignore[no-untyped-def]
         with fp32_guard():
@@ -291,9 +293,9 @@ def test_an_abandoned_async_generator(load: Load) -> None:
     assert library.is_as_before
 
 
-def test_a_finalizer_in_the_midst_of_a_change(load: Load) -> None:
+def test_a_finalizer_in_the_midst_of_a_change(register: Register) -> None:
     """What a finalizer enters there is not protected, and says so; what it leaves is given back afterwards."""
-    library = load()
+    library = register()
     waiting = fp32_guard()
     waiting.__enter__()
     seen: list[str] = []
@@ -314,8 +316,8 @@ def test_a_finalizer_in_the_midst_of_a_change(load: Load) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_child_that_is_forked_while_another_thread_changes_switches(load: Load) -> None:
-    library, busy, go = load(), threading.Event(), threading.Event()
+def test_a_child_that_is_forked_while_another_thread_changes_switches(register: Register) -> None:
+    library, busy, go = register(), threading.Event(), threading.Event()
 
     def hold() -> None:
         library.while_saving = None
@@ -338,8 +340,8 @@ def test_a_child_that_is_forked_while_another_thread_changes_switches(load: Load
         pool.submit(entering.result().__exit__).result()
 
 
-def test_sixteen_threads_overlap_at_random(load: Load) -> None:
-    process, thread = load("process"), load("thread", tier=Tier.THREAD)
+def test_sixteen_threads_overlap_at_random(register: Register) -> None:
+    process, thread = register("process"), register("thread", tier=Tier.THREAD)
     guard = fp32_guard()
 
     def run(seed: int) -> int:
@@ -397,8 +399,8 @@ def test_a_library_without_the_mode_is_left_as_it_is(library: Library) -> None:
     mode.__exit__()
 
 
-def test_the_guard_is_a_floor_for_other_libraries_too(load: Load) -> None:
-    library = load()
+def test_the_guard_is_a_floor_for_other_libraries_too(register: Register) -> None:
+    library = register()
     with ThreadPoolExecutor(1) as pool, fp32_guard():
 
         @math_mode("tf32", frameworks=True)
@@ -424,8 +426,8 @@ def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(
         assert library.is_full
 
 
-def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(load: Load) -> None:
-    library = load()
+def test_a_mode_and_a_guard_of_two_threads_end_in_any_order(register: Register) -> None:
+    library = register()
     mode, guard = math_mode("tf32", frameworks=True), fp32_guard()
     with ThreadPoolExecutor(1) as pool:
         mode.__enter__()
@@ -446,8 +448,8 @@ def test_non_controllers_are_refused() -> None:
     assert "x" not in {c.name for c in registry.controllers()}
 
 
-def test_a_controller_can_be_taken_away(load: Load) -> None:
-    library = load()
+def test_a_controller_can_be_taken_away(register: Register) -> None:
+    library = register()
     with fp32_guard():
         registry.unregister_controller("one")
         assert library.is_full
@@ -459,7 +461,7 @@ def test_a_controller_can_be_taken_away(load: Load) -> None:
 
 
 @pytest.fixture
-def cupy(load: Load, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def cupy(register: Register, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """CuPy's two functions, which set TF32 only where a driver says that the device has it."""
     from lowprec.policy.frameworks.switch_functions import CUPY
 
@@ -536,7 +538,7 @@ def test_a_variable_and_a_switch(
     assert cupy.written == []
 
 
-def test_mlx_has_no_switch_to_set(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlx_has_no_switch_to_set(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     assert switch_report.disagreements(switch_report.switch_rows()) == ()
     monkeypatch.setitem(sys.modules, "mlx.core", ModuleType("mlx.core"))
     assert "start the process with MLX_ENABLE_TF32=0" in switch_report.disagreements(switch_report.switch_rows())[0]
@@ -544,9 +546,9 @@ def test_mlx_has_no_switch_to_set(load: Load, monkeypatch: pytest.MonkeyPatch) -
     assert switch_report.disagreements(switch_report.switch_rows()) == ()
 
 
-def test_every_switch_is_shown_and_none_that_cannot_be_read(load: Load) -> None:
-    one, bad = load("one"), load("bad", tier=Tier.THREAD)
-    load("absent", loaded=False)
+def test_every_switch_is_shown_and_none_that_cannot_be_read(register: Register) -> None:
+    one, bad = register("one"), register("bad", tier=Tier.THREAD)
+    register("absent", loaded=False)
     bad.fails["save"] = OSError("no driver")
     rows = [(r.library, r.switch, r.value, r.tier, r.problem) for r in switch_report.switch_rows()]
     assert rows == [
@@ -564,7 +566,7 @@ def test_a_version_with_other_switches_is_reported(cupy: SimpleNamespace) -> Non
         fp32_guard().__enter__().__exit__()
 
 
-def test_a_pytorch_with_other_switches_is_reported(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_with_other_switches_is_reported(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowprec.policy.frameworks.torch import TorchController
 
     module = ModuleType("torch")

@@ -32,10 +32,10 @@ class Asked(Library):
 
 
 @pytest.fixture
-def library(load: Any, monkeypatch: pytest.MonkeyPatch) -> Asked:
+def library(register: Any, monkeypatch: pytest.MonkeyPatch) -> Asked:
     monkeypatch.setattr(effects, "_known", {})
     monkeypatch.setattr(effects, "_reported", set())
-    return load(made=Asked())
+    return register(made=Asked())
 
 
 def said(mode: str) -> list[str]:

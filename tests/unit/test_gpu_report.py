@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,19 +26,6 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 Load = Callable[[str], ModuleType]
 Result = dict[str, Any]
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
-    """Import a module of the benchmarks by name, and leave neither it nor its variable behind."""
-    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", "4"))
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    before = set(sys.modules)
-    yield importlib.import_module
-    own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"gpu"}
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in own:
-            del sys.modules[name]
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ Libraries = tuple[Library, Library]
 
 
 @pytest.fixture
-def libraries(load: Any) -> Iterator[Libraries]:
+def libraries(register: Any) -> Iterator[Libraries]:
     """One whose switches belong to the process, and one whose switches belong to the thread."""
-    made = load("process"), load("thread", tier=Tier.THREAD)
+    made = register("process"), register("thread", tier=Tier.THREAD)
     environment.snapshot()
     yield made
     assert all(library.is_as_before for library in made)

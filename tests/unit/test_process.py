@@ -16,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("clean_policy")
 
 
 @pytest.fixture(params=[Library, WithDefault])
-def library(request: pytest.FixtureRequest, load: Any, monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(request: pytest.FixtureRequest, register: Any, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(process, "_guarded", {})
-    return load(made=request.param("one"))
+    return register(made=request.param("one"))
 
 
 @pytest.mark.parametrize(("order", "precision"), [("tf32", "tf32"), ("fp32_guard", "fp32")])
@@ -30,13 +30,13 @@ def test_it_is_set_for_good(library: Library, order: str, precision: str) -> Non
     assert process.changes() == []
 
 
-def test_reasons_for_which_it_is_not_set(library: Library, load: Any) -> None:
+def test_reasons_for_which_it_is_not_set(library: Library, register: Any) -> None:
     assert process.set_library("one", "bf16") == "one has no switch for bf16"
     library.fails["set_mode"] = RuntimeError("no driver")
     assert process.set_library("one", "tf32") == "RuntimeError: no driver"
-    load("two", tier=Tier.THREAD)
+    register("two", tier=Tier.THREAD)
     assert process.set_library("two", "tf32") == "two's switches belong to the thread"
-    assert all(made.is_as_before for made in load.made)
+    assert all(made.is_as_before for made in register.made)
 
 
 @pytest.mark.parametrize("guard", ["block", "variable"])
@@ -51,8 +51,8 @@ def test_a_mode_does_not_lower_below_a_guard(library: Library, guard: str, monke
         assert library.is_as_before
 
 
-def test_blocks_come_back_to_it_and_not_below_the_guard(load: Any) -> None:
-    library = load()
+def test_blocks_come_back_to_it_and_not_below_the_guard(register: Any) -> None:
+    library = register()
     process.set_library("one", "tf32")
     with fp32_guard(frameworks=["one"]):
         assert library.is_full
