@@ -126,6 +126,10 @@ def test_settings_already_in_the_environment(
         ("--mode tf32", "give a script, or -m and a module"),
         ("--guard -m", "give a script, or -m and a module"),
         ("--guard --", "give a script, or -m and a module"),
+        ("--intercept script.py", "give --mode MODE, --guard or --profile"),
+        ("--intercept --guard script.py", "--intercept goes with --mode"),
+        ("--intercept --profile script.py", "--intercept goes with --mode"),
+        ("--force --profile script.py", "--force goes with --mode; give --mode MODE"),
         ("--guard --verbose script.py", "unrecognized arguments: --verbose"),
         ("--guard missing.py", "lowprec: cannot read missing.py: No such file or directory"),
         ("--guard script.py/x", "lowprec: cannot read script.py/x: Not a directory"),
@@ -181,19 +185,19 @@ def test_a_python_that_ignores_the_environment_is_refused(
     assert f"this Python was started with {option}, " in refused("run", *GUARD, write(""))
 
 
-def test_a_python_without_an_executable_is_refused(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("where", "name", "value", "said"),
+    [
+        # As where Python is part of another program.
+        (sys, "executable", "", "does not know its own executable"),
+        (run_command, "STARTUP", os.pathsep.join("ab"), "PYTHONPATH cannot name it"),
+    ],
+)
+def test_a_program_that_cannot_be_started_is_refused(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, where: Any, name: str, value: str, said: str
 ) -> None:
-    # As where Python is part of another program.
-    monkeypatch.setattr(sys, "executable", "")
-    assert "does not know its own executable" in refused("run", *GUARD, write(""))
-
-
-def test_a_folder_that_pythonpath_cannot_name_is_refused(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_command, "STARTUP", os.pathsep.join("ab"))
-    assert "PYTHONPATH cannot name it" in refused("run", *GUARD, write(""))
+    monkeypatch.setattr(where, name, value)
+    assert said in refused("run", *GUARD, write(""))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_where_a_process_cannot_be_replaced_the_exit_code_is_handed_on(
 
 @posix
 def test_where_a_process_cannot_be_replaced_the_program_decides_about_ctrl_c() -> None:
-    child = "import os, signal, time; time.sleep(0.3); os.kill(os.getppid(), signal.SIGINT); time.sleep(0.5)"
+    child = "import os, signal, time; time.sleep(0.2); os.kill(os.getppid(), signal.SIGINT); time.sleep(0.2)"
     code = (
         "import os, sys; from lowprec.cli.commands.run import wait_for\n"
         f"sys.exit(wait_for([sys.executable, '-c', {child + '; os._exit(9)'!r}], os.environ))"

@@ -63,7 +63,7 @@ def test_a_killed_program() -> None:
 def test_ctrl_c() -> None:
     # It is ready once its main thread sleeps, so another thread says so, a while later.
     script = write(
-        "import threading, time\nthreading.Timer(0.5, print, ['ready'], {'flush': True}).start()\ntime.sleep(60)"
+        "import threading, time\nthreading.Timer(0.2, print, ['ready'], {'flush': True}).start()\ntime.sleep(60)"
     )
 
     def interrupted(*words: str) -> Seen:

@@ -1,92 +1,79 @@
-"""A command that is told to end leaves nothing half-written behind."""
+"""A signal that ends a command leaves no partial file."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="Windows has no such signals")
-
-#: Forks a child for each line of what writes files, which gets the signal there. Prints how each one ended.
-EVERY_LINE = """
-import os, signal, sys
-from lowprec.util import atomic
 from lowprec.cli import main
+from lowprec.cli.commands import info
+from lowprec.util import atomic
 
-name, *words = sys.argv[1:]
-number = getattr(signal, name)
-signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored from the start
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+SIGNALS = [signal.SIGTERM, signal.SIGHUP]
 
-class At:
-    def __init__(self, line): self.left = line
-    def __call__(self, frame, event, argument):
-        if frame.f_code.co_filename != atomic.__file__: return None
-        if event == "line":
-            self.left -= 1
-            if not self.left: signal.raise_signal(number)
-        return self
 
-for line in range(1, 1000):
+def _exit_code(words: list[str], number: int, at: int) -> int:
+    """Run a command in a child, which sends itself a signal at a line that writes files; 99 if there are fewer lines."""
     child = os.fork()
-    if child == 0:
-        trace = At(line)
+    if not child:
+        left = at
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename != atomic.__file__:
+                return None
+            if event == "line":
+                left -= 1
+                if not left:
+                    signal.raise_signal(number)
+            return trace
+
+        signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored from the start
         sys.settrace(trace)
         code = main(words)
-        sys.settrace(None)
-        os._exit(code if trace.left <= 0 else 99)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    folder = os.path.dirname(words[-1])
-    print(code, os.path.getsize(words[-1]), *sorted(os.listdir(folder)), file=sys.stderr)
-    if code == 99: break
-    open(words[-1], "wb").close()
-"""
+        os._exit(code if left <= 0 else 99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_at_any_line_leaves_one_whole_file(tmp_path: Path, files: tuple[Path, Path], name: str) -> None:
-    folder = tmp_path / "out"
-    folder.mkdir()
-    words = ("matmul", *map(str, files), "-o", str(folder / "C.npy"))
-    (folder / "C.npy").touch()
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", EVERY_LINE, name, *words],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    *ended, last = (line.split() for line in done.stderr.splitlines())
-    number = getattr(signal, name)
-    whole = str(24 * 16 * 4 + 128)
-    assert last == ["99", whole, "C.npy"]
-    # By the signal, so that whoever started the command sees it; the old file (empty) or the new one, and no other.
-    assert {(code, *names) for code, _, *names in ended} == {(str(-number), "C.npy")}
-    assert {size for _, size, *_ in ended} == {"0", whole}
-    assert len(ended) > 8
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 1), (signal.SIGHUP, 5)])
+def test_a_signal_at_any_line_leaves_one_whole_file(
+    tmp_path: Path, files: tuple[Path, Path], number: int, step: int
+) -> None:
+    written = tmp_path / "out" / "C.npy"
+    written.parent.mkdir()
+    words, at, seen = ["matmul", *map(str, files), "-o", str(written)], 1, []
+    while not seen or seen[-1][0] != 99:
+        written.touch()
+        os.truncate(written, 0)
+        code = _exit_code(words, number, at)
+        seen.append((code, written.stat().st_size, [p.name for p in written.parent.iterdir()]))
+        at += step
+    # By the signal, so that the parent process sees it; the old file (empty) or the new one, and no other.
+    whole = 24 * 16 * 4 + 128
+    assert seen.pop() == (99, whole, ["C.npy"])
+    assert {code for code, _, _ in seen} == {-number}
+    assert {size for _, size, _ in seen} == {0, whole}
+    assert all(names == ["C.npy"] for *_, names in seen)
+    assert at > 8
 
 
-def test_nohup_is_respected(tmp_path: Path) -> None:
-    code = (
-        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "from lowprec import cli\n"
-        "from lowprec.cli.commands import info\n"
-        "run = info.run\n"
-        "info.run = lambda options: signal.raise_signal(signal.SIGHUP) or run(options)\n"
-        "cli.main(['info'])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("lowprec ")
+def test_nohup_is_respected(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, run = signal.signal(signal.SIGHUP, signal.SIG_IGN), info.run
+    monkeypatch.setattr(info, "run", lambda options: signal.raise_signal(signal.SIGHUP) or run(options))
+    try:
+        assert command("info").out.startswith("lowprec ")
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_caller_s_handlers_are_as_before() -> None:
-    from lowprec.cli import main
-
-    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)]
+    handlers = [signal.getsignal(n) for n in SIGNALS]
     assert main(["--version"]) == 0
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)] == handlers
+    assert [signal.getsignal(n) for n in SIGNALS] == handlers

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from support.commands import in_child
+
 TF32 = ("--mode", "tf32")
 GUARD = ("--guard",)
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and fork are POSIX's")
@@ -57,6 +59,9 @@ def start(
     variables: Mapping[str, str] | None = None,
 ) -> Seen:
     """Run a program under plain python, or under ``lowprec run`` with these options."""
+    if under is not None and not options and hasattr(os, "fork"):
+        done = in_child("run", *under, *words, stdin=stdin.encode(), variables=variables)
+        return Seen(done.code, done.out.decode(), done.err.decode())
     launched = [] if under is None else ["-m", "lowprec", "run", *under]
     done = subprocess.run(
         [sys.executable, *options, *launched, *words],

@@ -1,0 +1,76 @@
+"""Commands in a child of this process, with standard streams of their own and without the start of a Python."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, BinaryIO, NamedTuple
+
+from lowprec.cli import main
+from lowprec.policy import environment
+
+#: A stream that is returned; None is one that is closed from the start.
+CAPTURED: Any = object()
+
+
+class Ended(NamedTuple):
+    """The end of a command; ``code`` is negative after a signal."""
+
+    code: int
+    out: bytes
+    err: bytes
+
+
+def in_child(
+    *words: object, stdin: bytes | None = b"", out: BinaryIO | None = CAPTURED, err: BinaryIO | None = CAPTURED,
+    encoding: str = "utf-8", unbuffered: bool = False, options: tuple[str, ...] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Ended:  # fmt: skip
+    """Run ``python OPTIONS -m lowprec WORDS``; ``lowprec run`` replaces the child by a Python with these options."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        files[0].write(stdin or b"")
+        files[0].seek(0)
+        streams = [file if given is CAPTURED else given for file, given in zip(files, (None, out, err), strict=True)]
+        streams[0] = None if stdin is None else files[0]
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                _take(streams, encoding, unbuffered)
+                os.environ.update(variables or {})
+                environment.refresh()
+                sys.argv = ["lowprec", *map(str, words)]
+                sys.orig_argv = [sys.executable, *options, "-m", *sys.argv]
+                code = main(sys.argv[1:])
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+            except BaseException:  # noqa: BLE001 - as Python does at the end of a program
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        for file in files:
+            file.seek(0)
+        return Ended(os.waitstatus_to_exitcode(status), files[1].read(), files[2].read())
+
+
+def _take(streams: list[BinaryIO | None], encoding: str, unbuffered: bool) -> None:
+    """Have these as standard streams, as a Python that starts with them."""
+    signal.alarm(120)  # ends a deadlock
+    for number, stream in enumerate(streams):
+        if stream is None:
+            os.close(number)
+        else:
+            os.dup2(stream.fileno(), number)
+    made: list[Any] = []
+    for number, stream in enumerate(streams):
+        raw = None if stream is None else open(number, "wb" if number else "rb", 0 if unbuffered and number else -1)  # noqa: SIM115
+        made.append(raw and io.TextIOWrapper(raw, encoding, line_buffering=number == 2, write_through=unbuffered))
+    sys.stdin, sys.stdout, sys.stderr = made
