@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 import warnings
@@ -23,19 +21,9 @@ import lowprec
 from lowprec.backends.cpu import buffers, casting, cpuinfo, openblas, team, threads
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, unsupported_reason
 from support import interrupts
-from support.programs import posix
+from support.programs import posix, run_python
 
 needs_openblas = pytest.mark.skipif(openblas.openblas() is None, reason="scipy-openblas64 is not installed")
-
-
-def run_python(code: str, *arguments: str) -> str:
-    """Run a program; a hang is a failure."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code), *arguments],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip() + done.stderr.strip()
 
 
 class Slow:
@@ -145,7 +133,7 @@ def test_signals_at_any_time(mode: str, monkeypatch: pytest.MonkeyPatch) -> None
     gc.disable()
     try:
         with raising(signal.SIGALRM):
-            for delay in rng.uniform(1e-5, 3e-3, 150):
+            for delay in rng.uniform(1e-5, 3e-3, 80):
                 with suppress(interrupts.Interrupt):
                     signal.setitimer(signal.ITIMER_REAL, delay)
                     while True:
@@ -343,6 +331,7 @@ def expired_limits() -> int:
         pytest.param(lambda: team.call(lambda: None, 3), id="team"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_exceptions_of_handlers_are_no_answers(call: Callable[[], Any], error: type[Exception]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of files that an interrupt keeps from being closed
@@ -357,6 +346,7 @@ def test_exceptions_of_handlers_are_no_answers(call: Callable[[], Any], error: t
 
 @posix
 @pytest.mark.parametrize("delay_ms", [0, 5, 20, 50])
+@pytest.mark.sampled(2)
 def test_a_child_that_is_forked_while_other_threads_import(delay_ms: int) -> None:
     code = """
         import os, signal, sys, threading, time

@@ -1,12 +1,10 @@
-"""Machine code of kernels on disk: a later process compiles nothing, and what is damaged is made anew."""
+"""Machine code of kernels on disk: a later process compiles nothing, and a damaged file is replaced."""
 
 from __future__ import annotations
 
 import gc
-import os
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import pytest
 from lowprec.backends.cpu import casting
 from lowprec.errors import LowprecWarning
 from support import interrupts
+from support.programs import run_python
 
 pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 
@@ -55,35 +54,24 @@ assert "numba" not in sys.modules
 """
 
 
-def _run(program: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={**os.environ, "LOWPREC_CACHE_DIR": str(cache)},
-        capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
-
-
 def test_a_later_process_compiles_nothing(tmp_path: Path) -> None:
-    first, second = _run(_ROUND, tmp_path), _run(_ROUND, tmp_path)
-    assert (first.stdout, first.stderr) == ("2\n", "")  # with the one that tries the compiler
-    assert (second.stdout, second.stderr) == ("0\n", "")
+    cache = str(tmp_path)
+    assert run_python(_ROUND, LOWPREC_CACHE_DIR=cache) == "2"  # with the one that tries the compiler
+    assert run_python(_ROUND, LOWPREC_CACHE_DIR=cache) == "0"
     file, _ = (tmp_path / "kernels").iterdir()
-    linked = _run(_LINK, tmp_path, str(file))
-    assert linked.returncode == 0, linked.stderr
-
-    data = file.read_bytes()
-    file.write_bytes(data[:-100])
-    again = _run(_ROUND, tmp_path)
-    assert again.stdout == "1\n"
-    assert "it is damaged; it is kept as" in again.stderr
-    assert _run(_ROUND, tmp_path).stdout == "0\n"
+    run_python(_LINK, str(file))
+    file.write_bytes(file.read_bytes()[:-100])
+    again = run_python(_ROUND, LOWPREC_CACHE_DIR=cache)
+    assert again.startswith("1")
+    assert "it is damaged; it is kept as" in again
 
 
+@pytest.mark.sweep
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way of a folder")
-    done = _run(_ROUND, tmp_path / "file")
-    assert done.stdout == "2\n"
-    assert "lowprec cannot write to its cache" in done.stderr
+    found = run_python(_ROUND, LOWPREC_CACHE_DIR=str(tmp_path / "file"))
+    assert found.startswith("2")
+    assert "lowprec cannot write to its cache" in found
 
 
 # -- which file is taken --------------------------------------------------------------------------
@@ -91,14 +79,14 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
-    """Yield a function that says where the code of a kernel came from, in a process that has loaded none."""
+    """Yield a function that returns where the code of a kernel came from, in a process that has loaded none."""
     from lowprec.backends.cpu.packed import stored_code
 
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(stored_code, "_link", lambda code: (code, 0))
 
-    def source(name: str = "kernel", *, anew: bool = True) -> str:
-        if anew:
+    def source(name: str = "kernel", *, fresh: bool = True) -> str:
+        if fresh:
             monkeypatch.setattr(stored_code, "_loaded", {})
         stored_code._maker.cache_clear()
         compiled: list[bool] = []
@@ -208,7 +196,7 @@ def test_an_interrupt_anywhere_leaves_files_that_are_whole(kept: Callable[..., s
         warnings.simplefilter("ignore", ResourceWarning)
         for error in interrupts.interrupted(first):
             assert type(error) is interrupts.Interrupt
-            sources.add(kept(names[-1], anew=False))
+            sources.add(kept(names[-1], fresh=False))
             assert not list(tmp_path.rglob("*.tmp"))
         error = None
         gc.collect()

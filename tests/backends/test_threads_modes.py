@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,11 +14,9 @@ import pytest
 
 import lowprec
 from support import oracles
+from support.programs import in_threads
 
-THREADS = 8
-CALLS = 10_000
-
-#: How each thread asks for its mode, and the mode that it then must get.
+#: How each thread selects its mode, and the mode in force.
 WAYS: list[tuple[str, str]] = [
     ("scope", "fp32_pedantic"),
     ("scope", "tf32"),
@@ -35,7 +31,7 @@ WAYS: list[tuple[str, str]] = [
 
 @pytest.fixture
 def operands() -> tuple[np.ndarray, np.ndarray]:
-    """Return numbers of which every mode makes other ones, and an identity, so that the result is the rounding."""
+    """Return numbers that each mode rounds differently, and an identity, so that the result is the rounding."""
     values = 1 + np.arange(1, 65, dtype=np.float64) / 64 + 2.0**-9 + 2.0**-12 + 2.0**-20
     values[:8:2] *= 2.0**-30  # too small for float16 beside the others of their row
     a = values.astype(np.float32).reshape(8, 8)
@@ -45,8 +41,8 @@ def operands() -> tuple[np.ndarray, np.ndarray]:
 
 
 @contextmanager
-def asked(way: str, mode: str) -> Iterator[dict[str, Any]]:
-    """Ask for a mode, and give what is to be passed to each call."""
+def selected(way: str, mode: str) -> Iterator[dict[str, Any]]:
+    """Select a mode; give the keyword arguments of each call."""
     if way == "scope":
         with lowprec.math_mode(mode):
             yield {}
@@ -74,7 +70,7 @@ def expected(a: np.ndarray, mode: str) -> np.ndarray:
 def wrong_results(way: str, mode: str, calls: int, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> int:
     want = expected(a, mode).tobytes()
     wrong = 0
-    with asked(way, mode) as keywords:
+    with selected(way, mode) as keywords:
         for _ in range(calls):
             lowprec.matmul(a, b, out=out, **keywords)
             wrong += not same(out, want)
@@ -89,39 +85,26 @@ def same(got: np.ndarray, want: bytes) -> bool:
     return np.array_equal(got, wanted, equal_nan=True)
 
 
-def run_together(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """Run the jobs in a thread each, started at one moment, with the interpreter switching often."""
-    barrier = threading.Barrier(len(jobs))
-
-    def started(job: Callable[[], Any]) -> Any:
-        barrier.wait()
-        return job()
-
+@pytest.fixture
+def _often_switched() -> Iterator[None]:
+    """Let the interpreter switch threads often."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(len(jobs)) as pool:
-            return [future.result() for future in [pool.submit(started, job) for job in jobs]]
-    finally:
-        sys.setswitchinterval(interval)
+    yield
+    sys.setswitchinterval(interval)
 
 
-def test_threads_each_in_their_own_mode(operands: tuple[np.ndarray, np.ndarray]) -> None:
-    a, b = operands
-    assert len(WAYS) == THREADS
-    jobs = [lambda w=w, m=m: wrong_results(w, m, CALLS, a, b, np.empty_like(a)) for w, m in WAYS]
-    assert run_together(jobs) == [0] * THREADS
-
-
-def test_threads_change_the_mode_again_and_again(operands: tuple[np.ndarray, np.ndarray]) -> None:
+@pytest.mark.usefixtures("_often_switched")
+@pytest.mark.parametrize(("turns", "calls"), [(1, 2500), (200, 3)], ids=["one mode", "many modes"])
+def test_threads_each_in_their_own_mode(turns: int, calls: int, operands: tuple[np.ndarray, np.ndarray]) -> None:
     a, b = operands
 
     def rotate(first: int) -> int:
         out = np.empty_like(a)
-        turns = [WAYS[(first + i) % len(WAYS)] for i in range(200)]
-        return sum(wrong_results(way, mode, 3, a, b, out) for way, mode in turns)
+        ways = (WAYS[(first + i) % len(WAYS)] for i in range(turns))
+        return sum(wrong_results(way, mode, calls, a, b, out) for way, mode in ways)
 
-    assert run_together([lambda i=i: rotate(i) for i in range(THREADS)]) == [0] * THREADS
+    assert in_threads(len(WAYS), rotate) == [0] * len(WAYS)
 
 
 def test_threads_on_matrices_that_share_the_workers(rng: np.random.Generator) -> None:
@@ -129,31 +112,12 @@ def test_threads_on_matrices_that_share_the_workers(rng: np.random.Generator) ->
     a = rng.standard_normal((n, n), dtype=np.float32)
     shift = np.roll(np.eye(n, dtype=np.float32), 1, axis=1)
 
-    def work(mode: str) -> int:
+    def work(number: int) -> int:
+        mode = oracles.ALL_MODES[number % len(oracles.ALL_MODES)]
         want = np.roll(oracles.round_to(a, mode, -1), 1, axis=1)
         return sum(not np.array_equal(lowprec.matmul(a, shift, math_mode=mode), want) for _ in range(10))
 
-    modes = [oracles.ALL_MODES[i % len(oracles.ALL_MODES)] for i in range(THREADS)]
-    assert run_together([lambda m=m: work(m) for m in modes]) == [0] * THREADS
-
-
-def test_a_thread_does_not_inherit_a_scope(operands: tuple[np.ndarray, np.ndarray]) -> None:
-    a, b = operands
-    with lowprec.math_mode("bf16"):
-        (inside,) = run_together([lambda: lowprec.matmul(a, b)])
-        np.testing.assert_array_equal(lowprec.matmul(a, b), expected(a, "bf16"))
-    np.testing.assert_array_equal(inside, a)
-
-
-def test_the_default_of_the_process_reaches_all_threads(operands: tuple[np.ndarray, np.ndarray]) -> None:
-    a, b = operands
-    lowprec.set_math_mode("bf16")
-    try:
-        results = run_together([lambda: lowprec.matmul(a, b)] * 3)
-    finally:
-        lowprec.set_math_mode(None)
-    for result in results:
-        np.testing.assert_array_equal(result, expected(a, "bf16"))
+    assert in_threads(8, work) == [0] * 8
 
 
 def test_tasks_each_in_their_own_mode(operands: tuple[np.ndarray, np.ndarray]) -> None:
@@ -161,7 +125,7 @@ def test_tasks_each_in_their_own_mode(operands: tuple[np.ndarray, np.ndarray]) -
 
     async def task(way: str, mode: str) -> int:
         want, wrong = expected(a, mode).tobytes(), 0
-        with asked(way, mode) as keywords:
+        with selected(way, mode) as keywords:
             for _ in range(50):
                 await asyncio.sleep(0)  # let the others run inside this scope
                 wrong += not same(lowprec.matmul(a, b, **keywords), want)
@@ -173,28 +137,12 @@ def test_tasks_each_in_their_own_mode(operands: tuple[np.ndarray, np.ndarray]) -
     assert asyncio.run(main()) == [0] * (len(WAYS) * 3)
 
 
-def test_a_task_inherits_the_scope_that_it_was_started_in(operands: tuple[np.ndarray, np.ndarray]) -> None:
-    a, b = operands
-
-    async def child() -> np.ndarray:
-        await asyncio.sleep(0)
-        return lowprec.matmul(a, b)
-
-    async def main() -> np.ndarray:
-        with lowprec.math_mode("bf16"):
-            started = asyncio.create_task(child())
-        assert str(lowprec.get_math_mode()) == "fp32"
-        return await started
-
-    np.testing.assert_array_equal(asyncio.run(main()), expected(a, "bf16"))
-
-
 def resident_bytes() -> int:
     try:
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * 4096
     except OSError:
-        pytest.skip("this system does not tell a process its size in /proc")
+        pytest.skip("this system shows no size of a process in /proc")
 
 
 def test_memory_stays_flat(operands: tuple[np.ndarray, np.ndarray]) -> None:
@@ -207,16 +155,16 @@ def test_memory_stays_flat(operands: tuple[np.ndarray, np.ndarray]) -> None:
                 lowprec.matmul(a, b, math_mode=mode)
             lowprec.matmul(a, b, bias=bias, activation="relu", alpha=0.5)
 
-    calls(1000)
+    calls(500)
     growths = []
-    for _ in range(4):
+    for _ in range(3):
         gc.collect()
         before = resident_bytes()
-        calls(3000)
+        calls(2000)
         gc.collect()
         growths.append(resident_bytes() - before)
-    # The allocator may take a page now and then, but a leak grows in every window: 16 bytes lost in each of its 18,000
-    # calls are 288 kB.
+    # The allocator may take a page now and then, but a leak grows in every window: 16 bytes lost in each of its 12,000
+    # calls are 192 kB.
     assert min(growths) < 1 << 17
 
 

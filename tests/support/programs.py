@@ -1,11 +1,13 @@
-"""Running a program under plain python and under ``lowprec run``, to compare what is seen from outside."""
+"""Programs in processes of their own, under plain python or ``lowprec run``; and functions in several threads."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, NamedTuple
@@ -52,27 +54,43 @@ def write(text: str, name: str = "script.py") -> str:
 
 
 def start(
-    *words: str,
-    under: Sequence[str] | None = None,
-    options: Sequence[str] = (),
-    stdin: str = "",
+    *words: str, under: Sequence[str] | None = None, options: Sequence[str] = (), stdin: str = "",
     variables: Mapping[str, str] | None = None,
-) -> Seen:
+) -> Seen:  # fmt: skip
     """Run a program under plain python, or under ``lowprec run`` with these options."""
     if under is not None and not options and hasattr(os, "fork"):
         done = in_child("run", *under, *words, stdin=stdin.encode(), variables=variables)
         return Seen(done.code, done.out.decode(), done.err.decode())
     launched = [] if under is None else ["-m", "lowprec", "run", *under]
     done = subprocess.run(
-        [sys.executable, *options, *launched, *words],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **(variables or {})},
-        timeout=120,
-    )
+        [sys.executable, *options, *launched, *words], input=stdin, capture_output=True, text=True, check=False,
+        env={**os.environ, **(variables or {})}, timeout=120,
+    )  # fmt: skip
     return Seen(done.returncode, done.stdout, done.stderr)
+
+
+def run_python(
+    code: str, *arguments: str, warn: str = "ignore::DeprecationWarning", timeout: int = 240, **variables: str
+) -> str:
+    """Run a program that must end without an error; return its output. A hang is a failure."""
+    done = subprocess.run(
+        [sys.executable, "-W", warn, "-c", dedent(code), *arguments],
+        env={**os.environ, **variables}, capture_output=True, text=True, timeout=timeout, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip() + done.stderr.strip()
+
+
+def in_threads(count: int, function: Callable[[int], Any]) -> list[Any]:
+    """Call a function with 0, 1, 2, ..., each in a thread, started together; return the results."""
+    start = threading.Barrier(count)
+
+    def call(number: int) -> Any:
+        start.wait()
+        return function(number)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(call, range(count)))
 
 
 def same(*words: str, under: Sequence[str] = TF32, **how: Any) -> Seen:
