@@ -89,7 +89,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="begin no new round of samples of a case after this, once three are done (default: 1)",
     )
     parser.add_argument("--csv", metavar="FILE", help="write the rows as comma-separated values")
-    parser.add_argument("--plot", metavar="FILE", help="draw error and bound against speed, as .png or .svg")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw error and bound against speed, or with several sizes speed and error against size, as .png or .svg",
+    )
+    parser.add_argument("--dark", action="store_true", help="draw on a dark background")
     add_shared(parser, "--json")
 
 

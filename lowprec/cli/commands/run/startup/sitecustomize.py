@@ -151,8 +151,8 @@ def _print(text: str) -> None:
         if sys.stderr.isatty():
             import textwrap
 
-            lines = [textwrap.wrap(x, _columns(), break_long_words=False, break_on_hyphens=False) for x in text.split("\n")]
-            text = "\n".join("\n".join(line) for line in lines)
+            whole = {"break_long_words": False, "break_on_hyphens": False}
+            text = "\n".join(textwrap.fill(line, _columns(), **whole) for line in text.split("\n"))
         sys.stderr.write(text + "\n")
     except Exception:  # noqa: BLE001 - it is closed, or the program has none
         return
