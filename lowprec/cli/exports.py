@@ -43,8 +43,8 @@ _DARK = _Theme(
 _MARKERS = "osD^vPX"
 
 #: Places of a name around its point: distances in points, and directions.
-_DISTANCES = np.geomspace(5, 200, 14)
-_DIRECTIONS = [np.array([np.cos(turn), np.sin(turn)]) for turn in np.radians(range(0, 360, 15))]
+_DISTANCES = np.geomspace(4, 160, 12)
+_DIRECTIONS = [np.array([np.cos(turn), np.sin(turn)]) for turn in np.radians(range(0, 360, 20))]
 
 
 def check_exports(options: argparse.Namespace) -> None:
@@ -159,7 +159,7 @@ def _name_points(panel: Any, rows: Sequence[Row], theme: _Theme) -> None:
     how = {"textcoords": "offset points", "ha": "center", "va": "center", "size": 8, "arrowprops": arrow}
     for row, (value, _) in zip(rows, values, strict=True):
         text = panel.text(0, 0, row.name, size=8)
-        half, point = text.get_window_extent().size / 2, panel.transData.transform(value)
+        half, point = text.get_window_extent().size / 2 + point_size, panel.transData.transform(value)
         text.remove()
         middles = [point + (half + away * point_size) * turn for away, turn in product(_DISTANCES, _DIRECTIONS)]
         # The nearest of the best.
