@@ -46,12 +46,26 @@ def _link_exact_names(app: Sphinx, doctree: nodes.document) -> None:
         reference.attributes.pop("refspecific", None)
 
 
-def _check_offline(app: Sphinx, exception: Exception | None) -> None:
-    """Warn of pages that load something from another site, so that all of it shows without a network."""
+def findings(html: str) -> list[str]:
+    """Return the parts of a page that load from another site, and the tables that are shown as text.
+
+    Examples
+    --------
+    >>> findings('<p>a | b</p><img src="x.svg">')
+    []
+    >>> findings('<img src="https://x.org/a.png"><p>| a | b |</p>')
+    ['loads from another site: <img src="https://x.org/a.png">', 'is a table that was not parsed: <p>| a | b |']
+    """
+    found = [f"loads from another site: {element}" for element in _LOADS.findall(html)]
+    return found + [f"is a table that was not parsed: {text}" for text in re.findall(r"<p>\|[^<\n]{0,60}", html)]
+
+
+def _check_pages(app: Sphinx, exception: Exception | None) -> None:
+    """Warn of defects that show in the built pages only; ``sphinx-build -W`` makes them errors."""
     if exception is None and app.builder.format == "html":
         for page in sorted(Path(app.outdir).rglob("*.html")):
-            for element in _LOADS.findall(page.read_text(encoding="utf-8")):
-                _LOGGER.warning("%s loads from another site: %s", page.name, element)
+            for finding in findings(page.read_text(encoding="utf-8")):
+                _LOGGER.warning("%s: %s", page.name, finding)
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
@@ -59,5 +73,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     # Browsers show MathML by themselves: no script, no fonts, nothing to keep up to date but docutils.
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     app.connect("doctree-read", _link_exact_names)
-    app.connect("build-finished", _check_offline)
+    app.connect("build-finished", _check_pages)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

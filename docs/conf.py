@@ -14,11 +14,19 @@ import lowprec
 _generate.write()
 
 project = "lowprec"
-author = "the lowprec authors"
+author = "lowprec contributors"
 project_copyright = author
 version = release = lowprec.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "_extension"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_design",
+    "_extension",
+    "_results",
+]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_generated"]
 nitpicky = False
@@ -31,6 +39,8 @@ myst_heading_anchors = 3
 
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
+# One parameter a line where a signature is longer.
+maximum_signature_line_length = 80
 napoleon_google_docstring = False
 napoleon_numpy_docstring = True
 napoleon_use_rtype = False
