@@ -50,6 +50,11 @@ def _has_amx(result: Result) -> bool:
     return "amx_bf16" in result["machine"]["flags"]
 
 
+def _version(result: Result) -> tuple[int, ...]:
+    """Return the release that was measured."""
+    return tuple(map(int, re.findall(r"\d+", result["machine"]["versions"]["lowprec"])[:3]))
+
+
 def _machine_name(result: Result) -> str:
     # "Intel(R) Xeon(R) Processor" and "AMD EPYC 9B45 64-Core Processor" say less than they are long.
     m = result["machine"]
@@ -332,7 +337,9 @@ def snippets(results: Path = common.RESULTS) -> dict[Path, str]:
         name = f"bench_{benchmark.replace('-', '_')}.md"
         made[GENERATED / name] = "\n".join(parts) or MISSING
     # Results on a CPU with AMX are older than the present kernels.
-    speed = readme_table(x for x in load(results, "gemm").values() if not _has_amx(x))
+    of_cpus = [x for x in load(results, "gemm").values() if not _has_amx(x)]
+    newest = max((_version(x) for x in of_cpus), default=())
+    speed = readme_table(x for x in of_cpus if _version(x) == newest)
     made[README] = generated.filled(README, "speed", speed)
     return made
 

@@ -320,6 +320,10 @@ def test_a_machine_without_amx_comes_second(load: Load, tmp_path: Path) -> None:
     settings = {**result["settings"], "left_out": ["torch float16"]}
     other = {**result, "machine": machine, "results": rows, "claims": [], "settings": settings}
     (tmp_path / "gemm-a.json").write_text(json.dumps(other), encoding="utf-8")
+    # The README shows the newest release that was measured.
+    versions = {**machine["versions"], "lowprec": "0.0.9"}
+    older = {**other, "machine": {**machine, "cpu": "AMD EPYC 1234", "versions": versions}}
+    (tmp_path / "gemm-b.json").write_text(json.dumps(older), encoding="utf-8")
     made = render.snippets(tmp_path)
     page = made[render.GENERATED / "bench_gemm.md"]
     name = "**AMD EPYC 9654 without AMX, 2 cores**"
