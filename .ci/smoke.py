@@ -1,9 +1,11 @@
-"""Use an installed wheel: one product in each of three modes, within its bound, and the command line."""
+"""Use an installed wheel: a product in each of three modes, within its bound, the command line, and the description."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib import metadata
 
 import numpy as np
 
@@ -18,4 +20,9 @@ for mode in ("fp32", "tf32", "bf16"):
     if not error <= plan.bound.relative:
         sys.exit(f"{mode}: error {error:.1e} is above the bound {plan.bound.relative:.1e}")
     print(f"Python {sys.version.split()[0]}, lowprec {lowprec.__version__}, {mode} by {plan.kernel}: {error:.1e}")
+description = metadata.metadata("lowprec")["Description"] or metadata.metadata("lowprec").get_payload()
+if broken := re.findall(r"\]\((?!https?:)[^)]*\)", description):
+    sys.exit(f"links of the description that lead nowhere on a package index: {broken}")
+if "# lowprec" not in description:
+    sys.exit("the description is not the README")
 subprocess.run([sys.executable, "-m", "lowprec", "info"], check=True, stdout=subprocess.DEVNULL)
