@@ -20,7 +20,7 @@ SIGNALS = [signal.SIGTERM, signal.SIGHUP]
 
 
 def _exit_code(words: list[str], number: int, at: int) -> int:
-    """Run a command in a child, which sends itself a signal at a line that writes files; 99 if there are fewer lines."""
+    """Run a command in a child that signals itself at a line that writes files; 99 if there are fewer lines."""
     child = os.fork()
     if not child:
         left = at
