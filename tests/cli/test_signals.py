@@ -14,6 +14,7 @@ import pytest
 from lowprec.cli import main
 from lowprec.cli.commands import info
 from lowprec.util import atomic
+from support.commands import forked
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 SIGNALS = [signal.SIGTERM, signal.SIGHUP]
@@ -21,8 +22,8 @@ SIGNALS = [signal.SIGTERM, signal.SIGHUP]
 
 def _exit_code(words: list[str], number: int, at: int) -> int:
     """Run a command in a child that signals itself at a line that writes files; 99 if there are fewer lines."""
-    child = os.fork()
-    if not child:
+
+    def act() -> int:
         left = at
 
         def trace(frame: Any, event: str, _: Any) -> Any:
@@ -38,8 +39,9 @@ def _exit_code(words: list[str], number: int, at: int) -> int:
         signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored from the start
         sys.settrace(trace)
         code = main(words)
-        os._exit(code if left <= 0 else 99)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return code if left <= 0 else 99
+
+    return forked(act)
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 1), (signal.SIGHUP, 5)])

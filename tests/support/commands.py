@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,6 +27,21 @@ class Ended(NamedTuple):
     err: bytes
 
 
+def forked(act: Callable[[], int]) -> int:
+    """Call a function in a child of this process; return its exit code, which the function returns."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            signal.alarm(120)  # ends a deadlock
+            code = act()
+        except BaseException:  # noqa: BLE001 - as Python does at the end of a program
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def in_child(
     *words: object, stdin: bytes | None = b"", out: BinaryIO | None = CAPTURED, err: BinaryIO | None = CAPTURED,
     encoding: str = "utf-8", unbuffered: bool = False, options: tuple[str, ...] = (),
@@ -39,31 +54,26 @@ def in_child(
         files[0].seek(0)
         streams = [file if given is CAPTURED else given for file, given in zip(files, (None, out, err), strict=True)]
         streams[0] = None if stdin is None else files[0]
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                _take(streams, encoding, unbuffered)
-                os.environ.update(variables or {})
-                environment.refresh()
-                sys.argv = ["lowprec", *map(str, words)]
-                sys.orig_argv = [sys.executable, *options, "-m", *sys.argv]
-                code = main(sys.argv[1:])
-                if sys.stdout is not None:
-                    sys.stdout.flush()
-            except BaseException:  # noqa: BLE001 - as Python does at the end of a program
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
+
+        def act() -> int:
+            _take(streams, encoding, unbuffered)
+            os.environ.update(variables or {})
+            environment.refresh()
+            sys.argv = ["lowprec", *map(str, words)]
+            sys.orig_argv = [sys.executable, *options, "-m", *sys.argv]
+            code = main(sys.argv[1:])
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return code
+
+        code = forked(act)
         for file in files:
             file.seek(0)
-        return Ended(os.waitstatus_to_exitcode(status), files[1].read(), files[2].read())
+        return Ended(code, files[1].read(), files[2].read())
 
 
 def _take(streams: list[BinaryIO | None], encoding: str, unbuffered: bool) -> None:
     """Have these as standard streams, as a Python that starts with them."""
-    signal.alarm(120)  # ends a deadlock
     for number, stream in enumerate(streams):
         if stream is None:
             os.close(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 import lowprec
+from support.commands import forked
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -50,24 +52,37 @@ def _part(**values: Any) -> str:
 # -- parts that end well, and otherwise -----------------------------------------------------------
 
 
-def test_a_part_that_ends_well(load: Load, execute: Callable[..., Result]) -> None:
-    found = execute(_part(rows=[{"ok": True}]) + "print('on the way')")
-    assert (found["exit"], found["error"], found["output"]) == (0, "", [])
-    assert load("gpu.parts").state(found) == "1 rows, all well"
+GOOD = {"ok": True}
 
 
-def test_a_crash_keeps_what_was_found(load: Load, execute: Callable[..., Result]) -> None:
-    code = _part(rows=[{"ok": True}], complete=False) + "raise RuntimeError('the driver is gone')"
+@pytest.mark.parametrize(
+    ("code", "status", "error", "rows", "state"),
+    [
+        (_part(rows=[GOOD]) + "print('on the way')", 0, "", [GOOD], "1 rows, all well"),
+        (_part(rows=[GOOD, {"ok": False}, {"ok": None}]), 0, "", 3, "3 rows, 1 of 2 FAILED"),
+        # A crash keeps the rows before it.
+        (_part(rows=[GOOD], complete=False) + "raise RuntimeError('the driver is gone')", 1,
+         "exit status 1; it ended before it was done", [GOOD], "before it was done; 1 rows, all well"),
+        (_part(complete=False), 0, "ended before it was done", [], "0 rows"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -11, "exit status -11; it wrote nothing", [], ""),
+        ("print('hello')", 0, "it wrote nothing", [], ""),
+        ("import sys; open(sys.argv[1], 'w').write('{\"rows\": [')", 0, "is no JSON", [], ""),
+        ("import sys; open(sys.argv[1], 'w').write('[1, 2]')", 0, "is no part of a report", [], ""),
+        ("import sys; open(sys.argv[1], 'w').write('{\"rows\": 3}')", 0, "is no part of a report", [], ""),
+        ("import sys; sys.stdout.buffer.write(bytes(range(256))); raise SystemExit(3)", 3, "exit status 3", [], ""),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_part(
+    load: Load, execute: Callable[..., Result], code: str, status: int, error: str, rows: Any, state: str
+) -> None:
     found = execute(code)
-    assert found["rows"] == [{"ok": True}]
-    assert found["error"] == "exit status 1; it ended before it was done"
-    assert "the driver is gone" in found["output"][-1]
-    assert load("gpu.parts").state(found) == f"{found['error']}; 1 rows, all well"
-
-
-def test_a_signal_is_reported(execute: Callable[..., Result]) -> None:
-    found = execute("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    assert found["error"] == "exit status -11; it wrote nothing"
+    assert found["exit"] == status
+    assert error in found["error"]
+    assert bool(found["error"]) is bool(error)
+    assert rows in (found["rows"], len(found["rows"]))
+    assert ("the driver is gone" in "".join(found["output"][-1:])) is ("driver" in code)
+    assert state in load("gpu.parts").state(found)
+    json.dumps(found, allow_nan=False)
 
 
 def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., Result], tmp_path: Path) -> None:
@@ -77,31 +92,15 @@ def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., R
         f"import subprocess, time; subprocess.Popen([sys.executable, '-c', {child!r}])\ntime.sleep(600)"
     )
     begin = time.monotonic()
-    found = execute(code, 1.5)
+    found = execute(code, 0.8)
     assert time.monotonic() - begin < 30
     assert found["exit"] is None
-    assert found["error"] == "stopped after 2 s"
+    assert found["error"] == "stopped after 1 s"
     assert found["rows"] == [{"ok": None}]
     size = alive.stat().st_size
     assert size > 0
-    time.sleep(0.3)
+    time.sleep(0.1)
     assert alive.stat().st_size == size, "what the part had started lives on"
-
-
-@pytest.mark.parametrize(
-    ("code", "said"),
-    [
-        ("print('hello')", "it wrote nothing"),
-        ("import sys; open(sys.argv[1], 'w').write('{\"rows\": [')", "is no JSON"),
-        ("import sys; open(sys.argv[1], 'w').write('[1, 2]')", "is no part of a report"),
-        ("import sys; open(sys.argv[1], 'w').write('{\"rows\": 3}')", "is no part of a report"),
-        (_part(complete=False), "ended before it was done"),
-    ],
-)
-def test_garbage_is_reported(execute: Callable[..., Result], code: str, said: str) -> None:
-    found = execute(code)
-    assert said in found["error"]
-    assert isinstance(found["rows"], list)
 
 
 def test_a_report_that_is_interrupted_keeps_what_the_running_part_found(
@@ -151,17 +150,6 @@ def test_whatever_a_part_leaves_behind_the_report_goes_on(load: Load, tmp_path: 
     command = [sys.executable, "-c", ""]
     found = load("gpu.parts").execute(command, tmp_path / "log", 20.0, dict(os.environ), reader)
     assert found["error"] == "what it wrote cannot be read: KeyError: 'nodeid'"
-
-
-def test_bytes_that_are_no_text_do_not_matter(execute: Callable[..., Result]) -> None:
-    found = execute("import sys; sys.stdout.buffer.write(bytes(range(256))); raise SystemExit(3)")
-    assert found["error"].startswith("exit status 3")
-    json.dumps(found, allow_nan=False)
-
-
-def test_failed_rows_are_counted(load: Load, execute: Callable[..., Result]) -> None:
-    found = execute(_part(rows=[{"ok": True}, {"ok": False}, {"ok": None}]))
-    assert load("gpu.parts").state(found) == "3 rows, 1 of 2 FAILED"
 
 
 def test_a_part_is_on_disk_after_each_row(load: Load, tmp_path: Path) -> None:
@@ -333,11 +321,10 @@ def test_parts_are_named(load: Load, capsys: pytest.CaptureFixture[str]) -> None
     assert "choose of device, rounding" in capsys.readouterr().err
 
 
-def test_it_runs_to_its_end_here(tmp_path: Path) -> None:
-    command = [
-        sys.executable, str(BENCHMARKS / "gpu_report.py"), "--quick", "--out", str(tmp_path),
-        "--parts", "device,test_cublas_handle,rounding",
-    ]  # fmt: skip
+@pytest.mark.parametrize("tests", ["", pytest.param(",test_cublas_handle", marks=pytest.mark.sweep)])
+def test_it_runs_to_its_end_here(tmp_path: Path, tests: str) -> None:
+    script, parts = str(BENCHMARKS / "gpu_report.py"), f"device,rounding{tests}"
+    command = [sys.executable, script, "--quick", "--out", str(tmp_path), "--parts", parts]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -347,7 +334,7 @@ def test_it_runs_to_its_end_here(tmp_path: Path) -> None:
     assert results["rounding"]["not_run"] == results["device"]["facts"]["why_no_gpu"] != ""
     assert results["device"]["error"] == ""
     assert str(BENCHMARKS.parent) not in json.dumps(results["device"]), "the machine has no owner"
-    if importlib.util.find_spec("nvmath") is not None:
+    if tests and importlib.util.find_spec("nvmath") is not None:
         assert results["test_cublas_handle"]["error"] == ""
         (row,) = results["test_cublas_handle"]["rows"]
         assert (row["feature"], row["ok"]) == ("`cublas_handle` and the guard", True)
@@ -618,8 +605,6 @@ def test_questions_about_pending_work(load: Load, tmp_path: Path) -> None:
 
 
 def test_an_error_beyond_its_bound_is_not_ok(load: Load, rng: np.random.Generator) -> None:
-    import lowprec
-
     accuracy = load("gpu.accuracy")
     a, b = rng.standard_normal((2, 32, 32), dtype=np.float32)
     bound = lowprec.plan(a, b).bound
@@ -634,8 +619,6 @@ def test_an_error_beyond_its_bound_is_not_ok(load: Load, rng: np.random.Generato
 
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 def test_wide_products_are_checked_in_a_wider_type(load: Load, rng: np.random.Generator, dtype: str) -> None:
-    import lowprec
-
     accuracy = load("gpu.accuracy")
     a, b = accuracy.operands((dtype, dtype), "normal", 64, 32, 0)
     found = accuracy.judge(a @ b, a, b, lowprec.plan(a, b).bound)
@@ -648,8 +631,6 @@ class _Plans:
     """lowprec, except that it computes something else."""
 
     def __init__(self, wrong: Callable[[Any], Any]) -> None:
-        import lowprec
-
         self._real, self._wrong = lowprec, wrong
 
     def __getattr__(self, name: str) -> Any:
@@ -750,8 +731,6 @@ def test_requirements_of_the_override(load: Load, value: str | None, what: str, 
     ("mode", "words"), [("fp32", "float32"), ("tf32", "11 bits (TF32 or float16)"), ("bf16", "8 bits (bfloat16)")]
 )
 def test_levels_are_those_of_the_modes(load: Load, rng: np.random.Generator, mode: str, words: str) -> None:
-    import lowprec
-
     a, b = rng.standard_normal((2, 256, 256), dtype=np.float32)
     exact = a.astype(np.float64) @ b.astype(np.float64)
     result = lowprec.matmul(a, b, math_mode=mode)
@@ -870,8 +849,6 @@ def test_a_scheme_must_be_as_exact_as_what_it_beats(
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32 fp32", "float32 bf16", "float32 times a vector"])
 def test_speed_rows(load: Load, torch: Any, kind: str) -> None:
-    import lowprec
-
     speed, clock = load("gpu.speed"), load("gpu.clock")
     row, operands = speed.measure(torch, kind, 64, 0, clock.HostClock())
     assert row["ok"] is True, row
@@ -903,15 +880,17 @@ def _digest(load: Load, folder: Path, conftest: str, left_s: float = 600, **file
     for name, text in {"conftest": conftest, **files}.items():
         (folder / f"{name}.py").write_text(text)
     path = folder / "report.jsonl"
-    environment = {
-        **os.environ, "PYTHONPATH": str(BENCHMARKS), reportlog.PATH: str(path),
-        reportlog.DEADLINE: str(time.time() + left_s),
-    }  # fmt: skip
-    command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "gpu.reportlog", "-p", "no:cacheprovider", "--rootdir", str(folder),
-        "--continue-on-collection-errors", str(folder),
-    ]  # fmt: skip
-    subprocess.run(command, env=environment, cwd=folder, check=False, capture_output=True)
+    variables = {reportlog.PATH: str(path), reportlog.DEADLINE: str(time.time() + left_s)}
+    words = ["-q", "-p", "gpu.reportlog", "-p", "no:cacheprovider", "--rootdir", str(folder), "--capture=no"]
+
+    def act() -> int:
+        os.environ.update(variables)
+        os.chdir(folder)
+        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
+            pytest.main([*words, "--continue-on-collection-errors", str(folder)])
+        return 0
+
+    forked(act)
     found: dict[str, Any] = tests.read(path)
     return found
 
@@ -942,14 +921,12 @@ def test_tests_are_counted_by_feature(load: Load, tmp_path: Path) -> None:
     assert {w.removeprefix("Skipped: ") for w in found["facts"]["skips"]} == {"no GPU", "not here"}
 
 
-def test_uncollected_tests_have_failed(load: Load, tmp_path: Path) -> None:
+def test_a_run_without_marked_tests_or_without_time(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "late").mkdir()
     found = _digest(load, tmp_path, "", test_c="import nothing_at_all")
     assert [r["ok"] for r in found["rows"]] == [False]
-
-
-def test_no_test_begins_when_the_time_is_over(load: Load, tmp_path: Path) -> None:
     code = "def test_one(): pass\ndef test_two(): pass"
-    found = _digest(load, tmp_path, _MARKED, left_s=-1, test_a=code)
+    found = _digest(load, tmp_path / "late", _MARKED, left_s=-1, test_a=code)
     assert found["complete"] is False
     assert found["facts"]["counts"] == {"passed": 1, "failed": 0, "skipped": 0}
 
