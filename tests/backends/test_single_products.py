@@ -1,28 +1,77 @@
-"""Small products by BLAS: what NumPy rounds and finishes without numba, in any layout, with any epilogue and thread."""
+"""Small products by BLAS, with native kernels and step by step in NumPy: the same bits in any layout and epilogue."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import lowprec
-from backends.small_products import BF16, assert_same, both, matmul, numbers, views
-from lowprec import formats
-from lowprec.backends.cpu import casting, numba_import, threads
+from lowprec.backends.cpu import casting, numba_import, single_products, threads
 from lowprec.core import executors
 from support import interrupts
+from support.programs import in_threads, run_python
 
 pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 
-FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def matmul(a: Any, b: Any, *, native: bool = True, **keywords: Any) -> Any:
+    """Multiply by BLAS, rounded and written by native kernels or by NumPy; fail where the plan has another kernel."""
+    assert lowprec.plan(a, b, **keywords).kernel_row.blas
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not native:
+            monkeypatch.setattr(single_products, "prepare", lambda *_: None)
+            monkeypatch.setattr(casting, "is_ready", lambda: False)
+        executors.clear_caches()
+        return lowprec.matmul(a, b, **keywords)
+
+
+def assert_same(found: Any, want: Any) -> None:
+    """NaN equals NaN; the signs of zeros count."""
+    assert found.dtype == want.dtype
+    if found.dtype == BF16:  # NumPy does not know its NaN
+        found, want = found.astype(np.float32), want.astype(np.float32)
+    np.testing.assert_array_equal(found, want)
+    numbers = ~np.isnan(want)
+    np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(want)[numbers])
+
+
+def both(a: Any, b: Any, **keywords: Any) -> Any:
+    """Multiply with the kernels and without; the bits must be the same.
+
+    A BLAS may compute the transpose of a result in columns with other sums, so both results have the same layout.
+    """
+    out = keywords.get("out")
+    want = matmul(a, b, native=False, **keywords)
+    if out is not None:
+        want = want.copy()
+        out[...] = 7
+    found = matmul(a, b, **keywords)
+    assert_same(found, want)
+    return found
+
+
+def numbers(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> Any:
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def views(rng: np.random.Generator, rows: int, cols: int, dtype: Any) -> dict[str, Any]:
+    """Arrays of one shape in each memory layout."""
+    return {
+        "rows": numbers(rng, rows, cols, dtype=dtype),
+        "columns": numbers(rng, cols, rows, dtype=dtype).T,
+        "steps": numbers(rng, 2 * rows, 3 * cols, dtype=dtype)[::2, ::3],
+        "backwards": numbers(rng, rows, cols, dtype=dtype)[::-1, ::-1],
+        "columns with gaps": numbers(rng, cols, rows + 3, dtype=dtype).T[:rows],
+        "one row": np.broadcast_to(numbers(rng, 1, cols, dtype=dtype), (rows, cols)),
+        "one column": np.broadcast_to(numbers(rng, rows, 1, dtype=dtype), (rows, cols)),
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +193,7 @@ def test_only_the_elements_of_the_result_are_written(order: str, dtype: Any, rng
     out = memory[inside].swapaxes(1, 2) if order == "columns" else memory[inside]
     for activation in ("relu", "gelu"):
         both(a, b, out=out, activation=activation)
+    assert (out != 7).all()
     written = np.zeros(memory.shape, bool)
     written[inside] = True
     assert (memory[~written] == 7).all()
@@ -178,21 +228,13 @@ def test_the_result_does_not_depend_on_the_number_of_threads(
 def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
     pairs = [(numbers(rng, 40, 24, 24), numbers(rng, 40, 24, 24)) for _ in range(8)]
     wants = [matmul(a, b, alpha=0.5, native=False) for a, b in pairs]
-    start, wrong = threading.Barrier(len(pairs)), []
     executors.clear_caches()
 
-    def caller(i: int) -> None:
-        start.wait()
+    def call(i: int) -> None:
         for _ in range(20):
-            found = lowprec.matmul(*pairs[i], alpha=0.5)
-            wrong.extend([i] * (not np.array_equal(found, wants[i])))
+            np.testing.assert_array_equal(lowprec.matmul(*pairs[i], alpha=0.5), wants[i])
 
-    workers = [threading.Thread(target=caller, args=(i,)) for i in range(len(pairs))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert wrong == []
+    in_threads(len(pairs), call)
 
 
 def test_no_thread_writes_after_an_exception(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +276,7 @@ def test_a_handler_that_multiplies(rng: np.random.Generator) -> None:
     [("fp32", "float32", False), ("fp64", "float64", False), ("bf16", "float32", True),
      ("fp16x3", "float32", True), ("fp32", "float16", True)],
 )  # fmt: skip
+@pytest.mark.sampled(2)
 def test_numba_is_imported_with_the_first_plan_that_uses_it(mode: str, dtype: str, imports: bool) -> None:
     program = f"""
 import sys, numpy, lowprec
@@ -242,8 +285,7 @@ assert (lowprec.matmul(a, a, math_mode="{mode}") == a).all()
 assert (lowprec.matmul(a[::2], a, math_mode="{mode}") == a[::2]).all()
 print("numba" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == str(imports)
+    assert run_python(program) == str(imports)
 
 
 def test_gelu_is_right_to_a_few_units(rng: np.random.Generator) -> None:
@@ -285,21 +327,17 @@ def test_rows_without_gaps_end_where_the_result_does(
         assert (out[::2] == 7).all()
 
 
-@pytest.fixture
-def break_numba(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    yield lambda: monkeypatch.setattr(numba_import, "_failure", ["broken"])
-    casting.has_kernels.cache_clear()
-    executors.clear_caches()
-
-
-def test_numba_that_does_not_work(rng: np.random.Generator, break_numba: Callable[[], None]) -> None:
-    """A program does not begin to fail once it has multiplied for a while."""
+def test_a_numba_that_fails_later(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has multiplied for a while goes on."""
     a = numbers(rng, 8, 8)
     want = matmul(a, a, alpha=0.5)
-    break_numba()
-    for _ in range(2):
-        executors.clear_caches()
-        assert_same(lowprec.matmul(a, a, alpha=0.5), want)
+    try:
+        monkeypatch.setattr(numba_import, "_failure", ["broken"])
+        for _ in range(2):
+            executors.clear_caches()
+            assert_same(lowprec.matmul(a, a, alpha=0.5), want)
+    finally:
+        casting.has_kernels.cache_clear()
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
