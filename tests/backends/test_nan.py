@@ -188,11 +188,10 @@ def page(nbytes: int) -> tuple[Any, int]:
     return memory, -(-memory.ctypes.data // 4096) * 4096
 
 
-def pack(x: np.ndarray, rounding: str, *, is_b: bool) -> tuple[np.ndarray, bool]:
-    """Return lanes x k packed: per part the bfloat16 values as float32, (parts, lanes, k); and whether it declined."""
-    from lowprec.backends.cpu.packed import native, packing, tile_rows
+def pack(x: np.ndarray, scheme: Any, *, is_b: bool) -> tuple[np.ndarray, bool]:
+    """Return lanes x k packed: the values of each part, (parts, lanes, k); and whether the kernel declined."""
+    from lowprec.backends.cpu.packed import native, packing
 
-    scheme = tile_rows.SCHEMES[x.dtype.name, rounding]
     lanes, k = x.shape
     strips, steps = -(-lanes // 32), -(-k // scheme.step)
     strip_bytes = steps * scheme.parts * 2048
@@ -201,13 +200,15 @@ def pack(x: np.ndarray, rounding: str, *, is_b: bool) -> tuple[np.ndarray, bool]
     flags = kernel(
         x.ctypes.data, *x.strides, lanes, k, 0, strips, 0, steps, target, strip_bytes, int(is_b), scratch, 0
     )  # fmt: skip
-    raw = np.frombuffer((ctypes.c_char * (strips * strip_bytes)).from_address(target), np.uint16)
-    tiles = raw.reshape(strips, steps, scheme.parts, 2, 16, 16, 2).copy()
+    in_pairs = scheme.step == 32  # bfloat16: a row holds a dword of k for each lane
+    raw = np.frombuffer((ctypes.c_char * (strips * strip_bytes)).from_address(target), np.uint16 if in_pairs else "f4")
+    tiles = raw.reshape(strips, steps, scheme.parts, 2, 16, 16, -1).copy()
     del held
-    if is_b:  # a row holds a dword of k for each lane
+    if is_b:
         tiles = tiles.swapaxes(4, 5)
-    values = (tiles.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    ordered = values.transpose(2, 0, 3, 4, 1, 5, 6).reshape(scheme.parts, strips * 32, steps * 32)
+    if in_pairs:
+        tiles = (tiles.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    ordered = tiles.transpose(2, 0, 3, 4, 1, 5, 6).reshape(scheme.parts, strips * 32, -1)
     return ordered[:, :lanes, :k], flags != 0
 
 
@@ -219,11 +220,13 @@ PACKINGS = [("float32", "bf16"), ("float32", "tf32"), ("float32", "fp16"), ("flo
 @pytest.mark.parametrize("is_b", [False, True], ids="ab")
 @pytest.mark.parametrize("strides", oracles.STRIDES)
 def test_packing_loses_no_nan(dtype: str, rounding: str, is_b: bool, strides: str, rng: np.random.Generator) -> None:
+    from lowprec.backends.cpu.packed import tile_rows
+
     for nan in [None, *oracles.nans(dtype)]:
         writable, x = oracles.STRIDES[strides](oracles.random_matrix(rng, (40, 72), dtype))
         if nan is not None:
             put(writable, tuple(extent // 2 for extent in writable.shape), nan)
-        parts, declined = pack(x, rounding, is_b=is_b)
+        parts, declined = pack(x, tile_rows.SCHEMES[dtype, rounding], is_b=is_b)
         if len(parts) == 1:
             assert not declined
             np.testing.assert_array_equal(parts[0], oracles.round_to(x, rounding))
@@ -235,28 +238,6 @@ def test_packing_loses_no_nan(dtype: str, rounding: str, is_b: bool, strides: st
             if (dtype, rounding) == ("float32", "fp16"):
                 want = oracles.float16_digits(x)
             np.testing.assert_array_equal(parts[0] + parts[1], want)
-
-
-def pack_float32(x: np.ndarray, rounding: str, *, is_b: bool) -> np.ndarray:
-    """Return lanes x k packed for units that multiply float32."""
-    from lowprec.backends.cpu.packed import native, packing, tile_rows
-
-    scheme = tile_rows.FP32_SCHEMES[x.dtype.name, rounding]
-    lanes, k = x.shape
-    strips, steps = -(-lanes // 32), -(-k // 16)
-    strip_bytes = steps * 2048
-    (_, target), (_, scratch) = held = page(strips * strip_bytes), page(packing.SCRATCH_BYTES)
-    kernel = native.callable_at(packing.pack_kernel(scheme), packing.PACK_ARITY)
-    flags = kernel(
-        x.ctypes.data, *x.strides, lanes, k, 0, strips, 0, steps, target, strip_bytes, int(is_b), scratch, 0
-    )  # fmt: skip
-    assert not flags
-    raw = np.frombuffer((ctypes.c_char * (strips * strip_bytes)).from_address(target), np.float32)
-    tiles = raw.reshape(strips, steps, 2, 16, 16).copy()
-    del held
-    if is_b:
-        tiles = tiles.swapaxes(3, 4)
-    return tiles.transpose(0, 2, 3, 1, 4).reshape(strips * 32, steps * 16)[:lanes, :k]
 
 
 #: float32, and bfloat16 and float16 as they are.
@@ -276,6 +257,8 @@ def test_packing_float32_loses_no_nan(
     dtype: str, rounding: str, is_b: bool, strides: str, rng: np.random.Generator
 ) -> None:
     """NaN, infinities, what rounds to one, zeros of both signs and subnormal numbers."""
+    from lowprec.backends.cpu.packed import tile_rows
+
     largest = np.finfo(np.float32).max
     special = [np.inf, -np.inf, largest, -largest, 0.0, -0.0]
     if rounding != "fp16":  # whose operands are scaled where there are such numbers
@@ -289,7 +272,8 @@ def test_packing_float32_loses_no_nan(
         if rounding == "fp16":
             with np.errstate(over="ignore"):
                 want = oracles.float16_digits(x)
-        got = pack_float32(x, rounding, is_b=is_b)
+        (got,), declined = pack(x, tile_rows.FP32_SCHEMES[dtype, rounding], is_b=is_b)
+        assert not declined
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
 

@@ -1,6 +1,6 @@
-"""Results that are written past the caches, wherever their rows begin in a cache line: nothing is lost or misplaced.
+"""Results that are written past the caches, with rows that begin anywhere in a cache line.
 
-Operands are small integers, so every product is exact in every type, and guard bytes stand around the rows.
+Operands are small integers, so every product is exact in every type, and the rows are surrounded by guard bytes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def integers(rng: np.random.Generator, shape: tuple[int, int], kernel: MicroKern
 
 
 def rows_at(m: int, n: int, gap: int, first: int, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """Return bytes, and among them m rows of n elements, `gap` apart, that begin so many after a cache line."""
+    """Return bytes, and among them m rows of n elements, `gap` apart, the first `first` after a cache line."""
     stride = (n + gap) * dtype.itemsize
     memory = np.full(m * stride + 3 * LINE, GUARD, np.uint8)
     at = -memory.ctypes.data % LINE + first * dtype.itemsize
@@ -48,22 +48,21 @@ def rows_at(m: int, n: int, gap: int, first: int, dtype: np.dtype[Any]) -> tuple
 
 
 def assert_exact(kernel: MicroKernel, dtype: str, size: tuple[int, int, int], gap: int, first: int, adds: bool) -> None:
-    """Multiply into rows that begin `first` elements after a cache line, `gap` elements apart."""
+    """Multiply into rows that begin `first` elements after a cache line, `gap` elements apart; and the transposes."""
     m, n, k = size
     rng = np.random.default_rng(first)
     a, b = integers(rng, (m, k), kernel), integers(rng, (k, n), kernel)
     memory, out = rows_at(m, n, gap, first, np.dtype(getattr(ml_dtypes, dtype, dtype)))
-    want = a.astype(np.int64) @ b.astype(np.int64)
-    how: dict[str, Any] = {}
-    if adds:
-        out[...] = integers(rng, (m, n), kernel)
-        want = want + out.astype(np.int64)
-        how = {"beta": 1.0, "c": out}
+    addend = integers(rng, (m, n), kernel)
+    want = a.astype(np.float64) @ b.astype(np.float64) + (addend if adds else 0)
     rounding = "exact" if kernel.storage == "int8" else "bf16"
-    assert run.gemm(kernel, a, b, out, rounding=rounding, **how)
-    np.testing.assert_array_equal(out.astype(np.int64), want)
-    out.view(np.uint8)[...] = GUARD
-    assert (memory == GUARD).all(), "something beside the rows was written"
+    for x, y, target in ((a, b, out), (b.T, a.T, out.T)):
+        out[...] = addend
+        how = {"beta": 1.0, "c": target} if adds else {}
+        assert run.gemm(kernel, x, y, target, rounding=rounding, **how)
+        np.testing.assert_array_equal(out.astype(np.float64), want)
+        out.view(np.uint8)[...] = GUARD
+        assert (memory == GUARD).all(), "memory around the rows was written"
 
 
 @pytest.fixture
