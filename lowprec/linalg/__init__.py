@@ -27,9 +27,11 @@ from inspect import cleandoc
 from typing import Any, NamedTuple, TypeVar
 
 from lowprec.errors import UnsupportedError, quoted
+from lowprec.linalg.report import SolveReport
 from lowprec.linalg.routes import REAL_DTYPES, ROUTES, call
+from lowprec.modes import MathMode
 
-__all__ = ["EighResult", "LstsqResult", "QRResult", "SVDResult", "SlogdetResult", *ROUTES]
+__all__ = ["EighResult", "LstsqResult", "QRResult", "SVDResult", "SlogdetResult", "SolveReport", *ROUTES]
 
 
 class EighResult(NamedTuple):
@@ -76,20 +78,20 @@ class LstsqResult(NamedTuple):
 
 _QR_MODES = ("reduced", "complete")
 
-_IN_COMMON = """\
+_RAISES = """\
 Raises
 ------
 ArrayError, DTypeError
     An operand is no array, of another library than the others, or of an element type that is not taken.
 UnsupportedError
     The library has no such function, or not for these arguments. Every other error is the library's own.
+"""
 
+_SEE_ALSO = """
 See Also
 --------
 {routes}
 
-Examples
---------
 """
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -99,13 +101,34 @@ def _guarded(function: _Function) -> _Function:
     if function.__doc__ is not None:
         routes = ", ".join(map(str, ROUTES[function.__name__].values()))
         text = cleandoc(function.__doc__)
-        function.__doc__ = text.replace("Examples\n--------\n", _IN_COMMON.format(routes=routes))
+        head, _, rest = text.partition("Raises\n------\n")
+        if not rest:
+            head, _, rest = text.partition("Examples\n--------\n")
+            rest = f"Examples\n--------\n{rest}"
+        own, section, rest = rest.partition("References\n" if "References\n" in rest else "Examples\n")
+        function.__doc__ = f"{head}{_RAISES}{own.rstrip()}{_SEE_ALSO.format(routes=routes)}{section}{rest}"
     return function
 
 
 @_guarded
-def solve(a: Any, b: Any, /) -> Any:
-    """Return ``x`` with ``a @ x = b``.
+def solve(
+    a: Any,
+    b: Any,
+    /,
+    *,
+    method: str = "direct",
+    factor_mode: str | MathMode | None = None,
+    assume: str = "gen",
+    full_output: bool = False,
+) -> Any:
+    """Return ``x`` with ``a @ x = b``, by the library's solver or by refinement.
+
+    With ``method="refine"`` the matrix, its rows and columns scaled by powers of two where they are uneven, is factored
+    in lower precision, its updates by :func:`lowprec.matmul` in ``factor_mode``; iterative refinement in the precision
+    of the operands (classical, then GMRES with the factor as its preconditioner) reduces the backward error
+    ``|b - a x| / (|a| |x| + |b|)``, with the Frobenius norm of ``a``, until steps help no more. The result is accepted
+    where that is at most ``sqrt(n) eps``, as in LAPACK's ``dsgesv``. After 50 steps at most, the library's own
+    solver gives the result of the systems that are left: singular matrices, Inf and NaN are treated as by that.
 
     Parameters
     ----------
@@ -113,18 +136,51 @@ def solve(a: Any, b: Any, /) -> Any:
         Of float32, float64, complex64 or complex128, as every operand here.
     b : array, shape (n,) or (..., n, k)
         Of the library of ``a``. As in the Array API, only a 1-D ``b`` is a vector.
+    method : {"direct", "refine", "auto"}
+        ``"direct"`` calls the library's own solver inside the guard. ``"auto"`` refines where that is expected to be
+        faster, by the planner's costs, and is ``"direct"`` for arrays without elements that can be read (under a
+        gradient, in ``jit``). Inside :func:`lowprec.fp32_guard` all are ``"direct"``.
+    factor_mode : str or MathMode, optional
+        Math mode of the factor's updates. By default the cheapest on the device with a probable error of at most 1e-5;
+        where another is four times as cheap, that first, kept if the estimated condition allows it.
+    assume : {"gen", "pos"}
+        ``"pos"``: the matrices are Hermitian and positive definite, and refinement uses a Cholesky factorization.
+    full_output : bool
+        Whether to return the report, too.
 
     Returns
     -------
     array, shape (..., n) or (..., n, k)
+        With ``full_output`` a pair of it and a :class:`SolveReport`, frozen; ``print`` shows it as a table.
+
+    Raises
+    ------
+    ShapeError
+        The matrices are not square, or the shapes do not fit together, where ``method`` or ``full_output`` is given.
+    ModeError
+        There is no such ``factor_mode``.
+
+    References
+    ----------
+    E. Carson and N. J. Higham, "A new analysis of iterative refinement and its application to accurate solution of
+    ill-conditioned sparse linear systems", SIAM J. Sci. Comput. 39(6), 2017, and "Accelerating the solution of linear
+    systems by iterative refinement in three precisions", SIAM J. Sci. Comput. 40(2), 2018; A. Haidar, S. Tomov,
+    J. Dongarra and N. J. Higham, "Harnessing GPU tensor cores for fast FP16 arithmetic to speed up mixed-precision
+    iterative refinement solvers", SC18, 2018.
 
     Examples
     --------
     >>> import numpy as np
     >>> solve(np.array([[2.0, 0.0], [0.0, 4.0]]), np.array([1.0, 1.0]))
     array([0.5 , 0.25])
+    >>> a = np.random.default_rng(0).standard_normal((300, 300))
+    >>> x, report = solve(a, a.sum(axis=1), method="refine", full_output=True)
+    >>> str(report.method), report.fallbacks, report.backward_error < 1e-15
+    ('refine', 0, True)
     """
-    return call("solve", a, b)
+    from lowprec.linalg import solving
+
+    return solving.solve(a, b, method=method, factor_mode=factor_mode, assume=assume, full_output=full_output)
 
 
 @_guarded

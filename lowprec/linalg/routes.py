@@ -78,25 +78,43 @@ def check_stacks(function: str, library: str, arrays: tuple[Any, ...]) -> None:
             )
 
 
-def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **keywords: Any) -> Any:
-    """Call the function of the operands' library inside the guard and return its result.
+class Operands(NamedTuple):
+    """The arrays of a call, of one library and one element type."""
 
-    Arguments are checked before any work. A tolerance ``rtol=None`` becomes that of the Array API.
-    """
+    library: str
+    arrays: tuple[Any, ...]
+    dtype: DType
+    by_dlpack: bool  # whether they were known only by DLPack
+
+    def handed_back(self, result: Any) -> Any:
+        """Return a result of the library as the caller is to get it."""
+        if not self.by_dlpack or self.library != "numpy":  # CuPy's arrays speak DLPack themselves
+            return result
+        return tuple(map(_handed_back, result)) if isinstance(result, tuple) else _handed_back(result)
+
+
+def operands(function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...] = _DTYPES) -> Operands:
+    """Return the arrays of a call as its library takes them, or raise ArrayError or DTypeError."""
     library = _common_library(function, arrays)
     by_dlpack = library == "dlpack"
     if by_dlpack:
         library, arrays = _adopted(function, arrays)
     dtype, arrays = _promoted(function, arrays, dtypes)
-    work = find(function, library)
-    check_stacks(function, library, arrays)
+    return Operands(library, arrays, dtype, by_dlpack)
+
+
+def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **keywords: Any) -> Any:
+    """Call the function of the operands' library inside the guard and return its result.
+
+    Arguments are checked before any work. A tolerance ``rtol=None`` becomes that of the Array API.
+    """
+    found = operands(function, arrays, dtypes)
+    work = find(function, found.library)
+    check_stacks(function, found.library, found.arrays)
     if keywords.get("rtol", 0) is None:
-        keywords["rtol"] = float(np.finfo(dtype.label).eps) * max(arrays[0].shape[-2:], default=0)
+        keywords["rtol"] = float(np.finfo(found.dtype.label).eps) * max(found.arrays[0].shape[-2:], default=0)
     with fp32_guard():
-        result = work(*arrays, **keywords)
-    if not by_dlpack or library != "numpy":  # CuPy's arrays speak DLPack themselves
-        return result
-    return tuple(map(_handed_back, result)) if isinstance(result, tuple) else _handed_back(result)
+        return found.handed_back(work(*found.arrays, **keywords))
 
 
 def _common_library(function: str, arrays: tuple[Any, ...]) -> str:

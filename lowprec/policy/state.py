@@ -279,6 +279,11 @@ def overriding_mode() -> ResolvedMode | None:
     return _impose(None, ModeSource.DEFAULT, here.guarded, taken, here.emulates)
 
 
+def is_guarded() -> bool:
+    """Whether ``fp32_guard`` or ``LOWPREC_FP32_GUARD`` acts in this thread and task."""
+    return innermost.get().guarded or environment.snapshot().fp32_guard
+
+
 def restrict(mode: MathMode, source: ModeSource) -> ResolvedMode:
     """Return the mode in force for a mode chosen by the caller, after the overrides and the guard."""
     here = innermost.get()
