@@ -106,7 +106,7 @@ def _guarded(function: _Function) -> _Function:
             head, _, rest = text.partition("Examples\n--------\n")
             rest = f"Examples\n--------\n{rest}"
         own, section, rest = rest.partition("References\n" if "References\n" in rest else "Examples\n")
-        function.__doc__ = f"{head}{_RAISES}{own.rstrip()}{_SEE_ALSO.format(routes=routes)}{section}{rest}"
+        function.__doc__ = f"{head}{_RAISES}{own}{_SEE_ALSO.format(routes=routes)}{section}{rest}"
     return function
 
 

@@ -1,14 +1,12 @@
 """Blocked factors in lower precision, and their application to right-hand sides.
 
-A right-looking LU factorization with partial pivoting, or Cholesky factorization. Panels are factored in float32; the
-products that update the rest of the matrix, all but a share of ``width / n`` of the arithmetic, are
-``lowprec.matmul(out=c, c=c, alpha=-1, beta=1)`` in the mode of the factor. Blocks on the diagonal are inverted, so that
-every solve is a chain of products (J. Du Croz and N. J. Higham, "Stability of methods for matrix inversion", IMA J.
-Numer. Anal. 12, 1992: the forward error is that of substitution, which is what refinement needs).
-
-On the host everything is NumPy and ``lowprec.matmul``: LAPACK's own threads, which spin after their work, would take
-cores from lowprec's. Panels are eliminated by recursion (S. Toledo, "Locality of reference in LU decomposition with
-partial pivoting", SIAM J. Matrix Anal. Appl. 18, 1997). On a GPU they are factored by the array's library.
+Right-looking LU with partial pivoting, or Cholesky: panels in float32, and the products that update the rest, almost
+all of the arithmetic, by ``lowprec.matmul`` in the mode of the factor. Blocks on the diagonal are inverted, so that
+solves are products too (J. Du Croz and N. J. Higham, "Stability of methods for matrix inversion", IMA J. Numer. Anal.
+12, 1992: the forward error, which counts in refinement, is that of substitution). In host memory panels are eliminated
+by recursion in NumPy (S. Toledo, "Locality of reference in LU decomposition with partial pivoting", SIAM J. Matrix
+Anal. Appl. 18, 1997), since LAPACK's threads, which spin after their work, would take cores from lowprec's; on a GPU
+by the functions of the array's library.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.arrays import library_name
-from lowprec.arrays.namespaces import array_module, cast
+from lowprec.arrays.namespaces import array_module, cast, dtype_label
 from lowprec.core.dispatch import matmul
 from lowprec.modes import MathMode
 
-#: Columns that are eliminated one by one, rows of a block that stays in the cache, least width of a strip of an update.
+#: Columns that are eliminated one by one; rows that stay in the cache; width of a strip of an update.
 _LEAF, _ROWS, _STRIP = 16, 32, 1024
 
-#: Elements between the rows of a working array: a power of two would map all rows to the same lines of the cache.
+#: Elements between rows: with a power of two from row to row, all of a column share few lines of the cache.
 _PADDING = 16
 
 
@@ -41,17 +39,17 @@ class Block(NamedTuple):
     right: Any = None  # U to the right of it, (k, m - k)
 
 
-class Host:
-    """Arrays in host memory, of any library, as NumPy's."""
+class Operations:
+    """The operations of a factorization on NumPy's arrays, the form in which all in host memory are read."""
 
-    updates_in_place = True
+    in_place = True  # whether an array can be changed
 
     def from_host(self, x: Any) -> Any:
-        """Return an array of vectors where the matrix is."""
+        """Return NumPy's array as one where the matrix is."""
         return x
 
     def to_host(self, x: Any) -> Any:
-        """Return vectors as NumPy's array."""
+        """Return an array as NumPy's."""
         return x
 
     def adjoint(self, x: Any) -> Any:
@@ -59,14 +57,13 @@ class Host:
         return x.conj().T
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Return rows below rows."""
+        """Return rows above rows."""
         return np.concatenate(parts)
 
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
-        """Return the largest magnitude of each row and of each column, and the sum of squares of each row."""
-        n = len(a)
-        rows, columns, squares = np.empty(n), np.zeros(n), np.empty(n)
-        for i in range(0, n, _ROWS):
+        """Return the largest magnitude of each row and each column, and the sum of squares of each row."""
+        rows, columns, squares = np.empty(len(a)), np.zeros(len(a)), np.empty(len(a))
+        for i in range(0, len(a), _ROWS):
             part = np.abs(a[i : i + _ROWS])
             rows[i : i + _ROWS] = part.max(axis=1)
             np.maximum(columns, part.max(axis=0), out=columns)
@@ -74,42 +71,39 @@ class Host:
         return rows, columns, squares
 
     def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None) -> Any:
-        """Return a working array: ``a``, its rows and columns scaled, in another type."""
-        n = len(a)
-        work = np.empty((n, n + _PADDING), dtype)[:, :n]
-        for i in range(0, n, _ROWS):
+        """Return a copy of a matrix, its rows and columns scaled, in another type."""
+        work = np.empty((len(a), len(a) + _PADDING), dtype)[:, : len(a)]
+        for i in range(0, len(a), _ROWS):
             part = slice(i, i + _ROWS)
             work[part] = a[part] if scales is None else a[part] * scales[0][part, None] * scales[1]
         return work
 
     def panel(self, a: Any) -> tuple[Any, Any, Any, Any]:
-        """Factor a panel; return the order of its rows, both inverses on the diagonal, and L below."""
+        """Factor a panel; return the order of its rows, the inverses on the diagonal, and L below."""
         m, k = a.shape
         columns = np.empty((k, m + _PADDING), a.dtype)[:, :m]
         for i in range(0, m, 2 * _ROWS):
             columns[:, i : i + 2 * _ROWS] = a[i : i + 2 * _ROWS].T
-        order, lower, upper = _eliminated(columns)
-        return order, lower, upper, columns[:, k:].T
+        return *_eliminated(columns), columns[:, k:].T
 
     def permuted(self, rows: Any, order: Any) -> Any:
-        """Return the rows of a working array, or vectors, in this order; a working array is changed."""
+        """Return rows in this order, which may change the array."""
         moved = np.flatnonzero(order != np.arange(len(order)))
         rows[moved] = rows[order[moved]]
         return rows
 
     def cholesky_inverse(self, a: Any) -> Any:
-        """Return the inverse of the Cholesky factor of a block; its lower triangle is read."""
-        k = len(a)
-        if k <= 4 * _LEAF:
+        """Return the inverse of the Cholesky factor of a block, whose lower triangle is read."""
+        if len(a) <= 4 * _LEAF:
             return np.linalg.inv(np.linalg.cholesky(a))
-        h = k // 2
+        h = len(a) // 2
         first = self.cholesky_inverse(a[:h, :h])
         below = matmul(a[h:, :h], self.adjoint(first))
         second = self.cholesky_inverse(matmul(below, self.adjoint(below), c=a[h:, h:], alpha=-1.0, beta=1.0))
-        return _lower_inverse(first, below, second)
+        return _joined(first, below, second)
 
 
-def _lower_inverse(first: Any, below: Any, second: Any) -> Any:
+def _joined(first: Any, below: Any, second: Any) -> Any:
     """Return the inverse of a lower triangle from those of its blocks on the diagonal."""
     h, k = len(first), len(first) + len(second)
     inverse = np.zeros((k, k), first.dtype)
@@ -119,10 +113,7 @@ def _lower_inverse(first: Any, below: Any, second: Any) -> Any:
 
 
 def _eliminated(columns: Any) -> tuple[Any, Any, Any]:
-    """Factor a panel that is stored by columns, in place; return the order of its rows and the inverses of L and U.
-
-    The rows of ``columns``, shape (k, m), are the columns of the panel.
-    """
+    """Factor a panel, whose columns are the rows of the array, in place; return order and inverses on the diagonal."""
     k, m = columns.shape
     if k <= _LEAF:
         return _eliminated_one_by_one(columns)
@@ -131,53 +122,46 @@ def _eliminated(columns: Any) -> tuple[Any, Any, Any]:
     order, lower, upper = _eliminated(left)
     moved = np.flatnonzero(order != np.arange(m))
     right[:, moved] = right[:, order[moved]]
-    corner = right[:, :h]
+    corner, rest = right[:, :h], right[:, h:]
     corner[:] = matmul(corner, lower.T)
-    rest = right[:, h:]
     matmul(corner, left[:, h:], c=rest, out=rest, alpha=-1.0, beta=1.0)
     later, second_lower, second_upper = _eliminated(rest)
     left[:, h:] = left[:, h:][:, later]
     order[h:] = order[h:][later]
-    below = left[:, h:k].T
-    return order, _lower_inverse(lower, below, second_lower), _lower_inverse(upper.T, corner, second_upper.T).T
+    return order, _joined(lower, left[:, h:k].T, second_lower), _joined(upper.T, corner, second_upper.T).T
 
 
 def _eliminated_one_by_one(columns: Any) -> tuple[Any, Any, Any]:
     k, m = columns.shape
     order = np.arange(m)
-    for j in range(k):
-        column = columns[j]
+    for j, column in enumerate(columns):
         p = j + int(np.abs(column[j:]).argmax())
+        if column[p] == 0:
+            raise np.linalg.LinAlgError("a pivot is zero")
         if p != j:
             kept = columns[:, j].copy()
             columns[:, j] = columns[:, p]
             columns[:, p] = kept
             order[j], order[p] = order[p], order[j]
-        if column[j] == 0:
-            raise np.linalg.LinAlgError("a pivot is zero")
-        if j + 1 < m:
-            column[j + 1 :] /= column[j]
-            columns[j + 1 :, j + 1 :] -= columns[j + 1 :, j, None] * column[j + 1 :]
+        column[j + 1 :] /= column[j]
+        columns[j + 1 :, j + 1 :] -= columns[j + 1 :, j, None] * column[j + 1 :]
     both = columns[:, :k].T
     lower, upper = np.linalg.inv([np.tril(both, -1) + np.eye(k, dtype=both.dtype), np.triu(both)])
     return order, lower, upper
 
 
-#: Where a library has its functions of LAPACK's kind.
-_TRIANGULAR = {"cupy": "cupyx.scipy.linalg", "jax": "jax.scipy.linalg"}
+#: Where libraries other than PyTorch have what SciPy has.
+_SCIPY = {"cupy": "cupyx.scipy.linalg", "jax": "jax.scipy.linalg"}
 
 
-class OnDevice:
-    """Arrays in the memory of a GPU, by the functions of their library."""
+class _OnDevice(Operations):
+    """The same on a GPU, by the functions of the array's library."""
 
     def __init__(self, a: Any) -> None:
-        self._like = a
-        self._name = library_name(a)
-        self._xp = array_module(a)
-        self.updates_in_place = self._name != "jax"
+        self._like, self._xp, self._name = a, array_module(a), library_name(a)
+        self.in_place = self._name != "jax"
 
     def from_host(self, x: Any) -> Any:
-        """Return an array of vectors, or of numbers of rows, where the matrix is."""
         if self._name == "torch":
             return self._xp.as_tensor(x, device=self._like.device)
         if self._name == "jax":
@@ -186,107 +170,95 @@ class OnDevice:
             return self._xp.asarray(x)
 
     def to_host(self, x: Any) -> Any:
-        """Return an array as NumPy's."""
-        if self._name == "cupy":
-            return self._xp.asnumpy(x)
-        return np.asarray(x.cpu() if self._name == "torch" else x)
+        return x.get() if self._name == "cupy" else np.asarray(x.cpu() if self._name == "torch" else x)
 
     def adjoint(self, x: Any) -> Any:
-        """Return the conjugate transpose."""
         return x.mH.resolve_conj() if self._name == "torch" else x.conj().T
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Return rows below rows."""
         return self._xp.concatenate(parts)
 
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
-        """Return the largest magnitude of each row and of each column, and the sum of squares of each row."""
         sizes = abs(a)
-        found = (self._xp.amax(sizes, 1), self._xp.amax(sizes, 0), (sizes * sizes).sum(1))
-        return tuple(self.to_host(x).astype(np.float64) for x in found)  # type: ignore[return-value]
+        rows, columns, squares = self._xp.amax(sizes, 1), self._xp.amax(sizes, 0), (sizes * sizes).sum(1)
+        return self.to_host(rows), self.to_host(columns), self.to_host(squares)
 
     def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None) -> Any:
-        """Return a working array: ``a``, its rows and columns scaled, in another type."""
         if scales is not None:
             a = a * self.from_host(scales[0][:, None]) * self.from_host(scales[1])
-        found = cast(a, dtype)
-        return self._xp.asarray(found, copy=True) if found is self._like else found
+        return cast(a, dtype) if dtype_label(a.dtype) != dtype else self._xp.asarray(a, copy=True)
 
     def panel(self, a: Any) -> tuple[Any, Any, Any, Any]:
-        """Factor a panel; return the order of its rows, both inverses on the diagonal, and L below."""
-        m, k = a.shape
         if self._name == "torch":
             both, pivots, _ = self._xp.linalg.lu_factor_ex(a)
             pivots = self.to_host(pivots) - 1
         else:
-            both, pivots = self._library().lu_factor(a, check_finite=False)
-            pivots = self.to_host(pivots)
-        order = np.arange(m)
-        for j, p in enumerate(pivots):
+            both, pivots = importlib.import_module(_SCIPY[self._name]).lu_factor(a, check_finite=False)
+        order = np.arange(len(a))
+        for j, p in enumerate(self.to_host(pivots) if self._name != "torch" else pivots):
             order[[j, p]] = order[[p, j]]
-        inverses = (self._triangular_inverse(both[:k], lower) for lower in (True, False))
-        return self.from_host(order), *inverses, both[k:]
+        k = a.shape[1]
+        return self.from_host(order), self._inverse(both[:k], True, True), self._inverse(both[:k], False), both[k:]
 
     def permuted(self, rows: Any, order: Any) -> Any:
-        """Return the rows in this order."""
         return rows[order]
 
     def cholesky_inverse(self, a: Any) -> Any:
-        """Return the inverse of the Cholesky factor of a block; its lower triangle is read."""
-        return self._triangular_inverse(self._xp.linalg.cholesky(a), True, unit=False)
+        if self._name != "torch":
+            return self._inverse(self._xp.linalg.cholesky(a), True)
+        found, info = self._xp.linalg.cholesky_ex(a)
+        if int(info):
+            raise np.linalg.LinAlgError("not positive definite")
+        return self._inverse(found, True)
 
-    def _library(self) -> Any:
-        return importlib.import_module(_TRIANGULAR[self._name])
-
-    def _triangular_inverse(self, a: Any, lower: bool, unit: bool | None = None) -> Any:
-        unit = lower if unit is None else unit
-        identity = self.from_host(np.eye(a.shape[0], dtype=str(a.dtype).rpartition(".")[2]))
+    def _inverse(self, a: Any, lower: bool, unit: bool = False) -> Any:
+        identity = self.from_host(np.eye(len(a), dtype=dtype_label(a.dtype)))
         if self._name == "torch":
             return self._xp.linalg.solve_triangular(a, identity, upper=not lower, unitriangular=unit)
-        return self._library().solve_triangular(a, identity, lower=lower, unit_diagonal=unit, check_finite=False)
+        solve = importlib.import_module(_SCIPY[self._name]).solve_triangular
+        return solve(a, identity, lower=lower, unit_diagonal=unit, check_finite=False)
 
 
-Operations = Host | OnDevice
+def operations(a: Any, on_host: bool) -> Operations:
+    """Return the operations on arrays where ``a`` is."""
+    return Operations() if on_host else _OnDevice(a)
 
 
 def _updated(rest: Any, below: Any, right: Any, mode: MathMode, ops: Operations) -> Any:
-    out = rest if ops.updates_in_place else None
+    out = rest if ops.in_place else None
     return matmul(below, right, c=rest, out=out, alpha=-1.0, beta=1.0, math_mode=mode)
 
 
 def lu(rest: Any, ops: Operations, mode: MathMode, width: int) -> tuple[Block, ...]:
-    """Return the factors of a working array, whose memory they take."""
+    """Return the factors of a matrix, whose memory they take."""
     blocks: list[Block] = []
     while True:
-        k = min(width, len(rest))
-        order, lower, upper, below = ops.panel(rest[:, :k])
-        if k == len(rest):
+        order, lower, upper, below = ops.panel(rest[:, :width])
+        if len(rest) <= width:
             return (*blocks, Block(order, lower, upper))
-        rows = ops.permuted(rest[:, k:], order)
-        right = matmul(lower, rows[:k])
+        rows = ops.permuted(rest[:, width:], order)
+        right = matmul(lower, rows[:width])
         blocks.append(Block(order, lower, upper, below, right))
-        rest = _updated(rows[k:], below, right, mode, ops)
+        rest = _updated(rows[width:], below, right, mode, ops)
 
 
 def cholesky(rest: Any, ops: Operations, mode: MathMode, width: int) -> tuple[Block, ...]:
-    """Return the factors of a Hermitian working array, of which the lower triangle is read, and its memory taken."""
+    """Return the factors of a Hermitian matrix, whose lower triangle is read and whose memory is changed."""
     blocks: list[Block] = []
     while True:
-        m = len(rest)
-        k = min(width, m)
-        lower = ops.cholesky_inverse(rest[:k, :k])
+        lower = ops.cholesky_inverse(rest[:width, :width])
         upper = ops.adjoint(lower)
-        if k == m:
+        if len(rest) <= width:
             return (*blocks, Block(None, lower, upper))
-        below = matmul(rest[k:, :k], upper)
+        below = matmul(rest[width:, :width], upper)
         right = ops.adjoint(below)
         blocks.append(Block(None, lower, upper, below, right))
-        rest = rest[k:, k:]
-        # Strips of the lower triangle; all of it where it is a new array each time.
-        strip = max(_STRIP, width) if ops.updates_in_place else m
-        for j in range(0, m - k, strip):
-            part = _updated(rest[j:, j : j + strip], below[j:], right[:, j : j + strip], mode, ops)
-        rest = rest if ops.updates_in_place else part
+        rest = rest[width:, width:]
+        if not ops.in_place:
+            rest = _updated(rest, below, right, mode, ops)
+            continue
+        for j in range(0, len(rest), _STRIP):  # about the lower triangle
+            _updated(rest[j:, j : j + _STRIP], below[j:], right[:, j : j + _STRIP], mode, ops)
 
 
 def solved(blocks: tuple[Block, ...], b: Any, ops: Operations) -> Any:
