@@ -163,7 +163,7 @@ class _OnDevice(Operations):
 
     def from_host(self, x: Any) -> Any:
         if self._name == "torch":
-            return self._xp.as_tensor(x, device=self._like.device)
+            return self._xp.tensor(x, device=self._like.device)  # a copy: NumPy's may be read-only
         if self._name == "jax":
             return importlib.import_module("jax").device_put(x, self._like.device)
         with self._like.device:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.arrays import library_of
+from lowprec.arrays import ArrayView, library_of
 from lowprec.core.arguments import check_devices, name_argument
 from lowprec.core.dispatch import matmul
 from lowprec.core.plan_call import plan
@@ -60,6 +60,10 @@ def _check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
         raise ShapeError(f"the stacks of a, shape {a}, and b, shape {b}, do not broadcast") from None
 
 
+def _is_on_host(view: ArrayView) -> bool:
+    return view.device.is_host
+
+
 class _Solve:
     """One call."""
 
@@ -105,7 +109,7 @@ class _Solve:
                 raise
             return Reason.NOT_READABLE
         check_devices(views)
-        self._view, self._on_host = views["a"], views["a"].device.is_host
+        self._view, self._on_host = views["a"], _is_on_host(views["a"])
         self._ops = operations(self._a, self._on_host)
         a, b = (v.ndarray() for v in views.values()) if self._on_host else self._found.arrays
         self._arrays = a, b[:, None] if b.ndim == 1 else b

@@ -1,0 +1,567 @@
+"""``lowprec.linalg.solve`` by refinement: backward errors, fallbacks, the report, every library, and what is refused.
+
+The bound of a refined solution, in 2-norms and the Frobenius norm of A: what is accepted is ``|r| <= 2 sqrt(n) u
+(|A| |x| + |b|)``, with a computed residual r, which is off by ``gamma(n + 1) (|A| |x| + |b|)`` (Higham, *Accuracy and
+Stability of Numerical Algorithms*, 2nd edition, section 3.5; a complex operation counts as six real ones). A solution
+that is not refined is the one of the library, bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from frameworks.backends import ArrayNamespace, Backend
+from frameworks.conftest import load_or_skip
+from lowprec import linalg
+from lowprec.linalg import factors, refinement, solving
+from lowprec.linalg.report import Reason
+from lowprec.policy import environment
+from support.interrupts import Interrupt, interrupted
+
+Array = np.ndarray[Any, Any]
+
+DTYPES = ("float64", "float32", "complex128", "complex64")
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], None]]:
+    """Set variables of the environment, which are read once."""
+
+    def put(values: dict[str, str]) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        environment.refresh()
+
+    yield put
+    monkeypatch.undo()
+    environment.refresh()
+
+
+def unit(dtype: Any) -> float:
+    return float(np.finfo(dtype).eps) / 2
+
+
+def bound(n: int, dtype: Any) -> float:
+    k = (n + 1) * (6 if np.dtype(dtype).kind == "c" else 1)
+    # The norm of A is summed in float32: its relative error, and those of the other norms, are below 1 %.
+    return 1.01 * (2 * np.sqrt(n) * unit(dtype)) + k * unit(dtype) / (1 - k * unit(dtype))
+
+
+def backward_error(a: Array, x: Array, b: Array) -> float:
+    """Return the largest backward error of all columns, in extended precision."""
+    exact = np.clongdouble if np.dtype(a.dtype).kind == "c" else np.longdouble
+    a, x, b = (y.astype(exact) for y in (a, x, b))
+
+    def norm(y: Array, axis: Any) -> Array:
+        return np.sqrt((abs(y) ** 2).sum(axis=axis))
+
+    x, b = (y[..., None] if y.ndim == 1 else y for y in (x, b))
+    size = norm(a, (-2, -1))[..., None] * norm(x, -2) + norm(b, -2)
+    return float(np.max(norm(b - a @ x, -2) / np.where(size == 0, 1, size), initial=0.0))
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    x = rng.standard_normal(shape)
+    return (x + 1j * rng.standard_normal(shape) if dtype.startswith("complex") else x).astype(dtype)
+
+
+def conditioned(rng: np.random.Generator, n: int, kappa: float, dtype: str) -> Array:
+    """Return a matrix with singular values from 1 to 1 / kappa."""
+    wide = "complex128" if dtype.startswith("complex") else "float64"
+    left, right = (np.linalg.qr(normal(rng, (n, n), wide))[0] for _ in range(2))
+    return ((left * np.geomspace(1, 1 / kappa, n)) @ right).astype(dtype)
+
+
+def positive(rng: np.random.Generator, n: int, kappa: float, dtype: str) -> Array:
+    wide = "complex128" if dtype.startswith("complex") else "float64"
+    vectors = np.linalg.qr(normal(rng, (n, n), wide))[0]
+    a = (vectors * np.geomspace(1, 1 / kappa, n)) @ vectors.conj().T
+    return ((a + a.conj().T) / 2).astype(dtype)
+
+
+def check(a: Array, b: Array, **keywords: Any) -> linalg.SolveReport:
+    """Solve, and hold the result to the bound; where systems were not refined, to the library's own result."""
+    before = a.copy(), b.copy()
+    try:
+        own = np.linalg.solve(a, b)
+    except np.linalg.LinAlgError:
+        with pytest.raises(np.linalg.LinAlgError, match="ingular"):
+            linalg.solve(a, b, method="refine", **keywords)
+        return None  # type: ignore[return-value]
+    x, report = linalg.solve(a, b, method="refine", full_output=True, **keywords)
+    np.testing.assert_array_equal(a, before[0])
+    np.testing.assert_array_equal(b, before[1])
+    assert (x.dtype, x.shape) == (own.dtype, own.shape)
+    if report.method == "direct":
+        assert report.fallbacks == report.systems or a.ndim == 2
+        np.testing.assert_array_equal(x, own)
+        return report
+    limit = bound(a.shape[-1], x.dtype)
+    if report.fallbacks:  # a stack of both kinds
+        limit = max(limit, backward_error(a, own, b))
+    found = backward_error(a, x, b)
+    assert found <= limit, (found, limit, report)
+    return report
+
+
+# -- backward errors ------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("n", [1, 2, 3, 17, 33, 65, 150, 300])
+@pytest.mark.parametrize("columns", [None, 1, 5])
+@pytest.mark.sampled(3)
+def test_random_matrices(dtype: str, n: int, columns: int | None, rng: np.random.Generator) -> None:
+    a = normal(rng, (n, n), dtype)
+    report = check(a, normal(rng, (n,) if columns is None else (n, columns), dtype))
+    assert (report.method, report.fallbacks, report.factorization) == ("refine", 0, "LU")
+
+
+@dtypes
+@pytest.mark.parametrize("n", [1, 2, 40, 130, 300])
+def test_positive_definite_matrices(dtype: str, n: int, rng: np.random.Generator) -> None:
+    report = check(positive(rng, n, 100.0, dtype), normal(rng, (n, 2), dtype), assume="pos")
+    assert (report.method, report.factorization) == ("refine", "Cholesky")
+
+
+@pytest.mark.parametrize("mode", [m for m in lowprec.MathMode if m not in ("fp64", "fp32_pedantic")], ids=str)
+def test_every_mode_of_the_factor(mode: lowprec.MathMode, rng: np.random.Generator) -> None:
+    # fp16 without scaling, too: the matrix is scaled into its range.
+    a = conditioned(rng, 256, 10.0, "float64") * 1e30
+    report = check(a, normal(rng, (256,), "float64"), factor_mode=mode)
+    assert (report.method, report.factor_mode) == ("refine", mode)
+
+
+def test_less_precise_factors_take_more_steps(rng: np.random.Generator) -> None:
+    a, b = conditioned(rng, 384, 100.0, "float64"), normal(rng, (384,), "float64")
+    steps = [check(a, b, factor_mode=mode).steps for mode in ("fp32", "tf32", "bf16")]
+    assert steps[0] < steps[1] < steps[2]
+
+
+def test_gmres_converges_where_classical_refinement_does_not(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = conditioned(rng, 256, 3e4, "float64"), normal(rng, (256, 2), "float64")
+    report = check(a, b, factor_mode="tf32")
+    assert report.method == "refine"
+    assert 0 < report.gmres_steps <= refinement.MAX_STEPS
+    monkeypatch.setattr(refinement, "_GMRES_COLUMNS", 1)
+    report = check(a, b, factor_mode="tf32")
+    assert (report.method, report.reason) == ("direct", Reason.NO_CONVERGENCE)
+
+
+def test_condition_is_that_of_the_frobenius_norm(rng: np.random.Generator) -> None:
+    for kappa in (1.0, 1e3, 1e6):
+        a = conditioned(rng, 200, kappa, "float64")
+        want = np.linalg.norm(a) * np.linalg.norm(np.linalg.inv(a))
+        # The mean of squares of two normal numbers is within a factor of 100 with a probability of 0.99 (they are
+        # exponentially distributed if one singular value dominates), and the vectors are always the same.
+        assert want / 10 < check(a, normal(rng, (200,), "float64")).condition < want * 10
+
+
+def hilbert(n: int) -> Array:
+    return 1.0 / (np.arange(n)[:, None] + np.arange(n) + 1)
+
+
+SPECIAL = {
+    "Hilbert": hilbert,
+    "Vandermonde": lambda n: np.vander(np.linspace(0, 1, n)),
+    "identity": np.eye,
+    "Poisson": lambda n: 2 * np.eye(n) - np.eye(n, k=1) - np.eye(n, k=-1),
+    "growth": lambda n: np.eye(n) - np.tril(np.ones((n, n)), -1) + np.outer(np.ones(n), np.eye(n)[-1]),  # of U: 2^n
+    "huge": lambda n: np.eye(n) * 1e300 + 1e298,
+    "tiny": lambda n: np.eye(n) * 1e-300 + 1e-302,
+    "rows": lambda n: (hilbert(n) + np.eye(n)) * np.geomspace(1e-140, 1e140, n)[:, None],
+    "columns": lambda n: (hilbert(n) + np.eye(n)) * np.geomspace(1e-140, 1e140, n),
+    "both": lambda n: (hilbert(n) + np.eye(n)) * np.geomspace(1e-70, 1e70, n) * np.geomspace(1e70, 1e-70, n)[:, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("n", [4, 12, 60])
+def test_special_matrices(name: str, n: int, rng: np.random.Generator) -> None:
+    a = SPECIAL[name](n)
+    check(a, a @ np.ones(n))
+    check(a, normal(rng, (n, 2), "float64"))
+
+
+def test_uneven_rows_are_solved_as_well_as_even_ones(rng: np.random.Generator) -> None:
+    # Normwise, rows of small numbers hardly count: each row is held to its own error.
+    n = 80
+    a, b = normal(rng, (n, n), "float64"), normal(rng, (n,), "float64")
+    scale = 10.0 ** rng.uniform(-100, 100, n)
+    x, report = linalg.solve(a * scale[:, None], b * scale, method="refine", full_output=True)
+    assert report.method == "refine"
+    assert backward_error(a, x, b) <= 4 * bound(n, "float64")  # powers of two are within a factor of two of the scales
+
+
+FAMILIES = ("even", "uneven", "positive", "few small", "stack", "special")
+
+
+def one_of_many(rng: np.random.Generator) -> None:
+    dtype = str(rng.choice(DTYPES))
+    family = str(rng.choice(FAMILIES))
+    n = int(rng.choice([1, 2, 3, 5, 8, 16, 31, 32, 33, 48, 64, 100, 150]))
+    kappa = 10.0 ** rng.uniform(0, 16)
+    keywords: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        keywords["factor_mode"] = str(rng.choice(["fp32", "tf32", "bf16", "fp16", "bf16x3", "fp16x3"]))
+    a = conditioned(rng, n, kappa, dtype)
+    columns = int(rng.choice([0, 1, 3, 20]))
+    shape: tuple[int, ...] = (n, columns) if columns else (n,)
+    if family == "uneven":
+        spread = 4 if dtype in ("float32", "complex64") else 60
+        a = (a * 10.0 ** rng.uniform(-spread, spread, n) * 10.0 ** rng.uniform(-spread, spread, (n, 1))).astype(dtype)
+    elif family == "positive":
+        a = positive(rng, n, kappa, dtype)
+        keywords["assume"] = "pos"
+    elif family == "few small":
+        values = np.ones(n)
+        values[: rng.integers(0, 3)] = 1 / kappa
+        a = (a @ np.diag(values)).astype(dtype)
+    elif family == "stack":
+        a = np.stack([a, conditioned(rng, n, 10.0, dtype)])
+        shape = (2, n, max(columns, 1)) if rng.random() < 0.5 else (n, max(columns, 1))
+    elif family == "special":
+        a = SPECIAL[str(rng.choice(["Hilbert", "Vandermonde", "Poisson", "growth"]))](min(n, 40)).astype(dtype)
+        shape = (len(a), *shape[1:])
+    b = normal(rng, shape, dtype)
+    if rng.random() < 0.3:
+        b = (a @ normal(rng, a.shape[-1:] if len(shape) == 1 else (a.shape[-1], shape[-1]), dtype)).astype(dtype)
+        b = b if a.ndim == 2 else b.astype(dtype)
+    check(a, b, **keywords)
+
+
+def many(rng: np.random.Generator, count: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(count):
+            one_of_many(rng)
+
+
+def test_systems_of_many_kinds(rng: np.random.Generator) -> None:
+    many(rng, 100)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("part", range(10))
+def test_two_thousand_systems(part: int, rng: np.random.Generator) -> None:
+    many(rng, 200)
+
+
+# -- stacks, views, libraries ---------------------------------------------------------------------
+
+
+SHAPES = [
+    ((3, 20, 20), (20,)), ((3, 20, 20), (20, 2)), ((20, 20), (4, 20, 2)), ((1, 20, 20), (2, 4, 20, 2)),
+    ((2, 1, 20, 20), (3, 20, 2)), ((3, 20, 20), (1, 20, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("of_a", "of_b"), SHAPES, ids=str)
+def test_stacks_broadcast(of_a: Any, of_b: Any, xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = normal(rng, of_a, "float64"), normal(rng, of_b, "float64")
+    want = np.linalg.solve(a, b)
+    x, report = linalg.solve(xp.asarray(a), xp.asarray(b), method="refine", full_output=True)
+    assert isinstance(x, xp.result_type)
+    found = xp.to_numpy(x)
+    assert found.shape == want.shape
+    right = b[:, None] if b.ndim == 1 else b
+    assert backward_error(a, found[..., None] if b.ndim == 1 else found, right) <= bound(20, "float64")
+    assert (report.systems, report.fallbacks) == (want[..., 0].size // 20 if b.ndim > 1 else want.size // 20, 0)
+
+
+@dtypes
+@pytest.mark.parametrize("assume", ["gen", "pos"])
+def test_every_library(dtype: str, assume: str, xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = positive(rng, 90, 50.0, dtype), normal(rng, (90, 3), dtype)
+    x, report = linalg.solve(xp.asarray(a), xp.asarray(b), method="refine", assume=assume, full_output=True)
+    assert isinstance(x, xp.result_type)
+    assert report.method == "refine"
+    found = xp.to_numpy(x)
+    assert found.dtype == dtype
+    assert backward_error(a, found, b) <= bound(90, dtype)
+    assert report.backward_error <= bound(90, dtype)
+
+
+@pytest.mark.parametrize("xp", [Backend.TORCH, Backend.JAX], indirect=True, ids=lambda b: b.value)
+@dtypes
+@pytest.mark.parametrize("assume", ["gen", "pos"])
+@pytest.mark.parametrize("mode", [None, "bf16"])
+@pytest.mark.sampled(2)
+def test_the_operations_of_a_gpu(
+    dtype: str, assume: str, mode: Any, xp: ArrayNamespace, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The functions that a library has for its own arrays: the same on the CPU."""
+    monkeypatch.setattr(solving, "_is_on_host", lambda view: False)
+    monkeypatch.setattr(factors.Operations, "panel", None)
+    a, b = np.stack([positive(rng, 150, 20.0, dtype)] * 2), normal(rng, (150, 2), dtype)
+    a[1] = np.tril(a[1]) + np.triu(
+        a[1].conj().swapaxes(0, 1).T if assume == "pos" else normal(rng, (150, 150), dtype), 1
+    )
+    a[0] *= 1e-20 if dtype in ("float64", "complex128") else 1e-8
+    x, report = linalg.solve(
+        xp.asarray(a), xp.asarray(b), method="refine", assume=assume, factor_mode=mode, full_output=True
+    )
+    assert isinstance(x, xp.result_type)
+    assert report.fallbacks < 2
+    own = np.linalg.solve(a, b)
+    for i, one in enumerate(xp.to_numpy(x)):
+        assert backward_error(a[i], one, b) <= max(bound(150, dtype), 10 * backward_error(a[i], own[i], b))
+
+
+class LikeCupy(np.ndarray):
+    """An array with what CuPy's have, computed by NumPy."""
+
+    @property
+    def device(self) -> Any:
+        return warnings.catch_warnings()  # any context manager
+
+    def get(self) -> Array:
+        return np.asarray(self)
+
+
+@pytest.mark.parametrize("kind", ["lu", "cholesky"])
+def test_the_operations_of_cupy(kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    monkeypatch.setitem(factors._SCIPY, "cupy", "scipy.linalg")
+    a, b = positive(rng, 100, 10.0, "float32"), normal(rng, (100, 2), "float32")
+    ops = factors._OnDevice.__new__(factors._OnDevice)
+    ops._like, ops._xp, ops._name, ops.in_place = a.view(LikeCupy), np, "cupy", True
+    monkeypatch.setattr(factors._OnDevice, "to_host", lambda self, x: np.asarray(x))
+    blocks = getattr(factors, kind)(ops.lowered(a, "float32", None), ops, lowprec.MathMode.FP32, 32)
+    x = factors.solved(blocks, b.copy(), ops)
+    # Substitution with |L||U| = O(n) |A|, and inverses of blocks of condition 10.
+    assert backward_error(a, x, b) <= 100 * bound(100, "float32")
+    np.testing.assert_array_equal(ops.magnitudes(a)[0], abs(a).max(1))
+
+
+def test_views_are_read_as_they_are(rng: np.random.Generator) -> None:
+    base = normal(rng, (180, 180), "float64")
+    b = normal(rng, (180, 4), "float64")[::2, ::2]
+    for a in (base[::2, ::2], base[:90, :90].T, base[89::-1, :90], np.asfortranarray(base[:90, :90])):
+        a.flags.writeable = False
+        assert check(a, b).method == "refine"
+
+
+def test_the_current_mode_is_not_the_factors(rng: np.random.Generator) -> None:
+    a, b = normal(rng, (256, 256), "float64"), normal(rng, (256,), "float64")
+    plain = check(a, b)
+    with lowprec.math_mode("bf16"):
+        inside = check(a, b)
+        assert lowprec.get_math_mode() == "bf16"
+    assert (inside.factor_mode, inside.steps) == (plain.factor_mode, plain.steps)
+    a, b = a.astype("float32"), b.astype("float32")
+    with lowprec.math_mode("bf16"):
+        assert check(a, b).backward_error <= bound(256, "float32")
+
+
+def test_the_environment_overrides_the_mode(variables: Any, rng: np.random.Generator) -> None:
+    variables({"LOWPREC_FORCE_MATH_MODE": "bf16"})
+    a, b = conditioned(rng, 256, 5.0, "float64"), normal(rng, (256,), "float64")
+    assert check(a, b, factor_mode="fp32").factor_mode == "bf16"
+
+
+# -- what is left to the library ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["refine", "auto"])
+@pytest.mark.parametrize("how", ["block", "variable"])
+def test_a_guard_is_direct(method: str, how: str, variables: Any, rng: np.random.Generator) -> None:
+    a, b = normal(rng, (40, 40), "float64"), normal(rng, (40,), "float64")
+    if how == "variable":
+        variables({"LOWPREC_FP32_GUARD": "1", "LOWPREC_FORCE_MATH_MODE": "fp32_pedantic"})
+        x, report = linalg.solve(a, b, method=method, factor_mode="bf16", full_output=True)
+    else:
+        with lowprec.fp32_guard():
+            x, report = linalg.solve(a, b, method=method, factor_mode="bf16", full_output=True)
+    np.testing.assert_array_equal(x, np.linalg.solve(a, b))
+    assert (report.method, report.reason, report.factor_mode) == ("direct", Reason.GUARDED, None)
+
+
+SINGULAR = {
+    "zero": np.zeros((5, 5)),
+    "row": np.diag([1.0, 2, 0, 4, 5]),
+    "equal rows": np.array([[1.0, 2, 3], [1, 2, 3], [4, 5, 7]]),
+}
+
+
+@pytest.mark.parametrize("name", SINGULAR)
+def test_singular_matrices_are_the_librarys_affair(name: str, xp: ArrayNamespace) -> None:
+    a = SINGULAR[name]
+    for stack in (a, np.stack([np.eye(len(a)), a])):
+        b = np.ones((len(a), 1))
+        if xp.name == "jax":
+            x, report = linalg.solve(xp.asarray(stack), xp.asarray(b), method="refine", full_output=True)
+            assert not np.isfinite(xp.to_numpy(x)[..., :, :]).all()
+            assert (report.fallbacks, report.reason) == (1, Reason.BREAKDOWN)
+            continue
+        errors = xp.torch.linalg.LinAlgError if xp.name == "torch" else np.linalg.LinAlgError
+        with pytest.raises(errors, match="ingular"):
+            linalg.solve(xp.asarray(stack), xp.asarray(b), method="refine")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["a", "b"])
+def test_numbers_that_are_not_finite(value: float, where: str, xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = normal(rng, (40, 40), "float64"), normal(rng, (40, 2), "float64")
+    (a if where == "a" else b)[7, 1] = value
+    want = linalg.solve(xp.asarray(a), xp.asarray(b))
+    x, report = linalg.solve(xp.asarray(a), xp.asarray(b), method="refine", full_output=True)
+    np.testing.assert_array_equal(xp.to_numpy(x), xp.to_numpy(want))
+    assert (report.method, report.reason, report.fallbacks) == ("direct", Reason.NOT_FINITE, 1)
+
+
+def test_a_matrix_that_is_not_positive_definite(rng: np.random.Generator) -> None:
+    a = normal(rng, (60, 60), "float64")
+    report = check(a + a.T, normal(rng, (60,), "float64"), assume="pos")
+    assert (report.method, report.reason, report.fallbacks) == ("direct", Reason.BREAKDOWN, 1)
+
+
+def test_a_stack_of_both_kinds(rng: np.random.Generator) -> None:
+    a = np.stack([conditioned(rng, 50, 10.0, "float64"), conditioned(rng, 50, 1e15, "float64")])
+    report = check(a, normal(rng, (50, 1), "float64"))
+    assert (report.method, report.systems, report.fallbacks) == ("refine", 2, 1)
+    assert report.reason is Reason.NO_CONVERGENCE
+    assert "2, of which 1 solved directly after all" in str(report)
+
+
+@pytest.mark.parametrize(("of_a", "of_b"), [((0, 0), (0,)), ((0, 3, 3), (3, 1)), ((3, 3), (3, 0))], ids=str)
+def test_nothing_to_solve(of_a: Any, of_b: Any) -> None:
+    x, report = linalg.solve(np.broadcast_to(np.eye(of_a[-1]), of_a), np.ones(of_b), method="refine", full_output=True)
+    assert x.size == 0
+    assert (report.method, report.reason) == ("direct", Reason.EMPTY)
+
+
+# -- auto -----------------------------------------------------------------------------------------
+
+
+def test_small_systems_are_direct(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = normal(rng, (30, 30), "float64"), normal(rng, (30, 2), "float64")
+    x, report = linalg.solve(xp.asarray(a), xp.asarray(b), method="auto", full_output=True)
+    np.testing.assert_array_equal(xp.to_numpy(x), xp.to_numpy(linalg.solve(xp.asarray(a), xp.asarray(b))))
+    assert (report.method, report.reason) == ("direct", Reason.NOT_FASTER)
+
+
+def test_large_systems_are_refined() -> None:
+    def chosen(n: int, columns: int = 1, dtype: str = "float64") -> bool:
+        found = solving.operands("solve", (np.broadcast_to(np.zeros((), dtype), (n, n)), np.zeros((n, columns), dtype)))
+        call = solving._Solve(found, "auto", None, False)
+        return call._read() is None
+
+    assert [chosen(n) for n in (256, 1024, 4096, 8192)] == [False, False, True, True]
+    assert not chosen(4096, 4096), "products with as many right-hand sides cost more than the factor"
+    assert not chosen(1024, dtype="float32")
+
+
+def test_auto_refines_where_it_is_faster(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solving, "_OVERHEAD", 0.0)
+    a, b = normal(rng, (100, 100), "float64"), normal(rng, (100,), "float64")
+    x, report = linalg.solve(a, b, method="auto", full_output=True)
+    assert (report.method, report.reason) == ("refine", Reason.FASTER)
+    assert backward_error(a, x, b) <= max(unit("float64"), backward_error(a, np.linalg.solve(a, b), b))
+
+
+def test_a_cheap_mode_is_tried_first(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16, fp32 = lowprec.MathMode.BF16, lowprec.MathMode.FP32
+    monkeypatch.setattr(solving._Solve, "_costs", lambda self, dtype: {bf16: (0.1, 8e-3), fp32: (1.0, 1e-6)})
+    b = normal(rng, (256,), "float64")
+    assert check(conditioned(rng, 256, 2.0, "float64"), b).factor_mode == bf16
+    report = check(conditioned(rng, 256, 1e5, "float64"), b)
+    assert (report.method, report.factor_mode, report.fallbacks) == ("refine", fp32, 0)
+
+
+def test_gradients_and_tracers() -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    a = (torch.eye(3, dtype=torch.float64) * 2).requires_grad_()
+    b = torch.ones(3, dtype=torch.float64)
+    x, report = linalg.solve(a, b, method="auto", full_output=True)
+    assert (report.method, report.reason) == ("direct", Reason.NOT_READABLE)
+    assert np.isnan(report.backward_error)
+    x.sum().backward()
+    np.testing.assert_allclose(a.grad.numpy(), -0.25, rtol=1e-15)
+    with pytest.raises(lowprec.ArrayError, match=r"^a: .*grad"):
+        linalg.solve(a, b, method="refine")
+    jax = load_or_skip(Backend.JAX).jax
+    solve = jax.jit(lambda a: linalg.solve(a, a[0], method="auto"))
+    np.testing.assert_allclose(solve(2 * jax.numpy.eye(3)), [1.0, 0, 0], rtol=1e-6)
+    with pytest.raises(lowprec.ArrayError, match=r"^a: a JAX tracer"):
+        jax.jit(lambda a: linalg.solve(a, a[0], method="refine"))(2 * jax.numpy.eye(3))
+
+
+# -- the report, refusals, interrupts -------------------------------------------------------------
+
+
+def test_the_report(rng: np.random.Generator) -> None:
+    a, b = normal(rng, (64, 64), "float64"), normal(rng, (64,), "float64")
+    x, report = linalg.solve(a, b, method="refine", factor_mode="bf16x3", full_output=True)
+    text = str(report)
+    assert text.startswith("solve, method='refine'\n")
+    assert "LU, updates in bf16x3" in text
+    assert "<table>" in report._repr_html_()
+    plain = report.to_dict()
+    assert (plain["method"], plain["factor_mode"], plain["systems"]) == ("refine", "bf16x3", 1)
+    assert set(plain["seconds"]) == {"scaling", "factor", "refinement"}
+    assert report.backward_error == pytest.approx(backward_error(a, x, b), abs=64 * unit("float64"))
+    with pytest.raises(dataclasses.FrozenInstanceError, match="steps"):
+        report.steps = 0  # type: ignore[misc]
+    x, report = linalg.solve(a, b, full_output=True)
+    np.testing.assert_array_equal(x, np.linalg.solve(a, b))
+    assert (report.method, report.reason, report.condition) == ("direct", Reason.REQUESTED, None)
+    assert report.backward_error == pytest.approx(backward_error(a, x, b), abs=64 * unit("float64"))
+
+
+EYE = np.eye(3)
+
+REFUSED = [
+    ((EYE, EYE[0]), {"method": "lu"}, lowprec.UnsupportedError, r"no method='lu'; choose one of: 'direct', 'ref"),
+    ((EYE, EYE[0]), {"method": None}, lowprec.UnsupportedError, r"no method=None; choose one of: 'direct'"),
+    ((EYE, EYE[0]), {"assume": "spd"}, lowprec.UnsupportedError, r"no assume='spd'; choose one of: 'gen', 'pos'"),
+    ((EYE, EYE[0]), {"method": "refine", "factor_mode": "half"}, lowprec.ModeError, "^factor_mode 'half' is not a mat"),
+    ((EYE, EYE[0]), {"factor_mode": "bf16"}, lowprec.UnsupportedError, "factor_mode is for method='refine' or 'auto'"),
+    ((EYE[:2], EYE[0]), {"method": "refine"}, lowprec.ShapeError, r"square matrices.*a has shape \(2, 3\)"),
+    ((EYE[0], EYE[0]), {"method": "refine"}, lowprec.ShapeError, r"square matrices.*a has shape \(3,\)"),
+    ((EYE, EYE[0, :2]), {"method": "auto"}, lowprec.ShapeError, r"b must have shape \(3,\) or .*has shape \(2,\)"),
+    ((EYE, EYE[0, 0]), {"method": "auto"}, lowprec.ArrayError, "got numpy.float64"),
+    ((np.ones((2, 3, 3)), np.ones((5, 3, 1))), {"method": "refine"}, lowprec.ShapeError, "do not broadcast"),
+    ((EYE.astype("float16"), EYE[0]), {"method": "refine"}, lowprec.DTypeError, "a is float16; convert it first"),
+    (([[1.0]], [1.0]), {"method": "refine"}, lowprec.ArrayError, "^a: .*got list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operands", "keywords", "error", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_bad_arguments(operands: Any, keywords: Any, error: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(*args: Any, **keywords: Any) -> None:
+        raise AssertionError("no work before the arguments are checked")
+
+    monkeypatch.setattr(solving._Solve, "run", work)
+    monkeypatch.setattr(np.linalg, "solve", work)
+    with pytest.raises(error, match=message):
+        linalg.solve(*operands, **keywords)
+
+
+def test_options_are_keywords() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        linalg.solve(EYE, EYE[0], "refine")
+
+
+@pytest.mark.parametrize("assume", ["gen", "pos"])
+def test_an_interrupt_leaves_the_operands_as_they_are(assume: str, rng: np.random.Generator) -> None:
+    a, b = positive(rng, 64, 10.0, "float64"), normal(rng, (64, 2), "float64")
+    kept = a.copy(), b.copy()
+    linalg.solve(a, b, method="refine", assume=assume)
+    with lowprec.math_mode("tf32"):
+        for error in interrupted(lambda: linalg.solve(a, b, method="refine", assume=assume), step=97):
+            assert isinstance(error, Interrupt | None)
+            np.testing.assert_array_equal(a, kept[0])
+            np.testing.assert_array_equal(b, kept[1])
+            assert lowprec.get_math_mode() == "tf32"
+    check(a, b, assume=assume)
