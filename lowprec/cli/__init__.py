@@ -23,7 +23,7 @@ from lowprec._version import __version__
 from lowprec.cli.commands import autotune, check, completion, info, matmul, plan, run
 from lowprec.cli.files import is_standard_output
 from lowprec.cli.options import did_you_mean
-from lowprec.cli.output import USAGE, CommandError, flush, message, note, print_text
+from lowprec.cli.output import USAGE, CommandError, flush, note, print_text, wrapped
 from lowprec.errors import LowprecError, LowprecWarning
 from lowprec.util.tables import fill
 
@@ -205,9 +205,9 @@ def _warnings_in_a_line() -> Iterator[None]:
     """Show warnings of the block as the command's own messages, without a line of code."""
     usual = warnings.formatwarning
 
-    def text(warning: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
+    def text(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
         kind = "warning" if issubclass(category, LowprecWarning) else category.__name__
-        return message(f"lowprec: {kind}: {' '.join(str(warning).split())}") + "\n"
+        return wrapped(f"lowprec: {kind}: {' '.join(str(message).split())}") + "\n"
 
     warnings.formatwarning = text
     try:

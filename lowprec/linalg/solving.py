@@ -159,7 +159,8 @@ class _Solve:
         """Yield the index of each system, of its matrix and of its right-hand sides."""
         for at in np.ndindex(*self._batch):
             own = [(at[len(at) + 2 - x.ndim :], x.shape) for x in self._arrays]
-            yield at, *(tuple(0 if m == 1 else i for i, m in zip(*pair, strict=False)) for pair in own)
+            of_a, of_b = (tuple(0 if m == 1 else i for i, m in zip(*pair, strict=False)) for pair in own)
+            yield at, of_a, of_b
 
     def _solved(self) -> Any:
         a, b = self._arrays

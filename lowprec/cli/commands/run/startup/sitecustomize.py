@@ -151,8 +151,8 @@ def _print(text: str) -> None:
         if sys.stderr.isatty():
             import textwrap
 
-            whole = {"break_long_words": False, "break_on_hyphens": False}
-            text = "\n".join(textwrap.fill(line, _columns(), **whole) for line in text.split("\n"))
+            wrapper = textwrap.TextWrapper(_columns(), break_long_words=False, break_on_hyphens=False)
+            text = "\n".join(map(wrapper.fill, text.split("\n")))
         sys.stderr.write(text + "\n")
     except Exception:  # noqa: BLE001 - it is closed, or the program has none
         return
