@@ -1,6 +1,10 @@
-"""Exception classes; each derives from :class:`LowprecError` and a built-in exception."""
+"""Exception classes, each derived from :class:`LowprecError` and a built-in exception; and warnings."""
 
 from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
 
 __all__ = [
     "ArrayError",
@@ -32,6 +36,20 @@ def quoted(value: object) -> str:
     except Exception:  # noqa: BLE001 - the caller's own class may raise anything
         return f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def did_you_mean(value: object, names: Iterable[str]) -> str:
+    """Return a suggestion to add to a message, "" where no name is similar to the value.
+
+    Examples
+    --------
+    >>> did_you_mean("BF61", ["fp32", "bf16"])
+    "; did you mean 'bf16'?"
+    """
+    from difflib import get_close_matches
+
+    similar = get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else ()
+    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 class LowprecError(Exception):
@@ -93,3 +111,23 @@ class DeviceMemoryError(BackendError, MemoryError):
 
 class LowprecWarning(UserWarning):
     """Category of every warning that lowprec issues."""
+
+
+#: Packages between the caller's line and a warning.
+_SKIPPED = frozenset({"lowprec", "contextlib", "importlib", "jax", "torch"})
+#: Keys of the warnings that were issued once.
+_given: set[str] = set()
+
+
+def warn(text: str, once: str = "") -> None:
+    """Issue a LowprecWarning at the line of the caller of lowprec; with ``once``, one per process for that key."""
+    if once in _given:
+        return
+    if once:  # also where a filter makes an error of it
+        _given.add(once)
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED:
+        frame = frame.f_back
+    line, names = (frame.f_code.co_filename, frame.f_lineno), frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, LowprecWarning, *line, names.get("__name__"), registry)

@@ -8,7 +8,6 @@ operands differ).
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -18,7 +17,7 @@ from lowprec.amp.containers import is_module, leaves, mapped, norms_by_name, nor
 from lowprec.amp.rules import SettingError, check_scale
 from lowprec.amp.scaler import LossScaler
 from lowprec.arrays.namespaces import cast
-from lowprec.errors import LowprecWarning, quoted
+from lowprec.errors import quoted, warn
 from lowprec.policy import environment
 
 LISTS = ("allow", "deny", "infer")
@@ -169,7 +168,7 @@ class Policy:
             raise SettingError(f"a policy has no {', '.join(unknown)}; it has {', '.join(sorted(own))}")
         policy = cls(**{**_level(level, half), **overrides})
         for remark in _contradictions(policy, overrides):
-            warnings.warn(f"{level}: {remark}", LowprecWarning, stacklevel=2)
+            warn(f"{level}: {remark}")
         return policy
 
     def __str__(self) -> str:

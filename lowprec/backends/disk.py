@@ -16,11 +16,10 @@ import importlib
 import json
 import os
 import stat
-import warnings
 from pathlib import Path
 from typing import Any
 
-from lowprec.errors import LowprecWarning
+from lowprec.errors import warn
 from lowprec.policy import environment
 from lowprec.util.atomic import write_file
 
@@ -106,11 +105,7 @@ def set_aside(name: str, reason: str) -> None:
     # Another process may have been faster, and the folder may be read-only: then the warning is all there is.
     with contextlib.suppress(OSError):
         os.replace(path, kept)
-    warnings.warn(
-        f"lowprec does not use {path}: {reason}; it is kept as {kept.name} and written again",
-        LowprecWarning,
-        stacklevel=2,
-    )
+    warn(f"lowprec does not use {path}: {reason}; it is kept as {kept.name} and written again")
 
 
 def write_json(name: str, value: dict[str, Any]) -> None:
@@ -174,12 +169,5 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
-#: Warnings given in this process.
-_warned: set[str] = set()
-
-
 def _warn_once(text: str) -> None:
-    """Warn, also where a filter makes an error of it, at the first time only."""
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(text, LowprecWarning, stacklevel=4)
+    warn(text, once=text)

@@ -6,7 +6,6 @@ changes: :meth:`Entry.close`, called again, does the rest. A second exception du
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -14,7 +13,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import ref
 
-from lowprec.errors import LowprecWarning
+from lowprec.errors import warn
 from lowprec.modes import MathMode
 from lowprec.policy.switches import NOTHING, Block, release
 
@@ -84,7 +83,7 @@ def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
     # If it is not open, it was not looked up by a ``with`` statement: guard.__exit__()
     found = entry if entry.is_open else scope._last_entry()
     for sentence in [_OTHER_CONTEXT] if found is None else found.close():
-        warnings.warn(f"{scope!r} {sentence}", LowprecWarning, stacklevel=2)
+        warn(f"{scope!r} {sentence}")
 
 
 class Scope:

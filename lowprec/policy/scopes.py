@@ -7,13 +7,12 @@ which ``policy.switches`` sets and restores.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from lowprec.errors import LowprecWarning, UnsupportedError, quoted
+from lowprec.errors import UnsupportedError, quoted, warn
 from lowprec.modes import MathMode
 from lowprec.policy import effects, environment
 from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
@@ -153,7 +152,7 @@ class PolicyScope(Scope):
 
     def _warn(self, verb: str, libraries: list[str]) -> None:
         if libraries:
-            warnings.warn(f"{self!r} {verb} {'; '.join(libraries)}", LowprecWarning, stacklevel=5)
+            warn(f"{self!r} {verb} {'; '.join(libraries)}")
 
     def report(self) -> tuple[LibraryStatus, ...]:
         """Return the effect of this block on each library, as seen from this thread and task.

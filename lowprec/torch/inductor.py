@@ -6,7 +6,6 @@ by lowprec's operator in the joint graph of forward and backward pass, before In
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec._version import __version__
-from lowprec.errors import LowprecWarning
+from lowprec.errors import warn
 from lowprec.modes import MathMode, parse_mode
 from lowprec.torch.aten import ACTED_ON, rule_of
 from lowprec.torch.operator import OPERATOR
@@ -103,12 +102,10 @@ class _Products(_Pass):
                 self._replace(graph, node)
         graph.lint()
         if passed:
-            warnings.warn(
+            warn(
                 f"lowprec.torch.inductor_options({self._mode!r}) leaves products to PyTorch: "
                 f"{', '.join(sorted(passed))}; to compile encoder layers product by product, call "
-                "torch.backends.mha.set_fastpath_enabled(False) before the first call",
-                LowprecWarning,
-                stacklevel=2,
+                "torch.backends.mha.set_fastpath_enabled(False) before the first call"
             )
 
     def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node) -> None:

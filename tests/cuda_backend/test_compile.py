@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lowprec import errors
 from lowprec.backends import disk
 from lowprec.backends.cuda import compiling, libraries, unscaling
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
@@ -106,7 +107,7 @@ KERNELS = ("epilogue", "pack_elements", "pack_groups", "pack_maxima", "pack_rows
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for the cache, which does not exist yet."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
-    disk._warned.clear()
+    errors._given.clear()
     return tmp_path / "cache"
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 import lowprec
+from lowprec import errors
 from lowprec.backends import disk
 from lowprec.errors import LowprecWarning
 
@@ -24,9 +25,9 @@ posix = pytest.mark.skipif(os.name != "posix", reason="owners and modes are thos
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for the cache, which does not exist yet."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path / "cache"))
-    disk._warned.clear()
+    errors._given.clear()
     yield tmp_path / "cache"
-    disk._warned.clear()
+    errors._given.clear()
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ import importlib
 import importlib.util
 import sys
 import threading
-import warnings
 from contextlib import suppress
 
-from lowprec.errors import LowprecWarning
+from lowprec.errors import warn
 from lowprec.policy.interrupts import raised_in
 from lowprec.util import forking
 
@@ -78,11 +77,7 @@ def _import() -> bool:
             raise
         did = "cannot be imported" if name != NATIVE else "cannot compile lowprec's kernels"
         _failure[:] = [f"numba is installed but {did} ({error})"]
-        warnings.warn(
-            f"{_failure[0]}; products run without lowprec's own kernels, more slowly: repair or uninstall it",
-            LowprecWarning,
-            stacklevel=2,
-        )
+        warn(f"{_failure[0]}; products run without lowprec's own kernels, more slowly: repair or uninstall it")
         return True
     _failure[:] = [""]
     return False
