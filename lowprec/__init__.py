@@ -27,6 +27,9 @@ from lowprec.policy import fp32_guard, get_math_mode, math_mode, register_contro
 
 if typing.TYPE_CHECKING:
     from lowprec import amp, emulation, linalg
+    from lowprec import dask as dask
+    from lowprec import jax as jax
+    from lowprec import torch as torch
     from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
@@ -45,10 +48,12 @@ _LAZY = {
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
+    "dask": "lowprec.dask",
     "einsum": "lowprec.contractions",
     "emulate": "lowprec.policy.state",
     "emulation": "lowprec.emulation",
     "info": "lowprec.report",
+    "jax": "lowprec.jax",
     "linalg": "lowprec.linalg",
     "linear": "lowprec.contractions",
     "plan": "lowprec.core.plan_call",
@@ -56,8 +61,12 @@ _LAZY = {
     "profile": "lowprec.profiling",
     "release_memory": "lowprec.backends",
     "tensordot": "lowprec.contractions",
+    "torch": "lowprec.torch",
     "vecdot": "lowprec.contractions",
 }
+
+#: Modules for a library, and the package to install. Not in ``__all__``: a star import loads no library.
+_OF_LIBRARIES = {"dask": "dask[array]", "jax": "jax", "torch": "torch"}
 
 __all__ = [
     "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
@@ -72,11 +81,19 @@ __all__ = [
 def __getattr__(name: str) -> typing.Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name])
+    try:
+        module = importlib.import_module(_LAZY[name])
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != name:
+            raise
+        # hasattr expects this class.
+        raise AttributeError(
+            f'lowprec.{name} needs {name}, which is not installed: pip install "{_OF_LIBRARIES[name]}"'
+        ) from error
     # The value is the module itself, or an attribute of it.
     value = globals()[name] = getattr(module, name, module)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_OF_LIBRARIES])

@@ -22,6 +22,7 @@ from lowprec.arrays.prepared_view import refuse_prepared
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.core import dispatch, plan_call
 from lowprec.core.arguments import ShapeDtype, check_known_shape, parse_dtype
+from lowprec.core.executors import warn_without_effect
 from lowprec.errors import ArrayError, DTypeError, ModeError
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
 from lowprec.planning import GemmPlan
@@ -82,6 +83,8 @@ def matmul(
     x = a if a.ndim > 1 else a[None, :]
     y = b if b.ndim > 1 else b[:, None]
     mode = plan.resolved or ResolvedMode(plan.mode, ModeSource.DEFAULT)
+    if mode.source is ModeSource.ARGUMENT:
+        warn_without_effect(plan)
     accumulator, out = plan.compute_dtype.accumulator.label, plan.out_dtype.label
     if plan.mode_has_effect and row(plan.mode).widens:
         # Summed in FP64 over all chunks, and rounded once.
@@ -147,7 +150,8 @@ def _product(
     a, b, batch = _alike_in_chunks(a, b)
     chunks = (*batch, a.chunks[-2], b.chunks[-1])
     emulates = None if resolved.emulates is None else str(resolved.emulates)
-    mode = str(resolved.mode)
+    # Workers warn of an argument without effect.
+    mode = None if accumulator in ("float64", "complex128") else str(resolved.mode)
     name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out, k_chunk)}"
     depth = a.numblocks[-1]
     graph: dict[Any, Any] = {}
@@ -193,7 +197,7 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
 
 
 def _add_product(
-    acc: Any, a: Any, b: Any, mode: str, out: str, emulates: str | None = None, k_chunk: Any = None
+    acc: Any, a: Any, b: Any, mode: Any, out: str, emulates: str | None = None, k_chunk: Any = None
 ) -> Any:
     """Return ``acc + a @ b`` as a new array, since a task may be repeated with the same ``acc``."""
     if emulates is not None:

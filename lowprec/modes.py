@@ -11,7 +11,7 @@ from enum import unique
 from typing import TYPE_CHECKING
 
 from lowprec import formats
-from lowprec.errors import ModeError, quoted
+from lowprec.errors import ModeError, did_you_mean, quoted
 from lowprec.formats import ComputeType, DType, NumberFormat
 from lowprec.util.plain import StrEnum
 
@@ -237,5 +237,6 @@ def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
     if isinstance(name, str):
         found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())
     if found is None:
-        raise ModeError(f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}")
+        similar = did_you_mean(name, _BY_NAME)
+        raise ModeError(f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}{similar}")
     return found

@@ -1,4 +1,4 @@
-"""``info``: devices, libraries, the mode in force and the environment, as plain values.
+"""``info``: devices, libraries, the mode in force and the environment, as plain values and as tables.
 
 Nothing is imported for it: loaded libraries are inspected in ``sys.modules``, and of others the metadata is read.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import platform
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
 from lowprec.policy.switch_report import disagreements, switch_rows
+from lowprec.util.tables import Table, html, plain_text
 
 #: Module, distributions that may contain it, role.
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -34,7 +36,21 @@ _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def info() -> dict[str, Any]:
+class Info(dict[str, Any]):
+    """The dictionary that :func:`info` returns; ``print`` and notebooks show it as tables."""
+
+    def __repr__(self) -> str:
+        mode = self["mode"]["name"]
+        return f"<Info lowprec {self['version']}, {self['python']}, {self['platform']}, mode {mode}>"
+
+    def __str__(self) -> str:
+        return "\n\n".join(plain_text(table, 120) for table in tables(self))
+
+    def _repr_html_(self) -> str:
+        return "".join(map(html, tables(self)))
+
+
+def info() -> Info:
     """Return the devices, libraries, modes and settings of this process.
 
     An illegal value of an environment variable is reported under ``warnings``; it does not raise here. The mode in
@@ -43,18 +59,18 @@ def info() -> dict[str, Any]:
     Returns
     -------
     dict
-        Ready for JSON. ``version``, ``python`` and ``platform``: strings. ``devices``: those that can compute, each
-        with its name, ``cores``, ``affinity`` and ``threads`` (CPUs of the machine, CPUs this process may use,
-        threads of a product) and, on x86-64, ``instruction_sets``, where ``used`` is None if the libraries choose for
-        themselves, and the ``units`` for 16 and 8 bits that are used; of a GPU ``compute_capability``,
-        ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and ``workspace_bytes``.
-        ``gpu``: whether GPUs are used, why not, and versions. ``libraries`` with version and status
-        (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's, with ``core_type``, the processor of an
-        OpenBLAS's kernels. ``mode``: the mode in force, its source and reasons. ``cache``: the folder of
-        the cache on disk, None without one. ``available_modes``.
-        ``environment``: each variable with its value, its effect and its legal values. ``frameworks``: each switch
-        for float32 products of each loaded library, as it is now in this thread, with ``library``, ``switch``,
-        ``value``, ``tier`` (how far it reaches) and ``problem`` (why it cannot be read). ``warnings``: sentences.
+        Ready for JSON; ``print`` shows it as tables, and so do notebooks. ``version``, ``python`` and ``platform``:
+        strings. ``devices``: those that can compute, each with its name, ``cores``, ``affinity`` and ``threads`` (CPUs
+        of the machine, CPUs this process may use, threads of a product) and, on x86-64, ``instruction_sets``, where
+        ``used`` is None if the libraries choose for themselves, and the ``units`` for 16 and 8 bits that are used; of a
+        GPU ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and
+        ``workspace_bytes``. ``gpu``: whether GPUs are used, why not, and versions. ``libraries`` with version and
+        status (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's, with ``core_type``, the processor of an
+        OpenBLAS's kernels. ``mode``: the mode in force, its source and reasons. ``cache``: the folder of the cache on
+        disk, None without one. ``available_modes``. ``environment``: each variable with its value, its effect and its
+        legal values. ``frameworks``: each switch for float32 products of each loaded library, as it is now in this
+        thread, with ``library``, ``switch``, ``value``, ``tier`` (how far it reaches) and ``problem`` (why it cannot be
+        read). ``warnings``: sentences.
 
     Examples
     --------
@@ -70,29 +86,31 @@ def info() -> dict[str, Any]:
     without_cache = {"LOWPREC_CACHE_DIR"} if absence else set()
     if gpu["driver"] is not None and not gpu["used"]:
         unused = f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}"
-    return {
-        "version": __version__,
-        "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "platform": platform.platform(),
-        "devices": [*cpu["devices"], *gpus],
-        "gpu": gpu,
-        "libraries": [_library(*entry, cpu["versions"]) for entry in _LIBRARIES],
-        "blas": cpu["blas"],
-        "mode": mode,
-        "cache": None if absence else str(disk.cache_directory()),
-        "available_modes": [str(m) for m in available_modes()],
-        "environment": [
-            (row._replace(effect="no cache") if row.name in without_cache else row)._asdict()
-            for row in environment.rows()
-        ],
-        "frameworks": [dataclasses.asdict(row) for row in switches],
-        "warnings": [
-            *environment.problems(),
-            *disagreements(switches),
-            *cpu["warnings"],
-            *filter(None, [unused, absence]),
-        ],
-    }
+    return Info(
+        {
+            "version": __version__,
+            "python": f"{platform.python_implementation()} {platform.python_version()}",
+            "platform": platform.platform(),
+            "devices": [*cpu["devices"], *gpus],
+            "gpu": gpu,
+            "libraries": [_library(*entry, cpu["versions"]) for entry in _LIBRARIES],
+            "blas": cpu["blas"],
+            "mode": mode,
+            "cache": None if absence else str(disk.cache_directory()),
+            "available_modes": [str(m) for m in available_modes()],
+            "environment": [
+                (row._replace(effect="no cache") if row.name in without_cache else row)._asdict()
+                for row in environment.rows()
+            ],
+            "frameworks": [dataclasses.asdict(row) for row in switches],
+            "warnings": [
+                *environment.problems(),
+                *disagreements(switches),
+                *cpu["warnings"],
+                *filter(None, [unused, absence]),
+            ],
+        }
+    )
 
 
 def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -156,3 +174,100 @@ def _mode() -> dict[str, Any]:
         "reasons": list(resolved.reasons),
         "error": None,
     }
+
+
+def tables(facts: dict[str, Any], every_variable: bool = False) -> Iterator[Table]:
+    """Yield the facts of :func:`info` as tables."""
+    title = f"lowprec {facts['version']}, {facts['python']}, {facts['platform'].replace('-', ' ')}"
+    modes = ("modes", ", ".join(facts["available_modes"]))
+    cache = ("cache", facts["cache"] or "none: see the warnings")
+    yield Table(title, ("", ""), [*_mode_rows(facts["mode"]), modes, cache])
+    for device in facts["devices"]:
+        yield _cpu(device, facts["gpu"]) if device["device"] == "cpu" else _device_table(device)
+    yield Table(
+        "libraries",
+        ("name", "version", "status", "role"),
+        [_library_row(entry, facts["blas"]) for entry in facts["libraries"]],
+    )
+    shown = [v for v in facts["environment"] if every_variable or v["value"] or v["problem"]]
+    unset = len(facts["environment"]) - len(shown)
+    yield Table(
+        "environment" + (f" ({unset} variables are not set: --all lists them)" if unset else ""),
+        ("variable", "value", "effect"),
+        [(v["name"], v["value"] or "(unset)", v["effect"]) for v in shown],
+    )
+    if facts["frameworks"]:
+        yield Table(
+            "frameworks' switches for float32 products",
+            ("library", "switch", "now", "reaches"),
+            [_switch(row) for row in facts["frameworks"]],
+        )
+    warnings = facts["warnings"] or ["none"]
+    yield Table("warnings", ("", ""), [("-", text) for text in warnings])
+
+
+def _mode_rows(mode: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    if mode["error"]:
+        yield "mode", f"none: {mode['error']}"
+        return
+    asked = f"; {mode['requested']} was asked for" if mode["requested"] else ""
+    yield "mode", f"{mode['name']} ({mode['source']}{asked})"
+    for reason in mode["reasons"]:
+        yield "because", reason
+
+
+def _cpu(device: dict[str, Any], gpu: dict[str, Any]) -> Table:
+    rows = [
+        ("CPUs", f"{device['cores']}, of which this process may use {device['affinity']}"),
+        ("threads", f"up to {device['threads']} per product"),
+        *((s["name"], _use(s)) for s in device["instruction_sets"]),
+        ("GPU", _gpu(gpu)),
+    ]
+    return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
+
+
+def _gpu(gpu: dict[str, Any]) -> str:
+    if gpu["used"]:
+        return f"used: driver for CUDA {gpu['cuda']}, cuBLAS {gpu['cublas']}"
+    return f"not used: {gpu['reason']}" + (f" ({gpu['driver']})" if gpu["driver"] else "")
+
+
+def _device_table(device: dict[str, Any]) -> Table:
+    rows = [(label, show(device[key])) for key, label, show in _DEVICE_ROWS if key in device]
+    return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
+
+
+def _rates(peak: dict[str, float]) -> str:
+    return ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items()) or "unknown"
+
+
+#: A backend's facts about a device: key, label, and format.
+_DEVICE_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("compute_capability", "compute capability", str),
+    ("memory_bytes", "memory", lambda nbytes: f"{nbytes / 2**30:.1f} GiB"),
+    ("multiprocessors", "multiprocessors", str),
+    ("peak_tflops", "peak TFLOP/s", _rates),
+    ("workspace_bytes", "workspace", lambda n: f"{n / 2**20:.0f} MiB per handle and stream"),
+)
+
+
+def _use(instruction_set: dict[str, Any]) -> str:
+    if not instruction_set["present"]:
+        return "no"
+    used, by = instruction_set["used"], instruction_set["by"]
+    unused = f"yes, not used: {by}" if by else "yes, not used"
+    return {True: f"yes, used by {by}", False: unused, None: f"yes; {by}"}[used]
+
+
+def _library_row(entry: dict[str, Any], blas: dict[str, Any]) -> tuple[str, str, str, str]:
+    role = entry["role"]
+    if entry["name"] == "numpy" and blas["name"]:
+        kernels = f", kernels for {blas['core_type']}" if blas["core_type"] else ""
+        role += f" (BLAS: {blas['name']} {blas['version']}{kernels})"
+    return entry["name"], entry["version"] or "-", entry["status"], role
+
+
+def _switch(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    problem = row["problem"]
+    value = f"cannot be read: {problem}" if problem else str(row["value"])
+    return row["library"], row["switch"] or "-", value, row["tier"]

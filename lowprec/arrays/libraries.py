@@ -97,6 +97,8 @@ def _find(array: Any) -> Library:
             "linear; pass the array itself",
             target="",
         )
+    if dense := dense_method(array):
+        raise ArrayError(f"expected a dense array, got {_what(array)}, which is sparse; pass its {dense}()")
     if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise ArrayError(
             f"expected an array ({NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__), got "
@@ -145,6 +147,11 @@ def _optional_name(array: Any) -> str | None:
 def is_array(x: Any) -> bool:
     """Whether ``x`` is an array of any library, readable or not."""
     return hasattr(x, "__dlpack__") or type(x) in _BY_TYPE or _optional_name(x) is not None
+
+
+def dense_method(x: Any) -> str:
+    """Return the name of the method that makes a sparse array of SciPy, CuPy or JAX dense; "" for other objects."""
+    return next((name for name in ("toarray", "todense") if hasattr(type(x), name)), "")
 
 
 def library_name(array: Any) -> str:

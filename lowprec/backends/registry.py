@@ -7,7 +7,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, cast
 
-from lowprec.arrays import Device
+from lowprec.arrays import CPU, Device
 from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.execution import Backend, imported
 from lowprec.errors import DeviceError, DeviceMemoryError
@@ -34,7 +34,9 @@ def backend_of(device: Device) -> Backend:
 
 
 def predicted(device: str) -> Capabilities:
-    """Return the capabilities of a GPU, present or not, by model or compute capability; DeviceError if unknown."""
+    """Return the capabilities of this CPU, or of a GPU by model or compute capability; DeviceError if unknown."""
+    if device == "cpu":
+        return backend_of(CPU).capabilities(CPU)
     found: Capabilities = imported("lowprec.backends.cuda.models:predicted")(device)
     return found
 

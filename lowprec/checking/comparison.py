@@ -101,7 +101,7 @@ class Row:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The math modes on one pair of operands: a table when printed, plain values by ``to_dict()``."""
 
@@ -168,6 +168,10 @@ class Comparison:
             **operands,
             "rows": [row.to_dict() for row in self.rows],
         }
+
+    def __repr__(self) -> str:
+        within = sum(row.errors.verdict is Verdict.WITHIN for row in self.rows)
+        return f"<Comparison {self.table.title}: {within} of {len(self.rows)} rows within their bounds>"
 
     def __str__(self) -> str:
         return "\n".join(filter(None, (self.load.remark, plain_text(self.table), *self.remarks)))

@@ -22,9 +22,8 @@ from typing import Any, NoReturn
 from lowprec._version import __version__
 from lowprec.cli.commands import autotune, check, completion, info, matmul, plan, run
 from lowprec.cli.files import is_standard_output
-from lowprec.cli.options import did_you_mean
 from lowprec.cli.output import USAGE, CommandError, flush, note, print_text, wrapped
-from lowprec.errors import LowprecError, LowprecWarning
+from lowprec.errors import LowprecError, LowprecWarning, did_you_mean
 from lowprec.util.tables import fill
 
 _DESCRIPTION = "Matrix products in a precision you choose; the precision used is reported."

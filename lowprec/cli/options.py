@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
-from lowprec.errors import LowprecError
+from lowprec.errors import LowprecError, did_you_mean
 from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
-from lowprec.modes import ALIASES, MathMode, available_modes, mode_names, parse_mode
+from lowprec.modes import MathMode, mode_names, parse_mode
 from lowprec.planning import Bound
-from lowprec.planning.gpus import MODELS, model_names, parse_capability, parse_model
+from lowprec.planning.gpus import model_names, parse_capability, parse_model
 
 T = TypeVar("T")
 
@@ -20,15 +19,7 @@ T = TypeVar("T")
 _MOST_DIGITS = 18
 
 
-def did_you_mean(text: str, names: Iterable[str]) -> str:
-    """Return a suggestion to add to a message, "" where no name is similar to the text."""
-    similar = difflib.get_close_matches(text.lower(), names, n=1)
-    return f"; did you mean {similar[0]!r}?" if similar else ""
-
-
-def _one_of(names: Iterable[str], read: Callable[[str], T]) -> Callable[[str], T]:
-    known = tuple(names)
-
+def _named(read: Callable[[str], T], known: Collection[str] = ()) -> Callable[[str], T]:
     def named(text: str) -> T:
         try:
             return read(text)
@@ -38,13 +29,11 @@ def _one_of(names: Iterable[str], read: Callable[[str], T]) -> Callable[[str], T
     return named
 
 
-mode: Callable[[str], MathMode] = _one_of(
-    [*map(str, available_modes()), *ALIASES], lambda text: parse_mode(text, what="mode")
-)
-dtype: Callable[[str], DType] = _one_of(map(str, OPERAND_DTYPES), dtype_from_name)
-#: The name of a GPU, present or not.
-device: Callable[[str], str] = _one_of(
-    (model.key for model in MODELS), lambda text: parse_model(text).key if parse_capability(text) is None else text
+mode: Callable[[str], MathMode] = _named(lambda text: parse_mode(text, what="mode"))
+dtype: Callable[[str], DType] = _named(dtype_from_name, [str(x) for x in OPERAND_DTYPES])
+#: The CPU, or the name of a GPU, present or not.
+device: Callable[[str], str] = _named(
+    lambda text: text if text == "cpu" or parse_capability(text) else parse_model(text).key
 )
 
 
@@ -123,7 +112,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--out-dtype": {"type": dtype, "metavar": "DTYPE", "help": "element type of the result"},
     "--seed": {"type": _seed, "default": 0, "metavar": "N", "help": "of the random operands (default: 0)"},
-    "--device": {"type": device, "metavar": "GPU", "help": f"plan for an NVIDIA GPU, present or not: {model_names()}"},
+    "--device": {
+        "type": device,
+        "metavar": "DEVICE",
+        "help": f"plan for the CPU or an NVIDIA GPU, present or not: cpu, {model_names()}",
+    },
     "--json": {"action": "store_true", "help": "print one JSON document instead"},
 }
 

@@ -13,7 +13,7 @@ from math import prod
 from operator import index
 from typing import Any
 
-from lowprec.arrays import view_of_b
+from lowprec.arrays import library_of, view_of_b
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.namespaces import Namespace, cast, dtype_label, namespace_of
 from lowprec.arrays.prepared_view import Prepared, refuse_prepared
@@ -28,6 +28,8 @@ from lowprec.modes import MathMode
 def _namespace(name: str, x: Any) -> Namespace:
     try:
         found = namespace_of(x)
+        if getattr(x, "is_sparse_csr", False):
+            library_of(x).view(x)  # raises; PyTorch permutes no axes of these
     except ArrayError as error:
         error.argument = name
         raise
@@ -309,7 +311,8 @@ def einsum(
     Examples
     --------
     >>> import numpy as np
-    >>> einsum("ij,jk,kl->il", np.ones((2, 3)), np.ones((3, 4)), np.ones((4, 5)), math_mode="bf16").shape
+    >>> a, b, c = (np.ones(shape, np.float32) for shape in ((2, 3), (3, 4), (4, 5)))
+    >>> einsum("ij,jk,kl->il", a, b, c, math_mode="bf16").shape
     (2, 5)
     """
     if not operands or not isinstance(subscripts, str):

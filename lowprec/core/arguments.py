@@ -12,6 +12,7 @@ from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.arrays import CPU, ArrayView, is_array, library_of, may_overlap
+from lowprec.arrays.libraries import dense_method
 from lowprec.backends import Arguments
 from lowprec.backends.execution import imported
 from lowprec.errors import ArrayError, DeviceError, DTypeError, LowprecError, ShapeError, UnsupportedError, quoted
@@ -92,7 +93,7 @@ def _is_shape(x: Any) -> bool:
 def _is_description(x: Any) -> bool:
     if isinstance(x, tuple):
         return len(x) == 2
-    if isinstance(x, type):
+    if isinstance(x, type) or dense_method(x):
         return False
     return not is_array(x) and hasattr(x, "shape") and hasattr(x, "dtype")
 

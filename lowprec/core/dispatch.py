@@ -66,12 +66,15 @@ def matmul(
         dtype of the result; by default the operands' common dtype, int32 for int8. 16-bit operands may give float32,
         float32 operands a 16-bit type.
     math_mode : str or MathMode, optional
-        Precision of float32 and complex64 products; see the mode table. Overrides ``with math_mode(...)``.
+        Precision of float32 and complex64 products; see the mode table. Overrides ``with math_mode(...)``. No mode acts
+        on float64 and complex128 operands: a mode below FP32 gives one :class:`LowprecWarning` per process. Scopes and
+        defaults give none, since the code in their reach may mix element types.
     rtol : float, optional
-        Choose the cheapest mode that bounds ``|C - AB| / (|A| |B|)``, in Frobenius norms, by this value.
+        Choose the cheapest mode that bounds ``|C - AB| / (|A| |B|)``, in Frobenius norms, by this value. The error is
+        relative to the norms of the operands, not to elements of the result.
     bound : {"guaranteed", "probable"}, optional
         The bound that ``rtol`` is compared with. The probable bound assumes rounding errors of mean zero; it holds with
-        probability 0.999 and grows with the square root of the inner dimension.
+        probability 0.999 and grows with the square root of the inner dimension, the guaranteed one in proportion to it.
     k_chunk : int, optional
         For experts: length of the chunks of the inner dimension in which the (leading) product is summed. The default
         chunks keep the truncation error of tensor cores near the error of an FP32 sum.

@@ -9,14 +9,18 @@ from lowprec.arrays import ArrayView, Device
 from lowprec.backends import Backend, Executor, backend_of
 from lowprec.backends.execution import imported
 from lowprec.core.arguments import PLAIN, Options, check_devices, check_scalars, check_sizes, spec_of
+from lowprec.errors import warn
 from lowprec.formats import DType
-from lowprec.modes import MathMode, ResolvedMode
+from lowprec.modes import MathMode, ModeSource, ResolvedMode
+from lowprec.policy.state import FULL_FP32
 from lowprec.util import forking
 
 if TYPE_CHECKING:  # planning is imported with the first product
     from lowprec.planning import Capabilities, GemmPlan
 
 _CACHE_SIZE = 4096
+#: Types on which no mode acts, and those to convert them to.
+_SINGLE = {DType.FLOAT64: DType.FLOAT32, DType.COMPLEX128: DType.COMPLEX64}
 _PLAN_GEMM = "lowprec.planning:plan_gemm"
 
 
@@ -74,10 +78,19 @@ def look_up(
         if excess > 0:
             for oldest in list(_executors)[:excess]:  # dictionaries keep their order
                 _executors.pop(oldest, None)
+        if resolved.source is ModeSource.ARGUMENT:
+            warn_without_effect(found.plan)
     observer = _observer
     if observer is None or not observed:
         return found
     return observer(found, resolved, x, y)
+
+
+def warn_without_effect(plan: GemmPlan) -> None:
+    """Warn, once per process, that a ``math_mode=`` argument has no effect on float64 or complex128 operands."""
+    single = _SINGLE.get(plan.compute_dtype)
+    if single is not None and plan.mode not in FULL_FP32:
+        warn(f"{plan.note}; to use the mode convert them, as by a.astype(np.{single})", once="no effect")
 
 
 def _create(mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:

@@ -57,9 +57,24 @@ def mode_within(
     imposed = policy.overriding_mode()
     if imposed is not None:
         return imposed, ()
-    excluded = _TF32_MODES if policy.environment.snapshot().tf32_off else frozenset()
-    selection = select_mode(problem, capabilities, rtol, excluded, measure)
+    selection = select_mode(problem, capabilities, rtol, _excluded(), measure)
     return policy.restrict(selection.mode, ModeSource.RTOL), selection.candidates
+
+
+def _excluded() -> frozenset[MathMode]:
+    return _TF32_MODES if policy.environment.snapshot().tf32_off else frozenset()
+
+
+def _tolerance(rtol: float, bound: str | None, problem: GemmProblem, capabilities: Capabilities) -> Reason:
+    """Return which bound ``rtol`` limits, and the mode that the other bound would choose."""
+    used = Bound(bound or Bound.GUARANTEED)
+    (other,) = set(Bound) - {used}
+    try:
+        candidates = select_mode(problem, capabilities, float(rtol), _excluded(), other).candidates
+        choice = next(f"{x.mode}, whose bound is {x.bound:.2g}" for x in candidates if x.accepted)
+    except ModeError:
+        choice = "no mode"
+    return Reason.of(ReasonKind.TOLERANCE, bound=str(used), rtol=float(rtol), other=str(other), choice=choice)
 
 
 def plan(
@@ -91,9 +106,9 @@ def plan(
     out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`; descriptions are accepted as arrays.
     device : str, optional
-        Model or compute capability of an NVIDIA GPU, for example ``"h200"``, ``"sm_90"`` or ``"9.0"``. The plan is a
-        prediction from published data, for arrays of these shapes and strides in its memory. Neither the GPU, a driver
-        nor a CUDA library is needed.
+        ``"cpu"``, or the model or compute capability of an NVIDIA GPU: ``"h200"``, ``"sm_90"``, ``"9.0"``. The
+        plan is that of arrays of these shapes and strides in its memory; for a GPU a prediction from published
+        data, for which neither the GPU, a driver nor a CUDA library is needed.
 
     Returns
     -------
@@ -151,6 +166,7 @@ def plan(
         made,
         resolved=resolved,
         candidates=candidates,
+        tolerance=_tolerance(rtol, bound, problem, able) if rtol is not None and candidates[1:] else None,
         copies=(*made.copies, *copies),
         prepared=prepared_reason(made, y.mode) if isinstance(y, PreparedView) else None,
         algorithm=_algorithm(made, x, y, options) if is_there and not place.is_host else (),

@@ -11,6 +11,7 @@ from lowprec.arrays import ArrayView, library_of
 from lowprec.arrays.prepared_view import Prepared, PreparedView, copy_of
 from lowprec.backends import backend_of
 from lowprec.core.arguments import spec_of
+from lowprec.core.executors import warn_without_effect
 from lowprec.errors import ShapeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, parse_mode
@@ -146,7 +147,9 @@ def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOp
     view = library.view(b)
     if not view.ndim:
         raise ShapeError("b has no axes; prepare takes a vector, a matrix or a stack of matrices")
-    plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
+    made = plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
+    if math_mode is not None:
+        warn_without_effect(made)
     stream = None if view.device.is_host else library.current_stream(view.device)
     return PreparedOperand(PreparedView(copy_of(view, stream), mode, {}))
 

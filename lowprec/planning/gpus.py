@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from lowprec.errors import DeviceError, quoted
+from lowprec.errors import DeviceError, did_you_mean, quoted
 from lowprec.planning.tensor_cores import Capability
 
 #: Formats of the rates of a row, in order.
@@ -138,7 +138,8 @@ def parse_model(name: object) -> GpuModel:
             return model
         if wanted in (_plain(model.key), _plain(model.name)):
             return model
-    raise DeviceError(f"device {quoted(name)} is not a GPU with known data; choose one of: {model_names()}")
+    similar = did_you_mean(name, _BY_KEY)
+    raise DeviceError(f"device {quoted(name)} is not known; choose one of: cpu, {model_names()}{similar}")
 
 
 def parse_capability(text: str) -> Capability | None:

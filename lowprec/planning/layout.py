@@ -122,7 +122,7 @@ def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
     for position, shape in enumerate((shape_a, shape_b)):
         if not shape:
             raise ShapeError(
-                f"matmul: input operand {position} does not have enough dimensions (has 0, requires 1): "
+                f"input operand {position} does not have enough dimensions (has 0, requires 1): "
                 f"shapes {shape_a} and {shape_b}"
             )
     m = shape_a[-2] if len(shape_a) > 1 else 1
@@ -131,13 +131,13 @@ def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
     k_of_b = shape_b[-2] if len(shape_b) > 1 else shape_b[0]
     if k != k_of_b:
         raise ShapeError(
-            f"matmul: input operand 1 has a mismatch in its core dimension 0 (size {k_of_b} is different "
+            f"input operand 1 has a mismatch in its core dimension 0 (size {k_of_b} is different "
             f"from {k}): shapes {shape_a} and {shape_b}"
         )
     batch = []
     for x, y in zip_longest(shape_a[-3::-1], shape_b[-3::-1], fillvalue=1):
         if x != y and x != 1 and y != 1:
-            raise ShapeError(f"matmul: operands could not be broadcast together with shapes {shape_a} and {shape_b}")
+            raise ShapeError(f"operands could not be broadcast together with shapes {shape_a} and {shape_b}")
         batch.append(y if x == 1 else x)
     return m, n, k, tuple(reversed(batch))
 

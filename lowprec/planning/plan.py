@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     why: Reason
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GemmPlan:
     """The execution plan of a product: frozen, hashable; ``print`` shows a table."""
 
@@ -77,6 +77,7 @@ class GemmPlan:
     flops: int  # 2 m n k per real product, 8 m n k per complex one, without those of split operands
     resolved: ResolvedMode | None = None  # the mode with its source
     candidates: tuple[Candidate, ...] = ()  # modes considered for ``rtol``
+    tolerance: Reason | None = None  # the bound that ``rtol`` limits, and the choice by the other bound
     call: CublasLtCall | None = None  # arguments of cuBLASLt, if it is the kernel
     #: Why the packed form of a prepared ``b`` is kept or not; None if ``b`` is an array.
     prepared: Reason | None = None
@@ -191,6 +192,9 @@ class GemmPlan:
     def fallbacks(self) -> tuple[str, ...]:
         """Treatment of operands that the kernel does not support."""
         return tuple(_rendering().fallbacks(self))
+
+    def __repr__(self) -> str:
+        return str(_rendering().to_repr(self))
 
     def __str__(self) -> str:
         return str(_rendering().to_text(self))

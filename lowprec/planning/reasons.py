@@ -56,6 +56,7 @@ class ReasonKind(Enum):
     TRANSPOSED_RESULT = "a column-major result packs b^T as the left operand: read as an ordinary array"
 
     # Why ``rtol`` chose or rejected a mode.
+    TOLERANCE = "limits the {bound} bound to {rtol:.3g}; bound={other!r} would choose {choice}"
     EXCLUDED = "excluded by the environment"
     BOUND_TOO_LARGE = "its bound exceeds rtol = {rtol:.3g}"
     BOUND_NEEDS_RANGE = "its bound depends on the data's range: {condition}"

@@ -94,6 +94,12 @@ def to_text(plan: GemmPlan) -> str:
     return "\n\n".join(plain_text(table, WIDTH) for table in tables(plan))
 
 
+def to_repr(plan: GemmPlan) -> str:
+    """Return the plan in two lines."""
+    runs = f"mode {plan.mode}, kernel {plan.kernel} on {plan.capabilities.device}"
+    return f"<GemmPlan {title(plan)},\n {runs}, error at most {plan.bound.relative:.3g} |A| |B|>"
+
+
 def to_html(plan: GemmPlan) -> str:
     """Return the plan as tables for a notebook."""
     return "".join(map(html, tables(plan)))
@@ -174,6 +180,8 @@ def _mode_rows(plan: GemmPlan) -> Iterator[Row]:
         yield "mode", f"{plan.mode}, from {resolved.source}{asked}"
         for reason in resolved.reasons:
             yield "because", reason
+    if plan.tolerance:
+        yield "rtol", str(plan.tolerance)
     if plan.note:
         yield "note", plan.note
     if resolved and resolved.emulates:

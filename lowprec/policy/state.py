@@ -65,6 +65,8 @@ class math_mode(PolicyScope):
     __slots__ = ()
 
     def __init__(self, name: str | MathMode, *, frameworks: Frameworks = False) -> None:
+        if callable(name):
+            raise TypeError('@math_mode needs a mode: write @math_mode("bf16")')
         self._mode = parse_mode(name)
         self._libraries = selection(frameworks)
 
@@ -122,7 +124,9 @@ class fp32_guard(PolicyScope):
     __slots__ = ()
     _guards = True
 
-    def __init__(self, *, frameworks: Frameworks | None = None) -> None:
+    def __init__(self, frameworks: Frameworks | None = None) -> None:
+        if callable(frameworks):
+            raise TypeError("@fp32_guard needs parentheses: write @fp32_guard()")
         self._mode = None
         self._libraries = selection(True if frameworks is None else frameworks)
 

@@ -45,7 +45,7 @@ def _mode_variable(name: str, meaning: str, default: str) -> Variable[MathMode]:
         try:
             return parse_mode(text, what=f"environment variable {name}:")
         except ModeError as error:
-            raise EnvironmentVariableError(f"{error}; or unset the variable") from None
+            raise EnvironmentVariableError(f"{error} (or unset the variable)") from None
 
     legal = f"{mode_names()}, or an alias of one of these"
     return Variable(name, meaning, legal, default, parse, read_once=True)

@@ -120,7 +120,7 @@ def matmul(
     x = a.unsqueeze(0) if a.ndim == 1 else a
     y = b.unsqueeze(-1) if b.ndim == 1 else b
     if x.ndim < 2 or y.ndim < 2:
-        raise ShapeError(f"matmul: operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
+        raise ShapeError(f"operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
     dtype, outer = "", 1.0
     if out_dtype is not None:
         is_named = isinstance(out_dtype, str | torch.dtype)

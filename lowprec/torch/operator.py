@@ -36,6 +36,9 @@ OPERATOR = torch.ops.lowprec.matmul.default
 ACCUMULATOR = "accumulator"
 
 
+_DOUBLE = frozenset({torch.float64, torch.complex128})
+
+
 class _Options(NamedTuple):
     """The arguments after the operands; PyTorch omits trailing defaults."""
 
@@ -59,6 +62,8 @@ def _multiply(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def multiply_plain(a: Tensor, b: Tensor, mode: str | None, alpha: float, out_dtype: str) -> Tensor:
     """Multiply tensors that PyTorch neither records nor traces."""
     dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
+    if a.dtype in _DOUBLE or b.dtype in _DOUBLE:
+        mode = None  # it has no effect, of which a scope's gives no warning
     found: Tensor = dispatch.matmul(a, b, alpha=alpha, out_dtype=dtype, math_mode=mode)
     return found
 
@@ -88,12 +93,12 @@ def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     shapes = f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
     inner = a.shape[-1], b.shape[-2]
     if all(type(n) is int for n in inner) and inner[0] != inner[1]:
-        raise ShapeError(f"matmul: the inner dimensions differ, {shapes}")
+        raise ShapeError(f"the inner dimensions differ, {shapes}")
     torch._check(inner[0] == inner[1])
     try:
         batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except RuntimeError:
-        raise ShapeError(f"matmul: the batch dimensions do not broadcast, {shapes}") from None
+        raise ShapeError(f"the batch dimensions do not broadcast, {shapes}") from None
     dtype = result_dtype(a, b, _Options(*rest).out_dtype)
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=dtype)
 

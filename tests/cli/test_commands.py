@@ -73,7 +73,7 @@ def test_plan_for_a_gpu_that_is_not_here(command: Command, files: Files) -> None
 
 def test_a_gpu_that_is_not_known_is_refused(refused: Callable[..., str], files: Files) -> None:
     said = refused("plan", *files, "--device", "h20")
-    assert "choose one of: v100" in said
+    assert "choose one of: cpu, v100" in said
     assert "did you mean 'h200'?" in said
 
 

@@ -358,5 +358,12 @@ def test_products_of_a_program_are_shown() -> None:
     assert "2 products in" in seen.err
     seen = start(script, under=("--profile", *GUARD))
     assert "guard_variable" in seen.err
-    seen = start(write("print(1)"), under=("--profile",))
-    assert seen == (0, "1\n", "lowprec run --profile: the program did not import lowprec\n")
+
+
+def test_options_without_effect_are_reported() -> None:
+    seen = start(write("print(1)"), under=("--mode", "bf16", "--intercept", "--profile"))
+    said = [
+        f"lowprec run --{x}: the program did not import {y}\n"
+        for x, y in (("profile", "lowprec"), ("intercept", "torch"))
+    ]
+    assert seen == (0, "1\n", "".join(said))

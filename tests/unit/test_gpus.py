@@ -85,7 +85,7 @@ def test_a_model_has_many_names(name: str, key: str) -> None:
 
 @pytest.mark.parametrize("name", ["h300", "", "nvidia", "cuda:0", "sm_61", "9", "9.00", None, 90, []])
 def test_an_unknown_model_lists_the_known_ones(name: Any) -> None:
-    with pytest.raises(ValueError, match=r"choose one of: v100, t4, .*9\.0") as caught:
+    with pytest.raises(ValueError, match=r"choose one of: cpu, v100, t4, .*9\.0") as caught:
         lowprec.plan(SQUARE, SQUARE, device=name) if name is not None else parse_model(name)
     assert isinstance(caught.value, lowprec.LowprecError)
 

@@ -41,7 +41,7 @@ def test_result_shape_is_numpys(shape_a, shape_b):
     try:
         expected = np.matmul(np.zeros(shape_a), np.zeros(shape_b)).shape
     except ValueError:
-        with pytest.raises(ShapeError, match="matmul"):
+        with pytest.raises(ShapeError, match=r"^(input operand|operands)"):
             gemm_layout(*specs)
     else:
         assert gemm_layout(*specs).out_shape == expected

@@ -104,7 +104,13 @@ def test_an_unknown_name_lists_the_known_ones(name: object) -> None:
     with pytest.raises(ModeError, match=r"what it is .* is not a math mode; choose one of: ") as e:
         parse_mode(name, what="what it is")  # type: ignore[arg-type]
     assert repr(name) in str(e.value)
-    assert str(e.value).endswith(mode_names())
+    assert mode_names() in str(e.value)
+
+
+def test_a_misspelt_name_has_a_suggestion() -> None:
+    for name, meant in (("bf61", "bf16"), ("TF23", "tf32"), ("hgih", "high")):
+        with pytest.raises(ModeError, match=f"; did you mean {meant!r}\\?$"):
+            parse_mode(name)
 
 
 def test_sources_are_words_in_order_of_precedence() -> None:

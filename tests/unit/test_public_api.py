@@ -62,7 +62,7 @@ def test_the_names_are_these_and_sorted() -> None:
 
 
 def test_dir_shows_the_public_names_alone() -> None:
-    assert dir(lowprec) == NAMES
+    assert dir(lowprec) == sorted([*NAMES, "dask", "jax", "torch"])
 
 
 def test_every_name_exists() -> None:
@@ -126,6 +126,29 @@ def test_lazy_imports_are_listed_and_typed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "True"]
+
+
+def test_modules_of_libraries_are_imported_when_used() -> None:
+    code = """
+import sys, lowprec
+from lowprec import *
+libraries = "torch", "jax", "dask"
+assert sys.modules.keys().isdisjoint(libraries)
+for name in libraries:
+    sys.modules[name] = None  # as if it were not installed
+    assert not hasattr(lowprec, name)
+    try:
+        getattr(lowprec, name)
+    except AttributeError as error:
+        assert f'lowprec.{name} needs {name}, which is not installed: pip install "{name}' in str(error)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "dask"])
+def test_modules_of_libraries_are_attributes(name: str) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    assert getattr(lowprec, name) is sys.modules[f"lowprec.{name}"]
 
 
 def test_planning_is_imported_with_the_first_product() -> None:

@@ -113,8 +113,10 @@ class _Watcher:
     def show_profile(self) -> None:
         if self.profile is not None:
             _print(self.profile.table(width=_columns()))
-        elif os.environ.get("LOWPREC_RUN_PROFILE") == str(os.getpid()):
-            _print("lowprec run --profile: the program did not import lowprec")
+        for option, module in (("profile", _LOWPREC), ("intercept", "torch")):
+            is_program = os.environ.get("LOWPREC_RUN_" + option.upper()) == str(os.getpid())
+            if is_program and module not in sys.modules:
+                _print(f"lowprec run --{option}: the program did not import {module}")
 
 
 class _Loader:
@@ -176,7 +178,7 @@ def _start() -> None:
             home = os.path.dirname(home)
         watcher = _Watcher(order or "", home, bool(intercepts), bool(profiles))
         sys.meta_path.insert(0, watcher)
-        if profiles:
+        if intercepts or profiles:
             import atexit
 
             atexit.register(watcher.on_path, watcher.show_profile)
