@@ -49,6 +49,8 @@ def filled(path: Path, name: str, made: str) -> str:
         If the file does not have the markers once.
     """
     begin, end = f"<!-- generated: {name} -->\n", "<!-- end of generated -->\n"
+    if path.suffix == ".py":
+        begin, end = f"# generated: {name}\n", "# end of generated\n"
     text, count = re.subn(
         f"{begin}.*?{end}", lambda _: f"{begin}{made}{end}", path.read_text(encoding="utf-8"), flags=re.DOTALL
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -30,7 +31,7 @@ from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import core_type
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS
 from lowprec.formats import DType
-from lowprec.planning import Capabilities, OperandSpec, rendering
+from lowprec.planning import Activation, Bound, Capabilities, OperandSpec, rendering
 from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
 from lowprec.planning.layout import gemm_layout
@@ -214,8 +215,26 @@ def error_table() -> str:
     return table(["class", "is also a", "raised for"], rows)
 
 
+def literal_types() -> str:
+    """Return the types of the names that arguments accept, for type checkers."""
+    presets = [row.jax_preset for row in modes.TABLE if row.jax_preset]
+    names = {
+        "ModeName": [*map(str, modes.MathMode), *modes.ALIASES, *presets],
+        "BoundName": map(str, Bound),
+        "ActivationName": map(str, Activation),
+        "ArchitectureName": map(str, Architecture),
+    }
+    lines = []
+    for name, values in names.items():
+        text = ", ".join(f'"{value}"' for value in values)
+        one = f"{name}: TypeAlias = Literal[{text}]"
+        rest = textwrap.fill(text, 120, initial_indent=" " * 4, subsequent_indent=" " * 4)
+        lines.append(one if len(one) <= 120 else f"{name}: TypeAlias = Literal[\n{rest},\n]  # fmt: skip")
+    return "\n".join(lines) + "\n"
+
+
 def snippets() -> dict[Path, str]:
-    """Return the text of every generated file, the README's own table included."""
+    """Return the text of every generated file, those with a generated section included."""
     made = {
         "modes.md": mode_table(),
         "aliases.md": alias_table(),
@@ -232,6 +251,8 @@ def snippets() -> dict[Path, str]:
     }
     files = {DOCS / "_generated" / name: text for name, text in made.items()}
     files[README] = generated.filled(README, "modes", mode_table())
+    source = Path(modes.__file__)
+    files[source] = generated.filled(source, "names for type checkers", literal_types())
     return files
 
 
