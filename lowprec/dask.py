@@ -24,7 +24,7 @@ from lowprec.core import dispatch, plan_call
 from lowprec.core.arguments import ShapeDtype, check_known_shape, parse_dtype
 from lowprec.core.executors import warn_without_effect
 from lowprec.errors import ArrayError, DTypeError, ModeError
-from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
+from lowprec.modes import BoundName, MathMode, ModeName, ModeSource, ResolvedMode, row
 from lowprec.planning import GemmPlan
 from lowprec.policy.state import emulate
 
@@ -35,9 +35,9 @@ def matmul(
     /,
     *,
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     rtol: float | None = None,
-    bound: str | None = None,
+    bound: BoundName | None = None,
     k_chunk: int | None = None,
 ) -> da.Array:
     """Return the product of two Dask arrays as a lazy Dask array.
@@ -196,9 +196,7 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
     return [0 if length == 1 else i for i, length in zip(mine, x.shape[:-2], strict=True)]
 
 
-def _add_product(
-    acc: Any, a: Any, b: Any, mode: Any, out: str, emulates: str | None = None, k_chunk: Any = None
-) -> Any:
+def _add_product(acc: Any, a: Any, b: Any, mode: Any, out: str, emulates: Any = None, k_chunk: Any = None) -> Any:
     """Return ``acc + a @ b`` as a new array, since a task may be repeated with the same ``acc``."""
     if emulates is not None:
         with emulate(emulates):

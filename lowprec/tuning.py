@@ -15,7 +15,7 @@ from lowprec.core import streams
 from lowprec.core.arguments import bind, name_argument
 from lowprec.core.executors import look_up
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
-from lowprec.modes import MathMode
+from lowprec.modes import ActivationName, MathMode, ModeName
 from lowprec.planning.rendering import title
 from lowprec.policy import environment
 from lowprec.util.tables import Table, plain_text
@@ -63,9 +63,9 @@ def autotune(
     alpha: complex = 1.0,
     beta: complex = 0.0,
     bias: Any = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lowprec.amp.rules import SettingError, check_count, check_entries, check_number
 from lowprec.errors import quoted
-from lowprec.modes import MathMode, parse_mode
+from lowprec.modes import MathMode, ModeName, parse_mode
 from lowprec.policy import math_mode
 
 
@@ -58,7 +58,7 @@ class PrecisionSchedule:
 
     def __init__(
         self,
-        modes: Sequence[str | MathMode],
+        modes: Sequence[ModeName | MathMode],
         *,
         at: Sequence[int] | None = None,
         patience: int | None = None,

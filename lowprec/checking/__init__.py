@@ -12,13 +12,19 @@ from lowprec.checking.accuracy import Array, Errors, Verdict
 from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
 from lowprec.checking.measure import Load, Timing, load
 from lowprec.errors import ModeError, UnsupportedError, quoted
-from lowprec.modes import MathMode, parse_mode
+from lowprec.modes import MathMode, ModeName, parse_mode
 
 __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
 
 
 def check(
-    a: Any, b: Any, /, *, modes: Sequence[str | MathMode] | None = None, rounds: int | None = None, budget: float = 2.0
+    a: Any,
+    b: Any,
+    /,
+    *,
+    modes: Sequence[ModeName | MathMode] | None = None,
+    rounds: int | None = None,
+    budget: float = 2.0,
 ) -> Comparison:
     """Multiply two arrays in each math mode; compare times, errors and bounds.
 

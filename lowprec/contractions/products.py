@@ -17,12 +17,13 @@ from lowprec.arrays import library_of, view_of_b
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.namespaces import Namespace, cast, dtype_label, namespace_of
 from lowprec.arrays.prepared_view import Prepared, refuse_prepared
+from lowprec.arrays.signatures import of_first, of_second
 from lowprec.contractions.recipes import Step, recipe
 from lowprec.core.arguments import check_known_shape, name_argument, parse_out_dtype
 from lowprec.core.dispatch import matmul
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, quoted
 from lowprec.formats import OPERAND_DTYPES, dtype_from_name, operand_names, promote
-from lowprec.modes import MathMode
+from lowprec.modes import ActivationName, BoundName, MathMode, ModeName
 
 
 def _namespace(name: str, x: Any) -> Namespace:
@@ -37,6 +38,7 @@ def _namespace(name: str, x: Any) -> Namespace:
     return found
 
 
+@of_first
 def tensordot(
     a: Any,
     b: Any,
@@ -44,9 +46,9 @@ def tensordot(
     *,
     axes: int | tuple[Any, Any] = 2,
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     rtol: float | None = None,
-    bound: str | None = None,
+    bound: BoundName | None = None,
     k_chunk: int | None = None,
 ) -> Any:
     """Return the sum of products over pairs of axes, as ``numpy.tensordot``.
@@ -134,6 +136,7 @@ def _axis(axis: Any, function: str) -> int:
         raise ShapeError(f"{function}: axes are integers, got {quoted(axis)}") from None
 
 
+@of_first
 def vecdot(
     a: Any,
     b: Any,
@@ -141,9 +144,9 @@ def vecdot(
     *,
     axis: int = -1,
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     rtol: float | None = None,
-    bound: str | None = None,
+    bound: BoundName | None = None,
     k_chunk: int | None = None,
 ) -> Any:
     """Return dot products along an axis, the first factor conjugated (Array API).
@@ -201,17 +204,18 @@ def vecdot(
     return product[..., 0, 0]
 
 
+@of_first
 def linear(
     x: Any,
     weight: Any,
     /,
     bias: Any = None,
     *,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     rtol: float | None = None,
-    bound: str | None = None,
+    bound: BoundName | None = None,
     k_chunk: int | None = None,
 ) -> Any:
     """Return ``activation(x @ weight^T + bias)``, the product of PyTorch's layers.
@@ -263,15 +267,16 @@ def linear(
         raise
 
 
+@of_second
 def einsum(
     subscripts: str,
     /,
     *operands: Any,
     optimize: str | bool | Sequence[Sequence[int]] = "auto",
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     rtol: float | None = None,
-    bound: str | None = None,
+    bound: BoundName | None = None,
     k_chunk: int | None = None,
 ) -> Any:
     """Return a sum of products in Einstein's notation, as ``numpy.einsum``.

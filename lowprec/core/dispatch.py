@@ -13,6 +13,7 @@ from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_b
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.arrays.signatures import of_first
 from lowprec.arrays.view import with_k_zero
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
 from lowprec.backends.execution import imported
@@ -20,9 +21,10 @@ from lowprec.core import streams
 from lowprec.core.arguments import PLAIN, Options, bind, check_devices, name_argument, spec_of
 from lowprec.core.executors import CachedExecutor, capabilities, look_up
 from lowprec.errors import ArrayError, DelegateError, DTypeError, UnsupportedError
-from lowprec.modes import MathMode, ResolvedMode
+from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ResolvedMode
 
 
+@of_first
 def matmul(
     a: Any,
     b: Any,
@@ -33,11 +35,11 @@ def matmul(
     alpha: complex = 1.0,
     beta: complex = 0.0,
     bias: Any = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     rtol: float | None = None,
-    bound: str | None = None,
+    bound: BoundName | None = None,
     k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,
@@ -211,7 +213,7 @@ def _arrays(a: Any, b: Any, out: Any, c: Any, bias: Any, scale_a: Any, scale_b: 
 
 def _resolve_within(
     rtol: float | None,
-    math_mode: str | MathMode | None,
+    math_mode: ModeName | MathMode | None,
     bound: str | None,
     x: ArrayView,
     y: ArrayView,

@@ -13,7 +13,7 @@ from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
 from lowprec.backends import backend_of, predicted
 from lowprec.core.arguments import Options, bind, check_devices, check_scalars, name_argument, spec_of, view_of
 from lowprec.errors import ArrayError, DTypeError, ModeError, ShapeError
-from lowprec.modes import TABLE, MathMode, ModeSource, ResolvedMode, parse_mode
+from lowprec.modes import TABLE, ActivationName, BoundName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode
 from lowprec.planning import (
     Bound,
     Candidate,
@@ -36,10 +36,10 @@ _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 
 def mode_within(
     rtol: float | None,
-    math_mode: str | MathMode | None,
+    math_mode: ModeName | MathMode | None,
     problem: GemmProblem,
     capabilities: Capabilities,
-    bound: str | None = None,
+    bound: BoundName | None = None,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
     """Return the mode that ``rtol`` selects for a product on a device, and all candidates.
 
@@ -87,11 +87,11 @@ def plan(
     alpha: complex = 1.0,
     beta: complex = 0.0,
     bias: Any = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     rtol: float | None = None,
-    bound: str | None = None,
+    bound: BoundName | None = None,
     k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,

@@ -14,7 +14,7 @@ from lowprec.core.arguments import spec_of
 from lowprec.core.executors import warn_without_effect
 from lowprec.errors import ShapeError, UnsupportedError
 from lowprec.formats import DType
-from lowprec.modes import MathMode, parse_mode
+from lowprec.modes import MathMode, ModeName, parse_mode
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.layout import Order, stacked_layout
 
@@ -101,7 +101,7 @@ class PreparedOperand(Prepared):
         return again, (self._view.ndarray(),)
 
 
-def prepare(b: Any, /, *, math_mode: str | MathMode | None = None) -> PreparedOperand:
+def prepare(b: Any, /, *, math_mode: ModeName | MathMode | None = None) -> PreparedOperand:
     """Return an operand, such as a weight, that is rounded, split and packed once.
 
     ``matmul(a, prepare(b))`` equals ``matmul(a, b)`` bit for bit in every mode; preparing only saves time. The first

@@ -16,7 +16,7 @@ from lowprec.errors import ArrayError, DTypeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.jax.current_mode import resolve
 from lowprec.jax.primitive import dot_general
-from lowprec.modes import MathMode, parse_mode
+from lowprec.modes import ActivationName, MathMode, ModeName, parse_mode
 from lowprec.planning import Activation, GemmPlan
 
 #: The first of the sizes by which symbolic sizes are replaced in checks.
@@ -32,10 +32,10 @@ def matmul(
     alpha: complex = 1.0,
     beta: complex = 0.0,
     bias: jax.Array | None = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
-    backward_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
+    backward_mode: ModeName | MathMode | None = None,
 ) -> jax.Array:
     """Return ``activation(alpha * a @ b + beta * c + bias)`` inside JAX.
 

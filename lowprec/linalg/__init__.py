@@ -26,6 +26,7 @@ from collections.abc import Callable
 from inspect import cleandoc
 from typing import Any, NamedTuple, TypeVar
 
+from lowprec.arrays.signatures import of_first
 from lowprec.errors import UnsupportedError, quoted
 from lowprec.linalg.report import SolveReport
 from lowprec.linalg.routes import REAL_DTYPES, ROUTES, call
@@ -110,6 +111,7 @@ def _guarded(function: _Function) -> _Function:
     return function
 
 
+@of_first
 @_guarded
 def solve(
     a: Any,
@@ -206,6 +208,7 @@ def lstsq(a: Any, b: Any, /, *, rtol: float | None = None) -> LstsqResult:
     return LstsqResult(*call("lstsq", a, b, rtol=rtol))
 
 
+@of_first
 @_guarded
 def inv(a: Any, /) -> Any:
     """Return the inverses of square matrices, shape (..., n, n).
@@ -224,6 +227,7 @@ def inv(a: Any, /) -> Any:
     return call("inv", a)
 
 
+@of_first
 @_guarded
 def pinv(a: Any, /, *, rtol: float | None = None) -> Any:
     """Return the Moore-Penrose inverses of matrices, shape (..., n, m).
@@ -245,6 +249,7 @@ def pinv(a: Any, /, *, rtol: float | None = None) -> Any:
     return call("pinv", a, rtol=rtol)
 
 
+@of_first
 @_guarded
 def cholesky(a: Any, /) -> Any:
     """Return the lower triangles ``L``, shape (..., n, n), with ``a = L @ L^H``.
@@ -379,6 +384,7 @@ def matrix_rank(a: Any, /, *, rtol: float | None = None) -> Any:
     return call("matrix_rank", a, rtol=rtol)
 
 
+@of_first
 @_guarded
 def matrix_power(a: Any, n: int, /) -> Any:
     """Return powers of square matrices (..., m, m), of inverses for negative ``n``.
@@ -398,6 +404,7 @@ def matrix_power(a: Any, n: int, /) -> Any:
     return call("matrix_power", a, n=n)
 
 
+@of_first
 @_guarded
 def expm(a: Any, /) -> Any:
     """Return the matrix exponentials, shape (..., n, n).
@@ -417,6 +424,7 @@ def expm(a: Any, /) -> Any:
     return call("expm", a)
 
 
+@of_first
 @_guarded
 def cdist(a: Any, b: Any, /) -> Any:
     """Return Euclidean distances (..., m, n) between the points of two sets.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 
 from lowprec.architectures import Architecture, parse_architecture
-from lowprec.modes import MathMode, ModeSource, ResolvedMode, parse_mode, row
+from lowprec.modes import ArchitectureName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode, row
 from lowprec.policy import entries, environment
 from lowprec.policy.entries import NO_LIBRARY, innermost
 from lowprec.policy.environment import EnvironmentSnapshot
@@ -64,7 +64,7 @@ class math_mode(PolicyScope):
 
     __slots__ = ()
 
-    def __init__(self, name: str | MathMode, *, frameworks: Frameworks = False) -> None:
+    def __init__(self, name: ModeName | MathMode, *, frameworks: Frameworks = False) -> None:
         if callable(name):
             raise TypeError('@math_mode needs a mode: write @math_mode("bf16")')
         self._mode = parse_mode(name)
@@ -181,7 +181,7 @@ class emulate(PolicyScope):
 
     __slots__ = ("_emulates",)
 
-    def __init__(self, architecture: str | Architecture) -> None:
+    def __init__(self, architecture: ArchitectureName | Architecture) -> None:
         self._mode = None
         self._libraries = NO_LIBRARY
         self._emulates = parse_architecture(architecture)
@@ -195,7 +195,7 @@ def emulated() -> Architecture | None:
     return innermost.get().emulates
 
 
-def set_math_mode(name: str | MathMode | None) -> None:
+def set_math_mode(name: ModeName | MathMode | None) -> None:
     """Set the default mode of this process, for all its threads.
 
     ``with math_mode(...)`` and every argument take precedence over it, and it does over ``LOWPREC_MATH_MODE``.

@@ -22,7 +22,7 @@ from lowprec.core.arguments import Options, parse_dtype
 from lowprec.core.executors import capabilities
 from lowprec.core.plan_call import mode_within
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from lowprec.modes import MathMode, parse_mode
+from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, parse_mode
 from lowprec.planning import Activation, OperandSpec
 from lowprec.torch.current_mode import current_mode
 from lowprec.torch.operator import (
@@ -63,12 +63,12 @@ def matmul(
     alpha: float = 1.0,
     beta: float = 0.0,
     bias: Tensor | None = None,
-    activation: str | None = None,
+    activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     rtol: float | None = None,
-    bound: str | None = None,
-    backward_mode: str | MathMode | None = None,
+    bound: BoundName | None = None,
+    backward_mode: ModeName | MathMode | None = None,
 ) -> Tensor:
     """Return ``activation(alpha * a @ b + beta * c + bias)`` inside PyTorch.
 
@@ -205,10 +205,10 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    math_mode: str | MathMode | None = None,
+    math_mode: ModeName | MathMode | None = None,
     rtol: float | None = None,
-    bound: str | None = None,
-    backward_mode: str | MathMode | None = None,
+    bound: BoundName | None = None,
+    backward_mode: ModeName | MathMode | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``.
 
@@ -265,7 +265,7 @@ def _uncompiled(a: Any, b: Any, /, **given: Any) -> Any:
     return dispatch.matmul(a, b, **given)
 
 
-def _mode_within(a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None) -> str:
+def _mode_within(a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None) -> Any:
     """Return the mode for ``rtol``: in a graph, a constant for these shapes and for the current mode."""
     # In a graph numbers may be symbols, which int() and float() would not convert.
     given = rtol.hex() if isinstance(rtol, float) else (rtol,)

@@ -15,14 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec._version import __version__
 from lowprec.errors import warn
-from lowprec.modes import MathMode, parse_mode
+from lowprec.modes import MathMode, ModeName, parse_mode
 from lowprec.torch.aten import ACTED_ON, rule_of
 from lowprec.torch.operator import OPERATOR
 
 _aten = torch.ops.aten
 
 
-def inductor_options(math_mode: str | MathMode) -> dict[str, Any]:
+def inductor_options(math_mode: ModeName | MathMode) -> dict[str, Any]:
     """Return options of ``torch.compile`` by which lowprec computes the products.
 
     They are those of :class:`intercept`, without products that PyTorch turns into sums: those with an inner dimension

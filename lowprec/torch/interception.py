@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowprec import policy
 from lowprec.core import dispatch
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from lowprec.modes import MathMode, parse_mode
+from lowprec.modes import MathMode, ModeName, parse_mode
 from lowprec.policy.decorators import decorated
 from lowprec.policy.entries import Entry, Scope
 from lowprec.policy.protocol import Tier
@@ -154,7 +154,7 @@ class intercept(Scope):
 
     _entry_type = _Block
 
-    def __init__(self, math_mode: str | MathMode) -> None:
+    def __init__(self, math_mode: ModeName | MathMode) -> None:
         self.math_mode = parse_mode(math_mode)
         self._mode = _Intercepting(self.math_mode)
 
@@ -258,7 +258,7 @@ class _Intercepting(TorchDispatchMode):
         return InterceptionReport(self._math_mode.value, products, remarks)
 
 
-def _product(terms: Terms, mode: str) -> Tensor:
+def _product(terms: Terms, mode: Any) -> Tensor:
     a, b, c, alpha, beta = terms
     rest: dict[str, Any] = {}
     if c is not None and c.ndim == 1 and c.shape == b.shape[1:] and alpha == beta == 1:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec.modes import MathMode, parse_mode
+from lowprec.modes import BoundName, MathMode, ModeName, parse_mode
 from lowprec.planning import check_bound, check_rtol
 from lowprec.torch.functions import linear
 
@@ -42,16 +42,16 @@ class Linear(torch.nn.Linear):
         device: object = None,
         dtype: torch.dtype | None = None,
         *,
-        math_mode: str | MathMode | None = None,
+        math_mode: ModeName | MathMode | None = None,
         rtol: float | None = None,
-        bound: str | None = None,
-        backward_mode: str | MathMode | None = None,
+        bound: BoundName | None = None,
+        backward_mode: ModeName | MathMode | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.math_mode = None if math_mode is None else parse_mode(math_mode).value
+        self.math_mode: Any = None if math_mode is None else parse_mode(math_mode).value
         self.rtol = None if rtol is None else check_rtol(rtol)
-        self.bound = None if bound is None else check_bound(bound).value
-        self.backward_mode = None if backward_mode is None else parse_mode(backward_mode, "backward_mode").value
+        self.bound: Any = None if bound is None else check_bound(bound).value
+        self.backward_mode: Any = None if backward_mode is None else parse_mode(backward_mode, "backward_mode").value
 
     @classmethod
     def sharing(cls, layer: torch.nn.Linear, **modes: Any) -> Linear:

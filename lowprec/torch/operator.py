@@ -59,7 +59,7 @@ def _multiply(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     return multiply_plain(a, b, mode, options.alpha, options.out_dtype)
 
 
-def multiply_plain(a: Tensor, b: Tensor, mode: str | None, alpha: float, out_dtype: str) -> Tensor:
+def multiply_plain(a: Tensor, b: Tensor, mode: Any, alpha: float, out_dtype: str) -> Tensor:
     """Multiply tensors that PyTorch neither records nor traces."""
     dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
     if a.dtype in _DOUBLE or b.dtype in _DOUBLE:

@@ -62,8 +62,10 @@ def test_arguments_are_checked_at_construction() -> None:
             math_mode(wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"math_mode\('bf16'\) decorates functions, got int"):
         math_mode("bf16")(3)  # type: ignore[type-var]
-    with pytest.raises(TypeError, match="argument"):
-        fp32_guard(get_math_mode)  # type: ignore[call-arg] # the forgotten parentheses
+    with pytest.raises(TypeError, match=r'write @math_mode\("bf16"\)'):
+        math_mode(get_math_mode)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"write @fp32_guard\(\)"):
+        fp32_guard(get_math_mode)  # type: ignore[arg-type]
 
 
 def test_the_guard_is_a_floor() -> None:

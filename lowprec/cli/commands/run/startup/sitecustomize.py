@@ -22,7 +22,7 @@ _LOWPREC = "lowprec"
 class _Watcher:
     """A finder that uses the other finders, and sets a library's switches once it is executed."""
 
-    def __init__(self, order: str, home: str, intercepts: bool, profiles: bool) -> None:
+    def __init__(self, order: "Any", home: str, intercepts: bool, profiles: bool) -> None:
         self.order = order
         self.home = home
         self.intercepts = intercepts

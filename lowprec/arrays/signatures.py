@@ -1,0 +1,68 @@
+"""Types of public functions, for type checkers: the result is an array of the first operand's library.
+
+They name no class of a library that may be missing: a tensor of PyTorch, for example, is known by a method of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from lowprec.arrays.dlpack import DLPackArray
+
+    P = ParamSpec("P")
+    T = TypeVar("T", covariant=True)
+    X = TypeVar("X", bound="_Standard | _Lazy")
+
+    class _Tensor(Protocol[T]):  # PyTorch's; T is a plain one, also where this is a parameter
+        def resolve_conj(self) -> T: ...
+
+    class _Standard(Protocol):  # with the Array API: JAX's, CuPy's and others
+        def __array_namespace__(self) -> Any: ...
+
+    class _Lazy(Protocol):  # Dask's
+        @property
+        def numblocks(self) -> Any: ...
+
+    class _DLPack(Protocol):
+        def __dlpack_device__(self) -> Any: ...
+
+    class OfFirst(Protocol[P]):
+        """A function of an array and more."""
+
+        @overload
+        def __call__(self, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
+        @overload
+        def __call__(self, a: _Tensor[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+        @overload
+        def __call__(self, a: X, /, *args: P.args, **kwargs: P.kwargs) -> X: ...
+        @overload
+        def __call__(self, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
+
+    class OfSecond(Protocol[P]):
+        """A function of a text, an array and more."""
+
+        @overload
+        def __call__(self, s: str, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
+        @overload
+        def __call__(self, s: str, a: _Tensor[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+        @overload
+        def __call__(self, s: str, a: X, /, *args: P.args, **kwargs: P.kwargs) -> X: ...
+        @overload
+        def __call__(self, s: str, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
+
+
+def of_first(function: Callable[Concatenate[Any, P], Any]) -> OfFirst[P]:
+    """Return the function, whose result has the type of its first argument."""
+    return cast("OfFirst[P]", function)
+
+
+def of_second(function: Callable[Concatenate[str, Any, P], Any]) -> OfSecond[P]:
+    """Return the function, whose result has the type of its second argument."""
+    return cast("OfSecond[P]", function)
