@@ -78,21 +78,23 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> typing.Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        module = importlib.import_module(_LAZY[name])
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != name:
-            raise
-        # hasattr expects this class.
-        raise AttributeError(
-            f'lowprec.{name} needs {name}, which is not installed: pip install "{_OF_LIBRARIES[name]}"'
-        ) from error
-    # The value is the module itself, or an attribute of it.
-    value = globals()[name] = getattr(module, name, module)
-    return value
+if not typing.TYPE_CHECKING:  # for type checkers any name would exist
+
+    def __getattr__(name: str) -> typing.Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            module = importlib.import_module(_LAZY[name])
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != name:
+                raise
+            # hasattr expects this class.
+            raise AttributeError(
+                f'lowprec.{name} needs {name}, which is not installed: pip install "{_OF_LIBRARIES[name]}"'
+            ) from error
+        # The value is the module itself, or an attribute of it.
+        value = globals()[name] = getattr(module, name, module)
+        return value
 
 
 def __dir__() -> list[str]:

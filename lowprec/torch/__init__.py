@@ -27,10 +27,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "inductor_options":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from lowprec.torch.inductor import inductor_options  # which imports PyTorch's compiler
+if not TYPE_CHECKING:  # for type checkers any name would exist
 
-    globals()[name] = inductor_options
-    return inductor_options
+    def __getattr__(name: str) -> Any:
+        if name != "inductor_options":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from lowprec.torch.inductor import inductor_options  # which imports PyTorch's compiler
+
+        globals()[name] = inductor_options
+        return inductor_options

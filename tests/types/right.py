@@ -13,7 +13,7 @@ from typing_extensions import assert_type
 
 import lowprec
 from lowprec.checking import Comparison
-from lowprec.planning import GemmPlan
+from lowprec.planning.plan import GemmPlan
 
 a = np.ones((2, 2), np.float32)
 t = torch.ones(2, 2)
