@@ -26,10 +26,7 @@ from lowprec.modes import MathMode
 from lowprec.policy import fp32_guard, get_math_mode, math_mode, register_controller, set_math_mode
 
 if typing.TYPE_CHECKING:
-    from lowprec import amp, emulation, linalg
-    from lowprec import dask as dask
-    from lowprec import jax as jax
-    from lowprec import torch as torch
+    from lowprec import amp, dask, emulation, jax, linalg, torch  # noqa: F401
     from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check

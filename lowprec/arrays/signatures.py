@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     class _DLPack(Protocol):
         def __dlpack_device__(self) -> Any: ...
 
-    class OfFirst(Protocol[P]):
-        """A function of an array and more."""
-
+    class _OfFirst(Protocol[P]):  # a function of an array and more
         @overload
         def __call__(self, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
         @overload
@@ -45,9 +43,7 @@ if TYPE_CHECKING:
         @overload
         def __call__(self, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
 
-    class OfSecond(Protocol[P]):
-        """A function of a text, an array and more."""
-
+    class _OfSecond(Protocol[P]):  # a function of a text, an array and more
         @overload
         def __call__(self, s: str, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
         @overload
@@ -58,11 +54,11 @@ if TYPE_CHECKING:
         def __call__(self, s: str, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
 
 
-def of_first(function: Callable[Concatenate[Any, P], Any]) -> OfFirst[P]:
+def of_first(function: Callable[Concatenate[Any, P], Any]) -> _OfFirst[P]:
     """Return the function, whose result has the type of its first argument."""
-    return cast("OfFirst[P]", function)
+    return cast("_OfFirst[P]", function)
 
 
-def of_second(function: Callable[Concatenate[str, Any, P], Any]) -> OfSecond[P]:
+def of_second(function: Callable[Concatenate[str, Any, P], Any]) -> _OfSecond[P]:
     """Return the function, whose result has the type of its second argument."""
-    return cast("OfSecond[P]", function)
+    return cast("_OfSecond[P]", function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -67,13 +68,11 @@ def _excluded() -> frozenset[MathMode]:
 
 def _tolerance(rtol: float, bound: str | None, problem: GemmProblem, capabilities: Capabilities) -> Reason:
     """Return which bound ``rtol`` limits, and the mode that the other bound would choose."""
-    used = Bound(bound or Bound.GUARANTEED)
+    used, choice = Bound(bound or Bound.GUARANTEED), "no mode"
     (other,) = set(Bound) - {used}
-    try:
+    with suppress(ModeError):
         candidates = select_mode(problem, capabilities, float(rtol), _excluded(), other).candidates
         choice = next(f"{x.mode}, whose bound is {x.bound:.2g}" for x in candidates if x.accepted)
-    except ModeError:
-        choice = "no mode"
     return Reason.of(ReasonKind.TOLERANCE, bound=str(used), rtol=float(rtol), other=str(other), choice=choice)
 
 

@@ -30,7 +30,7 @@ from lowprec.arrays.signatures import of_first
 from lowprec.errors import UnsupportedError, quoted
 from lowprec.linalg.report import SolveReport
 from lowprec.linalg.routes import REAL_DTYPES, ROUTES, call
-from lowprec.modes import MathMode
+from lowprec.modes import MathMode, ModeName
 
 __all__ = ["EighResult", "LstsqResult", "QRResult", "SVDResult", "SlogdetResult", "SolveReport", *ROUTES]
 
@@ -111,7 +111,6 @@ def _guarded(function: _Function) -> _Function:
     return function
 
 
-@of_first
 @_guarded
 def solve(
     a: Any,
@@ -119,7 +118,7 @@ def solve(
     /,
     *,
     method: str = "direct",
-    factor_mode: str | MathMode | None = None,
+    factor_mode: ModeName | MathMode | None = None,
     assume: str = "gen",
     full_output: bool = False,
 ) -> Any:

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from lowprec.planning.kernels import Capabilities
     from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import Candidate, Copy, GemmPlan
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lowprec.planning.plan import GemmPlan
 
 #: Multiple, in bytes, of the contiguous dimension for which tensor cores are fastest.
 ALIGNMENT_BYTES = 16

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from lowprec.planning import Capabilities
+from lowprec.planning import Capabilities, KernelRow, Summation
 from lowprec.planning.gpus import flops_per_byte, model_of, parse_capability, parse_model
 
 if TYPE_CHECKING:
     from lowprec.backends.cuda.runtime import DeviceProperties
-from lowprec.planning import KernelRow, Summation
 
 CUBLASLT = KernelRow(
     name="cublaslt",
