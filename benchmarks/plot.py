@@ -244,6 +244,35 @@ def digits(rows: Rows) -> Any:
     return bench_digits.digits.draw(rows)
 
 
+def solve(rows: Rows) -> Any:
+    """Draw speed over the best library and steps of refinement against the condition number, by mode of the factor."""
+    own = [r for r in rows if r["kind"] == "condition"]
+    figure, grid = _grid(4.6, 2, 1)
+    panels = [row[0] for row in grid]
+    for mode in dict.fromkeys(r["mode"] for r in own):
+        points = [r for r in own if r["mode"] == mode]
+        style = {"linewidth": 1, "markersize": 5, **MODES[mode]}
+        at = [r["condition"] for r in points]
+        panels[0].plot(at, [r["speed"]["median"] for r in points], label=f"factor in {mode}", **style)
+        panels[1].plot(at, [r["steps"] for r in points], **style)
+        failed = [(r["condition"], r["steps"]) for r in points if r["method"] == "direct"]
+        if failed:
+            panels[1].plot(
+                *zip(*failed, strict=True), linestyle="", marker="o", markersize=10, fillstyle="none", color=INK
+            )
+    for panel, title in zip(
+        panels, ("speed over the best library", "steps (circles: direct solve after all)"), strict=True
+    ):
+        panel.set_xscale("log")
+        panel.set_ylim(bottom=0)
+        panel.set_title(title)
+        panel.grid()
+    panels[1].set_xlabel("condition number")
+    panels[0].axhline(1, color=INK, linewidth=1)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
 #: By the name of the benchmark: how its result is drawn, and what the drawing shows.
 CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "accuracy": (accuracy, "Error and bound by size, mode and distribution"),
@@ -251,6 +280,7 @@ CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "tradeoff": (tradeoff, "Error against speed of each mode, and those that no other one beats"),
     "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
     "gemm-no-extras": (speed, "The same with NumPy alone"),
+    "solve": (solve, "Speed and steps of refinement against the condition number, by mode of the factor"),
     "digits": (digits, "Share of test digits that each training does not recognise, by library and precision"),
     "overhead": (calls, "Cost of a call on 8 x 8 arrays, by library"),
 }

@@ -272,6 +272,27 @@ def tradeoff(result: Result) -> str:
     return f"{_by_row_and_column('speed over fp32, error', cells)}\n{_claims(result)}"
 
 
+def solve(result: Result) -> str:
+    """Return speed over the best library by family and size, backward errors, and both by condition number."""
+    own = [r for r in result["results"] if r["kind"] == "family"]
+    speeds = {
+        (f"{r['family']}, n = {r['n']}", r["variant"]): f"{r['time']['median']:.2f} ({r['speed']['median']:.2f})"
+        for r in own
+    }
+    errors = {(f"{r['family']}, n = {r['n']}", r["variant"]): f"{r['backward_error']:.1e}" for r in own}
+    by_condition = {
+        (f"{r['condition']:.0e}", r["mode"]): f"{r['speed']['median']:.2f}, {r['steps']} steps, {r['method']}"
+        for r in result["results"]
+        if r["kind"] == "condition"
+    }
+    parts = {
+        "seconds (speed over the best library)": speeds,
+        "backward error": errors,
+        "condition (speed, steps, method), by mode of the factor": by_condition,
+    }
+    return "\n".join([*(_by_row_and_column(*part) for part in parts.items()), _claims(result)])
+
+
 #: By the name of the benchmark: how its result reads.
 PAGES: dict[str, Callable[[Result], str]] = {
     "gemm": gemm,
@@ -286,6 +307,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "recovery": recovery,
     "real": real,
     "tradeoff": tradeoff,
+    "solve": solve,
     "stress": _claims,
     "dask": dask,
 }

@@ -25,6 +25,7 @@ COMMANDS = {
     "gemm-schemes": ["bench_gemm.py", "--schemes"],
     "accuracy": ["bench_accuracy.py"],
     "unscale": ["bench_unscale.py"],
+    "solve": ["bench_solve.py"],
     "transformer": ["bench_transformer.py"],
     "digits": ["bench_digits.py"],
     "stress": ["stress.py"],

@@ -32,6 +32,9 @@ _WIDTH, _USUAL_ERROR, _WORTH_A_TRIAL = 256, 1e-5, 4.0
 #: factor, in FP32 flops for each element of the matrix; steps.
 _LAPACK, _OVERHEAD, _STEPS = 1.8, 4000.0, 4
 
+#: Smaller systems are not worth a look at the costs.
+_SMALLEST = 512
+
 
 def solve(a: Any, b: Any, *, method: str, factor_mode: str | MathMode | None, assume: str, full_output: bool) -> Any:
     """Return the solution, with ``full_output`` a pair of it and the report."""
@@ -119,6 +122,8 @@ class _Solve:
             return Reason.GUARDED
         if not prod((*self._batch, self._n, self._columns)):
             return Reason.EMPTY
+        if self._method == "auto" and self._n < _SMALLEST:
+            return Reason.NOT_FASTER
         self._candidates = self._modes()
         if self._method == "auto":
             self._reason = Reason.FASTER

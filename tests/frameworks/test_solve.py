@@ -464,6 +464,7 @@ def test_large_systems_are_refined() -> None:
 
 def test_auto_refines_where_it_is_faster(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(solving, "_OVERHEAD", 0.0)
+    monkeypatch.setattr(solving, "_SMALLEST", 0)
     a, b = normal(rng, (100, 100), "float64"), normal(rng, (100,), "float64")
     x, report = linalg.solve(a, b, method="auto", full_output=True)
     assert (report.method, report.reason) == ("refine", Reason.FASTER)

@@ -361,7 +361,7 @@ def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> N
     assert not plot.is_current(result_file)
 
 
-@pytest.mark.parametrize("benchmark", ["accuracy", "gemm", "gemm-no-extras", "overhead", "recovery", "tradeoff"])
+@pytest.mark.parametrize("benchmark", "accuracy gemm gemm-no-extras overhead recovery solve tradeoff".split())
 def test_every_colour_of_a_chart_has_a_dark_twin(load: Load, benchmark: str) -> None:
     plot, render = load("plot"), load("render")
     assert benchmark in plot.CHARTS
@@ -473,6 +473,7 @@ def test_gemm_runs_without_extras(tmp_path: Path) -> None:
 SCRIPTS = {
     "guard": ("", (), "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
     "unscale": ("", (), "variant", {"lowprec", "lowprec without numba"}, [1.0]),
+    "solve": ("", (), "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
     "transformer": ("torch numba", (), "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
     "digits": ("sklearn rich scipy", ("--libraries", "numpy"), "library", {"numpy"}, [0.05] * 5),
     "dask": ("distributed", (), "variant", {"dask.array.matmul", "lowprec.matmul"}, [1.0, 1.0, 1.0, 2]),

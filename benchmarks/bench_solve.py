@@ -1,0 +1,185 @@
+"""How fast float64 systems are solved by a factor in lower precision and refinement, beside the libraries' solvers.
+
+usage: python benchmarks/bench_solve.py [--quick] [--output DIR] [--seed N] [--sizes N ...]
+
+Matrices by family and size, one right-hand side. The second part has one size, condition numbers from 1 to 1e14 and
+two modes of the factor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common  # isort: skip - sets a variable that must come before NumPy
+import numpy as np
+import timing
+
+import lowprec
+
+NUMPY, REFINE, AUTO = "numpy.linalg.solve", "lowprec, refine", "lowprec, auto"
+
+#: Speed that is asked for at a size, where FP32 is twice as fast as FP64.
+LIMITS = {4096: 1.4, 8192: 1.6}
+
+MODES = ("fp32", "bf16")
+
+Solver = Callable[[], Any]
+
+
+def _reflected(values: Any, rng: np.random.Generator) -> Any:
+    """Return a matrix with these singular values: a diagonal one between products of three reflections."""
+    a = np.diag(values)
+    for _ in range(3):
+        v, w = rng.standard_normal((2, len(values)))
+        a -= np.outer(v, 2 / (v @ v) * (v @ a))
+        a -= np.outer(2 / (w @ w) * (a @ w), w)
+    return a
+
+
+def _ridge(n: int, rng: np.random.Generator) -> Any:
+    """Return the Gaussian kernel of points in four dimensions, with a ridge."""
+    points = rng.random((n, 4))
+    squares = (points**2).sum(axis=1)
+    a = np.exp((2 * points @ points.T - squares[:, None] - squares) / (2 * 0.3**2))
+    a[np.diag_indices(n)] += 0.05
+    return a
+
+
+def _poisson(n: int, rng: np.random.Generator) -> Any:
+    """Return the five-point Laplacian on a grid of 2^k columns, as near to a square as there is."""
+    columns = 1 << (n.bit_length() // 2)
+    own, other = (2 * np.eye(m) - np.eye(m, k=1) - np.eye(m, k=-1) for m in (columns, n // columns))
+    return np.kron(np.eye(n // columns), own) + np.kron(other, np.eye(columns))
+
+
+FAMILIES: dict[str, Callable[[int, np.random.Generator], Any]] = {
+    "random": lambda n, rng: rng.standard_normal((n, n)),
+    "condition 1e2": lambda n, rng: _reflected(np.geomspace(1, 1e-2, n), rng),
+    "kernel ridge": _ridge,
+    "Poisson": _poisson,
+}
+
+
+def others(a: Any, b: Any) -> dict[str, Solver]:
+    """Return the solvers of the libraries that are installed."""
+    found: dict[str, Solver] = {NUMPY: lambda: np.linalg.solve(a, b)}
+    if importlib.util.find_spec("scipy"):
+        import scipy.linalg
+
+        found["scipy.linalg.solve"] = lambda: scipy.linalg.solve(a, b, assume_a="gen")
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        tensors = torch.from_numpy(a), torch.from_numpy(b)
+        found["torch.linalg.solve"] = lambda: torch.linalg.solve(*tensors)
+    return found
+
+
+def backward_error(a: Any, b: Any, x: Any) -> float:
+    """Return the normwise backward error, with the Frobenius norm of the matrix."""
+    size = np.linalg.norm(a) * np.linalg.norm(x) + np.linalg.norm(b)
+    return float(np.linalg.norm(b - a @ np.asarray(x)) / size)
+
+
+def measure(variants: dict[str, Solver], rounds: int, seed: int) -> dict[str, list[float]]:
+    """Return seconds by variant, which take turns; the first round is left out."""
+
+    def sample(name: str, _: int) -> float:
+        time.sleep(timing.SPIN_SECONDS)
+        begin = time.perf_counter()
+        kept = variants[name]()
+        elapsed = time.perf_counter() - begin
+        del kept
+        return elapsed
+
+    taken = timing.take_turns(list(variants), sample, rounds=rounds + 1, seed=seed)
+    return {name: seconds[1:] for name, seconds in taken.items()}
+
+
+def families(sizes: list[int], rounds: int, seed: int) -> list[dict[str, Any]]:
+    """Return a row for each family, size and solver."""
+    rows = []
+    for n in sizes:
+        for family, make in FAMILIES.items():
+            rng = np.random.default_rng(seed)
+            a, b = make(n, rng), rng.standard_normal(n)
+            library = others(a, b)
+            own: dict[str, Solver] = {
+                REFINE: lambda a=a, b=b: lowprec.linalg.solve(a, b, method="refine"),
+                AUTO: lambda a=a, b=b: lowprec.linalg.solve(a, b, method="auto"),
+            }
+            seconds = measure(library | own, rounds, seed)
+            best = [min(round_) for round_ in zip(*(seconds[name] for name in library), strict=True)]
+            for name, solve in (library | own).items():
+                rows.append(
+                    {
+                        "kind": "family", "family": family, "n": n, "variant": name,
+                        "time": timing.summary(seconds[name]),
+                        "speed": timing.speed_ratio(best, seconds[name]),
+                        "over_numpy": timing.speed_ratio(seconds[NUMPY], seconds[name]),
+                        "backward_error": backward_error(a, b, solve()),
+                    }
+                )  # fmt: skip
+            for row, method in zip(rows[-2:], ("refine", "auto"), strict=True):
+                row["report"] = lowprec.linalg.solve(a, b, method=method, full_output=True)[1].to_dict()
+    return rows
+
+
+def conditions(n: int, rounds: int, seed: int) -> list[dict[str, Any]]:
+    """Return a row for each condition number and mode of the factor."""
+    rows = []
+    for exponent in range(0, 15, 2):
+        rng = np.random.default_rng(seed)
+        a, b = _reflected(np.geomspace(1, 10.0**-exponent, n), rng), rng.standard_normal(n)
+        own = {
+            mode: lambda a=a, b=b, mode=mode: lowprec.linalg.solve(a, b, method="refine", factor_mode=mode)
+            for mode in MODES
+        }
+        seconds = measure(others(a, b) | own, rounds, seed)
+        library = [taken for name, taken in seconds.items() if name not in MODES]
+        best = [min(round_) for round_ in zip(*library, strict=True)]
+        for mode in MODES:
+            x, report = lowprec.linalg.solve(a, b, method="refine", factor_mode=mode, full_output=True)
+            rows.append(
+                {
+                    "kind": "condition", "condition": 10.0**exponent, "n": n, "mode": mode,
+                    "speed": timing.speed_ratio(best, seconds[mode]),
+                    "steps": report.steps + report.gmres_steps, "method": report.method, "gmres": report.gmres_steps,
+                    "backward_error": backward_error(a, b, x), "estimate": report.condition,
+                }
+            )  # fmt: skip
+    return rows
+
+
+def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the claims of the first part."""
+    own = [r for r in rows if r["kind"] == "family"]
+    errors = {(r["family"], r["n"], r["variant"]): r["backward_error"] for r in own}
+    ratios = [e / errors[family, n, NUMPY] for (family, n, name), e in errors.items() if name in (REFINE, AUTO)]
+    automatic = [r["over_numpy"]["median"] for r in own if r["variant"] == AUTO]
+    made = [
+        common.claim("backward error over numpy.linalg.solve's, the largest", max(ratios), 2.0, at_most=True),
+        common.claim("auto: speed over numpy.linalg.solve, the least", min(automatic), 0.95),
+    ]
+    for n, limit in LIMITS.items():
+        speeds = [r["speed"]["median"] for r in own if r["n"] == n and r["variant"] == REFINE]
+        what = f"refine: speed over the best of NumPy, SciPy and PyTorch at n = {n}, the least"
+        made.append(common.claim(what, min(speeds) if speeds else None, limit))
+    return made
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = common.parser(__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 4096, 8192], metavar="N")
+    arguments = parser.parse_args()
+    rounds, sizes, n = (1, [64, 128], 128) if arguments.quick else (3, arguments.sizes, 4096)
+    rows = families(sizes, rounds, arguments.seed) + conditions(min(n, max(sizes)), rounds, arguments.seed)
+    common.report("solve", arguments, rows, claims_of(rows), rounds=rounds, sizes=sizes)
+
+
+if __name__ == "__main__":
+    main()
