@@ -361,7 +361,10 @@ def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> N
     assert not plot.is_current(result_file)
 
 
-@pytest.mark.parametrize("benchmark", "accuracy gemm gemm-no-extras overhead recovery solve tradeoff".split())
+CHARTED = ["accuracy", "gemm", "gemm-no-extras", "overhead", "recovery", "solve", "tradeoff"]
+
+
+@pytest.mark.parametrize("benchmark", CHARTED)
 def test_every_colour_of_a_chart_has_a_dark_twin(load: Load, benchmark: str) -> None:
     plot, render = load("plot"), load("render")
     assert benchmark in plot.CHARTS
