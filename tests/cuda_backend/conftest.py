@@ -18,12 +18,12 @@ if HAS_BINDINGS:
     from lowprec.backends.cuda import memory
     from lowprec.core import executors
 else:
-    # The software stands in for functions, and uses the real libraries' types.
+    # The software replaces functions, and uses the real libraries' types.
     collect_ignore_glob = ["test_*.py"]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tell what a test shows to work, and on what, in whichever report is written."""
+    """Put the features that a test covers, and the device, into the report."""
     marks = list(item.iter_markers("feature"))
     if not marks:
         return
@@ -46,28 +46,37 @@ def kept_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def without_waiting_thread() -> None:
-    """On software, tests count calls and decide when work runs, with which a thread that looks would interfere."""
+    """On software, tests count calls and decide when work runs, with which a polling thread would interfere."""
     if not device_fixture.has_real_gpu():
         memory._waiter.stop()
 
 
 @pytest.fixture
 def waiting_thread(software: device_fixture.SoftwareGpu) -> Iterator[None]:
-    """The thread that lets go of operands looks in this test."""
+    """The thread that releases operands polls in this test."""
     memory._waiter._is_stopped = False
     yield
     memory._waiter.stop()
 
 
 def _left(software: software_cuda.Software) -> dict[str, int]:
-    """Count what should not be left: lowprec's own stream of a device stays, and memory that pytest still holds."""
+    """Count leaked objects; lowprec's own stream of a device stays, and memory that pytest still holds."""
     stays = {"streams", "blocks", "bytes"}
     return {name: count for name, count in software.live().items() if count and name not in stays}
 
 
 @pytest.fixture
+def cuda() -> Iterator[software_cuda.Software]:
+    """A software CUDA that lowprec does not use, for tests of its own; at the end no misuse may be left."""
+    made = software_cuda.Software([software_cuda.DeviceModel()] * 2)
+    yield made
+    made.drain()
+    assert made.faults == []
+
+
+@pytest.fixture
 def software() -> Iterator[device_fixture.SoftwareGpu]:
-    """The software CUDA; at the end nothing may have been done wrong, and nothing may be left."""
+    """The software CUDA in use by lowprec; at the end there may be no misuse, and no object may be left."""
     found = software_cuda.install()
     executors.clear_caches()
     try:
@@ -78,7 +87,7 @@ def software() -> Iterator[device_fixture.SoftwareGpu]:
         executors.clear_caches()
         reset()
         if _left(found):
-            # Something may hold itself; a collection takes too long to make one after each test.
+            # There may be cycles; a collection takes too long to make one after each test.
             gc.collect()
             reset()
         left = _left(found)
@@ -89,7 +98,7 @@ def software() -> Iterator[device_fixture.SoftwareGpu]:
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> device_fixture.Gpu:
-    """A GPU: a real one if the caller says that there is one, else software."""
+    """A GPU: a real one if the environment says that there is one, else software."""
     if device_fixture.has_real_gpu():
         return device_fixture.TorchGpu()
     found: device_fixture.Gpu = request.getfixturevalue("software")

@@ -176,10 +176,9 @@ class SoftwareGpu(Gpu):
         return self.software.fail(function, at=at, status=status)
 
     def forgive(self) -> None:
-        """Forget what was done wrong: the test has seen to it."""
+        """Forget misuse that the test has provoked."""
         self.software.drain()
-        self.software.faults.clear()
-        self.software.runtime.sticky.clear()
+        self.software.forgive()
 
     def live(self) -> dict[str, int]:
         self.drain()

@@ -29,7 +29,7 @@ from lowprec.core import streams
 from lowprec.core.arguments import PLAIN
 from lowprec.errors import BackendError
 from lowprec.formats import DType
-from software_cuda.driver import Contexts
+from software_cuda.driver import Driver
 from software_cuda.recorder import Recorder
 from software_cuda.runtime import DeviceModel, Runtime
 
@@ -61,8 +61,8 @@ class Gpu:
 @pytest.fixture
 def gpu() -> Iterator[Gpu]:
     recorder = Recorder()
-    software = Runtime(recorder, [DeviceModel(), DeviceModel()])
-    before = use(Libraries(None, None, software, None, Contexts(recorder, software)))
+    software = Runtime(recorder, [DeviceModel(), DeviceModel()], "lazy")
+    before = use(Libraries(None, None, software, None, Driver(recorder, software)))
     yield Gpu(software, recorder)
     software.drain()
     memory.release()

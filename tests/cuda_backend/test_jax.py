@@ -38,7 +38,7 @@ TRUE = oracles.product(A, B)
 @pytest.fixture(params=[True, False], ids=["streams", "no streams"])
 def jax(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Jax]:
     """A JAX on the software devices, whose client tells others a stream, or tells none."""
-    made = Jax(software.software.runtime, tells_streams=request.param)
+    made = Jax(software.software.runtime, has_streams=request.param)
     monkeypatch.setitem(sys.modules, "jax", made)
     before = libraries._INSTANCES.pop("jax", None)
     yield made

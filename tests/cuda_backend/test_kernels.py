@@ -9,7 +9,6 @@ import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 from cuda_backend.device_fixture import has_real_gpu
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cuda import compiling, libraries, runtime
+from lowprec.backends.cuda import compiling
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.backends.cuda.staging import epilogue, packing
@@ -243,7 +242,7 @@ def test_distances_beyond_32_bits() -> None:
             np.testing.assert_array_equal(out[1], far[: 16 * col_stride : col_stride])
 
 
-def test_division_of_large_indices() -> None:
+def test_division_of_large_indices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quotients and remainders on both sides of 32 bits."""
     program = (
         'extern "C" __global__ void split(const long long* numbers, long long* results, long long count)\n'
@@ -251,19 +250,14 @@ def test_division_of_large_indices() -> None:
         "  Split x(numbers[2 * i], numbers[2 * i + 1]);\n"
         "  results[2 * i] = x.quotient; results[2 * i + 1] = x.remainder; } }\n"
     )
-    core = libraries.libraries().core
     source = compiling._text("elements.cuh") + program
-    major, minor = runtime.properties(0).capability
-    options = core.ProgramOptions(arch=f"sm_{major}{minor}", std="c++17")
-    code = core.Program(source, "c++", options)
-    kernel = core.ObjectCode.from_cubin(code.compile("cubin").code).get_kernel("split")
+    monkeypatch.setattr(compiling, "source_text", lambda *_: source)
     edges = [0, 1, 6, 7, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 45) + 12345]
     numbers = np.array([(a, b) for a in edges for b in edges if b], np.int64)
     results = np.zeros_like(numbers)
-    config = core.LaunchConfig(grid=(1,), block=(8,))
+    launch = compiling.Launch("split", "", {}, 0, 1, (8,), 2, [len(numbers)])
     with DeviceCopies(STREAM) as device:
-        arguments = (device.put(numbers), device.put(results), np.int64(len(numbers)))
-        core.launch(SimpleNamespace(__cuda_stream__=lambda: (0, STREAM)), config, kernel, *arguments)
+        launch(STREAM, device.put(numbers), device.put(results))
         device.fetch()
     quotients, remainders = np.divmod(numbers[:, 0], numbers[:, 1])
     np.testing.assert_array_equal(results[:, 0], quotients)

@@ -1,7 +1,7 @@
-"""The software cuBLASLt beside the real library, in everything that this answers without a driver.
+"""The software cuBLASLt compared with the real library, in all functions that need no driver.
 
 The library's wheels have some hundred megabytes, which is too much for every run of the tests. Where it is installed
-(``pip install nvidia-cublas``), or lies where the system looks for libraries, the comparison runs.
+(``pip install nvidia-cublas``), or is on the search path of the system, the comparison runs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.core import executors
 from lowprec.modes import available_modes
-from software_cuda import DeviceModel, Software, tables
+from software_cuda import Software, tables
 from software_cuda.algorithms import candidates
 from software_cuda.asking import Asked, check, of_types, prepared
 from software_cuda.attributes import VERSIONS, attributes
 from software_cuda.cublaslt import CublasLt
-from software_cuda.descriptors import _STATUS_NAMES, DESCRIPTOR, LAYOUT
+from software_cuda.descriptors import DESCRIPTOR, KINDS, LAYOUT
+from software_cuda.objects import STATUS_NAMES
 from software_cuda.problem import problem
 from software_cuda.real_cublaslt import Compared, Real, answer, path, software_status
 
-KINDS = ("matmul_desc", "matrix_layout", "matmul_preference")
 ARGUMENTS: dict[str, tuple[int, ...]] = {
     "matmul_desc": (68, tables.R_32F),
     "matrix_layout": (tables.R_16BF, 4, 5, 6),
@@ -51,20 +51,20 @@ def real() -> Real:
 
 @pytest.fixture
 def both(real: Real, monkeypatch: pytest.MonkeyPatch) -> Software:
-    """The software CUDA, whose cuBLASLt is compared with the real one."""
+    """The software CUDA, with its cuBLASLt compared with the real one."""
     monkeypatch.setattr(Compared, "real_library", real, raising=False)
     monkeypatch.setattr(software_cuda, "CublasLt", Compared)
-    return Software([DeviceModel()], "lazy", 0)
+    return Software()
 
 
 def numbers(kind: str, version: int) -> list[int]:
-    """Numbers of attributes to ask for: also unknown ones, where it is known which those are."""
+    """Numbers of attributes, with unknown ones where the version was queried."""
     known = attributes(kind, version)
     return list(range(-1, 64)) if version in VERSIONS else sorted(known)
 
 
-def test_a_version_that_was_asked_is_not_a_guess() -> None:
-    """What holds for a version holds from there to the next; nothing begins or ends in between."""
+def test_attributes_change_at_the_queried_versions_alone() -> None:
+    """Those of a queried version hold until the next one."""
     for kind in (*KINDS, "matmul_algo_config"):
         for version in VERSIONS:
             assert attributes(kind, version) == attributes(kind, version + 1)
@@ -72,7 +72,7 @@ def test_a_version_that_was_asked_is_not_a_guess() -> None:
 
 
 def test_names_of_statuses(real: Real) -> None:
-    for status, name in _STATUS_NAMES.items():
+    for status, name in STATUS_NAMES.items():
         assert real.status_name(status) == f"CUBLAS_STATUS_{name}"
 
 
@@ -124,8 +124,8 @@ def test_null_pointers(both: Software, real: Real, kind: str) -> None:
         ("matrix_layout", (0, 4, 5, -6)),
     ],
 )  # fmt: skip
-def test_useless_policies_are_allowed(both: Software, kind: str, arguments: tuple[int, ...]) -> None:
-    """The libraries look at it when they are to multiply."""
+def test_descriptors_are_not_validated(both: Software, kind: str, arguments: tuple[int, ...]) -> None:
+    """The libraries validate at the product."""
     lt = both.cublas_lt
     getattr(lt, f"{kind}_destroy")(getattr(lt, f"{kind}_create")(*arguments))
     assert lt.compared > 1
@@ -149,12 +149,11 @@ def test_descriptors_of_every_combination_of_types(both: Software) -> None:
 
 
 def test_configurations_of_algorithms(both: Software, real: Real) -> None:
-    """The software's algorithms lie in their 64 bytes as the library's do, and 64 zeros are read as zeros."""
+    """The configuration has the library's offsets in the 64 bytes, and 64 zeros are read as zeros."""
     lt = both.cublas_lt
     with prepared(both, Asked()) as product:
-        objects = both.cublas_lt.objects
-        layouts = tuple(objects.get(x, LAYOUT) for x in product.layouts)
-        asked = problem(objects.get(product.operation, DESCRIPTOR), layouts)
+        a, b, c, d = (lt.get(x, LAYOUT) for x in product.layouts)
+        asked = problem(lt.get(product.operation, DESCRIPTOR), (a, b, c, d))
     offered = [x.pack() for x in candidates(asked, "a device", tf32_forbidden=False)]
     assert len(offered) > 5
     assert len({x[:20] for x in offered}) > 5
@@ -177,8 +176,8 @@ def test_configurations_of_algorithms(both: Software, real: Real) -> None:
 TYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int8")
 
 
-def test_descriptors_of_lowprecs_own_products(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mode and type, transposed, in batches, with epilogues: what lowprec asks for is what the library takes."""
+def test_descriptors_of_products_of_lowprec(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mode and type, transposed, in batches, with epilogues: the library takes all descriptors of lowprec."""
     monkeypatch.setattr(Compared, "real_library", real, raising=False)
     monkeypatch.setattr(software_cuda, "CublasLt", Compared)
     found = software_cuda.install()

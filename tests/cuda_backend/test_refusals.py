@@ -10,7 +10,8 @@ import pytest
 import lowprec
 from cuda_backend.device_fixture import SoftwareGpu
 from software_cuda import cublaslt, tables
-from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED
+from software_cuda.recorder import Refusal
 from support import oracles
 
 REFUSALS = [INVALID_VALUE, NOT_SUPPORTED]
@@ -120,7 +121,7 @@ def wants_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(asked: Any, capability: tuple[int, int]) -> None:
         validate(asked, capability)
         if asked.a.type == tables.R_8I and asked.n <= 16:
-            raise LtRefusal(NOT_SUPPORTED, "few rows")
+            raise Refusal(NOT_SUPPORTED, "few rows")
 
     monkeypatch.setattr("software_cuda.cublaslt.validate", refuse)
 

@@ -50,7 +50,7 @@ def cuda(
 
 @pytest.fixture
 def cupy(cuda: software.Software, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    module = cuda.cupy()
+    module = software.Cupy(cuda.runtime)
     monkeypatch.setitem(sys.modules, "cupy", module)
     yield module
     libraries._INSTANCES.pop("cupy", None)

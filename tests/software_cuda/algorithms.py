@@ -1,44 +1,37 @@
 """Algorithms of the software cuBLASLt: what the heuristics offer for a product, and the 64 bytes that name one.
 
-The list is made to be unkind. Unless the preference forbids it, the first choice sums split parts in the type of the
-result, or it wants aligned pointers and a workspace; the fastest is not the first.
+The list is unfavourable. Unless the preference forbids it, the first choice sums split parts in the type of the result,
+or it needs aligned pointers and a workspace; the fastest is not the first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from nvmath.bindings import cublasLt as real
 
 from software_cuda import tables
-from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal, Object
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, Object
 from software_cuda.problem import Problem
+from software_cuda.recorder import Refusal
 
 NONE, INPLACE, COMPUTE_TYPE, OUTPUT_TYPE = 0, 1, 2, 4
 _PREF = real.MatmulPreferenceAttribute
 _CAP = real.MatmulAlgoCapAttribute
-#: The configuration lies where the real libraries have it, so that they read it, too; what follows is our own.
+#: The configuration has the real libraries' layout, so that they read it, too; the rest is our own.
 _FORMAT = struct.Struct("<IIIII14xHQQ8s4s")
 _MAGIC = b"soft"
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm.
+    """An algorithm, in the order of its 64 bytes.
 
-    Parameters
-    ----------
-    id, tile, stages, split_k, reduction : int
-    alignment : int
-        Bytes that pointers, leading dimensions and batch strides are multiples of.
-    flags : int
-        ``cublasLtNumericalImplFlags_t``.
-    workspace : int
-        Bytes.
-    made_for : bytes
-        Digest of the types and orders, and of the device.
+    ``alignment`` in bytes is that of pointers, leading dimensions and batch strides; ``flags`` are
+    ``cublasLtNumericalImplFlags_t``; ``made_for`` is a digest of the types, the orders and the device.
     """
 
     id: int
@@ -53,56 +46,31 @@ class Algorithm:
 
     def pack(self) -> bytes:
         """Return the 64 bytes."""
-        return _FORMAT.pack(
-            self.id,
-            self.tile,
-            self.stages,
-            self.split_k,
-            self.reduction,
-            self.alignment,
-            self.flags,
-            self.workspace,
-            self.made_for,
-            _MAGIC,
-        )
+        return _FORMAT.pack(*astuple(self), _MAGIC)
 
     @classmethod
     def unpack(cls, data: bytes) -> Algorithm:
         """Return the algorithm that 64 bytes name."""
         *fields, magic = _FORMAT.unpack(data)
         if magic != _MAGIC:
-            raise LtRefusal(INVALID_VALUE, "these 64 bytes are no algorithm of this library")
+            raise Refusal(INVALID_VALUE, "these 64 bytes are no algorithm of this library")
         return cls(*fields)
 
     def capabilities(self) -> dict[int, int]:
-        """Return what ``MatmulAlgoCapAttribute`` reads."""
+        """Return the values of ``MatmulAlgoCapAttribute``."""
         return {
             _CAP.NUMERICAL_IMPL_FLAGS: self.flags,
-            _CAP.MIN_ALIGNMENT_A_BYTES: self.alignment,
-            _CAP.MIN_ALIGNMENT_B_BYTES: self.alignment,
-            _CAP.MIN_ALIGNMENT_C_BYTES: self.alignment,
-            _CAP.MIN_ALIGNMENT_D_BYTES: self.alignment,
+            **{_CAP[f"MIN_ALIGNMENT_{x}_BYTES"]: self.alignment for x in "ABCD"},
             _CAP.SPLITK_SUPPORT: int(self.split_k > 1),
             _CAP.STRIDED_BATCH_SUPPORT: 1,
         }
 
 
-@dataclass(frozen=True)
-class Template:
+class Template(NamedTuple):
     """What an algorithm is made from.
 
-    Parameters
-    ----------
-    id : int
-    tile, stages : str
-        Names of ``MatmulTile`` and ``MatmulStages``, without their prefix.
-    split_k, reduction : int
-    alignment : int
-        0 for that of an element.
-    workspace : int
-        Bytes per element of D; at least 1 KiB where it is not 0.
-    time : float
-        Relative.
+    ``tile`` and ``stages`` are names of ``MatmulTile`` and ``MatmulStages`` without prefix; ``alignment`` 0 is
+    that of an element; ``workspace`` is in bytes per element of D, at least 1 KiB if it is not 0; ``time`` is relative.
     """
 
     id: int
@@ -128,11 +96,10 @@ TEMPLATES: tuple[Template, ...] = (
     Template(0, "32x32", "UNDEFINED", 1, NONE, 0, 0, 4.0),
 )
 
+#: Relative times by the algorithm and its tile.
+TIMES = {(x.id, x.tile): x.time for x in TEMPLATES}
+
 _WIDEST_SPLIT = 8
-
-
-def _code(enumeration: type, prefix: str, name: str) -> int:
-    return int(enumeration[prefix + name])  # type: ignore[index]
 
 
 def made_for(x: Problem, device: str) -> bytes:
@@ -151,17 +118,16 @@ def candidates(x: Problem, device: str, *, tf32_forbidden: bool) -> list[Algorit
             continue
         if template.alignment and template.alignment < least:
             continue
-        workspace = max(1024, template.workspace * elements) if template.workspace else 0
         found.append(
             Algorithm(
                 template.id,
-                _code(real.MatmulTile, "TILE_", template.tile),
-                _code(real.MatmulStages, "STAGES_", template.stages),
+                int(real.MatmulTile[f"TILE_{template.tile}"]),
+                int(real.MatmulStages[f"STAGES_{template.stages}"]),
                 template.split_k,
                 template.reduction,
                 template.alignment or least,
                 flags,
-                workspace,
+                max(1024, template.workspace * elements) if template.workspace else 0,
                 made_for(x, device),
             )
         )
@@ -170,14 +136,12 @@ def candidates(x: Problem, device: str, *, tf32_forbidden: bool) -> list[Algorit
 
 def _smallest(x: Problem) -> int:
     """Return the alignment of the smallest element, or of its parts where it is complex."""
-    sizes = [y.dtype.itemsize // (2 if y.dtype.kind == "c" else 1) for y in (x.a, x.b, x.d)]
-    return min(sizes)
+    return min(y.dtype.itemsize // (2 if y.dtype.kind == "c" else 1) for y in (x.a, x.b, x.d))
 
 
 def fits_shape(algorithm: Algorithm, x: Problem) -> bool:
     """Whether the leading dimensions and strides have the alignment that an algorithm needs."""
-    matrices = (x.a, x.b, x.c, x.d)
-    return all(y.alignment() >= algorithm.alignment for y in matrices)
+    return all(y.alignment() >= algorithm.alignment for y in (x.a, x.b, x.c, x.d))
 
 
 def search(x: Problem, preference: Object, device: str, *, tf32_forbidden: bool) -> list[Algorithm]:
@@ -202,14 +166,5 @@ def search(x: Problem, preference: Object, device: str, *, tf32_forbidden: bool)
         and fits_shape(y, x)
     ]
     if not found:
-        raise LtRefusal(NOT_SUPPORTED, f"no algorithm for pointers aligned to {promised}")
+        raise Refusal(NOT_SUPPORTED, f"no algorithm for pointers aligned to {promised}")
     return found
-
-
-def relative_time(algorithm: Algorithm) -> float:
-    """Return the time of an algorithm relative to the others."""
-    for template in TEMPLATES:
-        tile = _code(real.MatmulTile, "TILE_", template.tile)
-        if (template.id, tile) == (algorithm.id, algorithm.tile):
-            return template.time
-    return 1.0

@@ -1,4 +1,4 @@
-"""What a product computes: exactly what its descriptors say, on bytes of the software devices.
+"""The arithmetic of a product, as its descriptors define it, on bytes of the software devices.
 
 Products of up to 32-bit floating-point numbers are formed and summed in float64 and rounded once to float32, which
 accumulates; split parts are rounded in the type that their reduction scheme names. The epilogue is float32, each of
@@ -24,13 +24,7 @@ Array = NDArray[Any]
 
 
 def strided(memory: Memory, x: Matrix, pointer: int, device: int) -> Array:
-    """Return a batch of matrices as an array of shape (batch, rows, cols) on the device's memory.
-
-    Raises
-    ------
-    Fault
-        If any element lies outside an allocation of the device.
-    """
+    """Return an array (batch, rows, cols) on the device's memory; raises Fault if any element is not allocated."""
     first, end = x.span()
     data = memory.at(pointer + first, end - first, device, f"cublasLtMatmul, {x.name}")
     size = x.dtype.itemsize
@@ -46,8 +40,8 @@ def round_tf32(x: Array) -> Array:
     return np.where(special, parts, rounded).view(x.dtype)
 
 
-def _seen(x: Array, flags: int) -> Array:
-    """Return operands as the units see them, in the type in which they are multiplied."""
+def _rounded(x: Array, flags: int) -> Array:
+    """Return operands as the units round them, in the type in which they are multiplied."""
     if x.dtype in (np.float32, np.complex64):
         if flags & tables.INPUT_TF32:
             x = round_tf32(x)
@@ -74,7 +68,7 @@ class Call:
     device: int
 
     def multiply(self, memory: Memory) -> Array:
-        """Read all that is read and return what D is to hold, in D's type."""
+        """Read the operands and return the values of D, in its type."""
         x = self.problem
         with np.errstate(all="ignore"):
             product = self._product(memory)
@@ -123,13 +117,13 @@ class Call:
         strided(memory, self.problem.d, self.d, self.device)[...] = value
 
     def poison(self, memory: Memory) -> None:
-        """Write what nobody can take for a result."""
+        """Write NaN, which no test takes for a result."""
         target = strided(memory, self.problem.d, self.d, self.device)
         target[...] = np.frombuffer(b"\xff" * target.dtype.itemsize, target.dtype)[0]
 
 
 def _operand(x: Array, operation: int, flags: int) -> Array:
-    x = _seen(x, flags)
+    x = _rounded(x, flags)
     if operation:
         x = x.swapaxes(1, 2)
     return x.conj() if operation == 2 else x
@@ -137,7 +131,7 @@ def _operand(x: Array, operation: int, flags: int) -> Array:
 
 def _activated(x: Array, activation: str) -> Array:
     if activation == "relu":
-        # cuBLASLt documents max(x, 0); whether NaN passes is not said.
+        # cuBLASLt documents max(x, 0); whether NaN passes is undocumented.
         return np.where(x < 0, x.dtype.type(0), x)
     if activation == "gelu":
         cubic = x + x.dtype.type(0.044715) * x * x * x

@@ -1,4 +1,4 @@
-"""Arrays on the software devices, for tests: what other libraries' arrays look like to lowprec.
+"""Arrays on the software devices, for tests: other libraries' arrays as lowprec sees them.
 
 Source of the rules for streams: the Array API standard, ``__dlpack__``.
 """
@@ -22,15 +22,7 @@ _LEGACY, _NO_SYNCHRONISATION = 1, -1
 
 
 class Tenancy:
-    """Memory of an array, which goes to somebody else the moment that nobody holds it.
-
-    Parameters
-    ----------
-    runtime : Runtime
-    device, nbytes : int
-    stream : Stream or None
-        On which it is given back, after the work that the stream holds then; None for at once.
-    """
+    """Memory of an array, freed as soon as it is unreachable, or in the order of ``stream``."""
 
     def __init__(self, runtime: Runtime, device: int, nbytes: int, stream: Stream | None = None) -> None:
         with runtime.lock:
@@ -52,7 +44,7 @@ class Tenancy:
 
 
 def span(values: NDArray[Any]) -> tuple[int, int]:
-    """Return the first byte of an array, from its first element, and the one after the last."""
+    """Return the offsets in bytes, from the first element, of the lowest byte and of the end of the highest."""
     if not values.size:
         return 0, 0
     ends = [s * (n - 1) for s, n in zip(values.strides, values.shape, strict=True)]
@@ -61,61 +53,29 @@ def span(values: NDArray[Any]) -> tuple[int, int]:
 
 
 class DeviceArray:
-    """An array of which nothing is known but DLPack.
+    """An array of a library that is known by DLPack alone, with the strides of ``values``; gaps are poisoned.
 
-    Its memory has the strides of the values; bytes between them are poisoned. The values are written by work that is
-    queued on the producer's stream, so whoever reads them without waiting for it finds poison.
-
-    Parameters
-    ----------
-    runtime : Runtime
-    values : array_like
-        Of NumPy, with the types of ml_dtypes.
-    device : int
-    stream : int or None
-        The producer's, by default a new one that does not wait for the default stream.
-    offset_bytes : int
-        From an aligned address.
-    read_only : bool
-        As exports of version 1 tell it.
+    The values are written by work on the producer's stream, so a reader that does not wait for it finds poison. By
+    default the stream is a new one that does not wait for the default stream.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        values: Any,
-        *,
-        device: int = 0,
-        stream: int | None = None,
-        offset_bytes: int = 0,
-        read_only: bool = False,
-    ) -> None:
+    def __init__(self, runtime: Runtime, values: Any, *, device: int = 0, stream: int | None = None) -> None:
         values = np.asarray(values)
         self.runtime = runtime
         self.device = device
         self.producer = new_stream(runtime, device) if stream is None else runtime.stream_of(device, stream)
-        self.memory = _on_device(runtime, values, device, offset_bytes)
-        self.memory.flags.writeable = not read_only
+        self.memory = _on_device(runtime, values, device)
         fill(runtime, self.producer, self.memory, values)
 
     @property
     def address(self) -> int:
-        """Of the element with all indices zero."""
+        """The address of the element with all indices zero."""
         return self.memory.ctypes.data
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, self.device)
 
-    def __dlpack__(
-        self,
-        *,
-        stream: int | None = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> object:
-        if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
-            raise BufferError("copies are not modelled")
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> object:
         make_wait(self.runtime, self.producer, self.device, stream)
         return capsule(self.memory, self.device, max_version)
 
@@ -127,20 +87,14 @@ class DeviceArray:
 
 
 def new_stream(runtime: Runtime, device: int) -> Stream:
-    """Return a new stream of another library's, which is not counted among lowprec's."""
+    """Return a new stream of another library, which is not counted among lowprec's."""
     found = Stream(0, device, blocking=False)
     runtime.scheduler.streams.append(found)
     return found
 
 
 def make_wait(runtime: Runtime, producer: Stream, device: int, consumer: Any) -> None:
-    """Do what the standard asks of a producer for the stream that a consumer names.
-
-    Raises
-    ------
-    BufferError
-        If it is none that the standard allows for CUDA.
-    """
+    """Make the consumer's stream wait as the standard requires; raises BufferError if it is not allowed for CUDA."""
     if consumer is None:
         consumer = _LEGACY
     if type(consumer) is not int or consumer == 0 or consumer < _NO_SYNCHRONISATION:
@@ -156,20 +110,16 @@ def make_wait(runtime: Runtime, producer: Stream, device: int, consumer: Any) ->
     runtime.join(producer, after)
 
 
-def _on_device(
-    runtime: Runtime, values: NDArray[Any], device: int, offset_bytes: int = 0, stream: Stream | None = None
-) -> NDArray[Any]:
+def _on_device(runtime: Runtime, values: NDArray[Any], device: int, stream: Stream | None = None) -> NDArray[Any]:
     """Return an array like this one on memory of a device."""
     first, end = span(values)
-    home = Tenancy(runtime, device, end - first + offset_bytes, stream)
-    buffer = memory_at(home.address + offset_bytes, home)
-    return np.ndarray(values.shape, values.dtype, buffer, -first, values.strides)
+    home = Tenancy(runtime, device, end - first, stream)
+    return np.ndarray(values.shape, values.dtype, memory_at(home.address, home), -first, values.strides)
 
 
 def empty(runtime: Runtime, shape: tuple[int, ...], dtype: Any, device: int, stream: Stream) -> NDArray[Any]:
-    """Return a row-major array on memory of a device, given back in the order of a stream."""
-    like: NDArray[Any] = np.ndarray(shape, dtype, memory_at(256, None))
-    return _on_device(runtime, like, device, 0, stream)
+    """Return a row-major array on memory of a device, freed in the order of a stream."""
+    return _on_device(runtime, np.ndarray(shape, dtype, memory_at(256, None)), device, stream)
 
 
 def fill(runtime: Runtime, stream: Stream, memory: NDArray[Any], values: NDArray[Any]) -> None:
@@ -180,7 +130,6 @@ def fill(runtime: Runtime, stream: Stream, memory: NDArray[Any], values: NDArray
     def write() -> None:
         if memory.size:
             target = checked(runtime, memory, device)
-            target.flags.writeable = True
             target[...] = values
 
     with runtime.lock:
@@ -188,13 +137,7 @@ def fill(runtime: Runtime, stream: Stream, memory: NDArray[Any], values: NDArray
 
 
 def checked(runtime: Runtime, memory: NDArray[Any], device: int) -> NDArray[Any]:
-    """Return an array on the memory of a device for reading and writing.
-
-    Raises
-    ------
-    Fault
-        If the memory is not allocated.
-    """
+    """Return an array on the memory of a device for reading and writing; raises Fault if it is not allocated."""
     if not memory.size:
         return np.empty(memory.shape, memory.dtype)
     first, end = span(memory)
@@ -208,28 +151,14 @@ def capsule(memory: NDArray[Any], device: int, max_version: tuple[int, int] | No
 
 
 def read(runtime: Runtime, array: Any) -> NDArray[Any]:
-    """Return the elements of an array that has DLPack, waiting for no more than DLPack makes the reader wait."""
-    kind, index = array.__dlpack_device__()
-    assert kind == 2, "the array is not on a device"
-    reader = _Reader(runtime, index)
-    view = import_array(array, reader.handle)
-    runtime.wait_for(reader.stream)
-    if not view.size:
-        return np.empty(view.shape, NUMPY_DTYPES[view.dtype])
-    first, end = view.extent()
-    data = runtime.memory.at(first, end - first, index, "array")
-    strides = [s * view.dtype.itemsize for s in view.strides]
+    """Return the elements of an array with DLPack, for a reader that waits for no more than DLPack requires."""
+    _, index = array.__dlpack_device__()
+    stream = new_stream(runtime, index)
+    view = import_array(array, runtime.give_handle(stream))
+    runtime.wait_for(stream)
+    runtime.take_handle(stream.handle)
     dtype = NUMPY_DTYPES[view.dtype]
-    return np.ndarray(view.shape, dtype, data, view.address - first, strides).copy()
-
-
-class _Reader:
-    """A stream of the reader's own, which has a handle for as long as it lives."""
-
-    def __init__(self, runtime: Runtime, device: int) -> None:
-        self.stream = new_stream(runtime, device)
-        self.handle = runtime.give_handle(self.stream)
-        self._runtime = runtime
-
-    def __del__(self) -> None:
-        self._runtime.take_handle(self.handle)
+    strides = [s * dtype.itemsize for s in view.strides]
+    first = view.extent()[0] if view.size else view.address
+    memory = np.ndarray(view.shape, dtype, memory_at(first, view), view.address - first, strides)
+    return checked(runtime, memory, index).copy()

@@ -1,7 +1,8 @@
-"""Products asked of the software cuBLASLt in its own words, for its own tests."""
+"""Products requested from the software cuBLASLt directly, for its own tests."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,17 +12,16 @@ import numpy as np
 import pytest
 
 from software_cuda import Software, tables
-from software_cuda.tables import R_8I, R_32F  # fmt: skip
+from software_cuda.tables import R_8I, R_32F
 
 LEGACY = 1
-INVALID_VALUE, NOT_SUPPORTED = 7, 15
 BIAS, RELU, GELU = 4, 2, 32
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A product in cuBLASLt's words; what is None follows from the rest."""
+    """A product in the terms of cuBLASLt; a value that is None follows from the others."""
 
     m: int = 32
     n: int = 16
@@ -49,6 +49,10 @@ class Asked:
     count: int = 32
 
     @property
+    def types(self) -> tuple[int, ...]:
+        return (self.a, self.b, self.c, self.d)
+
+    @property
     def shapes(self) -> list[tuple[int, int]]:
         a = (self.k, self.m) if self.op_a else (self.m, self.k)
         b = (self.n, self.k) if self.op_b else (self.k, self.n)
@@ -62,6 +66,13 @@ class Asked:
         return self.ld(i) * self.shapes[i][1 - self.order[i]] if given is None else given
 
 
+def of_types(row: tables.Row, compute: int, **changes: Any) -> Asked:
+    """Return a product of these types, in the form that its kernels need."""
+    tn = row.a in tables.FLOAT8 or row.a == R_8I
+    types = {"scale": row.scale, "a": row.a, "b": row.b, "c": row.c, "d": row.d}
+    return Asked(compute=compute, op_a=int(tn), **types, **changes)
+
+
 ENUMERATIONS = {
     "matmul_desc": "MatmulDescAttribute",
     "matrix_layout": "MatrixLayoutAttribute",
@@ -73,49 +84,51 @@ class Prepared:
     """Descriptors of a product, and calls on them."""
 
     def __init__(self, cuda: Software, asked: Asked) -> None:
-        self.cuda = cuda
         self.asked = asked
         self.lt = lt = cuda.cublas_lt
         self.handle = lt.create()
         self.operation = lt.matmul_desc_create(asked.compute, asked.scale)
-        for name, number in (("TRANSA", asked.op_a), ("TRANSB", asked.op_b), ("EPILOGUE", asked.epilogue)):
-            self.set("matmul_desc", self.operation, name, number)
+        self.describe(TRANSA=asked.op_a, TRANSB=asked.op_b, EPILOGUE=asked.epilogue)
         if asked.bias_type is not None:
-            self.set("matmul_desc", self.operation, "BIAS_DATA_TYPE", asked.bias_type)
+            self.describe(BIAS_DATA_TYPE=asked.bias_type)
         self.layouts = []
-        for i, data_type in enumerate((asked.a, asked.b, asked.c, asked.d)):
+        for i, data_type in enumerate(asked.types):
             layout = lt.matrix_layout_create(data_type, *asked.shapes[i], asked.ld(i))
-            for name, number in (
-                ("ORDER", asked.order[i]), ("BATCH_COUNT", asked.batch), ("STRIDED_BATCH_OFFSET", asked.stride(i)),
-            ):  # fmt: skip
-                self.set("matrix_layout", layout, name, number)
+            values = {"ORDER": asked.order[i], "BATCH_COUNT": asked.batch, "STRIDED_BATCH_OFFSET": asked.stride(i)}
+            self.set("matrix_layout", layout, **values)
             self.layouts.append(layout)
 
-    def set(self, kind: str, target: int, name: str, number: float) -> None:
-        member = getattr(self.lt, ENUMERATIONS[kind])[name]
-        dtype = getattr(self.lt, f"get_{kind}_attribute_dtype")(member)
-        data = np.array([number], dtype)
-        getattr(self.lt, f"{kind}_set_attribute")(target, int(member), data.ctypes.data, data.nbytes)
+    def describe(self, **values: int) -> None:
+        """Set attributes of the operation."""
+        self.set("matmul_desc", self.operation, **values)
 
-    def search(self, workspace: int = 1 << 20) -> list[tuple[bytes, int]]:
+    def set(self, kind: str, target: int, **values: int) -> None:
+        for name, number in values.items():
+            member = getattr(self.lt, ENUMERATIONS[kind])[name]
+            data = np.array([number], getattr(self.lt, f"get_{kind}_attribute_dtype")(member))
+            getattr(self.lt, f"{kind}_set_attribute")(target, int(member), data.ctypes.data, data.nbytes)
+
+    def search(self, workspace: int = 1 << 20, **preferred: int) -> list[tuple[bytes, int]]:
         """Return algorithms and their workspaces."""
-        lt, asked = self.lt, self.asked
-        wanted = lt.matmul_preference_create()
-        self.set("matmul_preference", wanted, "MAX_WORKSPACE_BYTES", workspace)
-        self.set("matmul_preference", wanted, "REDUCTION_SCHEME_MASK", asked.mask)
-        for x in "ABCD":
-            self.set("matmul_preference", wanted, f"MIN_ALIGNMENT_{x}_BYTES", asked.alignment)
-        results, returned = lt.MatmulHeuristicResult(asked.count), np.zeros(1, np.int32)
-        lt.matmul_algo_get_heuristic(
-            self.handle, self.operation, *self.layouts, wanted, asked.count, results.ptr, returned.ctypes.data
-        )  # fmt: skip
-        lt.matmul_preference_destroy(wanted)
-        found = np.ctypeslib.as_array(
-            (np.ctypeslib.ctypes.c_uint8 * (96 * asked.count)).from_address(results.ptr)
-        ).view(lt.matmul_heuristic_result_dtype)[: returned[0]]
-        return [(x["algo"].tobytes(), int(x["workspace_size"])) for x in found]
+        asked = self.asked
+        alignments = {f"MIN_ALIGNMENT_{x}_BYTES": asked.alignment for x in "ABCD"}
+        values = {"MAX_WORKSPACE_BYTES": workspace, "REDUCTION_SCHEME_MASK": asked.mask, **alignments}
+        return self.found(asked.count, **values, **preferred)
 
-    def run(self, algorithm: tuple[bytes, int], pointers: tuple[int, ...], workspace: int) -> None:
+    def found(self, count: int, **preferred: int) -> list[tuple[bytes, int]]:
+        """Return so many algorithms for a preference, and their workspaces."""
+        lt, wanted = self.lt, self.lt.matmul_preference_create()
+        self.set("matmul_preference", wanted, **preferred)
+        results, returned = np.zeros(max(count, 1), lt.matmul_heuristic_result_dtype), ctypes.c_int()
+        lt.matmul_algo_get_heuristic(
+            self.handle, self.operation, *self.layouts, wanted, count, results.ctypes.data, ctypes.addressof(returned)
+        )
+        lt.matmul_preference_destroy(wanted)
+        return [(x["algo"].tobytes(), int(x["workspace_size"])) for x in results[: returned.value]]
+
+    def run(
+        self, algorithm: tuple[bytes, int], pointers: tuple[int, ...], workspace: int = 0, stream: int = LEGACY
+    ) -> None:
         dtype = tables.DTYPES[self.asked.scale]
         alpha, beta = (
             np.array([x if dtype.kind == "c" else np.real(x)], dtype) for x in (self.asked.alpha, self.asked.beta)
@@ -127,7 +140,7 @@ class Prepared:
             ld = lc
         self.lt.matmul(
             self.handle, self.operation, alpha.ctypes.data, a, la, b, lb, beta.ctypes.data, c, lc, d, ld,
-            data.ctypes.data, workspace, algorithm[1], LEGACY,
+            data.ctypes.data, workspace, algorithm[1], stream,
         )  # fmt: skip
         alpha[:] = beta[:] = 77  # they were read when the call was made
 
@@ -148,29 +161,28 @@ def prepared(cuda: Software, asked: Asked) -> Iterator[Prepared]:
 
 
 class Data:
-    """Matrices with values in poisoned memory, as an algorithm of NumPy's sees them."""
+    """Matrices with random values in poisoned memory."""
 
-    def __init__(self, cuda: Software, asked: Asked, seed: int) -> None:
+    def __init__(self, cuda: Software, asked: Asked, seed: int = 0) -> None:
         self.cuda = cuda
         self.asked = asked
         self.addresses: list[int] = []
         generator = np.random.default_rng(seed)
-        for i, data_type in enumerate((asked.a, asked.b, asked.c, asked.d)):
+        for i, data_type in enumerate(asked.types):
             dtype = tables.DTYPES[data_type]
             span = asked.ld(i) * asked.shapes[i][1 - asked.order[i]] + abs(asked.stride(i)) * (asked.batch - 1)
             self.addresses.append(self.new(span * dtype.itemsize + asked.offset) + asked.offset)
             if i < 3:
                 shape = (asked.batch, *asked.shapes[i])
-                drawn = generator.integers(-3, 4, shape) + (
-                    generator.integers(-3, 4, shape) * 1j if dtype.kind == "c" else 0
-                )
+                drawn = generator.integers(-3, 4, shape).astype(dtype)
+                if dtype.kind == "c":
+                    drawn += 1j * generator.integers(-3, 4, shape)
                 if asked.stride(i) == 0:
                     drawn[:] = drawn[0]
-                self.matrix(i)[...] = drawn.astype(dtype)
+                self.matrix(i)[...] = drawn
         if asked.in_place:
             self.addresses[3] = self.addresses[2]
-        bias_type = asked.d if asked.bias_type is None else asked.bias_type
-        bias = tables.DTYPES[bias_type]
+        bias = tables.DTYPES[asked.d if asked.bias_type is None else asked.bias_type]
         self.bias = self.new(asked.m * bias.itemsize)
         self.bias_values = generator.integers(-3, 4, asked.m).astype(bias)
         self.bytes(self.bias, self.bias_values.nbytes)[:] = self.bias_values.view(np.uint8)
@@ -187,11 +199,12 @@ class Data:
         assert block is not None
         return block.memory
 
-    def matrix(self, i: int) -> Array:
+    def matrix(self, i: int, memory: Array | None = None) -> Array:
+        """Return a matrix on its memory, or on a copy of that."""
         x = self.asked
-        dtype = tables.DTYPES[(x.a, x.b, x.c, x.d)[i]]
+        dtype = tables.DTYPES[x.types[i]]
         steps = [x.stride(i), *((x.ld(i), 1) if x.order[i] else (1, x.ld(i)))]
-        data = self.whole(i)[x.offset :]
+        data = (self.whole(i) if memory is None else memory)[x.offset :]
         return np.ndarray((x.batch, *x.shapes[i]), dtype, data, 0, [s * dtype.itemsize for s in steps])
 
     def expected(self) -> Array:
@@ -206,7 +219,7 @@ class Data:
             value = np.maximum(value, 0)
         if x.epilogue & GELU:
             value = 0.5 * value * (1 + np.tanh(np.sqrt(2 / np.pi) * (value + 0.044715 * value**3)))
-        return value.astype(tables.DTYPES[x.d]) if wide is np.complex128 else value.real.astype(tables.DTYPES[x.d])
+        return (value if wide is np.complex128 else value.real).astype(tables.DTYPES[x.d])
 
     def free(self) -> None:
         for address in {*self.addresses}:
@@ -215,33 +228,30 @@ class Data:
 
 
 def check(cuda: Software, asked: Asked, seed: int = 0, workspace_bytes: int = 1 << 20) -> int:
-    """Run a product by every algorithm that is offered; the result must be right and nothing else touched."""
+    """Run a product by every offered algorithm: the result must be right, and other bytes unchanged."""
     data = Data(cuda, asked, seed)
-    workspace = data.new(workspace_bytes) if workspace_bytes else 0
+    workspace = data.new(workspace_bytes)
     with prepared(cuda, asked) as product:
         if asked.epilogue & BIAS:
-            product.set("matmul_desc", product.operation, "BIAS_POINTER", data.bias)
+            product.describe(BIAS_POINTER=data.bias)
         want = data.expected()
         algorithms = product.search(workspace_bytes)
         for algorithm in algorithms:
-            if asked.in_place:
-                data.whole(3)[:] = data.before[3]
+            data.whole(3)[:] = data.before[3]
             product.run(algorithm, tuple(data.addresses), workspace)
             assert cuda.runtime.cudaStreamSynchronize(LEGACY)[0] == 0, cuda.faults
             found = data.matrix(3).copy()
             tolerance = 1e-2 if asked.epilogue & GELU else 0
             np.testing.assert_allclose(found.astype(complex), want.astype(complex), tolerance, tolerance)
-            # Everything but D's own elements is as it was.
-            data.matrix(3)[...] = data.before[3][asked.offset :].view(want.dtype).reshape(-1)[:1]
+            # Only the elements of D differ from before.
             clean = data.before[3].copy()
-            np.ndarray(want.shape, want.dtype, clean[asked.offset :], 0, data.matrix(3).strides)[...] = data.matrix(3)
+            data.matrix(3, clean)[...] = found
             np.testing.assert_array_equal(data.whole(3), clean)
             if not asked.in_place:
                 for i in range(3):
                     np.testing.assert_array_equal(data.whole(i), data.before[i])
     data.free()
-    if workspace:
-        cuda.runtime.cudaFree(workspace)
+    cuda.runtime.cudaFree(workspace)
     return len(algorithms)
 
 
@@ -249,14 +259,7 @@ def refusal(cuda: Software, asked: Asked) -> Any:
     """Return the error of searching for an algorithm."""
     with prepared(cuda, asked) as product:
         if asked.epilogue & BIAS:
-            product.set("matmul_desc", product.operation, "BIAS_POINTER", 256)
+            product.describe(BIAS_POINTER=256)
         with pytest.raises(cuda.cublas_lt.cuBLASLtError, match="CUBLAS_STATUS") as caught:
             product.search()
         return caught.value
-
-
-def of_types(row: tables.Row, compute: int, **changes: Any) -> Asked:
-    """Return a product of these types, in the form that its kernels want."""
-    tn = row.a in tables.FLOAT8 or row.a == R_8I
-    types = {"scale": row.scale, "a": row.a, "b": row.b, "c": row.c, "d": row.d}
-    return Asked(compute=compute, op_a=int(tn), **types, **changes)

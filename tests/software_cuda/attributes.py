@@ -1,6 +1,6 @@
-"""Which attributes the objects of cuBLASLt have: their sizes, what they hold at first, the versions that know them.
+"""The attributes of cuBLASLt's objects: their sizes, defaults, and the versions that have them.
 
-Source: the libraries of 12.9, 13.0, 13.1 and 13.10 themselves, which tell this without a driver. A version in between
+Source: the libraries of 12.9, 13.0, 13.1 and 13.10 themselves, which report this without a driver. A version in between
 counts as the older neighbour. ``nvmath.bindings`` names most of them, and has other sizes for some.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-#: Versions that were asked.
+#: The versions that were queried.
 VERSIONS = (120903, 130000, 130100, 131000)
 _NEVER = 1 << 30
 
 
 class Attribute(NamedTuple):
-    """An attribute that versions from ``since`` on know, until those that do not.
+    """An attribute of the versions from ``since`` on and before ``until``.
 
     ``default``, and ``most`` where larger values are refused, are unsigned numbers.
     """
@@ -29,7 +29,7 @@ class Attribute(NamedTuple):
 
     @property
     def first(self) -> bytes:
-        """What it holds before it is set."""
+        """Its value before it is set."""
         return self.default.to_bytes(self.nbytes, "little")
 
 
@@ -56,7 +56,7 @@ _ROWS: Mapping[str, tuple[Attribute, ...]] = {
         *(Attribute(x, 4) for x in (0, 1)),
         *(Attribute(x, 8) for x in (2, 3, 4, 6, 7)),
         Attribute(5, 4, 1),  # BATCH_COUNT
-        Attribute(8, 4, until=131000),  # BATCH_MODE, the only one whose value is looked at
+        Attribute(8, 4, until=131000),  # BATCH_MODE, the only one whose value is checked
         Attribute(8, 4, since=131000, most=0xFFFF),
         *(Attribute(x, 8, since=131000) for x in (9, 10, 11)),
         *(Attribute(x, 4, since=131000) for x in (12, 13)),
@@ -75,7 +75,7 @@ _ROWS: Mapping[str, tuple[Attribute, ...]] = {
     ),
 }  # fmt: skip
 
-#: Where each configuration lies in the 64 bytes of an algorithm.
+#: The offset of each configuration in the 64 bytes of an algorithm.
 CONFIG_OFFSETS = {0: 0, 1: 4, 6: 8, 2: 12, 3: 16, 4: 20, 5: 24, 7: 28, 8: 30, 10: 32}
 
 

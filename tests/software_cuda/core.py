@@ -1,7 +1,7 @@
 """A software ``cuda.core``: the same CUDA C++ sources, compiled for the host by g++ and run when their stream runs.
 
-A "cubin" is the shared object with a line before it that tells for what it was made, so that what real drivers refuse
-(another architecture, damaged bytes, an unknown name) is refused. ``host_cuda.h`` is the language.
+A "cubin" is the shared object after a line that describes what it was made for, so that what real drivers refuse
+(another architecture, damaged bytes, an unknown name) is refused. ``host_cuda.h`` has the language.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import cuda.core as real
 import numpy as np
-from cuda.bindings import driver as real_driver
 from cuda.core._utils.cuda_utils import CUDAError, NVRTCError
-from numpy.typing import NDArray
 
-from software_cuda.driver import Contexts
-from software_cuda.machine import Status
 from software_cuda.recorder import Fault, Part, Recorder, function
-from software_cuda.runtime import Refusal, Runtime
+from software_cuda.runtime import Runtime
 
 _SHIM = Path(__file__).with_name("host_cuda.h")
 _MAGIC = b"software cubin "
@@ -41,8 +38,6 @@ _COMPILE = (
     "--param=asan-stack=0", "--param=asan-globals=0", "--param=asan-instrumentation-with-call-threshold=0",
     "-shared", "-nostdlib", "-Wl,-Bsymbolic",
 )  # fmt: skip
-_MAX_GRID = (2**31 - 1, 65535, 65535)
-_MAX_BLOCK = (1024, 1024, 64)
 
 
 def compiler() -> str | None:
@@ -51,146 +46,47 @@ def compiler() -> str | None:
 
 
 class Core(Part):
-    """Stands for ``cuda.core``."""
+    """Replaces ``cuda.core``."""
 
     def __init__(self, recorder: Recorder, runtime: Runtime, cuda_major: int) -> None:
         super().__init__("core", real, recorder)
-        self.cuda_major = cuda_major
         self.__version__ = real.__version__
-        self.runtime = runtime
+        self._cuda_major = cuda_major
+        self._runtime = runtime
         self.ProgramOptions = real.ProgramOptions
-        core = self
+        self.ObjectCode = SimpleNamespace(from_cubin=self._object_code)
 
-        class Program(_Program):
-            _core = core
+    def error(self, status: Any, reason: str) -> Exception:
+        return NVRTCError(f"NVRTC_ERROR_COMPILATION: {reason}")
 
-        class ObjectCode(_ObjectCode):
-            _core = core
-
-        self.Program = Program
-        self.ObjectCode = ObjectCode
-        self.LaunchConfig = LaunchConfig
-
-    def failed(self, function: str, status: Any) -> Any:
-        raise status if isinstance(status, Exception) else CUDAError(f"{function} was made to fail")
-
-    def arch(self) -> str:
-        """Return the architecture of the current device."""
-        major, minor = self.runtime.devices[self.runtime.device].capability
-        return f"sm_{major}{minor}"
-
-    @function
-    def launch(self, stream: Any, config: LaunchConfig, kernel: _Kernel, *arguments: Any) -> None:
-        version, handle = stream.__cuda_stream__()
-        assert version == 0, "version 0 of the stream protocol"
-        values = kernel.check(arguments)
-        config.check()
-        try:
-            self.queue(handle, config, kernel, values)
-        except Refusal as refusal:
-            raise CUDAError(f"launch of {kernel.name}: {refusal.status!r}") from None
-
-    def queue(self, stream: int, config: LaunchConfig, kernel: _Kernel, values: list[Any]) -> None:
-        """Queue a kernel whose arguments are in order.
-
-        Raises
-        ------
-        Refusal
-        """
-        runtime = self.runtime
-        with runtime.lock:
-            if runtime.context is None:  # the driver makes none, other than the runtime
-                raise Refusal(Status.cudaErrorDeviceUninitialized)
-            runtime.check_sticky()
-            found = runtime.stream(stream, current=True)
-            device = found.device
-
-            def run() -> None:
-                kernel.run(config, values, runtime, device)
-
-            cost_ms = 0.005
-            if kernel.name == "spin":
-                cost_ms = values[0].value / runtime.devices[device].clock_khz
-            runtime.enqueue(found, f"kernel {kernel.name}", run, cost_ms)
-
-
-class Driver(Contexts):
-    """Stands for ``cuda.bindings.driver``."""
-
-    def __init__(self, recorder: Recorder, core: Core) -> None:
-        super().__init__(recorder, core.runtime)
-        self._core = core
-
-    def failed(self, function: str, status: Any) -> Any:
-        return (status or real_driver.CUresult.CUDA_ERROR_UNKNOWN,)
-
-    @function
-    def cuLaunchKernel(self, kernel: Any, *rest: Any) -> tuple[Any]:
-        *extents, shared, stream, parameters, extra = rest
-        assert isinstance(kernel, real_driver.CUfunction)
-        assert (len(extents), shared, extra) == (6, 0, 0), "shared memory is not modelled"
-        found = _Kernel.by_handle[int(kernel)]
-        values = found.read(parameters)
-        try:
-            config = LaunchConfig(grid=extents[:3], block=extents[3:])
-            config.check()
-            self._core.queue(int(stream), config, found, values)
-        except CUDAError:
-            return (real_driver.CUresult.CUDA_ERROR_INVALID_VALUE,)
-        except Refusal as refusal:
-            return (_result(refusal.status),)
-        return (real_driver.CUresult.CUDA_SUCCESS,)
-
-
-def _result(status: Any) -> Any:
-    """Return the driver's name of an error of the runtime, which has the same number."""
-    return real_driver.CUresult(int(status))
-
-
-class LaunchConfig:
-    """Extents of a launch, up to three each."""
-
-    def __init__(self, *, grid: Any, block: Any, shmem_size: int = 0) -> None:
-        self.grid = _extents(grid)
-        self.block = _extents(block)
-        assert not shmem_size, "dynamic shared memory is not modelled"
-
-    def check(self) -> None:
-        """Refuse what no device can launch."""
-        grid = zip(self.grid, _MAX_GRID, strict=True)
-        block = zip(self.block, _MAX_BLOCK, strict=True)
-        if not all(0 < x <= most for x, most in (*grid, *block)) or np.prod(self.block) > 1024:
-            raise CUDAError(f"CUDA_ERROR_INVALID_VALUE: grid {self.grid}, block {self.block}")
-
-
-def _extents(x: Any) -> tuple[int, int, int]:
-    given = (x,) if isinstance(x, int) else tuple(x)
-    found: tuple[int, int, int] = (*given, *(1,) * (3 - len(given)))  # type: ignore[assignment]
-    return found
-
-
-class _Program:
-    """A source to compile."""
-
-    _core: Core
-
-    def __init__(self, code: str, code_type: str, options: Any = None) -> None:
+    def Program(self, code: str, code_type: str, options: Any) -> Any:
         assert code_type == "c++", "sources are CUDA C++"
-        self._code = code
-        self._arch = getattr(options, "arch", None) or self._core.arch()
+        return SimpleNamespace(compile=functools.partial(self.compile, code, options.arch))
 
-    def compile(self, target_type: str) -> Any:
-        core = self._core
-        plan = core.recorder.called(core.part, "compile")
-        if plan is not None:
-            raise NVRTCError("NVRTC_ERROR_COMPILATION: compile was made to fail")
-        assert target_type == "cubin"
-        if self._arch in ("sm_70", "sm_72") and core.cuda_major >= 13:
+    @function
+    def compile(self, source: str, arch: str, target: str) -> Any:
+        assert target == "cubin"
+        if arch in ("sm_70", "sm_72") and self._cuda_major >= 13:
             raise NVRTCError("NVRTC_ERROR_INVALID_OPTION: invalid value for --gpu-architecture (-arch)")
-        library = _compiled(self._code)
-        digest = hashlib.sha256(library).hexdigest()
-        header = json.dumps({"arch": self._arch, "digest": digest}).encode()
-        return core.ObjectCode(_MAGIC + header + b"\n" + library)
+        library = _compiled(source)
+        header = json.dumps({"arch": arch, "digest": hashlib.sha256(library).hexdigest()}).encode()
+        return self._object_code(_MAGIC + header + b"\n" + library)
+
+    def _object_code(self, code: bytes) -> Any:
+        return SimpleNamespace(code=code, get_kernel=lambda name: Kernel(name, self._loaded(code)))
+
+    def _loaded(self, code: bytes) -> ctypes.CDLL:
+        """Load compiled code, as the driver does: it must be whole, and for this device."""
+        header, _, library = code.partition(b"\n")
+        if not header.startswith(_MAGIC):
+            raise CUDAError("CUDA_ERROR_INVALID_IMAGE: no cubin")
+        expected, digest = json.loads(header[len(_MAGIC) :]), hashlib.sha256(library).hexdigest()
+        if digest != expected["digest"]:
+            raise CUDAError("CUDA_ERROR_INVALID_IMAGE: the cubin is damaged")
+        major, minor = self._runtime.devices[self._runtime.device].capability
+        if expected["arch"] != f"sm_{major}{minor}":
+            raise CUDAError(f"CUDA_ERROR_NO_BINARY_FOR_GPU: {expected['arch']} on sm_{major}{minor}")
+        return _library(digest, library)
 
 
 def _compiled(source: str) -> bytes:
@@ -215,8 +111,7 @@ def _compile(gxx: str, source: str, path: Path) -> None:
         file.write_text(text)
         expanded = _run(gxx, "-std=c++17", "-E", "-P", str(file))
         barriers = "true" if "host_cuda::barrier()" in expanded else "false"
-        names = _KERNEL.findall(expanded)
-        file.write_text(text + "".join(_entry(name, barriers) for name in names))
+        file.write_text(text + "".join(_entry(name, barriers) for name in _KERNEL.findall(expanded)))
         linked = Path(folder, "kernel.so")
         _run(gxx, *_COMPILE, "-o", str(linked), str(file), "-lm", "-lc")
         # In one step, as several processes may compile the same.
@@ -241,51 +136,12 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-class _ObjectCode:
-    """A compiled program."""
-
-    _core: Core
-
-    def __init__(self, code: bytes) -> None:
-        self.code = code
-
-    @classmethod
-    def from_cubin(cls, code: bytes) -> Any:
-        core = cls._core
-        plan = core.recorder.called(core.part, "from_cubin")
-        if plan is not None:
-            core.failed("from_cubin", plan.status)
-        return cls(code)
-
-    def get_kernel(self, name: str) -> _Kernel:
-        core = self._core
-        plan = core.recorder.called(core.part, "get_kernel")
-        if plan is not None:
-            core.failed("get_kernel", plan.status)
-        return _Kernel(name, _loaded(self.code, core.arch()))
-
-
-_libraries: dict[bytes, ctypes.CDLL] = {}
-
-
-def _loaded(code: bytes, arch: str) -> ctypes.CDLL:
-    """Load what was compiled, as the driver does: the code must be whole, and for this device."""
-    header, _, library = code.partition(b"\n")
-    if not header.startswith(_MAGIC):
-        raise CUDAError("CUDA_ERROR_INVALID_IMAGE: no cubin")
-    told = json.loads(header[len(_MAGIC) :])
-    if hashlib.sha256(library).hexdigest() != told["digest"]:
-        raise CUDAError("CUDA_ERROR_INVALID_IMAGE: the cubin is damaged")
-    if told["arch"] != arch:
-        raise CUDAError(f"CUDA_ERROR_NO_BINARY_FOR_GPU: {told['arch']} on {arch}")
-    key = hashlib.sha256(library).digest()
-    found = _libraries.get(key)
-    if found is None:
-        # The file stays as long as the process: the loader takes a new file for the old one if it has its inode.
-        path = Path(_folder(), f"{len(_libraries)}.so")
-        path.write_bytes(library)
-        found = _libraries[key] = ctypes.CDLL(str(path))
-    return found
+@functools.cache
+def _library(digest: str, library: bytes) -> ctypes.CDLL:
+    # The file stays as long as the process: the loader takes a new file for the old one if it has its inode.
+    path = Path(_folder(), f"{digest}.so")
+    path.write_bytes(library)
+    return ctypes.CDLL(str(path))
 
 
 @functools.cache
@@ -295,19 +151,14 @@ def _folder() -> str:
     return made
 
 
-#: Python's types of arguments by the letters that the compiled kernel tells.
-_TYPES: dict[str, tuple[type, Any]] = {
-    "p": (int, ctypes.c_uint64),
-    "l": (np.int64, ctypes.c_int64),
-    "i": (np.int32, ctypes.c_int64),
-    "d": (np.float64, ctypes.c_double),
-}
+#: C types of parameters by the letters that the compiled kernel reports.
+_TYPES = {"p": ctypes.c_uint64, "l": ctypes.c_int64, "i": ctypes.c_int64, "d": ctypes.c_double}
 
 
-class _Kernel:
+class Kernel:
     """A function that can be launched."""
 
-    by_handle: ClassVar[dict[int, _Kernel]] = {}
+    by_handle: ClassVar[dict[int, Kernel]] = {}
     _handles = itertools.count(0x7000_0000, 0x40)
 
     def __init__(self, name: str, library: ctypes.CDLL) -> None:
@@ -323,46 +174,25 @@ class _Kernel:
         self._launch.restype = letters.restype = ctypes.c_char_p
         self._letters = letters().decode()
 
-    def check(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """Return the arguments as C has them; they must be of the kernel's own types."""
-        wanted = [_TYPES[x] for x in self._letters]
-        kinds = [type(x) for x in arguments]
-        if kinds != [kind for kind, _ in wanted]:
-            raise TypeError(f"kernel {self.name} takes {self._letters!r}, not {kinds}")
-        return [
-            kind(x.item() if isinstance(x, np.generic) else x) for x, (_, kind) in zip(arguments, wanted, strict=True)
-        ]
-
     def read(self, parameters: int) -> list[Any]:
-        """Return the arguments that lie where a list of addresses tells; 0 must end the list."""
+        """Return the arguments from a list of their addresses, which must end with 0."""
         count = len(self._letters)
         addresses = (ctypes.c_uint64 * (count + 1)).from_address(parameters)
         if 0 in addresses[:count] or addresses[count]:
             raise TypeError(f"kernel {self.name} takes {count} arguments")
-        kinds = [_TYPES[x][1] for x in self._letters]
+        kinds = [_TYPES[x] for x in self._letters]
         return [
             kind.from_buffer_copy(ctypes.string_at(address, 8))
             for kind, address in zip(kinds, addresses[:count], strict=True)
         ]
 
-    def run(self, config: LaunchConfig, values: list[Any], runtime: Runtime, device: int) -> None:
-        """Run all threads.
-
-        Raises
-        ------
-        Fault
-            If one of them touches memory that it must not.
-        """
+    def run(self, extents: list[int], values: list[Any], runtime: Runtime, device: int) -> None:
+        """Run all threads; raises Fault if one of them accesses memory that it must not."""
         pointers = (ctypes.c_void_p * len(values))(*[ctypes.addressof(x) for x in values])
-        extents = (ctypes.c_uint32 * 6)(*config.grid, *config.block)
-        ranges = _ranges_of(runtime, device)
+        blocks = runtime.memory.blocks
+        rows = [(x.address, x.address + x.nbytes, x.alive and x.device == device) for x in blocks]
+        ranges = np.array(rows, np.uint64).reshape(-1, 3)
         self._ranges(ctypes.c_void_p(ranges.ctypes.data), ctypes.c_int64(len(ranges)))
-        fault = self._launch(pointers, extents)
+        fault = self._launch(pointers, (ctypes.c_uint32 * 6)(*extents))
         if fault is not None:
             raise Fault(fault.decode())
-
-
-def _ranges_of(runtime: Runtime, device: int) -> NDArray[np.uint64]:
-    blocks = runtime.memory.blocks
-    rows = [(x.address, x.address + x.nbytes, x.alive and x.device == device) for x in blocks]
-    return np.array(rows, np.uint64).reshape(-1, 3)

@@ -1,4 +1,4 @@
-"""A module that does what lowprec needs of CuPy: arrays, current streams, an allocator that is ordered on them.
+"""The parts of CuPy that lowprec uses: arrays, current streams, an allocator that is ordered on them.
 
 Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.Stream``, ``cupy.cuda.Device``, *Memory Management*).
 """
@@ -19,12 +19,7 @@ from software_cuda.streams import Stream as RuntimeStream
 
 
 class Cupy(ModuleType):
-    """Stands for ``cupy``.
-
-    Parameters
-    ----------
-    runtime : Runtime
-    """
+    """Replaces ``cupy``."""
 
     __version__ = "14.0"
 
@@ -32,7 +27,7 @@ class Cupy(ModuleType):
         super().__init__("cupy")
         self.runtime = runtime
         self.local = threading.local()
-        #: How often a number was asked for, which waits.
+        #: How often a number was read, which waits.
         self.waits = 0
         module = self
 
@@ -193,7 +188,7 @@ class _Array:
         return self.memory.flags
 
     def __bool__(self) -> bool:
-        """Wait for the current stream, as every look at a number does."""
+        """Wait for the current stream, as every read of a number does."""
         self.cupy.waits += 1
         return bool(self.cupy.asnumpy(self))
 

@@ -1,38 +1,41 @@
-"""The functions of ``cuda.bindings.driver`` that lowprec calls: each thread's current context.
+"""The functions of ``cuda.bindings.driver`` that lowprec calls: each thread's current context, and launches.
 
-Source: the CUDA Driver API reference, *Context Management* and *Primary Context Management*.
+Source: the CUDA Driver API reference, *Context Management*, *Primary Context Management* and *Execution Control*.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 from cuda.bindings import driver as real
 
-from software_cuda.machine import Machine
-from software_cuda.recorder import Part, Recorder
+from software_cuda.core import Kernel
+from software_cuda.recorder import Part, Recorder, Refusal
+from software_cuda.runtime import Runtime
 
 Result = real.CUresult
 
 #: Handle of the primary context of device 0.
 _CONTEXTS = 0x7C000000
+_MAX_GRID, _MAX_BLOCK = (2**31 - 1, 65535, 65535), (1024, 1024, 64)
+_MAX_THREADS = 1024
 
 
 def function(values: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a method a function of the driver: it returns a result and ``values`` values."""
+    """Make a method a function of the driver, which returns a result and ``values`` values."""
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
-        def call(self: Contexts, *arguments: Any) -> tuple[Any, ...]:
+        def call(self: Driver, *arguments: Any) -> tuple[Any, ...]:
             plan = self.recorder.called(self.part, method.__name__)
-            if plan is not None:
-                return (plan.status or Result.CUDA_ERROR_UNKNOWN, *[None] * values)
-            found = method(self, *arguments)
-            if isinstance(found, Result):
-                return (found, *[None] * values)
+            try:
+                if plan is not None:
+                    raise Refusal(plan.status or Result.CUDA_ERROR_UNKNOWN)
+                found = method(self, *arguments)
+            except Refusal as refusal:  # the driver's errors have the runtime's numbers
+                return (Result(int(refusal.status)), *[None] * values)
             return (Result.CUDA_SUCCESS, *([found] if values else []))
 
         return call
@@ -40,18 +43,12 @@ def function(values: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return mark
 
 
-class Contexts(Part):
-    """What ``cuda.bindings.driver`` has for contexts.
+class Driver(Part):
+    """Replaces ``cuda.bindings.driver``."""
 
-    Parameters
-    ----------
-    recorder : Recorder
-    machine : Machine
-    """
-
-    def __init__(self, recorder: Recorder, machine: Machine) -> None:
+    def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
         super().__init__("driver", real, recorder)
-        self.machine = machine
+        self._runtime = runtime
 
     @function(1)
     def cuGetErrorString(self, result: Any) -> bytes:
@@ -59,57 +56,56 @@ class Contexts(Part):
 
     @function(1)
     def cuCtxGetDevice(self) -> Any:
-        found = self.machine.context
-        return Result.CUDA_ERROR_INVALID_CONTEXT if found is None else real.CUdevice(found)
+        found = self._runtime.context
+        if found is None:
+            raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+        return real.CUdevice(found)
 
     @function(1)
     def cuCtxGetCurrent(self) -> Any:
-        found = self.machine.context
+        found = self._runtime.context
         return real.CUcontext(0 if found is None else _CONTEXTS + found)
 
     @function(0)
-    def cuCtxSetCurrent(self, context: Any) -> Any:
+    def cuCtxSetCurrent(self, context: Any) -> None:
         number = int(context)
         device = number - _CONTEXTS if number else None
-        if device is not None and device not in self.machine.contexts:
+        if device is not None and device not in self._runtime.contexts:
             self.recorder.faults.append(f"{number:#x} is no context")
-            return Result.CUDA_ERROR_INVALID_CONTEXT
-        self.machine.thread.context = device
-        return None
+            raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+        self._runtime.thread.context = device
 
     @function(1)
     def cuDeviceGet(self, ordinal: int) -> Any:
-        if not 0 <= ordinal < len(self.machine.devices):
-            return Result.CUDA_ERROR_INVALID_DEVICE
+        self._runtime.model(ordinal)
         return real.CUdevice(ordinal)
 
     @function(1)
     def cuDevicePrimaryCtxRetain(self, device: Any) -> Any:
-        self.machine.contexts.add(int(device))
+        self._runtime.contexts.add(int(device))
         return real.CUcontext(_CONTEXTS + int(device))
 
+    @function(0)
+    def cuLaunchKernel(self, kernel: Any, *rest: Any) -> None:
+        *extents, shared, stream, parameters, extra = rest
+        assert isinstance(kernel, real.CUfunction)
+        assert (len(extents), shared, extra) == (6, 0, 0), "shared memory is not modelled"
+        threads = extents[3] * extents[4] * extents[5]
+        limits = zip(extents, _MAX_GRID + _MAX_BLOCK, strict=True)
+        if threads > _MAX_THREADS or not all(0 < x <= most for x, most in limits):
+            raise Refusal(Result.CUDA_ERROR_INVALID_VALUE)
+        found, runtime = Kernel.by_handle[int(kernel)], self._runtime
+        values = found.read(parameters)
+        with runtime.lock:
+            if runtime.context is None:  # unlike the runtime, the driver makes none
+                raise Refusal(Result.CUDA_ERROR_INVALID_CONTEXT)
+            runtime.check_sticky()
+            on = runtime.stream(stream, current=True)
 
-class DeviceDriver:
-    """A driver beside a stand-in for the runtime that has a ``device``: there is one thread, and it has a context."""
+            def run() -> None:
+                found.run(extents, values, runtime, on.device)
 
-    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-    cuuint64_t = int
-
-    def __init__(self, runtime: Any) -> None:
-        self.runtime = runtime
-
-    def cuCtxGetDevice(self) -> tuple[int, int]:
-        return 0, self.runtime.device
-
-    def cuCtxGetCurrent(self) -> tuple[int, int]:
-        return 0, self.runtime.device + 1
-
-    def cuCtxSetCurrent(self, context: int) -> tuple[int]:
-        self.runtime.device = context - 1
-        return (0,)
-
-    def cuDeviceGet(self, ordinal: int) -> tuple[int, int]:
-        return 0, ordinal
-
-    def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[int, int]:
-        return 0, device + 1
+            cost_ms = 0.005
+            if found.name == "spin":
+                cost_ms = values[0].value / runtime.devices[on.device].clock_khz
+            runtime.enqueue(on, f"kernel {found.name}", run, cost_ms)

@@ -1,7 +1,7 @@
-"""A module that does what lowprec needs of JAX on GPUs: arrays that are computed late, on streams that nobody is told.
+"""The parts of JAX on GPUs that lowprec uses: arrays that are computed late, on unknown streams.
 
 Buffers and streams are as in JAX's own client (PJRT): work on a device runs on a compute stream of the client's; memory
-is given away in the order of that stream, as soon as neither an array nor a DLPack capsule holds it; a buffer that a
+is freed in the order of that stream, as soon as neither an array nor a DLPack capsule holds it; a buffer that a
 capsule holds cannot be donated. Source: ``jax.dlpack`` and the array class of JAX 0.10, the DLPack protocol.
 """
 
@@ -25,22 +25,18 @@ _CUDA = 2
 
 
 class Jax(ModuleType):
-    """Stands for ``jax``.
+    """Replaces ``jax``.
 
-    Parameters
-    ----------
-    runtime : Runtime
-    tells_streams : bool
-        Whether the client can wait for, and be waited for by, other libraries' streams, as that of CUDA can. One that
-        cannot says so, and JAX then names no stream to a producer.
+    ``has_streams`` is whether the client can wait for, and be waited for by, other libraries' streams, as that of CUDA
+    can. One that cannot passes no stream to a producer.
     """
 
     __version__ = "0.10"
 
-    def __init__(self, runtime: Runtime, *, tells_streams: bool = True) -> None:
+    def __init__(self, runtime: Runtime, *, has_streams: bool = True) -> None:
         super().__init__("jax")
         self.runtime = runtime
-        self.tells_streams = tells_streams
+        self.has_streams = has_streams
         module = self
 
         class OwnArray(_Array):
@@ -74,10 +70,7 @@ class Jax(ModuleType):
         return self._array(buffer, device, committed=x.committed)
 
     def donate(self, x: _Array) -> bool:
-        """Compute in the place of ``x``, which is deleted; return whether its memory was free for that.
-
-        Where it is not, because somebody outside holds it, JAX computes on a copy and says nothing.
-        """
+        """Delete ``x``; return whether its memory could be reused. JAX silently copies memory that is held outside."""
         buffer, x.buffer = x.buffer, _Deleted()
         return not buffer.is_held
 
@@ -91,24 +84,22 @@ class Jax(ModuleType):
 
     def _from_dlpack(self, array: Any) -> _Array:
         """Adopt what an array exports, on its own device, which it is then committed to."""
-        if not hasattr(array, "__dlpack__"):
-            raise TypeError("a raw capsule names no device")
+        assert hasattr(array, "__dlpack__"), "a raw capsule names no device"
         kind, index = array.__dlpack_device__()
         assert kind == _CUDA, "copies between devices are not modelled"
         device = self._gpus[index]
         stream = device.stream_for_others()
         view = view_of_capsule(array.__dlpack__(stream=stream))
-        if view.strides != contiguous_strides(view.shape):
-            raise ValueError("only row-major arrays are adopted")
+        assert view.strides == contiguous_strides(view.shape), "only row-major arrays are adopted"
         dtype = NUMPY_DTYPES[view.dtype]
         memory = np.ndarray(view.shape, dtype, memory_at(view.address, view))
-        # Ready in the order of the stream that was named; where none was, JAX takes it to be ready now.
+        # Ready in the order of the stream that was passed; without one, JAX assumes that it is ready now.
         ready = None if stream is None else device.mark(stream)
         return self._array(_Buffer(device, memory, ready), device, committed=True)
 
 
 class _Device:
-    """A GPU of the client's, with a stream on which it computes, and one that it names to others."""
+    """A GPU of the client, with a stream on which it computes, and one that it passes to others."""
 
     platform = "gpu"
 
@@ -120,8 +111,8 @@ class _Device:
         self._handle = jax.runtime.give_handle(self._for_others)
 
     def stream_for_others(self) -> int | None:
-        """Return the stream that a producer is to make wait; None where the client has none to tell."""
-        return self._handle if self.jax.tells_streams else None
+        """Return the stream that a producer makes wait; None where the client has none."""
+        return self._handle if self.jax.has_streams else None
 
     def mark(self, stream: int) -> Op:
         """Return a mark of what a stream holds now."""
@@ -130,7 +121,7 @@ class _Device:
             return runtime.enqueue(runtime.stream_of(self.id, stream), "record", lambda: None)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> _Buffer:
-        """Return new memory, given back in the order of the compute stream."""
+        """Return new memory, freed in the order of the compute stream."""
         memory = empty(self.jax.runtime, shape, dtype, self.id, self.computing)
         return _Buffer(self, memory, None)
 
@@ -159,7 +150,7 @@ class _Buffer:
         self.memory = memory
         self.ready = ready
         self.holds: list[None] = []
-        self.free = threading.Event()  # set when the last of those goes who held it
+        self.free = threading.Event()  # set when the last capsule is destroyed
 
     @property
     def is_held(self) -> bool:
@@ -167,18 +158,18 @@ class _Buffer:
         return bool(self.holds)
 
     def unheld(self) -> NDArray[Any]:
-        """Return the memory, which this does not keep from being given back."""
+        """Return the memory without keeping it alive."""
         x = self.memory
         return np.ndarray(x.shape, x.dtype, memory_at(x.ctypes.data, None))
 
     def held(self) -> NDArray[Any]:
-        """Return the memory, counted as held by somebody outside until nobody has it."""
+        """Return the memory, counted as held outside while it is reachable."""
         x = self.memory
         return np.ndarray(x.shape, x.dtype, memory_at(x.ctypes.data, _Hold(self)))
 
 
 class _Hold:
-    """Counts itself among those who hold a buffer, for as long as it lives."""
+    """Counted as a holder of a buffer for as long as it lives."""
 
     def __init__(self, buffer: _Buffer) -> None:
         self._buffer = buffer
@@ -193,7 +184,7 @@ class _Hold:
 
 
 class _Deleted:
-    """In the place of a buffer that was donated."""
+    """Replaces a buffer that was donated."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("Array has been deleted.")
@@ -236,7 +227,7 @@ class _Array:
         runtime, ready = self.jax.runtime, self.buffer.ready
         if stream is None:
             self.block_until_ready()
-        elif not self.jax.tells_streams:
+        elif not self.jax.has_streams:
             raise RuntimeError("UNIMPLEMENTED: WaitUntilBufferReadyOnStream is only implemented for GPU.")
         elif ready is not None:
             with runtime.lock:

@@ -1,7 +1,7 @@
 """The state of the software CUDA behind its functions: devices, streams, events, captures, and the rules between them.
 
-Sources: the CUDA Runtime API reference (what may return which error), and for capture the CUDA C++ Programming Guide,
-*Creating a Graph Using Stream Capture*, with ``cudaThreadExchangeStreamCaptureMode``.
+Sources: the CUDA Runtime API reference (which function may return which error), and for capture the CUDA C++
+Programming Guide, *Creating a Graph Using Stream Capture*, with ``cudaThreadExchangeStreamCaptureMode``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from cuda.bindings import runtime as real
 
 from software_cuda.memory import Memory
-from software_cuda.recorder import Fault, Part, Recorder, gives_back
+from software_cuda.recorder import Fault, Part, Recorder, Refusal, acts_anyway
 from software_cuda.streams import Capture, Event, Op, Policy, Scheduler, Stream, nothing
 
 Status = real.cudaError_t
@@ -28,16 +28,7 @@ _HOST_CALL_MS = 0.001
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What a device is.
-
-    Parameters
-    ----------
-    name : str
-    capability : tuple of int
-    memory_bytes, multiprocessors, clock_khz, l2_bytes : int
-    has_pools : bool
-        Whether it allocates in the order of streams.
-    """
+    """The properties of a device."""
 
     name: str = "Software H200"
     capability: tuple[int, int] = (9, 0)
@@ -48,26 +39,13 @@ class DeviceModel:
     has_pools: bool = True
 
 
-class Refusal(Exception):
-    """A call returns an error."""
-
-    def __init__(self, status: Any) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 def api(
     values: int = 0, *, unsafe: bool = False, always: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a method a function of the runtime: it returns a status and ``values`` values.
+    """Make a method a function of the runtime, which returns a status and ``values`` values.
 
-    Parameters
-    ----------
-    values : int
-    unsafe : bool
-        Whether it is forbidden while this or another thread captures, unless the thread's mode allows it.
-    always : bool
-        Whether it works after an error that sticks to the device.
+    An ``unsafe`` function is forbidden while this or another thread captures, unless the thread's mode allows it. One
+    that works ``always`` does so after an error that sticks to the device, and without a context.
     """
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,12 +54,13 @@ def api(
         @functools.wraps(method)
         def call(self: Machine, *arguments: Any) -> tuple[Any, ...]:
             plan = self.recorder.called(self.part, name)
+            self.recorder.log.append((name, *arguments))
             with self.lock:
                 self.scheduler.clock_ms += _HOST_CALL_MS
                 self.scheduler.keep_up()
                 try:
                     if plan is not None:
-                        if gives_back(name):
+                        if acts_anyway(name):
                             method(self, *arguments)
                         raise Refusal(plan.status or _FAILURES.get(name, Status.cudaErrorUnknown))
                     if not always:
@@ -102,7 +81,7 @@ def api(
     return mark
 
 
-#: Errors that a test provokes without saying which.
+#: The errors of functions that are made to fail, where the test names none.
 _FAILURES = {
     "cudaMalloc": Status.cudaErrorMemoryAllocation,
     "cudaMallocFromPoolAsync": Status.cudaErrorMemoryAllocation,
@@ -113,17 +92,9 @@ _FAILURES = {
 
 
 class Machine(Part):
-    """What the functions of the runtime act on.
+    """The state that the functions of the runtime act on."""
 
-    Parameters
-    ----------
-    recorder : Recorder
-    devices : sequence of DeviceModel
-    order : "lazy", "all" or int
-        See :data:`software_cuda.streams.Policy`.
-    """
-
-    def __init__(self, recorder: Recorder, devices: Sequence[DeviceModel], order: Policy = "lazy") -> None:
+    def __init__(self, recorder: Recorder, devices: Sequence[DeviceModel], order: Policy) -> None:
         super().__init__("runtime", real, recorder)
         self.lock = threading.RLock()
         self.devices = tuple(devices)
@@ -133,7 +104,7 @@ class Machine(Part):
         self.sticky: dict[int, Any] = {}
         self.captures: list[Capture] = []
         self.thread = threading.local()
-        #: Devices on which somebody made the primary context.
+        #: Devices that have a primary context.
         self.contexts: set[int] = set()
         self.handles = itertools.count(0x51000000, 0x40)
         self.streams: dict[int, Stream] = {}
@@ -142,9 +113,6 @@ class Machine(Part):
         self.events: dict[int, Event] = {}
         for device in range(len(devices)):
             self._default_stream(device, 1)
-
-    def failed(self, function: str, status: Any) -> Any:
-        raise AssertionError("errors of the runtime are returned by api()")
 
     # -- rules ------------------------------------------------------------------------------------
 
@@ -176,39 +144,42 @@ class Machine(Part):
             return
         for capture in self.captures:
             own = capture.thread == threading.get_ident() and capture.mode != _RELAXED
-            others = mode == GLOBAL and capture.mode == GLOBAL
-            if own or others:
+            if own or (mode == GLOBAL and capture.mode == GLOBAL):
                 capture.is_invalid = True
                 self.recorder.faults.append(f"{name} during a capture that it invalidates")
                 raise Refusal(Status.cudaErrorStreamCaptureUnsupported)
 
+    def check_capture(self, stream: Stream) -> None:
+        """Refuse work on an invalid capture, and work on the legacy default stream that would end one."""
+        if stream.capture is not None and stream.capture.is_invalid:
+            raise Refusal(Status.cudaErrorStreamCaptureInvalidated)
+        if stream.is_legacy and (ended := self.ended_by(stream)):
+            ended[0].is_invalid = True
+            raise Refusal(Status.cudaErrorStreamCaptureImplicit)
+
+    def ended_by(self, legacy: Stream) -> list[Capture]:
+        """Return the captures that work on the legacy default stream of a device would end."""
+        device = legacy.device
+        return [c for c in self.captures if any(x.blocking and x.device == device for x in c.tails)]
+
     def _default_stream(self, device: int, handle: int) -> Stream:
-        """Return the legacy default stream, or that of this thread."""
+        """Return the legacy default stream (1), or that of this thread (2)."""
         key = (device, handle, threading.get_ident() if handle == 2 else 0)
         found = self._defaults.get(key)
         if found is None:
-            found = Stream(handle, device, blocking=handle == 2, is_legacy=handle == 1)
-            self._defaults[key] = found
+            found = self._defaults[key] = Stream(handle, device, blocking=handle == 2, is_legacy=handle == 1)
             self.scheduler.streams.append(found)
         return found
 
     def stream(self, handle: Any, *, current: bool = False) -> Stream:
-        """Return a stream by its handle.
-
-        Parameters
-        ----------
-        handle : int or cudaStream_t
-        current : bool
-            Whether it must belong to the current device.
-        """
+        """Return a stream by its handle; if ``current``, it must be of the current device."""
         number = int(handle)
         if number in (0, 1, 2):
             return self._default_stream(self.device, number or 1)
         found = self.streams.get(number) or self._foreign.get(number)
         if found is None:
             self.recorder.faults.append(f"{number:#x} is no stream")
-            raise Refusal(Status.cudaErrorInvalidResourceHandle)
-        if current and found.device != self.device:
+        if found is None or (current and found.device != self.device):
             raise Refusal(Status.cudaErrorInvalidResourceHandle)
         return found
 
@@ -220,12 +191,17 @@ class Machine(Part):
             raise Refusal(Status.cudaErrorInvalidResourceHandle)
         return found
 
+    def model(self, device: int) -> DeviceModel:
+        if not 0 <= device < len(self.devices):
+            raise Refusal(Status.cudaErrorInvalidDevice)
+        return self.devices[device]
+
     # -- work -------------------------------------------------------------------------------------
 
     def enqueue(
         self, stream: Stream, label: str, run: Callable[[], None], cost_ms: float = 0.0, after: Sequence[Op] = ()
     ) -> Op:
-        """Queue work that may fault."""
+        """Queue work; after a fault in it the device refuses everything, as a real one does."""
         self.check_capture(stream)
         device = stream.device
 
@@ -235,38 +211,29 @@ class Machine(Part):
             try:
                 run()
             except Fault as fault:
-                self.fault(device, f"{label}: {fault}")
+                self.recorder.faults.append(f"{label}: {fault}")
+                self.sticky[device] = Status.cudaErrorIllegalAddress
 
         return self.scheduler.enqueue(stream, label, guarded, cost_ms, after)
-
-    def fault(self, device: int, words: str) -> None:
-        """Note that a device is lost, as after a real fault."""
-        self.recorder.faults.append(words)
-        self.sticky[device] = Status.cudaErrorIllegalAddress
-
-    def check_capture(self, stream: Stream) -> None:
-        if stream.capture is not None and stream.capture.is_invalid:
-            raise Refusal(Status.cudaErrorStreamCaptureInvalidated)
-        if stream.is_legacy and (ended := self.blocks(stream)):
-            ended[0].is_invalid = True
-            raise Refusal(Status.cudaErrorStreamCaptureImplicit)
-
-    def blocks(self, legacy: Stream) -> list[Capture]:
-        """Return the captures that work on the legacy default stream of a device would end."""
-        device = legacy.device
-        return [c for c in self.captures if any(x.blocking and x.device == device for x in c.tails)]
 
     def wait(self, targets: list[Op]) -> None:
         self.scheduler.drain(targets)
         finish = max((x.finish_ms for x in targets), default=0.0)
         self.scheduler.clock_ms = max(self.scheduler.clock_ms, finish)
 
+    def drain(self) -> None:
+        """Run everything that is queued on all devices."""
+        with self.lock:
+            self.scheduler.drain()
+
+    # -- other libraries' streams -----------------------------------------------------------------
+
     def stream_of(self, device: int, handle: int) -> Stream:
         """Return a stream by its handle; 1 is the legacy default stream of the device."""
         return self._default_stream(device, 1) if handle in (0, 1) else self.stream(handle)
 
     def give_handle(self, stream: Stream) -> int:
-        """Make another library's stream known by a handle; it is not counted among those that are alive."""
+        """Give another library's stream a handle; it is not counted among those that are alive."""
         with self.lock:
             stream.handle = next(self.handles)
             self._foreign[stream.handle] = stream
@@ -277,27 +244,17 @@ class Machine(Part):
         self._foreign.pop(handle, None)
 
     def join(self, before: Stream, after: Stream) -> None:
-        """Have a stream wait for what another holds now, as another library would with an event."""
+        """Make a stream wait for the queued work of another, as another library would with an event."""
         with self.lock:
-            if before is after:
-                return
-            mark = self.enqueue(before, "record", nothing)
-            self.enqueue(after, "wait", nothing, after=[mark])
+            if before is not after:
+                mark = self.enqueue(before, "record", nothing)
+                self.enqueue(after, "wait", nothing, after=[mark])
 
     def wait_for(self, stream: Stream) -> None:
-        """Wait for the work of a stream and for nothing else, as another library would."""
+        """Wait for the work of a stream alone, as another library would."""
         with self.lock:
             if stream.tail is not None:
                 self.wait([stream.tail])
-
-    def drain(self) -> None:
-        """Run everything that is queued on all devices."""
-        with self.lock:
-            self.scheduler.drain()
-
-    def pending(self) -> list[str]:
-        """Return what is queued and did not run."""
-        return [op.label for x in self.scheduler.streams for op in x.queue]
 
     # -- capture, for tests -----------------------------------------------------------------------
 
@@ -312,13 +269,7 @@ class Machine(Part):
             self.captures.append(found.capture)
 
     def end_capture(self, stream: int) -> Graph:
-        """Return what was captured.
-
-        Raises
-        ------
-        Refusal
-            If a call has invalidated the capture, or a stream that was forked did not come back.
-        """
+        """Return what was captured; raises Refusal if a call has invalidated it, or a fork was not joined."""
         with self.lock:
             capture = self.stream(stream).capture
             assert capture is not None, "it is not being captured"
@@ -332,13 +283,8 @@ class Machine(Part):
                 raise Refusal(Status.cudaErrorStreamCaptureUnjoined)
             return Graph(self, capture.ops, capture.origin)
 
-    def model(self, device: int) -> DeviceModel:
-        if not 0 <= device < len(self.devices):
-            raise Refusal(Status.cudaErrorInvalidDevice)
-        return self.devices[device]
-
     def live(self) -> dict[str, int]:
-        """Return how many objects of each kind there are."""
+        """Return how many objects of each kind exist."""
         return {
             "blocks": len(self.memory.live()),
             "bytes": sum(self.memory.used),
@@ -357,11 +303,11 @@ class Graph:
 
     @property
     def labels(self) -> list[str]:
-        """What was captured, without waits and records."""
+        """The names of the captured work, without waits and records."""
         return [op.label for op in self._ops if op.label not in ("wait", "record")]
 
     def replay(self, stream: int | None = None) -> None:
-        """Queue the work on a stream, by default on that which was captured."""
+        """Queue the work on a stream, by default the captured one."""
         runtime = self._runtime
         with runtime.lock:
             found = self._origin if stream is None else runtime.stream(stream)

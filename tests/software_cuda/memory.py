@@ -1,4 +1,4 @@
-"""Memory of the devices: host memory that is poisoned when it comes and when it goes."""
+"""Memory of the devices: host memory that is poisoned when it is allocated and when it is freed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,17 @@ Bytes = NDArray[np.uint8]
 POISON = 0xFF
 
 ALIGNMENT = 256
-#: Bytes on either side that belong to nobody, so that stepping over an end is noticed.
+#: Unallocated bytes on either side, so that an access beyond an end is noticed.
 _MARGIN = 512
-#: Freed memory that is kept away from the host's allocator, so that a late use of it is noticed.
+#: Freed memory that is not returned to the host's allocator, so that a late use of it is noticed.
 _QUARANTINE_BYTES, _QUARANTINE_BLOCKS = 64 << 20, 2000
 
 
 class Allocation:
     """One block.
 
-    Parameters
-    ----------
-    device, nbytes : int
-    owner : object
-        The pool or the capture that it comes from, None for memory of ``cudaMalloc``.
-
-    Attributes
-    ----------
-    alive : bool
-        Whether it may be used; not before its allocation has run, where that is a piece of work.
+    ``owner`` is the pool or the capture that it comes from, None for memory of ``cudaMalloc``. ``alive`` is whether it
+    may be used: where the allocation is work on a stream, only after that has run.
     """
 
     __slots__ = ("address", "alive", "buffer", "device", "memory", "nbytes", "owner")
@@ -53,43 +45,35 @@ class Allocation:
 
 
 class Memory:
-    """All allocations of all devices.
+    """All allocations of all devices, whose bytes are limited.
 
-    Parameters
-    ----------
-    limits : sequence of int
-        Bytes of each device.
+    ``blocks`` has them by address, freed ones in quarantine included.
     """
 
     def __init__(self, limits: list[int]) -> None:
         self.limits = limits
         self.used = [0] * len(limits)
+        self.blocks: list[Allocation] = []
         self._bases: list[int] = []
-        self._blocks: list[Allocation] = []
         self._quarantine: deque[Allocation] = deque()
-
-    @property
-    def blocks(self) -> list[Allocation]:
-        """Allocations by address, freed ones in quarantine included."""
-        return self._blocks
 
     def live(self) -> list[Allocation]:
         """Return what is allocated."""
-        return [block for block in self._blocks if block.alive]
+        return [block for block in self.blocks if block.alive]
 
     def allocate(self, device: int, nbytes: int) -> int:
-        """Return the address of new memory, 0 if there is not that much left."""
+        """Return the address of new memory, 0 if there is too little."""
         if self.used[device] + nbytes > self.limits[device]:
             return 0
         self.used[device] += nbytes
         return self.add(Allocation(device, nbytes)).address
 
     def add(self, block: Allocation) -> Allocation:
-        """Make an allocation known."""
+        """Register an allocation."""
         self._forget_old()
-        place = bisect_right(self._bases, block.address)
-        self._bases.insert(place, block.address)
-        self._blocks.insert(place, block)
+        index = bisect_right(self._bases, block.address)
+        self._bases.insert(index, block.address)
+        self.blocks.insert(index, block)
         return block
 
     def free(self, address: int) -> bool:
@@ -101,13 +85,13 @@ class Memory:
         return True
 
     def drop(self, block: Allocation) -> None:
-        """Free an allocation; a finaliser may do so in the midst of any other call."""
+        """Free an allocation; a finaliser may do so during any other call."""
         self.used[block.device] -= block.nbytes
         self.end(block)
         self._quarantine.append(block)
 
     def end(self, block: Allocation) -> None:
-        """Have nobody use an allocation from now on."""
+        """Forbid the use of an allocation from now on."""
         block.alive = False
         block.memory.fill(POISON)
 
@@ -116,25 +100,19 @@ class Memory:
         while kept > _QUARANTINE_BYTES or len(self._quarantine) > _QUARANTINE_BLOCKS:
             block = self._quarantine.popleft()
             kept -= block.nbytes
-            place = bisect_right(self._bases, block.address) - 1
-            del self._bases[place], self._blocks[place]
+            index = bisect_right(self._bases, block.address) - 1
+            del self._bases[index], self.blocks[index]
 
     def find(self, address: int) -> Allocation | None:
-        """Return the allocation, freed ones included, in which an address lies."""
-        place = bisect_right(self._bases, address) - 1
-        if place < 0:
+        """Return the allocation that an address is in, freed ones included."""
+        index = bisect_right(self._bases, address) - 1
+        if index < 0:
             return None
-        block = self._blocks[place]
+        block = self.blocks[index]
         return block if address < block.address + max(block.nbytes, 1) else None
 
     def at(self, address: int, nbytes: int, device: int | None, what: str) -> Bytes:
-        """Return bytes of a device.
-
-        Raises
-        ------
-        Fault
-            If any of them is not allocated, or is another device's.
-        """
+        """Return bytes of a device; raises Fault if any of them is not allocated, or is another device's."""
         block = self.find(address)
         if block is None:
             raise Fault(f"{what}: illegal address {address:#x}, where nothing is allocated")

@@ -11,33 +11,28 @@ from typing import Any
 import numpy as np
 
 from software_cuda.attributes import Attribute
-from software_cuda.recorder import Recorder
+from software_cuda.recorder import Part, Recorder, Refusal
+from software_cuda.runtime import Runtime
 
 # ``cublasStatus_t``.
-NOT_INITIALIZED, ALLOC_FAILED, INVALID_VALUE, ARCH_MISMATCH = 1, 3, 7, 8
-EXECUTION_FAILED, INTERNAL_ERROR, NOT_SUPPORTED = 13, 14, 15
+ALLOC_FAILED, INVALID_VALUE, EXECUTION_FAILED, INTERNAL_ERROR, NOT_SUPPORTED = 3, 7, 13, 14, 15
+STATUS_NAMES = {
+    0: "SUCCESS", 1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH",
+    11: "MAPPING_ERROR", 13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR",
+}  # fmt: skip
+
+#: Bytes of a handle on its device.
+_HANDLE_BYTES = 4096
 
 _numbers = itertools.count(0x6000_0000, 0x40)
 
 
-class LtRefusal(Exception):
-    """A library refuses a call.
-
-    Parameters
-    ----------
-    status : int
-    why : str
-        What real libraries do not tell.
-    """
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-        self.why = why
+def error_text(status: int, reason: str) -> str:
+    return f"CUBLAS_STATUS_{STATUS_NAMES.get(status, '?')} ({status})" + (f": {reason}" if reason else "")
 
 
 class Object:
-    """Something that a library created and knows by a number."""
+    """An object that a library created and knows by a number."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -53,19 +48,25 @@ class Object:
 
 
 class Handle(Object):
-    """A library's handle: of one device, and used by one thread at a time."""
+    """A library's handle: of one device, with memory there, and used by one thread at a time."""
 
-    def __init__(self, kind: str, device: int) -> None:
+    def __init__(self, kind: str, runtime: Runtime) -> None:
         super().__init__(kind)
-        self.device = device
+        self.device = runtime.device
+        status, self.memory = runtime.cudaMalloc(_HANDLE_BYTES)
+        if not self.memory:
+            raise Refusal(ALLOC_FAILED, f"no memory for a handle: {status!r}")
 
 
-class Registry:
-    """The objects of one library that are alive."""
+class Registry(Part):
+    """The objects of one library that exist, and its handles."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._alive: dict[int, Object] = {}
+    handle_kind = "handle"
+
+    def __init__(self, name: str, real: Any, recorder: Recorder, runtime: Runtime) -> None:
+        super().__init__(name, real, recorder)
+        self.runtime = runtime
+        self._alive: dict[int, Any] = {}
 
     def add(self, made: Object) -> int:
         """Keep an object and return its number."""
@@ -73,30 +74,42 @@ class Registry:
         return made.number
 
     def get(self, number: int, kind: str) -> Any:
-        """Return an object; refuse what was destroyed, or is of another kind."""
+        """Return an object; refuse one that was destroyed or is of another kind."""
         found = self._alive.get(int(number))
         if found is None or found.kind != kind:
-            what = "nothing alive" if found is None else f"a {found.kind}"
-            self._recorder.faults.append(f"{number:#x} is {what}, not a {kind}")
-            raise LtRefusal(INVALID_VALUE, f"{number:#x} is {what}, not a {kind}")
+            problem = f"{number:#x} is {'destroyed' if found is None else f'a {found.kind}'}, not a {kind}"
+            self.recorder.faults.append(problem)
+            raise Refusal(INVALID_VALUE, problem)
         return found
 
-    def remove(self, number: int, kind: str) -> None:
-        """Destroy an object."""
+    def remove(self, number: int, kind: str) -> Any:
+        """Destroy an object and return it."""
         found = self.get(number, kind)
         if found.user is not None or found.readers:
-            self._recorder.faults.append(f"a {kind} was destroyed while it was in use")
-        del self._alive[found.number]
+            self.recorder.faults.append(f"a {kind} was destroyed while it was in use")
+        return self._alive.pop(found.number)
 
     def count(self, kind: str) -> int:
-        """Return how many of a kind are alive."""
+        """Return how many objects of a kind exist."""
         return sum(x.kind == kind for x in self._alive.values())
+
+    def handle(self, number: int) -> Any:
+        """Return a handle, which must be of the current device."""
+        found = self.get(number, self.handle_kind)
+        if found.device != self.runtime.device:
+            self.recorder.faults.append(f"a handle of device {found.device} is used on {self.runtime.device}")
+            raise Refusal(INVALID_VALUE, "the handle is another device's")
+        return found
+
+    def destroy_handle(self, number: int) -> None:
+        self.handle(number)
+        self.runtime.cudaFree(self.remove(number, self.handle_kind).memory)
 
 
 class Use:
-    """An object in use by this thread for the length of a block.
+    """An object in use by this thread during a block.
 
-    Several threads may read one at a time. One that changes it, or uses a handle, must be alone.
+    Several threads may read an object at a time. A thread that changes it, or uses a handle, must be the only one.
     """
 
     def __init__(self, used: Object, recorder: Recorder, *, reads: bool = False) -> None:
@@ -129,35 +142,35 @@ class Use:
 def read_host(address: int, nbytes: int) -> bytes:
     """Return bytes of the host."""
     if not address:
-        raise LtRefusal(INVALID_VALUE, "a null pointer")
+        raise Refusal(INVALID_VALUE, "a null pointer")
     return ctypes.string_at(address, nbytes)
-
-
-def set_attribute(target: Object, known: Mapping[int, Attribute], attribute: int, address: int, nbytes: int) -> None:
-    """Read the value of an attribute, which must be known and have this size."""
-    row = known_attribute(known, attribute)
-    if nbytes != row.nbytes:
-        raise LtRefusal(INVALID_VALUE, f"attribute {attribute} has {row.nbytes} bytes, not {nbytes}")
-    data = read_host(address, nbytes)
-    if row.most is not None and int.from_bytes(data, "little") > row.most:
-        raise LtRefusal(INVALID_VALUE, f"attribute {attribute} is {row.most} at most")
-    target.attributes[int(attribute)] = data
 
 
 def known_attribute(known: Mapping[int, Attribute], attribute: int) -> Attribute:
     """Return the row of an attribute; refuse one that the library does not know."""
     found = known.get(int(attribute))
     if found is None:
-        raise LtRefusal(INVALID_VALUE, f"there is no attribute {int(attribute)}")
+        raise Refusal(INVALID_VALUE, f"there is no attribute {int(attribute)}")
     return found
 
 
+def set_attribute(target: Object, known: Mapping[int, Attribute], attribute: int, address: int, nbytes: int) -> None:
+    """Read the value of an attribute, which must be known and have this size."""
+    row = known_attribute(known, attribute)
+    if nbytes != row.nbytes:
+        raise Refusal(INVALID_VALUE, f"attribute {attribute} has {row.nbytes} bytes, not {nbytes}")
+    data = read_host(address, nbytes)
+    if row.most is not None and int.from_bytes(data, "little") > row.most:
+        raise Refusal(INVALID_VALUE, f"attribute {attribute} is {row.most} at most")
+    target.attributes[int(attribute)] = data
+
+
 def write_attribute(data: bytes, address: int, nbytes: int, written: int) -> None:
-    """Write the value of an attribute for the caller, who must know its size; size 0 asks for the size alone."""
+    """Write the value of an attribute to a buffer of exactly its size; size 0 asks for the size alone."""
     if nbytes not in (0, len(data)):
-        raise LtRefusal(INVALID_VALUE, f"the attribute has {len(data)} bytes, not {nbytes}")
+        raise Refusal(INVALID_VALUE, f"the attribute has {len(data)} bytes, not {nbytes}")
     if not (address if nbytes else written):
-        raise LtRefusal(INVALID_VALUE, "a null pointer")
+        raise Refusal(INVALID_VALUE, "a null pointer")
     if written:
         ctypes.c_size_t.from_address(written).value = len(data)
     if nbytes:

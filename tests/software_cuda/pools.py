@@ -6,7 +6,9 @@ reference, *Stream Ordered Memory Allocator*, and the CUDA C++ Programming Guide
 
 from __future__ import annotations
 
+import itertools
 import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 from cuda.bindings import runtime as real
@@ -15,34 +17,33 @@ from software_cuda.machine import Machine, Refusal, Status, api
 from software_cuda.memory import Allocation
 from software_cuda.streams import Op
 
-_ATTRIBUTES = real.cudaMemPoolAttr
+_ON_DEVICE = real.cudaMemLocationType.cudaMemLocationTypeDevice
 
 
+@dataclass
 class Pool:
-    """Memory that the system has given and that the application may not use at the moment: ``unused`` bytes."""
+    """Memory from the system: ``unused`` bytes that no one uses at the moment, ``threshold`` bytes that may stay so."""
 
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.unused = 0
-        self.threshold = 0
+    device: int
+    unused: int = 0
+    threshold: int = 0
+    #: Other devices that may access it.
+    open_to: list[int] = field(default_factory=list)
 
 
 class Pools(Machine):
     """The functions of the runtime for stream-ordered memory."""
 
-    pools: dict[int, Pool]
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.pools = {}
+        self.pools: dict[int, Pool] = {}
+        #: Pairs of devices of which the first can access memory on the second.
+        self.peers = set(itertools.permutations(range(len(self.devices)), 2))
 
     @api(1, unsafe=True)
     def cudaMemPoolCreate(self, properties: real.cudaMemPoolProps) -> Any:
-        kinds = real.cudaMemAllocationType, real.cudaMemLocationType
-        place = properties.location
-        if properties.allocType != kinds[0].cudaMemAllocationTypePinned:
-            raise Refusal(Status.cudaErrorInvalidValue)
-        if place.type != kinds[1].cudaMemLocationTypeDevice:
+        place, kinds = properties.location, real.cudaMemAllocationType
+        if (properties.allocType, place.type) != (kinds.cudaMemAllocationTypePinned, _ON_DEVICE):
             raise Refusal(Status.cudaErrorInvalidValue)
         if not self.model(place.id).has_pools:
             raise Refusal(Status.cudaErrorNotSupported)
@@ -62,20 +63,23 @@ class Pools(Machine):
     @api(unsafe=True)
     def cudaMemPoolSetAttribute(self, pool: Any, attribute: Any, value: Any) -> None:
         value.getPtr()  # the bindings take a cuuint64_t, and no int
-        if attribute != _ATTRIBUTES.cudaMemPoolAttrReleaseThreshold:
+        if attribute != real.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold:
             raise Refusal(Status.cudaErrorInvalidValue)
         self._pool(pool).threshold = int(value)
 
     @api(1, always=True)
     def cudaDeviceCanAccessPeer(self, device: int, peer: int) -> int:
-        self.model(device), self.model(peer)
-        return int(device != peer)
+        return int((device, peer) in self.peers)
 
     @api()
     def cudaMemPoolSetAccess(self, pool: Any, wanted: list[Any], count: int) -> None:
-        assert len(wanted) == count
-        if any(x.location.id == self._pool(pool).device for x in wanted):
+        found, flags = self._pool(pool), real.cudaMemAccessFlags
+        allowed = {(_ON_DEVICE, flags.cudaMemAccessFlagsProtReadWrite)}
+        if count != len(wanted) or {(x.location.type, x.flags) for x in wanted} != allowed:
+            raise Refusal(Status.cudaErrorInvalidValue)
+        if not {(x.location.id, found.device) for x in wanted} <= self.peers:
             raise Refusal(Status.cudaErrorInvalidDevice)
+        found.open_to = [x.location.id for x in wanted]
 
     @api(unsafe=True)
     def cudaMemPoolTrimTo(self, pool: Any, nbytes: int) -> None:
@@ -126,26 +130,24 @@ class Pools(Machine):
 
     @api()
     def cudaFreeAsync(self, address: int, stream: Any) -> None:
-        found, block = self.stream(stream), self.memory.find(int(address))
+        found, block, capture = self.stream(stream), self.memory.find(address), self.stream(stream).capture
         self.check_capture(found)
-        owned = block is not None and block.address == int(address)
-        if found.capture is not None:
-            owned = owned and int(address) in found.capture.allocated
+        if block is None or block.address != address:
+            owned = False
         else:
-            owned = owned and isinstance(block.owner, Pool)  # type: ignore[union-attr]
+            owned = isinstance(block.owner, Pool) if capture is None else address in capture.allocated
         if not owned:
-            words = f"cudaFreeAsync of {int(address):#x}, which is not allocated there"
-            self.recorder.faults.append(words)
+            self.recorder.faults.append(f"cudaFreeAsync of {address:#x}, which is not allocated there")
             raise Refusal(Status.cudaErrorInvalidValue)
-        if found.capture is not None:
-            found.capture.allocated.remove(int(address))
+        if capture is not None:
+            capture.allocated.remove(address)
             self.enqueue(found, "cudaFreeAsync", lambda: self.memory.end(block))
         else:
             block.owner = (block.owner,)  # which is freed once
             self.enqueue(found, "cudaFreeAsync", lambda: self._give(block))
 
     def free_of_pool(self, address: int) -> bool:
-        """Give memory of a pool back now, as ``cudaFree`` does: nobody may use it. False for other memory."""
+        """Free memory of a pool now, as ``cudaFree`` does for memory that no work uses; False for other memory."""
         block = self.memory.find(address)
         if block is None or block.address != address or not isinstance(block.owner, Pool):
             return False
@@ -160,7 +162,7 @@ class Pools(Machine):
         pool.unused += block.nbytes
 
     def live(self) -> dict[str, int]:
-        """Return how many objects of each kind there are; what pools keep unused is not among them."""
+        """Return how many objects of each kind exist, without the unused bytes of pools."""
         found = super().live()
         found["bytes"] -= sum(x.unused for x in self.pools.values())
         return found

@@ -1,4 +1,4 @@
-"""A product as its descriptors tell it, and what cuBLASLt asks of it."""
+"""A product as its descriptors describe it, and the requirements of cuBLASLt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 from nvmath.bindings import cublasLt as real
 
 from software_cuda import tables
-from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, LtRefusal, Object
+from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, Object
+from software_cuda.recorder import Refusal
 
 _DESC, _LAYOUT = real.MatmulDescAttribute, real.MatrixLayoutAttribute
 _EPILOGUES = frozenset(int(real.Epilogue[x]) for x in ("DEFAULT", "RELU", "BIAS", "RELU_BIAS", "GELU", "GELU_BIAS"))
@@ -18,7 +19,7 @@ _BIAS, _RELU, _GELU = 4, 2, 32
 
 @dataclass(frozen=True)
 class Matrix:
-    """A batch of matrices as a layout tells it; ``ld`` and ``batch_stride`` in elements."""
+    """A batch of matrices as a layout describes it; ``ld`` and ``batch_stride`` in elements."""
 
     name: str
     type: int
@@ -58,7 +59,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Problem:
-    """One product. Pointers are those that the descriptor holds, 0 for none."""
+    """One product, with the pointers of its descriptor, 0 for none."""
 
     compute: int
     scale: int
@@ -101,7 +102,7 @@ class Problem:
 
     @property
     def signature(self) -> tuple[int, ...]:
-        """What an algorithm is made for."""
+        """The properties that an algorithm depends on."""
         types = (self.a.type, self.b.type, self.c.type, self.d.type)
         orders = (self.a.order, self.b.order, self.d.order)
         return (self.compute, self.scale, self.op_a, self.op_b, *types, *orders)
@@ -137,7 +138,7 @@ def problem(operation: Object, layouts: tuple[Object, Object, Object, Object]) -
     )
 
 
-#: Attributes that change the result in ways that nothing here models.
+#: Attributes that change the result and are not modelled.
 _UNMODELLED = (
     "POINTER_MODE", "TRANSC", "FILL_MODE", "EPILOGUE_AUX_POINTER", "C_SCALE_POINTER", "D_SCALE_POINTER",
     "AMAX_D_POINTER", "A_SCALE_MODE", "B_SCALE_MODE", "ALPHA_VECTOR_BATCH_STRIDE",
@@ -169,25 +170,20 @@ def _matrix(layout: Object, name: str) -> Matrix:
     )
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------
 
 
 def validate(x: Problem, capability: tuple[int, int]) -> None:
-    """Refuse what cuBLASLt does not compute on a device.
-
-    Raises
-    ------
-    LtRefusal
-    """
+    """Refuse a product that cuBLASLt does not compute on a device."""
     for matrix in (x.a, x.b, x.c, x.d):
         _validate_layout(matrix)
     row = tables.row(x.compute, x.scale, x.a.type, x.b.type, x.c.type, x.d.type)
     if row is None:
-        raise LtRefusal(NOT_SUPPORTED, f"no such combination of types: {x.signature}")
+        raise Refusal(NOT_SUPPORTED, f"no such combination of types: {x.signature}")
     _validate_extents(x)
     _validate_epilogue(x, row)
     if (x.a_scale or x.b_scale) and not x.is_float8:
-        raise LtRefusal(INVALID_VALUE, "A and B have scales only for FP8")
+        raise Refusal(INVALID_VALUE, "A and B have scales only for FP8")
     if x.a.type == tables.R_8I:
         _validate_int8(x)
     if x.is_float8:
@@ -196,31 +192,31 @@ def validate(x: Problem, capability: tuple[int, int]) -> None:
 
 def _validate_layout(x: Matrix) -> None:
     if x.order not in (real.Order.COL, real.Order.ROW):
-        raise LtRefusal(NOT_SUPPORTED, f"{x.name}: order {x.order}")
+        raise Refusal(NOT_SUPPORTED, f"{x.name}: order {x.order}")
     if x.type not in tables.DTYPES:
-        raise LtRefusal(NOT_SUPPORTED, f"{x.name}: type {x.type}")
+        raise Refusal(NOT_SUPPORTED, f"{x.name}: type {x.type}")
     if not x.rows or not x.cols or x.batch_count < 1:
-        raise LtRefusal(INVALID_VALUE, f"{x.name}: nothing in {x.shape}")
+        raise Refusal(INVALID_VALUE, f"{x.name}: nothing in {x.shape}")
     if x.ld < (x.rows if x.order == real.Order.COL else x.cols):
-        raise LtRefusal(INVALID_VALUE, f"{x.name}: leading dimension {x.ld} for {x.shape}")
+        raise Refusal(INVALID_VALUE, f"{x.name}: leading dimension {x.ld} for {x.shape}")
 
 
 def _validate_extents(x: Problem) -> None:
     if not {x.op_a, x.op_b} <= {0, 1, 2}:
-        raise LtRefusal(INVALID_VALUE, f"operations {x.op_a}, {x.op_b}")
+        raise Refusal(INVALID_VALUE, f"operations {x.op_a}, {x.op_b}")
     rows, inner = (x.a.cols, x.a.rows) if x.op_a else (x.a.rows, x.a.cols)
     other, cols = (x.b.cols, x.b.rows) if x.op_b else (x.b.rows, x.b.cols)
     if (rows, cols) != (x.m, x.n) or inner != other or (x.c.rows, x.c.cols) != (x.m, x.n):
         shapes = [y.shape for y in (x.a, x.b, x.c, x.d)]
-        raise LtRefusal(INVALID_VALUE, f"extents do not fit: {shapes}, {x.op_a}, {x.op_b}")
+        raise Refusal(INVALID_VALUE, f"extents do not fit: {shapes}, {x.op_a}, {x.op_b}")
     if len({y.batch_count for y in (x.a, x.b, x.c, x.d)}) != 1:
-        raise LtRefusal(INVALID_VALUE, "batch counts differ")
+        raise Refusal(INVALID_VALUE, "batch counts differ")
     if x.d.batch_count > 1:
         # One matrix after another, or side by side within the leading dimension.
         (_, end), step = _alone(x.d).span(), abs(x.d.batch_stride)
         interleaved = 0 < step * x.d.batch_count <= _gap(x.d)
         if step * x.d.dtype.itemsize < end and not interleaved:
-            raise LtRefusal(INVALID_VALUE, f"D overlaps itself: batch stride {step}")
+            raise Refusal(INVALID_VALUE, f"D overlaps itself: batch stride {step}")
 
 
 def _alone(x: Matrix) -> Matrix:
@@ -229,7 +225,7 @@ def _alone(x: Matrix) -> Matrix:
 
 
 def _gap(x: Matrix) -> int:
-    """Return the leading dimension if matrices of one batch may lie side by side within it, else 0."""
+    """Return the leading dimension if matrices of one batch may be side by side within it, else 0."""
     contiguous = x.rows if x.order == real.Order.COL else x.cols
     return x.ld if abs(x.batch_stride) >= contiguous else 0
 
@@ -240,33 +236,33 @@ def _validate_epilogue(x: Problem, row: tables.Row) -> None:
     if x.epilogue not in _EPILOGUES:
         raise NotImplementedError(f"epilogue {x.epilogue} is not modelled")
     if row.bias == tables.NO_EPILOGUE:
-        raise LtRefusal(NOT_SUPPORTED, f"epilogue {x.epilogue} for these types")
+        raise Refusal(NOT_SUPPORTED, f"epilogue {x.epilogue} for these types")
     if x.d.order != real.Order.COL:
-        raise LtRefusal(NOT_SUPPORTED, "an epilogue with a row-major D")
+        raise Refusal(NOT_SUPPORTED, "an epilogue with a row-major D")
     if x.has_bias:
         if x.bias_type != row.bias:
-            raise LtRefusal(NOT_SUPPORTED, f"bias of type {x.bias_type}, not {row.bias}")
+            raise Refusal(NOT_SUPPORTED, f"bias of type {x.bias_type}, not {row.bias}")
         if not x.bias_pointer:
-            raise LtRefusal(INVALID_VALUE, "an epilogue with bias, and no pointer to it")
+            raise Refusal(INVALID_VALUE, "an epilogue with bias, and no pointer to it")
 
 
 def _validate_int8(x: Problem) -> None:
     # The requirements of the IMMA kernels in regular data ordering.
     if (x.op_a, x.op_b) != (1, 0) or {x.a.order, x.b.order, x.d.order} != {0}:
-        raise LtRefusal(NOT_SUPPORTED, "int8 kernels are TN in column-major terms")
+        raise Refusal(NOT_SUPPORTED, "int8 kernels are TN in column-major terms")
     if any(y.ld % 4 for y in (x.a, x.b, x.c, x.d)) or x.m % 4 or x.k % 4:
-        raise LtRefusal(NOT_SUPPORTED, "int8 kernels want leading dimensions, m and k in multiples of 4")
+        raise Refusal(NOT_SUPPORTED, "int8 kernels want leading dimensions, m and k in multiples of 4")
 
 
 def _validate_float8(x: Problem, capability: tuple[int, int]) -> None:
     if not tables.has_float8(capability):
-        raise LtRefusal(NOT_SUPPORTED, f"no FP8 on compute capability {capability}")
+        raise Refusal(NOT_SUPPORTED, f"no FP8 on compute capability {capability}")
     if tables.float8_wants_tn(capability) and (x.op_a, x.op_b) != (1, 0):
-        raise LtRefusal(NOT_SUPPORTED, "FP8 kernels are TN in column-major terms")
+        raise Refusal(NOT_SUPPORTED, "FP8 kernels are TN in column-major terms")
     if {x.a.order, x.b.order, x.c.order, x.d.order} != {0}:
-        raise LtRefusal(NOT_SUPPORTED, "FP8 kernels are column-major")
+        raise Refusal(NOT_SUPPORTED, "FP8 kernels are column-major")
     if any(y.alignment() < 16 for y in (x.a, x.b, x.c, x.d)):
-        raise LtRefusal(NOT_SUPPORTED, "FP8 kernels want leading dimensions in multiples of 16 bytes")
+        raise Refusal(NOT_SUPPORTED, "FP8 kernels want leading dimensions in multiples of 16 bytes")
     sizes = (x.k, x.k, x.m * x.c.dtype.itemsize, x.m * x.d.dtype.itemsize)
     if any(size % 16 for size in sizes):
-        raise LtRefusal(NOT_SUPPORTED, "FP8 kernels want k and the rows of D in steps of 16 bytes")
+        raise Refusal(NOT_SUPPORTED, "FP8 kernels want k and the rows of D in steps of 16 bytes")

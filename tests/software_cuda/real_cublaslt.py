@@ -1,4 +1,4 @@
-"""The real cuBLASLt, where it is installed: what it answers without a driver, by ctypes, beside the software's answers.
+"""The real cuBLASLt, where it is installed, by ctypes: its functions that need no driver, compared with the software's.
 
 It makes descriptors, layouts and preferences, sets and reads their attributes, and reads an algorithm's configuration.
 """
@@ -32,7 +32,7 @@ _SIZES: dict[str, tuple[Any, ...]] = {
 
 
 def path() -> str | None:
-    """Return where the library is: in NVIDIA's wheels, or where the system looks for libraries; None if nowhere."""
+    """Return the path of the library, in NVIDIA's wheels or the system's search path; None if it is missing."""
     found = importlib.util.find_spec("nvidia")
     for folder in (found.submodule_search_locations or ()) if found else ():
         for wheel in ("cu13", "cublas"):
@@ -47,19 +47,14 @@ def path() -> str | None:
 
 
 class Real:
-    """The library.
-
-    Parameters
-    ----------
-    path : str
-    """
+    """The library."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._library = ctypes.CDLL(path)
 
     def _function(self, name: str, *types: Any, returns: Any = ctypes.c_int) -> Any:
-        # The one function object of each name is shared by all who ask for it as an attribute.
+        # A new function object, as attributes of the library are shared.
         made = self._library[name]
         made.argtypes, made.restype = types, returns
         return made
@@ -101,12 +96,12 @@ def software_status(function: Callable[..., Any], *arguments: Any) -> int:
     return 0
 
 
-#: Written where an answer is expected, so that one sees what was not.
+#: Fills the buffers, so that unwritten bytes are seen.
 _UNTOUCHED = 0xAB
 
 
 def answer(get: Callable[..., int], *arguments: Any, nbytes: int) -> tuple[int, bytes, int]:
-    """Return status, bytes and written size of a getter that is given room for so many bytes."""
+    """Return status, bytes and written size of a getter with a buffer of this size."""
     data = (ctypes.c_uint8 * max(nbytes, 1))(*[_UNTOUCHED] * max(nbytes, 1))
     written = ctypes.c_size_t(_UNTOUCHED)
     status = get(*arguments, ctypes.addressof(data), nbytes, ctypes.addressof(written))
@@ -114,17 +109,9 @@ def answer(get: Callable[..., int], *arguments: Any, nbytes: int) -> tuple[int, 
 
 
 class Compared(CublasLt):
-    """A software cuBLASLt that does with the real one whatever is done with its objects, and notes what differs.
+    """A software cuBLASLt that repeats all calls with the real library, whose version it has, and notes differences."""
 
-    Parameters
-    ----------
-    recorder, runtime
-        As for :class:`CublasLt`.
-    version : int
-        Not regarded: it is the real one's.
-    """
-
-    #: To be set before the first is made.
+    #: Set by the tests.
     real_library: Real
 
     def __init__(self, recorder: Any, runtime: Any, version: int = 0) -> None:
@@ -133,13 +120,13 @@ class Compared(CublasLt):
         self.compared = 0
 
     def compare(self, what: str, software: Any, real: Any) -> None:
-        """Note a difference as something that was done wrong."""
+        """Note a difference as a fault."""
         self.compared += 1
         if software != real:
             self.recorder.faults.append(f"{what}: the software has {software}, the library {real}")
 
     def twin(self, number: int) -> int:
-        """Return the real object beside one of the software's."""
+        """Return the real object for one of the software's."""
         return self._twins.get(number, 0)
 
     def created(self, kind: str, number: int, *arguments: int) -> int:
@@ -157,7 +144,7 @@ class Compared(CublasLt):
             yield x.number, software, real
 
     def about_to_go(self, kind: str, number: int) -> None:
-        """Compare all that an object holds, then destroy its twin."""
+        """Compare all attributes of an object, then destroy its twin."""
         for attribute, software, real in self.each_attribute(kind, number):
             self.compare(f"{kind} {attribute}", software, real)
         status = self.real_library.destroy(kind, self._twins.pop(number, 0))
@@ -176,7 +163,7 @@ class Compared(CublasLt):
 
 
 def _compared(kind: str) -> None:
-    """Have the functions of a kind of object compared."""
+    """Compare the functions of a kind of object."""
 
     def create(self: Compared, *arguments: int) -> int:
         made: int = getattr(CublasLt, f"{kind}_create")(self, *arguments)

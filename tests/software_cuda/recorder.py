@@ -1,4 +1,4 @@
-"""What all parts of the software CUDA share: calls are counted, any of them can be made to fail, misuse is noted."""
+"""Shared by all parts of the software CUDA: calls are recorded, any call can be made to fail, misuse is noted."""
 
 from __future__ import annotations
 
@@ -9,41 +9,36 @@ from typing import Any
 
 
 class Fault(Exception):
-    """Work on a device did what the hardware would not let pass, for example used memory that is not allocated."""
+    """Work on a device that the hardware stops, for example an access to memory that is not allocated."""
+
+
+class Refusal(Exception):
+    """A library refuses a call with this status; real libraries do not give the reason."""
+
+    def __init__(self, status: Any, reason: str = "") -> None:
+        super().__init__(status, reason)
+        self.status = status
+        self.reason = reason
 
 
 class Recorder:
-    """The calls that were made, in order, and those that are to fail.
+    """The calls in order, as ``"part.function"``, those that are to fail, and the faults: misuse in words.
 
-    Attributes
-    ----------
-    calls : list of str
-        ``"part.function"``, for example ``"cublas_lt.matmul"``.
-    faults : list of str
-        What was done wrong, in words. A test that provokes a fault empties the list.
+    A test that provokes a fault empties the list. ``log`` has the function and arguments of the runtime's calls.
     """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.log: list[tuple[Any, ...]] = []
         self.faults: list[str] = []
         self._plans: list[_Failure] = []
 
     @contextlib.contextmanager
     def fail(self, function: str, *, at: int = 1, status: Any = None) -> Iterator[_Failure]:
-        """Have the ``at``-th call from now on report an error instead of acting.
+        """Make the ``at``-th call from now on report an error instead of acting.
 
-        Parameters
-        ----------
-        function : str
-            With or without the part before the dot; "*" counts all calls.
-        at : int
-        status : enumeration member or int, optional
-            By default one that fits the function.
-
-        Yields
-        ------
-        object
-            Its ``happened`` tells whether the call came.
+        ``function`` is a name with or without the part before the dot, "*" for all calls; ``status`` is by default one
+        that fits the function. The value's ``happened`` is whether the call was made.
         """
         plan = _Failure(function, at, status)
         self._plans.append(plan)
@@ -53,7 +48,7 @@ class Recorder:
             self._plans.remove(plan)
 
     def called(self, part: str, function: str) -> _Failure | None:
-        """Note a call; return the failure that it is to have."""
+        """Record a call; return the failure planned for it."""
         name = f"{part}.{function}"
         self.calls.append(name)
         for plan in self._plans:
@@ -78,15 +73,7 @@ class _Failure:
 
 
 class Part:
-    """Stands for one module: its functions are those that are marked, its enumerations and types the real ones.
-
-    Parameters
-    ----------
-    name : str
-        For the recorder.
-    real : module
-    recorder : Recorder
-    """
+    """Replaces one module: functions are the marked methods, enumerations and types those of the real module."""
 
     #: Functions of the real module that need no driver.
     harmless: frozenset[str] = frozenset()
@@ -105,27 +92,30 @@ class Part:
             return found
         raise AttributeError(f"the software {self.part} has no {name}")
 
-    def failed(self, function: str, status: Any) -> Any:
-        """Report an error as this module does."""
+    def error(self, status: Any, reason: str) -> Exception:
+        """Return the exception by which this module reports an error; ``status`` is None where any will do."""
         raise NotImplementedError
 
 
-def gives_back(function: str) -> bool:
-    """Whether a function acts even where it reports an error, which is that of earlier work then."""
+def acts_anyway(function: str) -> bool:
+    """Whether a function acts even where it reports an error, which is then one of earlier work."""
     return function == "cudaFree" or function.lower().endswith("destroy")
 
 
 def function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a method as a function of the module: it is recorded, and it can be made to fail."""
+    """Make a method a function of the module: it is recorded, can be made to fail, and raises the module's error."""
     name = method.__name__
 
     @functools.wraps(method)
     def call(self: Part, *arguments: Any, **keywords: Any) -> Any:
         plan = self.recorder.called(self.part, name)
-        if plan is None:
-            return method(self, *arguments, **keywords)
-        if gives_back(name):
-            method(self, *arguments, **keywords)
-        return self.failed(name, plan.status)
+        try:
+            if plan is None:
+                return method(self, *arguments, **keywords)
+            if acts_anyway(name):
+                method(self, *arguments, **keywords)
+        except Refusal as refusal:
+            raise self.error(refusal.status, refusal.reason) from None
+        raise self.error(plan.status, f"{name} was made to fail")
 
     return call

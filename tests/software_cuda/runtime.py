@@ -19,7 +19,7 @@ __all__ = ["DeviceModel", "Graph", "Refusal", "Runtime", "host_bytes"]
 
 
 class Runtime(Pools):
-    """Stands for ``cuda.bindings.runtime``."""
+    """Replaces ``cuda.bindings.runtime``."""
 
     # -- devices ----------------------------------------------------------------------------------
 
@@ -60,10 +60,6 @@ class Runtime(Pools):
 
     @api(1, always=True)
     def cudaDriverGetVersion(self) -> int:
-        return 13000
-
-    @api(1, always=True)
-    def cudaRuntimeGetVersion(self) -> int:
         return 13000
 
     @api()
@@ -149,16 +145,6 @@ class Runtime(Pools):
         return real.cudaStream_t(handle)
 
     @api()
-    def cudaStreamDestroy(self, stream: Any) -> None:
-        if int(stream) in (0, 1, 2):
-            raise Refusal(Status.cudaErrorInvalidResourceHandle)
-        found = self.stream(stream)
-        if found.capture is not None:
-            found.capture.is_invalid = True
-        # What is queued still runs.
-        del self.streams[found.handle]
-
-    @api()
     def cudaStreamSynchronize(self, stream: Any) -> None:
         found = self.stream(stream)
         if found.capture is not None:
@@ -175,7 +161,7 @@ class Runtime(Pools):
     @api(1)
     def cudaStreamIsCapturing(self, stream: Any) -> Any:
         found, names = self.stream(stream), real.cudaStreamCaptureStatus
-        if found.is_legacy and self.blocks(found):
+        if found.is_legacy and self.ended_by(found):
             raise Refusal(Status.cudaErrorStreamCaptureImplicit)  # the capture stays valid
         if found.capture is None:
             return names.cudaStreamCaptureStatusNone
@@ -219,12 +205,13 @@ class Runtime(Pools):
             raise Refusal(Status.cudaErrorInvalidValue)
         handle = next(self.handles)
         timing = not flags & int(real.cudaEventDisableTiming)
-        self.events[handle] = Event(handle, self.device, timing=timing)
+        self.events[handle] = Event(self.device, timing=timing)
         return real.cudaEvent_t(handle)
 
     @api()
     def cudaEventDestroy(self, event: Any) -> None:
-        del self.events[self.event(event).handle]
+        self.event(event)
+        del self.events[int(event)]
 
     @api()
     def cudaEventRecord(self, event: Any, stream: Any) -> None:
@@ -238,7 +225,7 @@ class Runtime(Pools):
         mark = self._mark(event, "cudaEventQuery")
         if mark is None or mark.done:
             return
-        # Time goes by while somebody asks again and again.
+        # Time passes while the event is polled.
         self.scheduler.advance(mark)
         raise Refusal(Status.cudaErrorNotReady)
 

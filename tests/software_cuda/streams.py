@@ -1,8 +1,8 @@
-"""Streams with deferred execution: work is queued, and runs only when somebody waits for it, in an unkind order.
+"""Streams with deferred execution: work is queued, and runs only when it is waited for, in an unfavourable order.
 
-Each piece of work knows what it must come after: what is before it on its stream, events, and the rules of the legacy
-default stream. Whatever those leave open is decided against the caller. Source: the CUDA C++ Programming Guide,
-*Streams*, *Implicit synchronization* and *CUDA Graphs: Creating a Graph Using Stream Capture*.
+Each piece of work knows its predecessors: those on its stream, events, and the rules of the legacy default stream. Any
+order that these allow may be taken. Source: the CUDA C++ Programming Guide, *Streams*, *Implicit synchronization* and
+*CUDA Graphs: Creating a Graph Using Stream Capture*.
 """
 
 from __future__ import annotations
@@ -14,30 +14,17 @@ from typing import Literal
 
 import numpy as np
 
-#: Who runs when: "lazy" runs nothing but what is waited for; "eager" what is over by the simulated time, too;
-#: "all" runs everything, streams by turns; a number seeds
-#: a random order of everything.
+#: The order of execution: "lazy" runs only what is waited for; "eager" also what has ended by the simulated time;
+#: "all" runs everything, streams in turn; a number seeds a random order of everything.
 Policy = Literal["lazy", "eager", "all"] | int
 
 
 def nothing() -> None:
-    """Do nothing, when its turn comes."""
+    """Do nothing."""
 
 
 class Op:
-    """A piece of work on a stream.
-
-    Parameters
-    ----------
-    stream : Stream
-    label : str
-    run : callable
-    cost_ms : float
-        Simulated time.
-    after : iterable of Op
-    capture : Capture, optional
-        The capture that records it; it does not run then.
-    """
+    """A piece of work on a stream, with its simulated time; one that a capture records does not run."""
 
     __slots__ = ("after", "capture", "cost_ms", "done", "enqueued_ms", "finish_ms", "label", "run", "stream")
 
@@ -66,14 +53,7 @@ class Op:
 
 
 class Stream:
-    """A stream of a device.
-
-    Parameters
-    ----------
-    handle, device : int
-    blocking : bool
-        Whether it waits for the legacy default stream, and that for it.
-    """
+    """A stream of a device; a blocking one and the legacy default stream wait for each other."""
 
     def __init__(self, handle: int, device: int, *, blocking: bool, is_legacy: bool = False) -> None:
         self.handle = handle
@@ -87,17 +67,16 @@ class Stream:
 
 
 class Event:
-    """An event of a device; ``op`` is the mark that was recorded last."""
+    """An event of a device; ``op`` is its last record."""
 
-    def __init__(self, handle: int, device: int, *, timing: bool) -> None:
-        self.handle = handle
+    def __init__(self, device: int, *, timing: bool) -> None:
         self.device = device
         self.timing = timing
         self.op: Op | None = None
 
 
 class Capture:
-    """Work that is being recorded into a graph."""
+    """Work that is being recorded into a graph; ``tails`` has the last of each stream."""
 
     def __init__(self, origin: Stream, mode: int, thread: int) -> None:
         self.origin = origin
@@ -109,7 +88,7 @@ class Capture:
         self.is_invalid = False
 
     def is_joined(self) -> bool:
-        """Whether all streams that were forked from the first one came back to it."""
+        """Whether all streams that were forked from the first one have been joined to it."""
         first = self.tails[self.origin]
         seen = set(_closure(first)) if first is not None else set()
         return all(tail is None or tail in seen for tail in self.tails.values())
@@ -120,7 +99,7 @@ def _start_ms(op: Op) -> float:
 
 
 def _closure(op: Op) -> set[Op]:
-    """Return an operation and all that must come before it and is not done."""
+    """Return an operation and all its predecessors that are not done."""
     found, todo = {op}, [op]
     while todo:
         for x in todo.pop().after:
@@ -133,15 +112,14 @@ def _closure(op: Op) -> set[Op]:
 class Scheduler:
     """Queues work and runs it."""
 
-    def __init__(self, policy: Policy = "lazy") -> None:
-        self.policy: Policy = policy
+    def __init__(self, policy: Policy) -> None:
         self.streams: list[Stream] = []
         self.clock_ms = 0.0
         self._turn = itertools.count(1)
-        self._random = np.random.default_rng(policy if isinstance(policy, int) else 0)
+        self.use(policy)
 
     def use(self, policy: Policy) -> None:
-        """Change the order in which work runs from now on."""
+        """Change the order of execution from now on."""
         self.policy = policy
         self._random = np.random.default_rng(policy if isinstance(policy, int) else 0)
 
@@ -156,11 +134,9 @@ class Scheduler:
             capture.ops.append(op)
             capture.tails[stream] = op
             return op
-        before = [stream.tail, *self._implicit(stream), *after]
-        op = Op(stream, label, run, cost_ms, [x for x in before if x is not None and not x.done])
-        # What is done already says when this one can have begun.
-        done_ms = max((x.finish_ms for x in before if x is not None and x.done), default=0.0)
-        op.enqueued_ms = max(self.clock_ms, done_ms)
+        before = [x for x in (stream.tail, *self._implicit(stream), *after) if x is not None]
+        op = Op(stream, label, run, cost_ms, [x for x in before if not x.done])
+        op.enqueued_ms = max([self.clock_ms, *(x.finish_ms for x in before if x.done)])
         stream.queue.append(op)
         stream.tail = op
         return op
@@ -189,7 +165,7 @@ class Scheduler:
             self._step(_closure(target))
 
     def keep_up(self) -> None:
-        """Run the work that a device completes without being waited for."""
+        """Run the work that ends before the simulated time, where the policy does so."""
         while self.policy == "eager":
             ready = [x.queue[0] for x in self.streams if x.queue and x.queue[0].is_ready]
             over = [x for x in ready if _start_ms(x) + x.cost_ms <= self.clock_ms]
@@ -211,8 +187,7 @@ class Scheduler:
         assert ready, "work waits for itself"
         if isinstance(self.policy, int):
             op = ready[int(self._random.integers(len(ready)))]
-        else:
-            # By turns, the newest stream first.
+        else:  # in turn, the newest stream first
             op = min(reversed(ready), key=lambda x: x.stream.last_turn)
         self._execute(op)
         return True
@@ -223,11 +198,11 @@ class Scheduler:
         stream.last_turn = next(self._turn)
         op.finish_ms = _start_ms(op) + op.cost_ms
         op.done, op.after = True, ()
-        run, op.run = op.run, nothing  # which lets go of what it holds
+        run, op.run = op.run, nothing  # which releases what it holds
         run()
 
     def replay(self, ops: Sequence[Op], stream: Stream) -> None:
-        """Queue a captured graph on a stream; what the graph leaves open comes last first."""
+        """Queue a captured graph on a stream; of what the graph leaves open, the last comes first."""
         done: set[Op] = set()
         waiting = list(ops)
         while waiting:

@@ -1,4 +1,4 @@
-"""Which products cuBLASLt computes, as data.
+"""The products that cuBLASLt computes, as data.
 
 Source: the cuBLAS documentation, ``cublasLtMatmul()``: the tables of compute, scale, A, B, C, D and bias types, and the
 requirements of the int8 and FP8 kernels below them; *Tensor Core Usage* for their dimensions. Uncertain, and decided

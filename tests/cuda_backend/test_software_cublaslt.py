@@ -1,0 +1,531 @@
+"""The software cuBLASLt and cuBLAS themselves: right results, no other writes, and the real libraries' refusals."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from software_cuda import DeviceModel, Software, tables
+from software_cuda.arithmetic import round_tf32
+from software_cuda.asking import BIAS, GELU, LEGACY, RELU, Array, Asked, Data, check, of_types, prepared, refusal
+from software_cuda.tables import (
+    C_32F,
+    C_64F,
+    NO_EPILOGUE,
+    R_8F_E4M3,
+    R_8F_E5M2,
+    R_8I,
+    R_16BF,
+    R_16F,
+    R_32F,
+    R_32I,
+    R_64F,
+    ROWS,
+)
+from support.oracles import round_to
+
+INVALID_VALUE, INTERNAL_ERROR, NOT_SUPPORTED = 7, 14, 15
+COMBINATIONS = [(row, compute) for row in ROWS for compute in sorted(row.compute)]
+TYPES = (R_32F, R_64F, R_16F, R_16BF, R_8I, R_32I, C_32F, C_64F, R_8F_E4M3, R_8F_E5M2)
+FP8 = Asked(op_a=1, a=R_8F_E4M3, b=R_8F_E4M3)
+INT8 = Asked(op_a=1, compute=72, scale=R_32I, a=R_8I, b=R_8I, c=R_32I, d=R_32I)
+DOUBLE = Asked(compute=70, scale=R_64F, a=R_64F, b=R_64F, c=R_64F, d=R_64F)
+COMPLEX = Asked(scale=C_32F, a=C_32F, b=C_32F, c=C_32F, d=C_32F)
+HALF = Asked(k=512, a=R_16BF, b=R_16BF, c=R_16BF, d=R_16BF)
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)))
+def test_every_combination_of_types(cuda: Software, index: int) -> None:
+    row = ROWS[index]
+    for compute in sorted(row.compute):
+        assert check(cuda, of_types(row, compute, k=16)) >= 2
+    if row.bias != NO_EPILOGUE and row.scale != R_16F:
+        for epilogue in (RELU, BIAS, RELU | BIAS, GELU, GELU | BIAS):
+            bias_type = row.bias if epilogue & BIAS else None
+            check(
+                cuda, of_types(row, min(row.compute), epilogue=epilogue, bias_type=bias_type, batch=2, alpha=0.5, k=16)
+            )
+
+
+EXTENT = st.integers(1, 20)
+
+
+@settings(max_examples=50)
+@given(
+    data=st.data(),
+    extents=st.tuples(EXTENT, EXTENT, EXTENT, st.integers(1, 3)),
+    ops=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    gap=st.tuples(*[st.integers(0, 5)] * 4),
+    order=st.tuples(*[st.integers(0, 1)] * 4),
+    row=st.sampled_from([x for x in ROWS if x.a not in tables.FLOAT8 and x.a != R_8I and x.scale != R_16F]),
+)
+def test_layouts(data: Any, extents: Any, ops: Any, gap: Any, order: Any, row: tables.Row) -> None:
+    cuda = Software()
+    asked = of_types(
+        row,
+        min(row.compute),
+        **dict(zip(("m", "n", "k", "batch"), extents, strict=True)),
+        gap=gap,
+        order=order,
+        op_b=ops[1],
+        alpha=data.draw(st.sampled_from([1.0, 2.0, -0.5, 0.0])),
+        beta=data.draw(st.sampled_from([0.0, 1.0, -2.0])),
+    )
+    asked = replace(asked, op_a=ops[0])
+    if data.draw(st.booleans()):
+        asked = replace(asked, strides=(0, None, None, None))
+    if data.draw(st.booleans()):
+        asked = replace(asked, gap=(*gap[:3], gap[2]), order=(*order[:3], order[2]), in_place=True)
+    check(cuda, asked, seed=data.draw(st.integers(0, 99)))
+    assert cuda.faults == []
+
+
+def test_complex_factors_integers_and_interleaved_batches(cuda: Software) -> None:
+    check(cuda, replace(COMPLEX, alpha=1 - 2j, beta=3j))
+    check(cuda, Asked(m=8, batch=3, gap=(0, 0, 16, 16), strides=(None, None, 8, 8)))
+    asked = replace(INT8, beta=1.0)
+    data = Data(cuda, asked)
+    data.matrix(2)[...] = 2**31 - 1
+    want = data.matrix(0).astype(np.int64).swapaxes(1, 2) @ data.matrix(1).astype(np.int64) + 2**31 - 1
+    with prepared(cuda, asked) as product:
+        product.run(product.search(0)[0], tuple(data.addresses))
+        cuda.drain()
+    np.testing.assert_array_equal(data.matrix(3), want.astype(np.int32))  # integers wrap
+
+
+def test_scales_of_float8(cuda: Software) -> None:
+    data = Data(cuda, FP8)
+    scales = [data.new(4) for _ in range(2)]
+    with prepared(cuda, FP8) as product:
+        product.describe(A_SCALE_POINTER=scales[0], B_SCALE_POINTER=scales[1])
+        product.run(product.search(0)[0], tuple(data.addresses))
+        # They are read when the product runs.
+        for address, number in zip(scales, (2.0, 0.25), strict=True):
+            data.bytes(address, 4).view(np.float32)[0] = number
+        cuda.drain()
+    np.testing.assert_array_equal(data.matrix(3), 0.5 * data.expected())
+
+
+# -- precision ------------------------------------------------------------------------------------
+
+
+def product_of(cuda: Software, asked: Asked, x: Array, y: Array, index: int = 0) -> Array:
+    """Return the product of given matrices by one of the algorithms."""
+    data = Data(cuda, asked)
+    data.matrix(0)[0], data.matrix(1)[0] = x, y
+    with prepared(cuda, asked) as made:
+        made.run(made.search()[index], tuple(data.addresses), data.new(1 << 20))
+        cuda.drain()
+    return data.matrix(3)[0].copy()
+
+
+@pytest.mark.parametrize(("compute", "mode"), [(68, "fp32"), (69, "fp32"), (77, "tf32"), (74, "fp16"), (75, "bf16")])
+def test_compute_types_round_the_operands(cuda: Software, rng: Any, compute: int, mode: str) -> None:
+    x, y = (rng.standard_normal((32, 1)).astype(np.float32), rng.standard_normal((1, 16)).astype(np.float32))
+    found = product_of(cuda, Asked(k=1, compute=compute), x, y)
+    want = round_to(x, mode).astype(np.float64) @ round_to(y, mode).astype(np.float64)
+    np.testing.assert_array_equal(found, want.astype(np.float32))
+
+
+def test_tf32_rounds_as_the_oracle(rng: Any) -> None:
+    special = [0x7F800000, 0x7F800001, 0xFFC00000, 0x7F7FFFFF, 0x3F801000, 0x3F803000]
+    x = np.concatenate([rng.integers(0, 1 << 32, 20000), special]).astype(np.uint32).view(np.float32)
+    np.testing.assert_array_equal(round_tf32(x), round_to(x, "tf32"))
+
+
+@pytest.mark.parametrize(("mask", "coarse"), [(7, True), (3, True), (2, False), (0, False)])
+def test_reductions_in_the_type_of_the_result(cuda: Software, rng: Any, mask: int, coarse: bool) -> None:
+    x, y = (rng.standard_normal(s).astype(ml_dtypes.bfloat16) for s in ((32, 512), (512, 16)))
+    asked = replace(HALF, mask=mask)
+    once = (x.astype(np.float64) @ y.astype(np.float64)).astype(np.float32).astype(ml_dtypes.bfloat16)
+    with prepared(cuda, asked) as product:
+        count = len(product.search())
+    found = [product_of(cuda, asked, x, y, i) for i in range(count)]
+    assert any((each != once).mean() > 0.05 for each in found) is coarse
+    if mask == 7:  # the first choice sums four parts, each rounded to the type of the result
+        total = np.zeros((32, 16), np.float32)
+        for i in range(0, 512, 128):
+            part = x[:, i : i + 128].astype(np.float64) @ y[i : i + 128].astype(np.float64)
+            total += part.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(found[0], total.astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(("text", "flags"), [("0", tables.FMA), ("1", tables.HMMA), (None, tables.HMMA)])
+def test_the_override_of_tf32_is_read_at_the_first_handle(
+    cuda: Software, monkeypatch: pytest.MonkeyPatch, text: str | None, flags: int
+) -> None:
+    if text is not None:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", text)
+    lt, found = cuda.cublas_lt, np.zeros(1, np.uint64)
+    with prepared(cuda, Asked(compute=77)) as product:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        lt.destroy(lt.create())
+        data = np.frombuffer(product.search()[0][0], np.uint8).copy()
+        name = lt.MatmulAlgoCapAttribute.NUMERICAL_IMPL_FLAGS
+        lt.matmul_algo_cap_get_attribute(data.ctypes.data, name, found.ctypes.data, 8, 0)
+    assert int(found[0]) & 0xFF == flags
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.sweep
+def test_every_other_combination_of_types_is_refused(cuda: Software) -> None:
+    allowed = {(c, r.scale, r.a, r.b, r.c, r.d) for r, c in COMBINATIONS}
+    tried = 0
+    for compute, scale, a, d in itertools.product(
+        (64, 68, 70, 72, 77), (R_32F, R_64F, R_32I, C_32F, C_64F), TYPES, TYPES
+    ):
+        if (compute, scale, a, a, d, d) not in allowed:
+            found = refusal(cuda, Asked(op_a=1, compute=compute, scale=scale, a=a, b=a, c=d, d=d))
+            assert (found.status, "no such combination" in str(found)) == (NOT_SUPPORTED, True)
+            tried += 1
+    assert tried > 400
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "words"),
+    [
+        (Asked(b=R_16F), NOT_SUPPORTED, "no such combination"),
+        (Asked(c=R_16F), NOT_SUPPORTED, "no such combination"),
+        (Asked(a=R_8F_E5M2, b=R_8F_E5M2), NOT_SUPPORTED, "no such combination"),
+        (Asked(gap=(-1, 0, 0, 0)), INVALID_VALUE, "A: leading dimension 31"),
+        (Asked(gap=(0, 0, 0, -1)), INVALID_VALUE, "D: leading dimension"),
+        (Asked(order=(0, 1, 0, 0), gap=(0, -1, 0, 0)), INVALID_VALUE, "B: leading dimension 15"),
+        (Asked(m=0), INVALID_VALUE, "nothing in"),
+        (Asked(batch=2, strides=(None, None, None, 0)), INVALID_VALUE, "D overlaps itself"),
+        (Asked(batch=2, strides=(None, None, None, 511)), INVALID_VALUE, "D overlaps itself"),
+        (Asked(order=(0, 0, 0, 1), epilogue=BIAS), NOT_SUPPORTED, "row-major D"),
+        (Asked(order=(0, 0, 0, 1), epilogue=RELU), NOT_SUPPORTED, "row-major D"),
+        (Asked(epilogue=BIAS, bias_type=R_16F), NOT_SUPPORTED, "bias of type"),
+        (replace(FP8, epilogue=BIAS, bias_type=R_32F), NOT_SUPPORTED, "bias of type 0, not 14"),
+        (replace(DOUBLE, epilogue=BIAS), NOT_SUPPORTED, "epilogue"),
+        (replace(COMPLEX, epilogue=RELU), NOT_SUPPORTED, "epilogue"),
+        (replace(INT8, epilogue=RELU), NOT_SUPPORTED, "epilogue"),
+        (replace(FP8, op_a=0), NOT_SUPPORTED, "FP8 kernels are TN"),
+        (replace(FP8, op_b=1), NOT_SUPPORTED, "FP8 kernels are TN"),
+        (replace(FP8, order=(0, 0, 1, 1)), NOT_SUPPORTED, "FP8 kernels are column-major"),
+        (replace(FP8, k=24), NOT_SUPPORTED, "multiples of 16 bytes"),
+        (replace(FP8, k=24, gap=(8, 8, 0, 0)), NOT_SUPPORTED, "steps of 16 bytes"),
+        (replace(FP8, gap=(8, 0, 0, 0)), NOT_SUPPORTED, "multiples of 16 bytes"),
+        (replace(FP8, alignment=8), NOT_SUPPORTED, "no algorithm for pointers"),
+        (replace(INT8, op_a=0), NOT_SUPPORTED, "int8 kernels are TN"),
+        (replace(INT8, k=18), NOT_SUPPORTED, "multiples of 4"),
+        (replace(INT8, m=6), NOT_SUPPORTED, "multiples of 4"),
+        (replace(INT8, gap=(0, 2, 0, 0)), NOT_SUPPORTED, "multiples of 4"),
+        (replace(INT8, alignment=2), NOT_SUPPORTED, "no algorithm for pointers"),
+        (Asked(alignment=2), NOT_SUPPORTED, "no algorithm for pointers"),
+    ],
+)  # fmt: skip
+def test_products_that_are_refused(cuda: Software, asked: Asked, status: int, words: str) -> None:
+    found = refusal(cuda, asked)
+    assert (found.status, words in str(found)) == (status, True), found
+
+
+@pytest.mark.parametrize(
+    ("kind", "attribute", "number", "words"),
+    [
+        ("matrix_layout", "COLS", 47, "extents do not fit"),
+        ("matrix_layout", "ROWS", 31, "extents do not fit"),
+        ("matrix_layout", "BATCH_COUNT", 2, "batch counts differ"),
+        ("matmul_desc", "A_SCALE_POINTER", 256, "scales only for FP8"),
+        ("matmul_desc", "EPILOGUE", BIAS, "no pointer to it"),
+    ],
+)
+def test_descriptors_that_are_refused(cuda: Software, kind: str, attribute: str, number: int, words: str) -> None:
+    with prepared(cuda, Asked()) as product:
+        target = product.layouts[0] if kind == "matrix_layout" else product.operation
+        product.set(kind, target, **{attribute: number})
+        with pytest.raises(cuda.cublas_lt.cuBLASLtError, match=words) as caught:
+            product.search()
+    assert caught.value.status == INVALID_VALUE
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
+def test_float8_needs_its_devices(capability: tuple[int, int]) -> None:
+    cuda = Software([DeviceModel(capability=capability)])
+    if capability == (8, 0):
+        assert "no FP8 on compute capability (8, 0)" in str(refusal(cuda, FP8))
+    else:
+        check(cuda, replace(FP8, k=16))
+    if capability == (10, 0):
+        check(cuda, replace(FP8, op_a=0, k=16))
+    assert cuda.faults == []
+
+
+@pytest.mark.parametrize(("version", "refuses"), [(120900, False), (130000, True)])
+def test_one_matrix_by_two_descriptors(version: int, refuses: bool) -> None:
+    cuda = Software(version=version)
+    data = Data(cuda, Asked(beta=1.0))
+    a, b, c, _ = data.addresses
+    with prepared(cuda, data.asked) as product:
+        (found, *_) = product.search(0)
+        if not refuses:
+            product.run(found, (a, b, c, c))
+            return
+        with pytest.raises(cuda.cublas_lt.cuBLASLtError, match="C is D, by another") as caught:
+            product.run(found, (a, b, c, c))
+        assert caught.value.status == INVALID_VALUE
+
+
+# -- algorithms, alignment, workspace -------------------------------------------------------------
+
+
+def test_defaults_of_a_preference_are_no_workspace_and_256_bytes(cuda: Software) -> None:
+    with prepared(cuda, Asked()) as product:
+        sizes = [size for _, size in product.found(8)]
+        assert len(sizes) >= 3
+        assert not any(sizes)
+        with pytest.raises(cuda.cublas_lt.cuBLASLtError, match="0 algorithms"):
+            product.found(0)
+
+
+def test_an_odd_leading_dimension_leaves_fewer_algorithms(cuda: Software) -> None:
+    counts = [check(cuda, Asked(gap=(gap,) * 4, a=R_16F, b=R_16F)) for gap in (0, 4, 2, 1)]
+    assert counts[0] > counts[1] > counts[2] > counts[3] > 0
+    assert check(cuda, Asked(offset=4, alignment=4)) < counts[0]
+
+
+def test_pointers_must_be_aligned_as_promised(cuda: Software) -> None:
+    data = Data(cuda, Asked())
+    workspace, error = data.new(1 << 20), cuda.cublas_lt.cuBLASLtError
+    with prepared(cuda, data.asked) as product:
+        strict, *_, lax = product.search()
+        for i in (0, 1, 3):
+            pointers = list(data.addresses)
+            pointers[i] += 8
+            with pytest.raises(error, match="wants multiples of 16"):
+                product.run(strict, tuple(pointers), workspace)
+        product.run(strict, (*data.addresses[:2], 3, data.addresses[3]), workspace)  # C is not read
+        with pytest.raises(error, match="wants multiples of 4"):
+            product.run(lax, tuple(x + 2 for x in data.addresses), workspace)
+        with pytest.raises(error, match="A is null"):
+            product.run(lax, (0, *data.addresses[1:]), workspace)
+
+
+def test_the_alignment_of_a_bias_counts_in_the_search(cuda: Software) -> None:
+    data = Data(cuda, Asked(epilogue=BIAS))
+    with prepared(cuda, data.asked) as product:
+        product.describe(BIAS_POINTER=data.bias)
+        strict = product.search(0)
+        product.describe(BIAS_POINTER=data.bias + 4)
+        lax = product.search(0)
+        assert 0 < len(lax) < len(strict)
+        with pytest.raises(cuda.cublas_lt.cuBLASLtError, match=r"bias at .* wants multiples of 16"):
+            product.run(strict[0], tuple(data.addresses))
+        product.run(lax[0], tuple(data.addresses))
+    cuda.drain()
+    assert "over the end" in cuda.faults.pop()  # the bias begins one number too late
+
+
+def test_workspaces(cuda: Software) -> None:
+    data = Data(cuda, Asked())
+    workspace, error = data.new(1 << 20), cuda.cublas_lt.cuBLASLtError
+    with prepared(cuda, data.asked) as product:
+        algorithm = next(x for x in product.search() if x[1])
+        assert all(size <= 1024 for _, size in product.search(1024))
+        with pytest.raises(error, match="bytes of workspace, not"):
+            product.run((algorithm[0], algorithm[1] - 1), tuple(data.addresses), workspace)
+        for address in (workspace + 128, 0):
+            with pytest.raises(error, match="not aligned to 256"):
+                product.run(algorithm, tuple(data.addresses), address)
+        product.run(algorithm, tuple(data.addresses), workspace + (1 << 20) - 512)
+        assert cuda.runtime.cudaDeviceSynchronize()[0].name == "cudaErrorIllegalAddress"
+        assert "workspace: " in cuda.faults.pop()
+        cuda.forgive()
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_two_streams_with_one_workspace(cuda: Software, shares: bool) -> None:
+    cuda.runtime.scheduler.use("all")
+    all_data = [Data(cuda, Asked(), seed) for seed in range(2)]
+    workspaces = [data.new(1 << 16) for data in all_data]
+    with prepared(cuda, Asked()) as product:
+        algorithm = next(x for x in product.search() if x[1])
+        for i, data in enumerate(all_data):
+            on = int(cuda.runtime.cudaStreamCreateWithFlags(1)[1])
+            product.run(algorithm, tuple(data.addresses), workspaces[0 if shares else i], on)
+        cuda.drain()
+    assert all(np.array_equal(x.matrix(3), x.expected()) for x in all_data) is not shares
+    assert all("workspace of a running product" in x for x in cuda.faults)
+    assert bool(cuda.faults) is shares
+    cuda.faults.clear()
+
+
+def test_an_algorithm_is_for_its_types_and_its_device(cuda: Software) -> None:
+    lt = cuda.cublas_lt
+    with prepared(cuda, Asked()) as product, prepared(cuda, Asked(compute=77)) as other:
+        algorithm, workspace = product.search()[0]
+        data, result = np.frombuffer(algorithm, np.uint8).copy(), lt.MatmulHeuristicResult(1)
+
+        def check_it(x: Any) -> None:
+            lt.matmul_algo_check(x.handle, x.operation, *x.layouts, data.ctypes.data, result.ptr)
+
+        check_it(product)
+        assert int(np.atleast_1d(result.workspace_size)[0]) == workspace
+        with pytest.raises(lt.cuBLASLtError, match="for other types"):
+            check_it(other)
+        data[:] = 0
+        with pytest.raises(lt.cuBLASLtError, match="no algorithm of this library"):
+            check_it(product)
+
+
+def test_the_first_algorithm_is_not_the_fastest(cuda: Software) -> None:
+    data = Data(cuda, Asked())
+    workspace, runtime = data.new(1 << 20), cuda.runtime
+    marks = [runtime.cudaEventCreateWithFlags(0)[1] for _ in range(2)]
+
+    def times() -> list[float]:
+        found = []
+        with prepared(cuda, data.asked) as product:
+            for algorithm in product.search():
+                runtime.cudaEventRecord(marks[0], LEGACY)
+                product.run(algorithm, tuple(data.addresses), workspace)
+                runtime.cudaEventRecord(marks[1], LEGACY)
+                runtime.cudaEventSynchronize(marks[1])
+                found.append(runtime.cudaEventElapsedTime(*marks)[1])
+        return found
+
+    before = times()
+    assert min(before) < 0.9 * before[0]
+    cuda.cublas_lt.times[0, "32x32"] = 0.1
+    after = times()
+    assert min(after) == after[-1] < 0.2 * before[0]
+
+
+# -- handles and descriptors ----------------------------------------------------------------------
+
+
+def test_invalid_objects_and_attributes_are_refused(cuda: Software) -> None:
+    lt = cuda.cublas_lt
+    with prepared(cuda, Asked()) as product:
+        gone = lt.matrix_layout_create(0, 4, 4, 4)
+        lt.matrix_layout_destroy(gone)
+        attempts: list[Any] = [
+            lambda: lt.matrix_layout_destroy(gone),
+            lambda: lt.destroy(gone),
+            lambda: lt.matmul_desc_destroy(product.handle),
+            lambda: lt.matmul_algo_get_heuristic(product.handle, gone, *product.layouts, gone, 1, 0, 0),
+        ]
+        for attempt in attempts:
+            with pytest.raises(lt.cuBLASLtError, match=r"CUBLAS_STATUS_INVALID_VALUE .* not a"):
+                attempt()
+        assert len(cuda.faults) == len(attempts)
+        cuda.faults.clear()
+        number, attribute = np.full(1, 77, np.int64), lt.MatmulDescAttribute.TRANSA
+        pointer = number.ctypes.data
+        for function, arguments, words in (
+            (lt.matmul_desc_set_attribute, (attribute, pointer, 8), "has 4 bytes, not 8"),
+            (lt.matmul_desc_set_attribute, (attribute, 0, 4), "a null pointer"),
+            (lt.matmul_desc_set_attribute, (63, pointer, 4), "no attribute 63$"),
+            (lt.matmul_desc_get_attribute, (63, pointer, 4, 0), "no attribute 63$"),
+            (lt.matmul_desc_get_attribute, (attribute, pointer, 8, 0), "has 4 bytes, not 8"),
+            (lt.matmul_desc_get_attribute, (attribute, 0, 4, 0), "a null pointer"),
+        ):
+            with pytest.raises(lt.cuBLASLtError, match=words) as caught:
+                function(product.operation, *arguments)
+            assert caught.value.status == INVALID_VALUE
+        lt.matmul_desc_get_attribute(product.operation, attribute, 0, 0, pointer)
+        assert number[0] == 4
+        live = cuda.live()
+        assert [live[x] for x in ("handles", "descriptors", "layouts")] == [1, 1, 4]
+    assert not any(cuda.live().values())
+
+
+def test_a_handle_belongs_to_a_device(cuda: Software) -> None:
+    with prepared(cuda, Asked()) as product:
+        cuda.runtime.cudaSetDevice(1)
+        with pytest.raises(cuda.cublas_lt.cuBLASLtError, match="another device's"):
+            product.found(1)
+        cuda.runtime.cudaSetDevice(0)
+    assert "a handle of device 0 is used on 1" in cuda.faults.pop()
+
+
+def test_two_threads_with_one_handle(cuda: Software, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = [Data(cuda, Asked(), seed) for seed in range(2)]
+    meeting = threading.Barrier(2, timeout=20)
+    with prepared(cuda, Asked()) as product:
+        algorithm = product.search(0)[0]
+        monkeypatch.setattr(cuda.cublas_lt, "let_others_run", meeting.wait)
+        threads = [threading.Thread(target=product.run, args=(algorithm, tuple(x.addresses))) for x in data]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        monkeypatch.undo()
+    assert "two threads use one handle at the same time" in cuda.faults
+    cuda.faults.clear()
+
+
+def test_an_overlap_of_d_with_an_operand_is_noticed(cuda: Software) -> None:
+    data = Data(cuda, Asked(m=16, n=16, k=16))
+    with prepared(cuda, data.asked) as product:
+        a, b, c, _ = data.addresses
+        product.run(product.search(0)[0], (a, b, c, a))
+    assert cuda.faults.pop() == "D overlaps A"
+
+
+@pytest.mark.parametrize(("mode", "version"), [("Global", 130100), ("Relaxed", 130300)])
+def test_handles_and_searches_during_a_capture(mode: str, version: int) -> None:
+    cuda = Software(version=version)
+    lt, on = cuda.cublas_lt, int(cuda.runtime.cudaStreamCreateWithFlags(1)[1])
+    with prepared(cuda, Asked()) as product:
+        cuda.runtime.begin_capture(on, mode)
+        if mode == "Global":
+            with pytest.raises(lt.cuBLASLtError, match="ALLOC_FAILED"):
+                lt.create()
+            assert "during a capture" in cuda.faults.pop()
+        else:
+            with pytest.raises(lt.cuBLASLtError, match="INTERNAL_ERROR"):
+                product.search(0)
+        cuda.runtime.drain()
+
+
+def test_calls_that_fail(cuda: Software) -> None:
+    lt = cuda.cublas_lt
+    with cuda.fail("cublas_lt.create", status=1), pytest.raises(lt.cuBLASLtError, match="NOT_INITIALIZED") as caught:
+        lt.create()
+    assert caught.value.status == 1
+    assert cuda.live()["handles"] == 0
+    operation = lt.matmul_desc_create(68, 0)
+    with cuda.fail("matmul_desc_destroy"), pytest.raises(lt.cuBLASLtError, match="INTERNAL_ERROR"):
+        lt.matmul_desc_destroy(operation)
+    assert cuda.live()["descriptors"] == 0
+
+
+# -- cuBLAS ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "rounded"), [(0, "fp32"), (2, "fp32"), (3, "tf32"), (19, "tf32"), (16, "fp32")])
+def test_math_modes_of_cublas(cuda: Software, rng: Any, mode: int, rounded: str) -> None:
+    blas = cuda.cublas
+    handle = blas.create()
+    blas.set_math_mode(handle, mode)
+    assert blas.get_math_mode(handle) == mode
+    for wrong in (5, 7, 32, 64):
+        with pytest.raises(blas.cuBLASError, match="there is no math mode"):
+            blas.set_math_mode(handle, wrong)
+    x, y = (rng.standard_normal((8, 1)).astype(np.float32), rng.standard_normal((1, 4)).astype(np.float32))
+    a, b, c = (cuda.runtime.cudaMalloc(n)[1] for n in (32, 16, 128))
+    for address, values in ((a, x), (b, y)):
+        cuda.runtime.cudaMemcpyAsync(address, values.ctypes.data, values.nbytes, 4, LEGACY)
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    blas.set_stream(handle, LEGACY)
+    blas.sgemm(handle, 0, 0, 8, 4, 1, one.ctypes.data, a, 8, b, 1, zero.ctypes.data, c, 8)
+    cuda.drain()
+    found = cuda.runtime.memory.at(c, 128, 0, "").view(np.float32).reshape(8, 4, order="F")
+    want = round_to(x, rounded).astype(np.float64) @ round_to(y, rounded).astype(np.float64)
+    np.testing.assert_array_equal(found, want.astype(np.float32))
+    blas.destroy(handle)
+    assert cuda.live()["cublas_handles"] == 0
