@@ -1,8 +1,8 @@
-"""Warm products: what is queued for each, and that only what a call names is its own."""
+"""Warm products: the calls of each, and the arguments and workspaces that calls do not share."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,41 +32,54 @@ TRUE = oracles.product(A, B)
 
 # -- calls of the libraries -----------------------------------------------------------------------
 
-ONE = {"cuCtxGetDevice": 1, "matmul": 1}
-BLOCK = {"cudaMallocFromPoolAsync": 1, "cudaFreeAsync": 1}
-#: What is staged asks before it queues anything.
-STAGED = ONE | BLOCK | {"cudaStreamIsCapturing": 1}
+KERNEL, TAKE, GIVE = "cuLaunchKernel", "cudaMallocFromPoolAsync", "cudaFreeAsync"
+#: One block holds operands, exponents, product and workspace; a staged product asks before it queues anything.
+AS_STORED = ["cuCtxGetDevice", TAKE, "matmul", GIVE]
+STAGED = ["cuCtxGetDevice", "cudaStreamIsCapturing", TAKE]
 
-#: By mode, or the type that all operands have. Their block has room for the workspace, too.
-CALLS: dict[str, dict[str, int]] = {
-    "fp32": ONE | BLOCK,
-    "tf32": ONE | BLOCK,
-    "bf16": STAGED | {"cuLaunchKernel": 2},
+#: By mode, or the type that all operands have.
+CALLS: dict[str, list[str]] = {
+    "fp32": AS_STORED,
+    "tf32": AS_STORED,
+    "bf16": [*STAGED, KERNEL, KERNEL, "matmul", GIVE],
     # a, the exponents of b's columns, b, and the result.
-    "fp16": STAGED | {"cuLaunchKernel": 4, "cudaMemsetAsync": 1},
+    "fp16": [*STAGED, KERNEL, "cudaMemsetAsync", KERNEL, KERNEL, "matmul", KERNEL, GIVE],
     # b and the result, which has another number of columns.
-    "int8": STAGED | {"cuLaunchKernel": 2},
-    "bfloat16": ONE | BLOCK,
+    "int8": [*STAGED, KERNEL, "matmul", KERNEL, GIVE],
+    "bfloat16": AS_STORED,
+    "bias": AS_STORED,
 }
+
+
+def calls_of(software: SoftwareGpu, call: Callable[[], Any]) -> list[str]:
+    before = software.calls_made()
+    call()
+    return [x.partition(".")[2] for x in software.software.calls[before:]]
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, name: str) -> None:
     dtype = {"int8": np.int8, "bfloat16": BF16}.get(name, np.float32)
-    mode = name if name in MODES else "fp32"
     a, b = A.astype(dtype), B.astype(dtype)
     b = b[:, :15].copy() if name == "int8" else b
+    n = b.shape[1]
     like = np.int32 if name == "int8" else dtype
-    x, y, out = (cupy.asarray(z) for z in (a, b, np.zeros((24, b.shape[1]), like)))
+    x, y, out, first, second = (cupy.asarray(z) for z in (a, b, np.zeros((24, n), like), BIAS, 2 * BIAS))
+    given: dict[str, Any] = {"math_mode": name if name in MODES else "fp32", "out": out}
+    if name == "bias":
+        given |= {"bias": first, "activation": "relu"}
     for _ in range(3):
-        before = software.calls_made()
-        lowprec.matmul(x, y, out=out, math_mode=mode)
-        calls = software.software.calls[before:]
-    assert Counter(x.partition(".")[2] for x in calls) == CALLS[name]
-    np.testing.assert_array_equal(oracles.widen(cupy.asnumpy(out)), TRUE[:, : b.shape[1]])
+        calls = calls_of(software, lambda: lowprec.matmul(x, y, **given))
+    assert calls == CALLS[name]
+    true = np.maximum(TRUE + BIAS, 0) if name == "bias" else TRUE[:, :n]
+    np.testing.assert_array_equal(oracles.widen(cupy.asnumpy(out)), true)
+    if name == "bias":  # its pointer is a part of the descriptor, set where it has changed
+        calls = calls_of(software, lambda: lowprec.matmul(x, y, **given | {"bias": second}))
+        assert calls == ["cuCtxGetDevice", "matmul_desc_set_attribute", TAKE, "matmul", GIVE]
+        np.testing.assert_array_equal(cupy.asnumpy(out), np.maximum(TRUE + 2 * BIAS, 0))
 
 
-# -- what a call names ----------------------------------------------------------------------------
+# -- arguments of a call --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -126,30 +139,27 @@ def test_a_call_within_a_launch_has_arguments_of_its_own(
 # -- workspaces -----------------------------------------------------------------------------------
 
 
-def test_a_measured_algorithm_has_its_workspace_from_the_first_call(
-    software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The block of a warm product has room for the workspace of the algorithm before."""
+@pytest.fixture
+def measured(software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SoftwareGpu:
+    """The software CUDA with an empty cache of measured choices."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    executors.clear_caches()
+    executors.forget()
     reset()
-    x, y = software.put(A), software.put(B)
+    return software
+
+
+def test_a_measured_algorithm_has_its_workspace_from_the_first_call(measured: SoftwareGpu) -> None:
+    """The block of a warm product includes the workspace of the algorithm before."""
+    x, y = measured.put(A), measured.put(B)
     for _ in range(2):
         lowprec.matmul(x, y, math_mode="bf16")
     assert lowprec.autotune(x, y, math_mode="bf16").timed
     for _ in range(3):
-        found = lowprec.matmul(x, y, math_mode="bf16")
-        np.testing.assert_array_equal(software.get(found), TRUE)
+        np.testing.assert_array_equal(measured.get(lowprec.matmul(x, y, math_mode="bf16")), TRUE)
 
 
-def test_measuring_at_the_first_use_keeps_a_fused_bias(
-    software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
+def test_measuring_at_the_first_use_keeps_a_fused_bias(measured: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
-    executors.clear_caches()
-    reset()
-    x, y, bias = software.put(A), software.put(B), software.put(BIAS)
-    found = lowprec.matmul(x, y, bias=bias)
-    np.testing.assert_array_equal(software.get(found), TRUE + BIAS)
+    x, y, bias = measured.put(A), measured.put(B), measured.put(BIAS)
+    np.testing.assert_array_equal(measured.get(lowprec.matmul(x, y, bias=bias)), TRUE + BIAS)
     assert "fallback" not in dict(lowprec.plan(x, y, bias=bias).algorithm)

@@ -1,11 +1,12 @@
-"""Whole products in the order of their arrays' libraries: nothing is read too early, nothing given back too soon.
+"""Whole products in the order of their arrays' libraries: nothing is read too early, nothing freed too soon.
 
-The software CUDA runs work only when somebody waits for it, and the memory of an array that nobody holds is poisoned at
-once: a join that is missing shows as a wrong number.
+The software CUDA runs work only when it is waited for, and poisons the memory of unreachable arrays at once: a missing
+wait shows as a wrong number.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 import lowprec
 from cuda_backend.device_fixture import SoftwareGpu
 from cuda_backend.device_libraries import StreamedLibrary
+from lowprec.arrays.dlpack import import_array
 from lowprec.core import executors
 from lowprec.errors import BackendError
+from software_cuda import Software
 from software_cuda.arrays import DeviceArray, read
 from software_cuda.cupy import Cupy
 from support import oracles
@@ -31,36 +34,107 @@ A, B, C = draw(0, 24, 24), draw(1, 24, 24), draw(2, 24, 24)
 TRUE = oracles.product(A, B)
 
 
-# -- a library with current streams ---------------------------------------------------------------
+# -- every order that the streams allow -----------------------------------------------------------
+
+ORDERS = ["lazy", "all", 0, 1, 2]
+MODES = ["fp32", "bf16", "fp16"]  # operands as they are; packed; packed, with the product staged
+each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def test_results_feed_the_next_product(cupy: Cupy) -> None:
-    with cupy.cuda.Stream():
-        x = cupy.asarray(A / 4)
-        for _ in range(5):
-            x = lowprec.matmul(x, cupy.asarray(np.eye(24, dtype=np.float32)), math_mode="bf16")
-        np.testing.assert_array_equal(cupy.asnumpy(x), A / 4)
+@pytest.fixture(params=ORDERS)
+def ordered(software: SoftwareGpu, request: pytest.FixtureRequest) -> Software:
+    """The software CUDA in use by lowprec, with one of the orders."""
+    software.software.runtime.scheduler.use(request.param)
+    return software.software
 
 
-def test_out_and_addends_on_the_stream(cupy: Cupy) -> None:
-    with cupy.cuda.Stream():
-        a, b, c, out = (cupy.asarray(x) for x in (A, B, C, np.zeros_like(A)))
-        assert lowprec.matmul(a, b, c=c, beta=2.0, out=out) is out
-        np.testing.assert_array_equal(cupy.asnumpy(out), TRUE + 2 * C)
+@each_mode
+def test_arrays_known_only_by_dlpack(ordered: Software, mode: str) -> None:
+    for device in (0, 1, 0):
+        x, y = ordered.array(A, device=device), ordered.array(B, device=device)
+        found = lowprec.matmul(x, y, math_mode=mode)
+        del x, y  # operands that are being read must be held
+        gc.collect()
+        np.testing.assert_array_equal(ordered.read(found), TRUE)
 
 
-# -- arrays of two libraries ----------------------------------------------------------------------
+@each_mode
+def test_out_of_a_library_that_reports_no_stream(ordered: Software, mode: str) -> None:
+    """It is written in the order of the default stream."""
+    out = ordered.array(np.ones_like(A))
+    assert lowprec.matmul(ordered.array(A), ordered.array(B), out=out, c=out, beta=2.0, math_mode=mode) is out
+    np.testing.assert_array_equal(out.to_numpy(), TRUE + 2)
 
 
-def test_out_of_a_library_that_reports_no_stream(software: SoftwareGpu) -> None:
-    runtime = software.software.runtime
-    out = DeviceArray(runtime, np.zeros_like(A))
-    assert lowprec.matmul(DeviceArray(runtime, A), DeviceArray(runtime, B), out=out) is out
-    np.testing.assert_array_equal(out.to_numpy(), TRUE)
+@each_mode
+def test_streams_of_cupy_and_an_array_of_another_library(ordered: Software, cupy: Cupy, mode: str) -> None:
+    results = []
+    streams = [cupy.cuda.Stream() for _ in range(3)]
+    for turn, own in enumerate(streams):
+        with own:
+            x, bias = cupy.asarray(A + turn), cupy.asarray(np.ones(24, np.float32))
+            x = lowprec.matmul(x, cupy.asarray(np.eye(24, dtype=np.float32)), math_mode=mode)
+            results.append(lowprec.matmul(x, ordered.array(B), bias=bias, activation="relu", math_mode=mode))
+            del x, bias
+    gc.collect()
+    for turn, (own, found) in enumerate(zip(streams, results, strict=True)):
+        with own:
+            np.testing.assert_array_equal(cupy.asnumpy(found), np.maximum((A + turn) @ B + 1, 0))
+
+
+def test_an_operand_that_its_library_overwrites_afterwards(ordered: Software, cupy: Cupy) -> None:
+    """Later work of the other library on its current stream comes after the product."""
+    y, later = ordered.array(B, stream=1), np.zeros_like(B)
+    with cupy.cuda.Stream() as own:
+        found = lowprec.matmul(cupy.asarray(A), y)
+        ordered.runtime.cudaMemcpyAsync(y.address, later.ctypes.data, later.nbytes, 4, 1)
+        ordered.runtime.cudaStreamSynchronize(1)
+        own.synchronize()
+        np.testing.assert_array_equal(cupy.asnumpy(found), TRUE)
+
+
+def test_memory_that_another_library_reads_is_not_reused(ordered: Software) -> None:
+    """The library has released the array on the host, before its stream has read it."""
+    runtime = ordered.runtime
+    reader = int(runtime.cudaStreamCreateWithFlags(1)[1])
+    x, y = ordered.array(A), ordered.array(B)
+    found = lowprec.matmul(x, y)
+    view = import_array(found, reader)
+    target = runtime.cudaMalloc(view.nbytes)[1]
+    runtime.cudaMemcpyAsync(target, view.address, view.nbytes, 4, reader)
+    del found, view
+    gc.collect()
+    for _ in range(3):
+        lowprec.matmul(x, y, alpha=2.0)
+        runtime.cudaStreamSynchronize(1)
+    runtime.cudaStreamSynchronize(reader)
+    read = runtime.memory.at(target, 4 * TRUE.size, 0, "").view(np.float32).reshape(TRUE.shape)
+    np.testing.assert_array_equal(read, TRUE)
+
+
+@each_mode
+def test_memory_of_a_graph_is_its_own(ordered: Software, cupy: Cupy, mode: str) -> None:
+    runtime = ordered.runtime
+    with cupy.cuda.Stream() as own:
+        x, y, out = cupy.asarray(A), cupy.asarray(B), cupy.empty((24, 24), np.float32)
+        lowprec.matmul(x, y, out=out, math_mode=mode)
+        own.synchronize()
+        runtime.begin_capture(own.ptr)
+        lowprec.matmul(x, y, out=out, math_mode=mode)
+        graph = runtime.end_capture(own.ptr)
+        for turn in range(3):
+            changed = A + turn
+            runtime.cudaMemcpyAsync(x.data.ptr, changed.ctypes.data, A.nbytes, 4, own.ptr)
+            lowprec.matmul(cupy.asarray(A * 2), y, math_mode=mode)
+            graph.replay()
+            np.testing.assert_array_equal(cupy.asnumpy(out), changed @ B)
+
+
+# -- prepared operands ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16x3"])
-def test_what_is_kept_of_a_prepared_operand_is_ready_for_every_stream(library: StreamedLibrary, mode: str) -> None:
+def test_a_packed_operand_is_ready_for_every_stream(library: StreamedLibrary, mode: str) -> None:
     with library.stream():
         b = library.late(B)
         want = library.get(lowprec.matmul(library.late(A), b, math_mode=mode))
@@ -98,27 +172,6 @@ def test_a_thread_that_ends_leaves_its_handle(software: SoftwareGpu, cupy: Cupy)
         thread.start()
         thread.join()
     assert software.live()["handles"] == 1
-
-
-@pytest.mark.parametrize("epilogue", [False, True], ids=["plain", "epilogue"])
-def test_a_warm_call_is_one_call_of_cublaslt(software: SoftwareGpu, cupy: Cupy, epilogue: bool) -> None:
-    a, b, out, bias = (cupy.asarray(x) for x in (A, B, C, C[0]))
-    keywords = {"bias": bias, "activation": "relu"} if epilogue else {}
-    lowprec.matmul(a, b, out=out, **keywords)
-    before = software.calls_made()
-    lowprec.matmul(a, b, out=out, **keywords)
-    made = software.software.calls[before:]
-    # The algorithm has a workspace.
-    device, memory = ["driver.cuCtxGetDevice"], ["runtime.cudaMallocFromPoolAsync"]
-    assert made == [*device, *memory, "cublas_lt.matmul", "runtime.cudaFreeAsync"]
-    # The pointer of a bias is part of the descriptor, and is set where it is another.
-    if epilogue:
-        other = cupy.asarray(B[0])
-        before = software.calls_made()
-        found = lowprec.matmul(a, b, out=out, bias=other, activation="relu")
-        made = [x for x in software.software.calls[before:] if x.startswith("cublas_lt")]
-        assert made == ["cublas_lt.matmul_desc_set_attribute", "cublas_lt.matmul"]
-        np.testing.assert_array_equal(cupy.asnumpy(found), np.maximum(TRUE + B[0], 0))
 
 
 # -- graphs ---------------------------------------------------------------------------------------
@@ -220,25 +273,25 @@ def test_results_are_not_handed_to_a_capture(software: SoftwareGpu, cupy: Cupy, 
     np.testing.assert_array_equal(read(runtime, result), TRUE)
 
 
-# -- what is told ---------------------------------------------------------------------------------
+# -- plans and info -------------------------------------------------------------------------------
 
 
-def test_a_plan_shows_what_cublaslt_chose(cupy: Cupy) -> None:
+def test_a_plan_shows_the_choice_of_cublaslt(cupy: Cupy) -> None:
     a, b = cupy.asarray(A), cupy.asarray(B)
-    told = {mode: dict(lowprec.plan(a, b, math_mode=mode).algorithm) for mode in ("fp32", "tf32", "bf16")}
-    assert told["fp32"]["units"].endswith("no tensor cores")
-    assert told["tf32"]["units"] == "HMMA on tf32, summed in float32: tensor cores"
-    assert told["bf16"]["units"] == "HMMA on bfloat16, summed in float32: tensor cores"
+    found = {mode: dict(lowprec.plan(a, b, math_mode=mode).algorithm) for mode in ("fp32", "tf32", "bf16")}
+    assert found["fp32"]["units"].endswith("no tensor cores")
+    assert found["tf32"]["units"] == "HMMA on tf32, summed in float32: tensor cores"
+    assert found["bf16"]["units"] == "HMMA on bfloat16, summed in float32: tensor cores"
     shown = str(lowprec.plan(a, b, math_mode="tf32"))
     assert "cuda:0: Software H200" in shown
     assert "split-K" in shown
 
 
-def test_a_plan_shows_what_an_odd_address_costs(cupy: Cupy) -> None:
+def test_a_plan_shows_the_fallback_for_an_odd_address(cupy: Cupy) -> None:
     a, b, wide = cupy.asarray(A), cupy.asarray(B), cupy.asarray(np.arange(32, dtype=np.float32))
-    for start, told in ((0, False), (1, True)):
+    for start, falls_back in ((0, False), (1, True)):
         rows = dict(lowprec.plan(a, b, bias=wide[start : start + 24]).algorithm)
-        assert ("fallback" in rows) is told
+        assert ("fallback" in rows) is falls_back
     assert "no multiple of 16 bytes" in rows["fallback"]
 
 
