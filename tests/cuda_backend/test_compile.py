@@ -1,4 +1,4 @@
-"""The compiler of the kernels, and the cache of what it made."""
+"""The compiler of the kernels, and the cache of compiled code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ctypes import c_int64
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,36 +23,29 @@ from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.errors import BackendError, LowprecWarning
 from lowprec.formats import DType as D
 from lowprec.planning import Activation, MatrixStack, OperandSpec
+from software_cuda.recorder import Recorder
+from software_cuda.runtime import DeviceModel, Runtime
 
 ARCHITECTURES = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
 
 
-class Hashable(SimpleNamespace):
-    """A stand-in for a module."""
+def runtime(capability: tuple[int, int] = (9, 0)) -> Runtime:
+    """Return CUDA's runtime on a machine with one device."""
+    return Runtime(Recorder(), [DeviceModel(capability=capability)], "lazy")
 
-    __hash__ = object.__hash__  # type: ignore[assignment]
 
+class Loaded(NamedTuple):
+    """A kernel."""
 
-def runtime(capability: tuple[int, int] = (9, 0)) -> Hashable:
-    """Return CUDA's runtime on a machine with one device, of which nothing but its properties is asked."""
-    major, minor = capability
-    found = SimpleNamespace(name="GPU", major=major, minor=minor, totalGlobalMem=1 << 30, multiProcessorCount=4)
-    return Hashable(
-        cudaError_t=SimpleNamespace(cudaSuccess=0),
-        cudaDeviceAttr=SimpleNamespace(cudaDevAttrClockRate=13),
-        cudaGetDeviceCount=lambda: (0, 1),
-        cudaGetDeviceProperties=lambda index: (0, found),
-        cudaDeviceGetAttribute=lambda what, index: (0, 1),
-        cudaMemsetAsync=lambda address, value, nbytes, stream: (0,),
-        cudaStreamCaptureMode=SimpleNamespace(cudaStreamCaptureModeRelaxed=2),
-        cudaThreadExchangeStreamCaptureMode=lambda mode: (0, 0),
-    )
+    name: str
+    code: bytes
+    handle: int
 
 
 class Compiler:
     """cuda.core that compiles to the source's own text and runs nothing."""
 
-    __name__ = "stand-in for cuda.core"
+    __name__ = "replacement of cuda.core"
     __version__ = "1"
 
     def __init__(self) -> None:
@@ -81,7 +74,7 @@ class Compiler:
         if code in self.refuses:
             raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
         self.loaded.append(code)
-        return SimpleNamespace(get_kernel=lambda name: Loaded((name, code)))
+        return SimpleNamespace(get_kernel=lambda name: Loaded(name, code, KERNELS.index(name)))
 
     def cuLaunchKernel(self, kernel: str, *rest: int) -> tuple[int]:
         *extents, _, stream, parameters, _ = rest
@@ -90,14 +83,6 @@ class Compiler:
         self.launched.append((stream, tuple(extents), kernel, *arguments))
         self.described.add(parameters)
         return (0,)
-
-
-class Loaded(tuple[str, bytes]):
-    """A kernel's name and code."""
-
-    @property
-    def handle(self) -> int:
-        return KERNELS.index(self[0])
 
 
 KERNELS = ("epilogue", "pack_elements", "pack_groups", "pack_maxima", "pack_rows", "pack_tiles", "recompute", "unscale")
@@ -114,6 +99,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def core(cache: Path) -> Iterator[Compiler]:
     """A compiler that has compiled nothing."""
+    forget()
     found = Compiler()
     driver = SimpleNamespace(CUfunction=KERNELS.__getitem__, cuLaunchKernel=found.cuLaunchKernel)
     before = libraries.use(libraries.Libraries(None, None, runtime(), found, driver))
@@ -213,7 +199,6 @@ def test_a_missing_compiler_is_named(core: Compiler) -> None:
 
 
 def test_a_kernel_is_compiled_once(core: Compiler) -> None:
-    forget()
     first = kernel(A=1)
     assert kernel(A=1) is first
     source, options = core.compiled[0]
@@ -225,7 +210,6 @@ def test_a_kernel_is_compiled_once(core: Compiler) -> None:
 
 
 def test_each_architecture_has_its_own(core: Compiler) -> None:
-    forget()
     kernel()
     libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core, None))
     kernel()
@@ -233,7 +217,6 @@ def test_each_architecture_has_its_own(core: Compiler) -> None:
 
 
 def test_threads_that_start_together_compile_once(core: Compiler) -> None:
-    forget()
     together = threading.Barrier(8)
 
     def work() -> None:
@@ -248,8 +231,7 @@ def test_threads_that_start_together_compile_once(core: Compiler) -> None:
     assert len(core.compiled) == 1
 
 
-def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
-    forget()
+def test_the_arguments_of_a_launch(core: Compiler) -> None:
     source = MatrixStack.of(D.FLOAT32, 2, 3, 8, 2, (5,), (100,))
     prepare_packing(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
     stream, extents, name, *arguments = core.launched[0]
@@ -259,7 +241,6 @@ def test_a_launch_gives_the_kernel_what_it_takes(core: Compiler) -> None:
 
 
 def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> None:
-    forget()
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1)
     launch = prepare_epilogue(Epilogue(D.FLOAT32, 7, out), 0)
     for number in (1, 2):
@@ -273,7 +254,6 @@ def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> No
 
 
 def test_contiguous_matrices_are_one_line(core: Compiler) -> None:
-    forget()
     source = MatrixStack.of(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
     prepare_packing(Packing(source, D.BFLOAT16, 7, 5), 0)(64, 128, 0, 1)
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
@@ -291,11 +271,10 @@ def files(cache: Path) -> list[Path]:
 
 
 def test_another_process_finds_it_on_disk(core: Compiler, cache: Path) -> None:
-    forget()
-    _, code = kernel(A=1)
+    code = kernel(A=1).code
     assert [path.parent.name for path in files(cache)] == ["kernels"]
     forget()
-    assert kernel(A=1) == ("epilogue", code)
+    assert kernel(A=1).code == code
     assert len(core.compiled) == 1
     assert core.loaded == [code, code]
 
@@ -327,7 +306,6 @@ def test_the_compilers_version_is_known_where_it_reports(
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
 def test_a_damaged_kernel_is_renamed(damage: str, core: Compiler, cache: Path) -> None:
-    forget()
     kernel(A=1)
     (path,) = files(cache)
     data = path.read_bytes()
@@ -341,21 +319,19 @@ def test_a_damaged_kernel_is_renamed(damage: str, core: Compiler, cache: Path) -
 
 
 def test_a_kernel_that_the_driver_refuses_is_renamed(core: Compiler, cache: Path) -> None:
-    forget()
-    _, code = kernel(A=1)
+    code = kernel(A=1).code
     (path,) = files(cache)
     old = code + b"old"
     path.write_bytes(compiling.hashlib.sha256(old).digest() + old)
     core.refuses = (old,)
     forget()
     with pytest.warns(LowprecWarning, match="the driver does not load it: CUDA_ERROR_INVALID"):
-        assert kernel(A=1) == ("epilogue", code)
+        assert kernel(A=1).code == code
     assert len(core.compiled) == 2
 
 
 def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: Compiler, cache: Path) -> None:
-    forget()
-    _, code = kernel(A=1)
+    code = kernel(A=1).code
     (path,) = files(cache)
     path.unlink()
     core.refuses = (code,)
@@ -363,18 +339,6 @@ def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: Comp
     with pytest.raises(BackendError, match=r"epilogue for sm_90 is not loaded by the driver: CUDA_ERROR_INVALID"):
         kernel(A=1)
     assert files(cache) == []
-
-
-def test_a_folder_that_cannot_be_written_costs_one_warning(
-    core: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache.write_text("a file where the folder should be")
-    forget()
-    with pytest.warns(LowprecWarning, match="cannot write to its cache .*LOWPREC_CACHE_DIR") as found:
-        kernel(A=1)
-    kernel(A=2)
-    assert len(found) == 1
-    assert len(core.loaded) == 2
 
 
 def test_json_comes_back(cache: Path) -> None:
@@ -420,26 +384,3 @@ def test_the_folder_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk.cache_directory().name.lower() == "lowprec"
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "~/here")
     assert disk.cache_directory() == Path.home() / "here"
-
-
-def test_a_product_needs_no_cache(core: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
-    monkeypatch.setitem(sys.modules, "platformdirs", None)
-    forget()
-    with pytest.warns(LowprecWarning, match="pip install platformdirs, or set LOWPREC_CACHE_DIR") as found:
-        kernel(A=1)
-    kernel(A=2)
-    assert len(found) == 1
-    assert len(core.loaded) == len(core.compiled) == 2
-
-
-def test_code_that_others_can_change_is_not_loaded(core: Compiler, cache: Path) -> None:
-    forget()
-    _, code = kernel(A=1)
-    (path,) = files(cache)
-    path.write_bytes(compiling.hashlib.sha256(b"evil").digest() + b"evil")
-    path.chmod(0o666)
-    forget()
-    with pytest.warns(LowprecWarning, match="others than you can write to it"):
-        assert kernel(A=1) == ("epilogue", code)
-    assert core.loaded == [code, code]
