@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import warnings
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -196,28 +193,12 @@ class SoftwareGpu(Gpu):
 
     def same_speed(self) -> None:
         """Make no algorithm faster than another."""
-        self.software.cublas_lt.times = _Always(1.0)  # type: ignore[assignment]
-
-    @contextlib.contextmanager
-    def any_warning(self) -> Iterator[None]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        self.software.cublas_lt.times = _Always()
 
 
-class _Always(dict):  # type: ignore[type-arg]
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.value = value
-
+class _Always(dict[Any, float]):
     def get(self, key: Any, default: Any = None) -> Any:
-        return self.value
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.value
-
-    def __contains__(self, key: Any) -> bool:
-        return True
+        return 1.0
 
 
 class TorchGpu(Gpu):

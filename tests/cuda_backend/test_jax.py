@@ -1,6 +1,6 @@
-"""JAX on a GPU, end to end: arrays that are still being computed come in, a product runs, a JAX array goes out.
+"""JAX on a GPU, end to end, by a replacement on the software CUDA.
 
-JAX is a stand-in on the software CUDA. Its streams are untold and late, and memory that it thinks free is poisoned.
+Its streams are unknown and late, and its unused memory is poisoned.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -37,7 +36,7 @@ TRUE = oracles.product(A, B)
 
 @pytest.fixture(params=[True, False], ids=["streams", "no streams"])
 def jax(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Jax]:
-    """A JAX on the software devices, whose client tells others a stream, or tells none."""
+    """A JAX on the software devices, whose client has a stream for others, or none."""
     made = Jax(software.software.runtime, has_streams=request.param)
     monkeypatch.setitem(sys.modules, "jax", made)
     before = libraries._INSTANCES.pop("jax", None)
@@ -53,8 +52,19 @@ def test_operands_that_are_still_being_computed(jax: Jax, mode: str) -> None:
     a, b = (jax.add(jax.asarray(x - 1), 1) for x in (A, B))
     found = lowprec.matmul(a, b, math_mode=mode)
     assert type(found) is jax.Array
-    # JAX's next computation waits for the product, without anybody else's help.
+    # JAX's next computation waits for the product by itself.
     np.testing.assert_array_equal(jax.asnumpy(jax.add(found, 1)), TRUE + 1)
+    one = jax.asarray(np.eye(24, dtype=np.float32))
+    for _ in range(5):
+        found = lowprec.matmul(found, one, math_mode=mode)
+        gc.collect()
+    np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
+
+
+def test_addend_bias_and_activation(jax: Jax) -> None:
+    a, b, c, bias = (jax.asarray(x) for x in (A, B, C, C[0]))
+    found = lowprec.matmul(a, b, c=c, beta=2.0, bias=bias, activation="relu")
+    np.testing.assert_array_equal(jax.asnumpy(found), np.maximum(TRUE + 2 * C + C[0], 0))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -67,38 +77,6 @@ def test_operands_may_go_while_the_product_waits(jax: Jax, mode: str) -> None:
     for x in others:
         np.testing.assert_array_equal(jax.asnumpy(x), C)
     np.testing.assert_array_equal(jax.asnumpy(found), TRUE)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_results_feed_the_next_product(jax: Jax, mode: str) -> None:
-    x, one = jax.asarray(A / 4), jax.asarray(np.eye(24, dtype=np.float32))
-    for _ in range(5):
-        x = lowprec.matmul(x, one, math_mode=mode)
-        gc.collect()
-    np.testing.assert_array_equal(jax.asnumpy(x), A / 4)
-
-
-def test_addend_bias_and_activation(jax: Jax) -> None:
-    a, b, c, bias = (jax.asarray(x) for x in (A, B, C, C[0]))
-    found = lowprec.matmul(a, b, c=c, beta=2.0, bias=bias, activation="relu")
-    np.testing.assert_array_equal(jax.asnumpy(found), np.maximum(TRUE + 2 * C + C[0], 0))
-
-
-@pytest.mark.parametrize("shape", [(3, 24, 24), (1, 24), (0, 24), (24,)], ids=str)
-def test_shapes(jax: Jax, shape: tuple[int, ...]) -> None:
-    x = draw(3, *shape)
-    found = lowprec.matmul(jax.asarray(x), jax.asarray(B))
-    np.testing.assert_array_equal(jax.asnumpy(found), x @ B)
-
-
-def test_bfloat16_comes_back(jax: Jax) -> None:
-    a, b = (jax.asarray(x.astype(ml_dtypes.bfloat16)) for x in (A[:4], B))
-    found = lowprec.matmul(a, b, out_dtype="float32")
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(jax.asnumpy(found), TRUE[:4])
-    same = lowprec.matmul(a, b)
-    assert same.dtype == ml_dtypes.bfloat16
-    np.testing.assert_array_equal(jax.asnumpy(same), TRUE[:4].astype(ml_dtypes.bfloat16))
 
 
 def test_another_device_than_the_current_one(jax: Jax, software: SoftwareGpu) -> None:
@@ -139,9 +117,7 @@ def test_a_donated_array_is_refused(jax: Jax) -> None:
         lowprec.matmul(a, a)
 
 
-def test_other_refusals_of_an_export_are_not_taken_for_a_missing_stream(
-    jax: Jax, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_fails_is_reported(jax: Jax, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Any, **_: Any) -> object:
         raise RuntimeError("INTERNAL: the device was lost")
 
@@ -151,11 +127,11 @@ def test_other_refusals_of_an_export_are_not_taken_for_a_missing_stream(
         lowprec.matmul(a, a)
 
 
-# -- operands are let go of -----------------------------------------------------------------------
+# -- release of operands --------------------------------------------------------------------------
 
 
 def test_an_operand_is_held_until_it_is_read(jax: Jax, software: SoftwareGpu) -> None:
-    """What the test below sees is the thread's doing: without it, work that is done holds its operand."""
+    """Without the thread, finished work holds its operand until the next call."""
     a = jax.asarray(A)
     lowprec.matmul(a, a)
     software.software.drain()
@@ -171,17 +147,12 @@ def test_an_operand_can_be_donated_without_another_call(jax: Jax, device: int) -
     assert a.buffer.free.wait(60)  # only a failure takes this long
     assert jax.donate(a)
     np.testing.assert_array_equal(jax.asnumpy(found), oracles.product(A, A))
-
-
-@pytest.mark.usefixtures("waiting_thread")
-def test_the_last_reference_to_an_operand_goes_without_another_call(jax: Jax, software: SoftwareGpu) -> None:
     gone = threading.Event()
-    a = jax.asarray(A)
-    weakref.finalize(a.buffer, gone.set)
-    found = lowprec.matmul(a, a)
-    del a
+    b = jax.asarray(A, device=device)
+    weakref.finalize(b.buffer, gone.set)
+    lowprec.matmul(b, b)
+    del b
     assert gone.wait(60)
-    np.testing.assert_array_equal(jax.asnumpy(found), oracles.product(A, A))
 
 
 @pytest.mark.usefixtures("waiting_thread")
@@ -189,7 +160,7 @@ def test_the_thread_outlives_a_device_that_fails(jax: Jax, software: SoftwareGpu
     failing = software.failing_call("cudaEventQuery")
     with failing as failure:
         a = jax.asarray(A)
-        with contextlib.suppress(lowprec.BackendError):  # whoever asks first, the thread or the call itself
+        with contextlib.suppress(lowprec.BackendError):  # from the call itself if it polls before the thread
             lowprec.matmul(a, a)
     assert failure.happened
     b = jax.asarray(B)
@@ -199,7 +170,7 @@ def test_the_thread_outlives_a_device_that_fails(jax: Jax, software: SoftwareGpu
 
 
 @pytest.mark.usefixtures("waiting_thread")
-def test_threads_multiply_while_it_looks(jax: Jax) -> None:
+def test_threads_multiply_while_it_polls(jax: Jax) -> None:
     def work(number: int) -> bool:
         right = True
         x, y = jax.asarray(A + number), jax.asarray(B)

@@ -6,16 +6,13 @@ import gc
 import threading
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from cuda_backend.device_fixture import SoftwareGpu
-from lowprec.arrays.cupy_library import CupyLibrary
 from lowprec.arrays.dlpack import import_array
 from lowprec.backends.cuda import compiling
 from lowprec.errors import BackendError
-from lowprec.formats import DType
 from software_cuda import Cupy, Refusal, Software, compiler
 from software_cuda.runtime import host_bytes
 
@@ -465,19 +462,6 @@ def test_launches_and_code_that_the_driver_refuses(launching: Software) -> None:
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.COMPLEX64], ids=str)
-def test_arrays_keep_their_strides(cuda: Software, dtype: DType) -> None:
-    base = (np.arange(24) % 8).reshape(4, 6).astype(getattr(ml_dtypes, dtype.label, dtype.label))
-    for values in (base, base.T, base[::-1, ::-1], base[1:3, ::2], np.broadcast_to(base[0], (5, 6)), base[:0]):
-        array = cuda.array(values, device=1)
-        view = import_array(array, LEGACY)
-        assert str(view.device) == "cuda:1"
-        assert (view.dtype, view.shape) == (dtype, values.shape)
-        assert [s * values.itemsize for s in view.strides] == list(values.strides) or not values.size
-        np.testing.assert_array_equal(array.to_numpy().astype(complex), values.astype(complex))
-        np.testing.assert_array_equal(cuda.read(array).astype(complex), values.astype(complex))
-
-
 def test_arrays_are_ready_on_the_stream_of_the_consumer(cuda: Software) -> None:
     on, numbers = stream(cuda), np.ones(4, np.float32)
     for consumer, synchronized, ready in ((on, on, True), (None, on, False), (-1, on, False), (None, LEGACY, True)):
@@ -498,29 +482,6 @@ def test_memory_of_an_unreachable_array_is_freed(cuda: Software) -> None:
     gc.collect()
     refused(cuda.runtime.cudaStreamSynchronize(on), "cudaErrorIllegalAddress")
     assert "was freed" in cuda.faults.pop()
-
-
-@pytest.mark.parametrize("device", [0, 1])
-def test_arrays_of_cupy(cuda: Software, device: int) -> None:
-    cupy = Cupy(cuda.runtime)
-    library = CupyLibrary(cupy)
-    numbers = np.arange(12, dtype=np.float32).reshape(3, 4)
-    with cupy.cuda.Device(device):
-        own = cupy.cuda.Stream()
-        with own:
-            array = cupy.asarray(numbers)
-            view = library.view(array.T)
-            current = library.current_stream(view.device)
-            made = library.allocate((2, 3), DType.BFLOAT16, view.device, array).owner
-        assert library.current_stream(view.device) == LEGACY
-    assert current == own.ptr
-    assert (view.device.index, view.shape, view.strides) == (device, (4, 3), (1, 4))
-    assert (made.shape, made.dtype, made.device.id) == ((2, 3), ml_dtypes.bfloat16, device)
-    assert np.isnan(host_bytes(view.address, 16).view(np.float32)).all()
-    own.synchronize()
-    np.testing.assert_array_equal(cupy.asnumpy(array), numbers)
-    np.testing.assert_array_equal(cuda.read(array), numbers)
-    assert value(cuda.runtime.cudaGetDevice()) == 0
 
 
 def test_memory_of_cupy_is_freed_in_the_order_of_its_stream(cuda: Software) -> None:
