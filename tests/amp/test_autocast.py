@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, fp32_guard
 from lowprec.amp import AutocastNamespace, Policy, SettingError, autocast
 from lowprec.policy import environment
+from support.programs import in_threads
 
 LEVELS = ["O0", "O1", "O2", "O3"]
 NAMESPACES = ["numpy", "torch", "jax.numpy", "array_api_strict"]
@@ -295,21 +295,9 @@ def test_the_inner_policy_holds() -> None:
 
 
 def test_threads_share_a_namespace() -> None:
-    xp, barrier, failures = autocast(np, "O1"), threading.Barrier(8), []
-
-    def work() -> None:
-        barrier.wait()
-        for _ in range(50):
-            x = np.ones((2, 2), np.float32)
-            if xp.exp(xp.matmul(x, x)).dtype != np.float32:
-                failures.append(1)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    xp, x = autocast(np, "O1"), np.ones((2, 2), np.float32)
+    types = in_threads(8, lambda _: {xp.exp(xp.matmul(x, x)).dtype for _ in range(50)})
+    assert types == [{np.dtype(np.float32)}] * 8
     assert {row.function: row.calls for row in xp.report().rows} == {"matmul": 400, "exp": 400}
 
 

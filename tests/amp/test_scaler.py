@@ -5,9 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import os
 import pickle
-import subprocess
 import sys
 import threading
 from typing import Any
@@ -24,6 +22,7 @@ from lowprec.amp.rules import ScaleRule
 from lowprec.arrays.namespaces import dtype_name
 from lowprec.errors import ArrayError
 from support import interrupts
+from support.programs import in_threads, run_python
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -189,21 +188,18 @@ def test_the_rules_of_jmp_and_keras(rule: Any, arguments: dict[str, float]) -> N
     assert (lowest == 1.0) is (rule is jmp_rule)
 
 
-def test_mxnets_cap() -> None:
+def test_mxnets_cap_and_a_static_scale() -> None:
     scaler = LossScaler(2.0**23, growth_interval=1, max_scale=2.0**24)
-    for expected in (2.0**24, 2.0**24):
-        scaler.unscale(np.ones(1, np.float32))
-        scaler.update()
-        assert scaler.get_scale() == expected
-
-
-def test_a_static_scale_stays_and_skips() -> None:
-    scaler = LossScaler(128.0, dynamic=False)
-    for value in (np.inf, 1.0):
-        scaler.unscale(np.array([value], np.float32))
-        assert scaler.step(lambda: "stepped") == (None if np.isinf(value) else "stepped")
-        scaler.update()
-        assert scaler.get_scale() == 128.0
+    static = LossScaler(128.0, dynamic=False)
+    for value in (1.0, np.inf, 1.0):
+        if value == 1.0:
+            scaler.unscale(np.ones(1, np.float32))
+            scaler.update()
+            assert scaler.get_scale() == 2.0**24
+        static.unscale(np.array([value], np.float32))
+        assert static.step(lambda: "stepped") == (None if np.isinf(value) else "stepped")
+        static.update()
+        assert static.get_scale() == 128.0
 
 
 # -- the functional twin --------------------------------------------------------------------------
@@ -362,16 +358,14 @@ def test_the_other_byte_order(n: int) -> None:
 
 
 def test_every_nan_is_seen() -> None:
-    bits = np.array([0x7F800001, 0xFFC12345, 0x7FFFFFFF], np.uint32)
-    for pattern in bits:
-        x = np.ones(40, np.float32)
+    scaler, x = LossScaler(dynamic=False), np.ones(40, np.float32)
+    for pattern in (0x7F800001, 0xFFC12345, 0x7FFFFFFF):
         x.view(np.uint32)[21] = pattern
-        scaler = LossScaler()
         scaler.unscale(x)
         assert scaler.found_inf
+        scaler.update()
     x.fill(FLOAT32_MAX)
     x[0] = 1e-45
-    scaler = LossScaler()
     scaler.unscale(x)
     assert not scaler.found_inf
 
@@ -551,22 +545,16 @@ def test_refused_gradients_leave_the_scaler_ready() -> None:
     scaler.update()
 
 
-def test_one_array_in_two_places() -> None:
-    """The gradient of weights that are tied is divided once; two gradients need two arrays."""
-    torch = load_or_skip(Backend.TORCH).torch
-    for tied in (np.full(3, 8.0, np.float32), torch.full((3,), 8.0)):
-        LossScaler(4.0).unscale([tied, tied], out=[tied, tied])
-        assert (tied == 2).all()
-        other = tied + 1
-        with pytest.raises(ArrayError, match="out holds one array for two gradients"):
-            LossScaler(4.0).unscale([tied, other], out=[tied, tied])
-        assert (tied == 2).all()
-
-
 def test_two_views_of_the_same_elements() -> None:
-    """Tied weights as views of one buffer; what only begins at the same address is something else."""
+    """Tied weights, as one array or as views of one buffer, are divided once; two gradients need two arrays."""
     torch = load_or_skip(Backend.TORCH).torch
     for whole in (np.full((3, 3), 8.0, np.float32), torch.full((3, 3), 8.0)):
+        tied = whole + 0
+        LossScaler(4.0).unscale([tied, tied], out=[tied, tied])
+        assert (tied == 2).all()
+        with pytest.raises(ArrayError, match="out holds one array for two gradients"):
+            LossScaler(4.0).unscale([tied, tied + 1], out=[tied, tied])
+        assert (tied == 2).all()
         views = [whole[:2], whole[:2], whole[2:], whole[:0], whole[:0]]
         scaler = LossScaler(4.0)
         assert scaler.unscale(views, out=views) is views
@@ -662,42 +650,28 @@ def test_a_traced_gradient_names_the_way_out() -> None:
         jax.jit(LossScaler().unscale)(jax.numpy.ones(2))
 
 
-def test_first_use_in_eight_threads() -> None:
-    code = (
-        "import threading, numpy as np\n"
-        "from lowprec.amp import LossScaler\n"
-        "bad, barrier = [], threading.Barrier(8)\n"
-        "def work(i):\n"
-        "    x = np.ones(300_000, np.float32)\n"
-        "    x[-1] = np.nan if i % 2 else 1\n"
-        "    scaler = LossScaler(2.0)\n"
-        "    barrier.wait()\n"
-        "    found = scaler.unscale(x)\n"
-        "    if scaler.found_inf is not bool(i % 2) or (found[:-1] != 0.5).any():\n"
-        "        bad.append(i)\n"
-        "threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]\n"
-        "[t.start() for t in threads]; [t.join() for t in threads]\n"
-        "print(bad)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_a_forked_child_goes_on() -> None:
-    if not hasattr(os, "fork"):
-        pytest.skip("this system has no fork")
-    code = (
-        "import os, numpy as np\n"
-        "from lowprec.amp import LossScaler\n"
-        "x = np.ones(3_000_000, np.float32)\n"
-        "LossScaler(2.0).unscale(x)\n"
-        "child = os.fork()\n"
-        "good = (LossScaler(2.0).unscale(x) == 0.5).all()\n"
-        "if not child: os._exit(0 if good else 1)\n"
-        "print(good, os.waitpid(child, 0)[1])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "0"], done.stderr
+def test_first_use_in_eight_threads_and_a_fork() -> None:
+    code = """
+        import os, threading, numpy as np
+        from lowprec.amp import LossScaler
+        barrier, good = threading.Barrier(8), []
+        def work(i):
+            x = np.ones(300_000, np.float32)
+            x[-1] = np.nan if i % 2 else 1
+            scaler = LossScaler(2.0)
+            barrier.wait()
+            found = scaler.unscale(x)
+            good.append(scaler.found_inf is bool(i % 2) and (found[:-1] == 0.5).all())
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+        [t.start() for t in threads]; [t.join() for t in threads]
+        x = np.ones(3_000_000, np.float32)
+        LossScaler(2.0).unscale(x)
+        child = os.fork() if hasattr(os, "fork") else None
+        good.append((LossScaler(2.0).unscale(x) == 0.5).all())
+        if child == 0: os._exit(0 if good[-1] else 1)
+        print(good.count(True), child and os.waitpid(child, 0)[1] or 0)
+    """
+    assert run_python(code) == "9 0"
 
 
 def test_an_interrupt_finds_no_half_update() -> None:
@@ -758,11 +732,7 @@ def test_trainings_side_by_side_stay_together() -> None:
             scaler.update()
             histories[rank].append((stepped, scaler.state_dict()))
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(count, work)
     assert histories[0] == histories[1] == histories[2]
     assert [s == "stepped" for s, _ in histories[0]] == finite.all(axis=1).tolist()
 

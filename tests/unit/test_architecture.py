@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
-import os
 import re
-import subprocess
-import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +17,7 @@ import pytest
 
 import lowprec
 from lowprec import _version
+from support.programs import run_python
 
 PACKAGE = Path(lowprec.__file__).parent
 #: Layers above the core, which know no backend.
@@ -100,9 +98,9 @@ def machine_paths(source: str) -> Iterator[str]:
 
 def loaded_by(statement: str) -> set[str]:
     """Return the top-level modules that a fresh interpreter holds after `statement`."""
-    code = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
-    return set(done.stdout.split())
+    return set(
+        run_python(f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})").split()
+    )
 
 
 # -- the package ----------------------------------------------------------------------------------

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import MathMode, available_modes
 from lowprec.policy import environment
+from support.programs import run_python
 
 MODE_VARIABLES = ("LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE")
 READ_ONCE = (*MODE_VARIABLES, "LOWPREC_FP32_GUARD", "NVIDIA_TF32_OVERRIDE")
@@ -25,52 +25,28 @@ def row_of(name: str) -> environment.VariableRow:
 
 
 def test_the_table_lists_what_this_version_uses() -> None:
-    assert [v.name for v in environment.VARIABLES] == [
-        *READ_ONCE,
-        "LOWPREC_AUTOTUNE",
-        "LOWPREC_CACHE_DIR",
-        ISA,
-        "LOWPREC_THREADS",
-        "LOWPREC_AMP_ALLOWLIST_ADD",
-        "LOWPREC_AMP_ALLOWLIST_REMOVE",
-        "LOWPREC_AMP_DENYLIST_ADD",
-        "LOWPREC_AMP_DENYLIST_REMOVE",
-        "LOWPREC_AMP_INFERLIST_ADD",
-        "LOWPREC_AMP_INFERLIST_REMOVE",
-        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-        "JAX_DEFAULT_MATMUL_PRECISION",
-        "CUPY_TF32",
-        "MLX_ENABLE_TF32",
-        "CUBLAS_EMULATE_SINGLE_PRECISION",
-        "CUBLAS_EMULATE_DOUBLE_PRECISION",
-        "CUBLAS_EMULATION_STRATEGY",
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "OPENBLAS_CORETYPE",
-        "NUMBA_DISABLE_JIT",
-    ]
+    amp = [f"LOWPREC_AMP_{name}LIST_{verb}" for name in ("ALLOW", "DENY", "INFER") for verb in ("ADD", "REMOVE")]
+    others = """
+        TORCH_ALLOW_TF32_CUBLAS_OVERRIDE JAX_DEFAULT_MATMUL_PRECISION CUPY_TF32 MLX_ENABLE_TF32
+        CUBLAS_EMULATE_SINGLE_PRECISION CUBLAS_EMULATE_DOUBLE_PRECISION CUBLAS_EMULATION_STRATEGY
+        OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS OPENBLAS_CORETYPE NUMBA_DISABLE_JIT
+    """
+    own = [*READ_ONCE, "LOWPREC_AUTOTUNE", "LOWPREC_CACHE_DIR", ISA, "LOWPREC_THREADS", *amp]
+    assert [v.name for v in environment.VARIABLES] == own + others.split()
     assert tuple(v.name for v in environment.VARIABLES if v.read_once) == (*READ_ONCE, ISA)
     assert all(v.meaning.endswith(".") and v.legal and v.default for v in environment.VARIABLES)
 
 
-def test_nothing_set() -> None:
+@pytest.mark.parametrize("name", READ_ONCE)
+@pytest.mark.parametrize("blank", [None, "", "  "])
+def test_blank_is_unset(name: str, blank: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if blank is not None:
+        monkeypatch.setenv(name, blank)
     taken = environment.snapshot()
     assert (taken.math_mode, taken.force_math_mode) == (None, None)
     assert (taken.fp32_guard, taken.tf32_off) == (False, False)
-    assert environment.problems() == ()
     assert all(r.value is None for r in environment.rows())
     assert row_of("LOWPREC_MATH_MODE").effect == "fp32"
-
-
-@pytest.mark.parametrize("name", READ_ONCE)
-@pytest.mark.parametrize("blank", ["", "  "])
-def test_blank_is_unset(name: str, blank: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, blank)
-    taken = environment.snapshot()
-    assert (taken.math_mode, taken.force_math_mode) == (None, None)
-    assert (taken.fp32_guard, taken.tf32_off) == (False, False)
-    assert row_of(name).value is None
     assert environment.problems() == ()
 
 
@@ -96,17 +72,13 @@ def test_a_bad_mode_names_variable_value_and_legal_values(name: str, monkeypatch
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_bad_value_is_a_row_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_is_a_row_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_MATH_MODE", "fp23")
     row = row_of("LOWPREC_MATH_MODE")
     assert (row.value, row.effect) == ("fp23", "refused")
     (problem,) = environment.problems()
     assert problem == row.problem
     assert "'fp23' is not a math mode" in problem
-
-
-def test_a_bad_value_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWPREC_MATH_MODE", "fp23")
     with pytest.raises(EnvironmentVariableError, match="LOWPREC_MATH_MODE"):
         environment.snapshot()
     monkeypatch.setenv("LOWPREC_MATH_MODE", "fp16")
@@ -145,11 +117,16 @@ def test_the_guard_variable(text: str, on: bool, monkeypatch: pytest.MonkeyPatch
     assert row_of("LOWPREC_FP32_GUARD").effect == effect
 
 
-def test_a_guard_variable_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWPREC_FP32_GUARD", "yes")
-    message = "LOWPREC_FP32_GUARD: 'yes' is none of 0, 1; or unset"
-    with pytest.raises(EnvironmentVariableError, match=message):
-        environment.snapshot()
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [("LOWPREC_FP32_GUARD", "yes", environment.snapshot), ("LOWPREC_AUTOTUNE", "2", environment.autotune)],
+)
+def test_a_switch_that_is_neither_on_nor_off_is_an_error(
+    name: str, text: str, read: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(EnvironmentVariableError, match=f"{name}: '{text}' is none of 0, 1; or unset"):
+        read()
 
 
 @pytest.mark.parametrize(
@@ -218,12 +195,6 @@ def test_autotune(text: str | None, value: bool | None, monkeypatch: pytest.Monk
     assert effect in row_of("LOWPREC_AUTOTUNE").effect
 
 
-def test_autotune_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", "2")
-    with pytest.raises(EnvironmentVariableError, match="LOWPREC_AUTOTUNE: '2' is none of 0, 1"):
-        environment.autotune()
-
-
 def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.snapshot()
     assert environment.cache_directory() is None
@@ -234,14 +205,7 @@ def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatc
 
 def test_a_bad_value_does_not_break_the_import() -> None:
     code = "import lowprec.policy as p\ntry: p.get_math_mode()\nexcept ValueError as e: print(type(e).__name__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "LOWPREC_FORCE_MATH_MODE": "fp23"},
-    )
-    assert done.stdout.strip() == "EnvironmentVariableError"
+    assert run_python(code, LOWPREC_FORCE_MATH_MODE="fp23") == "EnvironmentVariableError"
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from support.programs import run_python
 
 CODE = """
 import numpy as np
@@ -51,6 +50,4 @@ late.itself = late  # collected when Python ends
 def test_warm_products_at_the_exit_of_python() -> None:
     """Of a shape that was multiplied before, and of another that takes the same kernels."""
     for m in (30, 31):
-        command = [sys.executable, "-W", "ignore", "-c", CODE.replace("MADE", str(m))]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert (done.stdout, done.stderr) == ("13\n", ""), m
+        assert run_python(CODE.replace("MADE", str(m)), warn="ignore") == "13", m

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +17,7 @@ from lowprec.modes import available_modes
 from lowprec.planning import GemmProblem, plan_gemm
 from lowprec.planning.gpus import MODELS, GpuModel, model_of, parse_model
 from support import machines
+from support.programs import run_python
 
 SQUARE = lowprec.ShapeDtype((4096, 4096), "float32")
 BYTES = 4096 * 4096 * 4
@@ -257,15 +256,14 @@ def test_predictions_read_well_and_are_json(key: str) -> None:
 
 
 def test_no_cuda_package_is_needed() -> None:
-    code = (
-        "import sys\n"
-        "for name in ('nvmath', 'cuda', 'torch', 'cupy'): sys.modules[name] = None\n"
-        "import lowprec\n"
-        "a = lowprec.ShapeDtype((64, 64), 'float32')\n"
-        "print(lowprec.plan(a, a, math_mode='bf16', device='h200').capabilities.name)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("NVIDIA H200 SXM\n", "")
+    code = """
+        import sys
+        for name in ('nvmath', 'cuda', 'torch', 'cupy'): sys.modules[name] = None
+        import lowprec
+        a = lowprec.ShapeDtype((64, 64), 'float32')
+        print(lowprec.plan(a, a, math_mode='bf16', device='h200').capabilities.name)
+    """
+    assert run_python(code) == "NVIDIA H200 SXM"
 
 
 def test_a_plan_of_one_device_is_not_that_of_another() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 import lowprec
+from support.programs import run_python
 
 NAMES = [
     "ArrayError",
@@ -57,20 +56,8 @@ ERRORS = [name for name in NAMES if name.endswith("Error")]
 
 
 def test_the_names_are_these_and_sorted() -> None:
-    assert lowprec.__all__ == NAMES
-    assert sorted(NAMES) == NAMES
-
-
-def test_dir_shows_the_public_names_alone() -> None:
-    assert dir(lowprec) == sorted([*NAMES, "dask", "jax", "torch"])
-
-
-def test_every_name_exists() -> None:
-    for name in NAMES:
-        assert hasattr(lowprec, name)
-
-
-def test_nothing_else_looks_public() -> None:
+    assert lowprec.__all__ == dir(lowprec) == NAMES == sorted(NAMES)
+    assert all(hasattr(lowprec, name) for name in NAMES)
     extra = {n for n, v in vars(lowprec).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert extra - set(NAMES) <= {"annotations"}
 
@@ -119,46 +106,22 @@ def test_every_error_is_caught_by_either_name(name: str) -> None:
         assert issubclass(kind, builtin)
 
 
-def test_lazy_imports_are_listed_and_typed() -> None:
-    code = (
-        "import sys, lowprec; before = 'lowprec.linalg' in sys.modules; "
-        "print(before, 'linalg' in dir(lowprec), lowprec.linalg is sys.modules['lowprec.linalg'])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "True"]
-
-
-def test_modules_of_libraries_are_imported_when_used() -> None:
+def test_parts_are_imported_when_they_are_used() -> None:
+    """What each statement adds to the modules that are loaded, and that no thread is started."""
     code = """
-import sys, lowprec
-from lowprec import *
-libraries = "torch", "jax", "dask"
-assert sys.modules.keys().isdisjoint(libraries)
-for name in libraries:
-    sys.modules[name] = None  # as if it were not installed
-    assert not hasattr(lowprec, name)
-    try:
-        getattr(lowprec, name)
-    except AttributeError as error:
-        assert f'lowprec.{name} needs {name}, which is not installed: pip install "{name}' in str(error)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("name", ["torch", "jax", "dask"])
-def test_modules_of_libraries_are_attributes(name: str) -> None:
-    pytest.importorskip(name, reason=f"{name} is not installed")
-    assert getattr(lowprec, name) is sys.modules[f"lowprec.{name}"]
-
-
-def test_planning_is_imported_with_the_first_product() -> None:
-    code = (
-        "import sys, numpy, lowprec; before = 'lowprec.planning' in sys.modules; "
-        "lowprec.matmul(numpy.ones((2, 2)), numpy.ones((2, 2))); "
-        "print(before, 'lowprec.planning.planner' in sys.modules, 'lowprec.core.plan_call' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True", "False"]
+        import sys, threading, numpy, lowprec
+        loaded = lambda *names: [f"lowprec.{name}" in sys.modules for name in names]
+        print(*loaded("linalg", "planning", "profiling"), "linalg" in dir(lowprec))
+        lowprec.matmul(numpy.ones((2, 2)), numpy.ones((2, 2)))
+        print(*loaded("planning.planner", "core.plan_call", "profiling"))
+        lowprec.profile()
+        print(*loaded("profiling", "linalg"), "nvtx" in sys.modules)
+        print(lowprec.linalg is sys.modules["lowprec.linalg"])
+        from lowprec import *
+        print(matmul.__name__, threading.active_count())
+    """
+    found = ["False False False True", "True False False", "True False False", "True", "matmul 1"]
+    assert run_python(code).splitlines() == found
 
 
 def test_a_misspelt_name_is_an_error() -> None:
@@ -172,9 +135,3 @@ def test_the_package_is_typed() -> None:
     from importlib.resources import files
 
     assert files("lowprec").joinpath("py.typed").is_file()
-
-
-def test_importing_everything_starts_nothing() -> None:
-    code = "from lowprec import *; import threading; print(threading.active_count(), matmul.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "matmul"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import _thread
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ import pytest
 
 from lowprec.backends.cuda.waiting import Waiter
 from support import interrupts
+from support.programs import start
 
 #: Nothing here takes a second; only a failure takes this long.
 LONG_S = 60
@@ -178,10 +177,7 @@ def test_a_handler_that_wakes_in_the_middle(stopped: Any) -> None:
 
 
 def run(code: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=LONG_S
-    )
-    return done.returncode, done.stdout, done.stderr
+    return start("-W", "ignore", "-c", code)
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise SystemExit(3)"])
