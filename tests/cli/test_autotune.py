@@ -70,15 +70,12 @@ def test_a_gpu_that_cannot_be_used_is_an_error(refused: Callable[..., str], monk
         (("--shapes", "32x16", "16x8", "8x8"), "pairs of shapes, got 3"),
         (("--shapes", "32x-1", "16x8"), "is not a shape"),
         ((*WORDS[1:], "--candidates", "0"), "'0' is not a whole number of at least 1"),
+        ((*WORDS[1:], "--candidates", "1000"), "1000 is more than 256"),
         ((*WORDS[1:], "--mode", "tf23"), "'tf23' is not a math mode"),
     ],
 )
 def test_mistakes_are_reported_on_any_machine(refused: Callable[..., str], words: tuple[str, ...], said: str) -> None:
     assert said in refused("autotune", *words)
-
-
-def test_too_many_candidates_are_refused(refused: Callable[..., str]) -> None:
-    assert "1000 is more than 256" in refused(*WORDS, "--candidates", "1000")
 
 
 def test_a_bad_variable_is_refused_on_every_machine(
@@ -95,17 +92,15 @@ def _absent() -> Any:
     raise ImportError("no such module")
 
 
-def test_the_first_library_that_sees_a_gpu_makes_the_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    makers = {"torch": lambda: None, "cupy": lambda: np.zeros, "third": _absent}
+def test_the_first_library_that_sees_a_gpu_makes_the_arrays(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makers = {"torch": lambda: None, "cupy": _absent, "third": lambda: np.zeros}
     monkeypatch.setattr(module, "_MAKERS", makers)
     assert module._maker() is np.zeros
-
-
-def test_no_library_for_arrays_is_an_error(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    del makers["third"]
     monkeypatch.setattr(module, "info", _gpu(used=True))
-    monkeypatch.setattr(module, "_MAKERS", {"torch": lambda: None, "cupy": _absent})
-    said = refused(*WORDS)
-    assert "PyTorch or CuPy: torch sees no GPU, cupy is not installed" in said
+    assert "PyTorch or CuPy: torch sees no GPU, cupy is not installed" in refused(*WORDS)
 
 
 def test_torch_without_a_gpu_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

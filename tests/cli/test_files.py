@@ -8,6 +8,7 @@ import pickle
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -122,12 +123,15 @@ def test_other_content_is_refused(tmp_path: Path, content: bytes, words: str) ->
         files.read_array(str(path))
 
 
-def test_a_short_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
+    """In its header, which has 128 bytes, or one byte before its end."""
     path = tmp_path / "a.npy"
     np.save(path, np.zeros((8, 8)))
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(CommandError, match=r"cannot read .*a\.npy"):
-        files.read_array(str(path))
+    whole = path.read_bytes()
+    for length in (*range(128), len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CommandError, match=r"cannot read .*a\.npy"):
+            files.read_array(str(path))
 
 
 def _with_header(path: Path, header: str, version: bytes = b"\x01\x00") -> str:
@@ -173,16 +177,6 @@ def test_a_damaged_header_is_reported_in_a_few_words(tmp_path: Path, header: str
     assert len(str(found.value)) < len(path) + 150
 
 
-def test_a_header_that_ends_too_early(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-    np.save(path, np.zeros((8, 8)))
-    whole = path.read_bytes()
-    for length in range(128):
-        path.write_bytes(whole[:length])
-        with pytest.raises(CommandError, match=r"cannot read .*a\.npy"):
-            files.read_array(str(path))
-
-
 def test_a_header_of_python_2_is_read(tmp_path: Path) -> None:
     path = _with_header(tmp_path / "a.npy", _SHAPED % "(2L, 3L)")
     assert files.read_array(path).shape == (2, 3)
@@ -199,41 +193,43 @@ def test_write_and_read_back(tmp_path: Path, rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(files.read_array(str(path), DType.BFLOAT16), array)
 
 
-class _FullDisk:
-    """Writes some bytes and then fails as a full disk does."""
+def _raising(error: BaseException) -> Any:
+    def replace(*_: object) -> None:
+        raise error
 
-    def __call__(self, file: object, *args: object, **kwargs: object) -> None:
-        file.write(b"half of it")  # type: ignore[attr-defined]
-        raise OSError(28, "No space left on device")
-
-
-class _Interrupt:
-    def __call__(self, file: object, *args: object, **kwargs: object) -> None:
-        file.write(b"half of it")  # type: ignore[attr-defined]
-        raise KeyboardInterrupt("Ctrl-C")
+    return replace
 
 
-def test_a_failing_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np, "save", _FullDisk())
-    with pytest.raises(CommandError, match=r"cannot write .*C\.npy: No space left on device"):
-        files.write_array(str(tmp_path / "C.npy"), np.zeros(3))
-    assert _names(tmp_path) == []
+def _failing(error: BaseException) -> Any:
+    def save(file: Any, *_: object, **__: object) -> None:
+        file.write(b"half of it")
+        raise error
+
+    return save
 
 
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("old", [{}, {"C.npy": b"precious"}])
 @pytest.mark.parametrize(
-    ("failure", "error", "words"),
-    [(_FullDisk(), CommandError, "No space left"), (_Interrupt(), KeyboardInterrupt, "Ctrl-C")],
+    ("module", "name", "failure", "error", "words"),
+    [
+        (np, "save", _failing(FULL), CommandError, r"cannot write .*C\.npy: No space left on device"),
+        (np, "save", _failing(KeyboardInterrupt("Ctrl-C")), KeyboardInterrupt, "Ctrl-C"),
+        (os, "replace", _raising(PermissionError(13, "Permission denied")), CommandError, "Permission denied"),
+    ],
 )
-def test_a_failing_write_keeps_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: object, error: type[BaseException], words: str
-) -> None:
-    path = tmp_path / "C.npy"
-    path.write_bytes(b"precious")
-    monkeypatch.setattr(np, "save", failure)
+def test_a_failing_write_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: dict[str, bytes],
+    module: Any, name: str, failure: Any, error: type[BaseException], words: str,
+) -> None:  # fmt: skip
+    for file, content in old.items():
+        (tmp_path / file).write_bytes(content)
+    monkeypatch.setattr(module, name, failure)
     with pytest.raises(error, match=words):
-        files.write_array(str(path), np.zeros(3))
-    assert path.read_bytes() == b"precious"
-    assert _names(tmp_path) == ["C.npy"]
+        files.write_array(str(tmp_path / "C.npy"), np.zeros(3))
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == old
 
 
 def test_a_disk_that_is_full_is_reported_in_its_own_words(tmp_path: Path) -> None:
@@ -248,36 +244,18 @@ def test_a_disk_that_is_full_is_reported_in_its_own_words(tmp_path: Path) -> Non
     assert _names(tmp_path) == []
 
 
-def test_a_failing_rename_leaves_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "C.npy"
-    path.write_bytes(b"precious")
-
-    def refuse(source: Path, target: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(CommandError, match="Permission denied"):
-        files.write_array(str(path), np.zeros(3))
-    assert path.read_bytes() == b"precious"
-    assert _names(tmp_path) == ["C.npy"]
-
-
 def test_permissions_and_links_stay(tmp_path: Path) -> None:
-    real, link = tmp_path / "real.npy", tmp_path / "link.npy"
+    real, link, new, plain = (tmp_path / f"{name}.npy" for name in ("real", "link", "new", "plain"))
     real.write_bytes(b"old")
     real.chmod(0o640)
     link.symlink_to(real)
-    files.write_array(str(link), np.ones(2))
+    plain.touch()
+    for path in (link, new):
+        files.write_array(str(path), np.ones(2))
     assert link.is_symlink()
     assert np.load(real).tolist() == [1, 1]
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
-
-
-def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
-    files.write_array(str(tmp_path / "C.npy"), np.ones(2))
-    (tmp_path / "plain").touch()
-    modes = {stat.S_IMODE((tmp_path / n).stat().st_mode) for n in ("C.npy", "plain")}
-    assert len(modes) == 1
+    assert new.stat().st_mode == plain.stat().st_mode, "a new file has the usual ones"
 
 
 @pytest.mark.parametrize(
