@@ -15,6 +15,7 @@ from lowprec import formats
 from lowprec.backends.cpu import casting, gemm, threads
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.formats import NumberFormat
+from support import oracles
 from support.rounding_oracle import round_scalar
 
 needs_numba = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
@@ -23,16 +24,11 @@ ROUNDED = (formats.TF32, formats.BFLOAT16, formats.FLOAT16)
 WIDENED = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.int8))
 
 
-def of_every_exponent(rng: np.random.Generator, count: int = 200) -> np.ndarray:
-    """float32 with each sign and exponent: random significands, ties of every format, and their neighbours."""
-    ties = [1 << bit for bit in (11, 12, 13, 14, 15, 16)] + [0x7FFFFF, 0x7FF000, 0x7F8000, 0]
-    near = {(x + d) & 0x7FFFFF for x in ties for d in (-1, 0, 1)}
-    odd = {(x | 1 << bit) for x in near for bit in (13, 16)}
-    significands = np.array(sorted(near | odd), np.uint32)
-    exponents = np.arange(512, dtype=np.uint32)[:, None] << 23
-    random = rng.integers(0, 1 << 23, (512, count), dtype=np.uint32)
-    bits = np.concatenate([exponents | significands, exponents | random], axis=1)
-    return bits.ravel().view(np.float32)
+def every_number(rng: np.random.Generator) -> np.ndarray:
+    """float32 with each sign and exponent, those of infinities and NaN too, and ties of every format."""
+    return np.concatenate(
+        [oracles.every_exponent(rng, 256), oracles.nans(np.float32), [0, -0.0, np.inf, -np.inf]], dtype=np.float32
+    )
 
 
 def assert_same(found: np.ndarray, want: np.ndarray) -> None:
@@ -51,7 +47,7 @@ def cast_by_kernel(source: np.ndarray, out: np.ndarray, to: NumberFormat | None)
 @needs_numba
 @pytest.mark.parametrize("to", ROUNDED, ids=lambda to: to.name)
 def test_rounding_over_every_exponent(to: NumberFormat, rng: np.random.Generator) -> None:
-    values = of_every_exponent(rng)
+    values = every_number(rng)
     found, want = np.empty_like(values), np.empty_like(values)
     cast_by_kernel(values, found, to)
     round_float32(values, to, want)
@@ -95,7 +91,7 @@ def test_stored_numbers_that_a_format_does_not_hold_are_rounded(
 @needs_numba
 @pytest.mark.parametrize("dtype", WIDENED[:2], ids=str)
 def test_narrowing_over_every_exponent(dtype: np.dtype[Any], rng: np.random.Generator) -> None:
-    values = of_every_exponent(rng)
+    values = every_number(rng)
     found = np.empty(values.shape, dtype)
     casting.narrow(values, found)
     with np.errstate(all="ignore"):

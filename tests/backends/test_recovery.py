@@ -1,4 +1,4 @@
-"""Schemes that recover FP32 on the CPU: exact splits, errors within the plan's bound, NaN and Inf as in FP32."""
+"""Modes that recover FP32 on the CPU: exact splits, errors within the plan's bound, NaN and Inf as in FP32."""
 
 from __future__ import annotations
 
@@ -33,25 +33,17 @@ def parts_of(mode: MathMode, x: np.ndarray, scaled_over: int | None = None) -> s
         return splitting.Split([part.reshape(shape).copy() for part in made.parts], made.exponents)
 
 
-def every_exponent(rng: np.random.Generator, each: int = 64) -> np.ndarray:
-    """Finite numbers of both signs: every exponent, subnormals too, with random and extreme fractions."""
-    exponents = np.arange(255, dtype=np.uint32)[:, None] << 23
-    fractions = rng.integers(0, 1 << 23, (255, each), dtype=np.uint32)
-    fractions[:, :3] = 0, (1 << 23) - 1, 1 << 22
-    return np.stack([exponents | fractions, exponents | fractions | np.uint32(1 << 31)]).view(np.float32)
-
-
 @pytest.mark.parametrize("mode", ["bf16x6", "bf16x9"])
 def test_three_bfloat16_parts_are_the_number_bit_for_bit(mode, rng):
-    x = every_exponent(rng)
+    x = oracles.every_exponent(rng)
     # What rounds to an infinity in bfloat16 has no parts; below 2^-110 digits are finer than bfloat16's finest, 2^-133.
     x = x[(np.abs(x) < 2.0**128 - 2.0**119) & ((np.abs(x) >= 2.0**-110) | (x == 0))]
     total = sum(part.astype(np.float64) for part in parts_of(MathMode(mode), x).parts)
     np.testing.assert_array_equal(total, x)
 
 
-def test_what_bfloat16_parts_leave_of_tiny_numbers_is_below_its_finest_digit(rng):
-    x = every_exponent(rng)
+def test_the_error_of_bfloat16_parts_of_tiny_numbers(rng):
+    x = oracles.every_exponent(rng)
     x = x[np.abs(x) < 2.0**-110]
     total = sum(part.astype(np.float64) for part in parts_of(MathMode.BF16X9, x).parts)
     assert np.max(np.abs(total - x)) == 2.0**-134
@@ -59,7 +51,7 @@ def test_what_bfloat16_parts_leave_of_tiny_numbers_is_below_its_finest_digit(rng
 
 @pytest.mark.parametrize("mode", ["bf16x3", "tf32x3"])
 def test_two_parts_keep_twice_the_bits_and_one(mode, rng):
-    x = every_exponent(rng)
+    x = oracles.every_exponent(rng)
     x = x[(np.abs(x) < 2.0**127) & (np.abs(x) >= 2.0**-100)]
     p = row(MathMode(mode)).operand_format.precision
     total = sum(part.astype(np.float64) for part in parts_of(MathMode(mode), x).parts)
@@ -74,7 +66,7 @@ def test_two_parts_keep_twice_the_bits_and_one(mode, rng):
 @pytest.mark.parametrize("mode", ["fp16x3", "fp16x4"])
 def test_two_float16_parts_of_scaled_rows(mode, rng):
     """One row for each number: each is scaled to the same binade, from where 22 bits are never lost."""
-    x = every_exponent(rng).reshape(-1, 1)
+    x = oracles.every_exponent(rng).reshape(-1, 1)
     made = parts_of(MathMode(mode), x, scaled_over=-1)
     high, low = (part.astype(np.float64) for part in made.parts)
     assert np.abs(high).max() <= 2.0**15
@@ -116,7 +108,7 @@ def test_errors_are_within_the_bound(machine, mode, dtype, rng):
     with machines.on(machine):
         found = check(a, b, mode)
         assert found.dtype == dtype
-        # The same numbers, whatever way they lie.
+        # The same numbers in other layouts.
         for x, y in ((np.asfortranarray(a), b), (a[::-1][::-1], np.asfortranarray(b))):
             check(x, y, mode)
         check(a[::-1, ::-2], b[::-2], mode)
@@ -261,7 +253,7 @@ def test_out_may_be_the_addend(mode, rng):
 
 
 @pytest.mark.parametrize("machine", machines.MACHINES)
-def test_k_chunk_is_heeded_and_shown(machine, rng):
+def test_k_chunk_is_applied_and_shown(machine, rng):
     a, b = (rng.integers(-3, 4, s).astype(np.float32) for s in ((8, 50), (50, 6)))
     with machines.on(machine):
         made = lowprec.plan(a, b, k_chunk=16)
@@ -334,6 +326,7 @@ RANDOM_MATRICES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bound", ["guaranteed", "probable"])
 @pytest.mark.parametrize(
     "machine",
@@ -382,7 +375,7 @@ def test_a_bound_without_rtol_is_a_mistake():
             ask(a, a, rtol=1e-3, bound="likely")
 
 
-def test_the_guard_lets_fp64_pass_and_nothing_that_recovers():
+def test_the_guard_accepts_fp64_and_no_mode_that_recovers_fp32():
     """A bound as good as fp32's is a promise about the error; the guard promises the arithmetic."""
     with lowprec.fp32_guard():
         for mode in (*SCHEMES, MathMode.FP32_EMULATED):
