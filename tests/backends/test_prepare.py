@@ -1,4 +1,4 @@
-"""Prepared operands: the bits of the array itself, in every mode, from what the first product made of it."""
+"""Prepared operands: the bits of the array itself, in every mode, from the copy that the first product packed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import pickle
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from lowprec.planning import ReasonKind
 from lowprec.planning.plan import GemmPlan
 from lowprec.policy import environment
 from support import interrupts, machines, oracles
+from support.programs import in_threads
 
 MODES = [str(mode) for mode in available_modes()]
 DTYPES = {
@@ -52,12 +52,21 @@ def same(x: Any, y: Any) -> None:
     assert x.tobytes() == y.tobytes()
 
 
+def check(a: Any, b: Any, mode: str, **given: Any) -> lowprec.PreparedOperand:
+    """Assert the bits of the array itself, from the product that packs it and from the next; return it prepared."""
+    prepared = lowprec.prepare(b, math_mode=mode)
+    want = lowprec.matmul(a, b, math_mode=mode, **given)
+    for _ in range(2):
+        same(lowprec.matmul(a, prepared, math_mode=mode, **given), want)
+    return prepared
+
+
 def view_of(prepared: lowprec.PreparedOperand) -> PreparedView:
     return prepared._view
 
 
 def spoil(prepared: lowprec.PreparedOperand) -> None:
-    """Write NaN over the copy: what is computed then is computed from what was made of it."""
+    """Write NaN over the copy: later products must read the packed operand."""
     memory = view_of(prepared).owner.base
     ctypes.memset(memory.ctypes.data, 0xFF, memory.nbytes)
 
@@ -74,12 +83,10 @@ CASES = [(dtype, mode) for dtype in DTYPES for mode in (MODES if dtype in ("floa
 def test_the_bits_of_the_array(rng: np.random.Generator, dtype: str, mode: str) -> None:
     b = numbers(rng, dtype, 220, 100)
     for m in (1, 5, 150):
-        a, prepared = numbers(rng, dtype, m, 220), lowprec.prepare(b, math_mode=mode)
-        want = lowprec.matmul(a, b, math_mode=mode)
-        for _ in range(2):
-            same(lowprec.matmul(a, prepared, math_mode=mode), want)
+        a = numbers(rng, dtype, m, 220)
+        prepared = check(a, b, mode)
         plan = lowprec.plan(a, prepared, math_mode=mode)
-        # A micro-kernel has panels of both components, or is told once whether b must be scaled.
+        # A micro-kernel has panels of both components, or a record of whether b must be scaled.
         by_planes = dtype == "complex64" or any(plan.scaled)
         count = 1 + (by_planes and bool(plan.kernel_row.micro_kernel))
         assert len(view_of(prepared).packed) == is_kept(plan) * count
@@ -87,7 +94,7 @@ def test_the_bits_of_the_array(rng: np.random.Generator, dtype: str, mode: str) 
 
 @pytest.mark.parametrize("mode", ["fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x9", "fp16x3"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
-def test_the_next_product_reads_what_the_first_made(
+def test_the_next_product_reads_the_packed_operand(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, dtype: str, mode: str
 ) -> None:
     b = numbers(rng, dtype, 170, 130)
@@ -95,7 +102,7 @@ def test_the_next_product_reads_what_the_first_made(
     first = numbers(rng, dtype, 100, 170)
     assert is_kept(lowprec.plan(first, prepared, math_mode=mode))
     lowprec.matmul(first, prepared, math_mode=mode)
-    # The next one has other extents, another epilogue and another result: none of it matters.
+    # The next one has other extents, another epilogue and another result.
     a, bias = numbers(rng, dtype, 200, 170), numbers(rng, dtype, 130)
     want = lowprec.matmul(a, b, math_mode=mode, bias=bias, alpha=0.5)
     spoil(prepared)
@@ -124,7 +131,7 @@ LAYOUTS = {
     "columns": lambda b: np.asfortranarray(b),
     "every second": lambda b: np.repeat(np.repeat(b, 2, 0), 2, 1)[::2, ::2],
     "backwards": lambda b: b[::-1, ::-1],
-    "one row again and again": lambda b: np.broadcast_to(b[:1], b.shape),
+    "one row repeated": lambda b: np.broadcast_to(b[:1], b.shape),
     "one column": lambda b: b[:, :1],
     "a vector": lambda b: b[:, 0],
     "no columns": lambda b: b[:, :0],
@@ -137,15 +144,13 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(rng: np.random.Generator, layout: str, mode: str) -> None:
     b = LAYOUTS[layout](numbers(rng, "float32", 128, 96))
-    prepared = lowprec.prepare(b, math_mode=mode)
-    assert (prepared.shape, prepared.ndim) == (b.shape, b.ndim)
     for shape in ((128,), (3, 128), (3, 40, 128), (3, 1, 128)):
         if len(shape) == 1 and layout == "a vector":
             continue
         a = numbers(rng, "float32", *shape)
+        prepared = check(a, b, mode)
+        assert (prepared.shape, prepared.ndim) == (b.shape, b.ndim)
         want = lowprec.matmul(a, b, math_mode=mode)
-        for _ in range(2):
-            same(lowprec.matmul(a, prepared, math_mode=mode), want)
         if want.ndim > 1:
             columns = np.asfortranarray(np.zeros_like(want))
             lowprec.matmul(a, prepared, math_mode=mode, out=columns)
@@ -166,7 +171,7 @@ STACKS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "complex64"])
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one call", "one by one"])
 @pytest.mark.parametrize("layout", STACKS)
-def test_stacks_keep_what_is_made_of_each_matrix(
+def test_each_matrix_of_a_stack_is_kept_packed(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, machine: str, layout: str, at_once: bool, dtype: str
 ) -> None:
     """Small products of a batch run in one call; larger ones do not."""
@@ -175,7 +180,7 @@ def test_stacks_keep_what_is_made_of_each_matrix(
         monkeypatch.setattr(run, "prepare", lambda *_, **__: None)
     b = STACKS[layout](numbers(rng, dtype, k, n))
     prepared = lowprec.prepare(b, math_mode="bf16")
-    # Its rows do not follow those of the matrix before, so that the batch is one.
+    # Gaps between the matrices keep the batch from becoming one matrix.
     shape = (*np.broadcast_shapes((3,), b.shape[:-2]), m, b.shape[-2])
     a = numbers(rng, dtype, *shape[:-2], m + 1, shape[-1])[..., 1:, :]
     want = lowprec.matmul(a, b, math_mode="bf16")
@@ -219,7 +224,7 @@ def test_a_matrix_that_meets_vectors_is_kept_in_16_bits(
     prepared = lowprec.prepare(vector, math_mode=mode)
     plan = lowprec.plan(b, prepared, math_mode=mode)
     same(lowprec.matmul(b, prepared, math_mode=mode), lowprec.matmul(b, vector, math_mode=mode))
-    if plan.kernel == "gemv":  # which makes next to nothing of a vector
+    if plan.kernel == "gemv":  # which packs a vector in no time
         assert plan.prepared is not None
         assert plan.prepared.kind is ReasonKind.NOT_KEPT
 
@@ -229,10 +234,7 @@ def test_a_matrix_that_must_be_scaled_meets_vectors_in_one_order(rng: np.random.
     """Sums that are rounded depend on the order, which follows from the strides of the matrix as it was given."""
     numbers_apart = np.ldexp(rng.standard_normal((300, 130)), rng.integers(-45, 45, (300, 1)))
     _, b = oracles.STRIDES[strides](numbers_apart.astype(np.float32))
-    a = rng.standard_normal((1, 300)).astype(np.float32)
-    prepared = lowprec.prepare(b, math_mode="fp16")
-    for _ in range(2):
-        same(lowprec.matmul(a, prepared, math_mode="fp16"), lowprec.matmul(a, b, math_mode="fp16"))
+    check(rng.standard_normal((1, 300)).astype(np.float32), b, "fp16")
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
@@ -241,10 +243,7 @@ def test_nan_that_needs_more_than_16_bits(rng: np.random.Generator, mode: str) -
     b[3, 7], b[5, 8], b[9, 9] = np.nan, np.inf, -1e38
     for payload in (0x7FC00000, 0x7FC00001, 0xFFF23456):
         b.view(np.uint32)[3, 7] = payload
-        prepared = lowprec.prepare(b, math_mode=mode)
-        want = lowprec.matmul(a, b, math_mode=mode)
-        for _ in range(2):
-            same(lowprec.matmul(a, prepared, math_mode=mode), want)
+        check(a, b, mode)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp64", "tf32", "fp16"])
@@ -296,35 +295,28 @@ def test_no_inner_dimension() -> None:
 def test_values_that_no_split_holds(rng: np.random.Generator, mode: str, value: float) -> None:
     a, b = numbers(rng, "float32", 64, 200), numbers(rng, "float32", 200, 96)
     b[7, 5] = value
-    prepared = lowprec.prepare(b, math_mode=mode)
-    want = lowprec.matmul(a, b, math_mode=mode)
-    for _ in range(2):
-        same(lowprec.matmul(a, prepared, math_mode=mode), want)
+    check(a, b, mode)
 
 
 @pytest.mark.parametrize("mode", ["bf16", "tf32", "bf16x3"])
 def test_operands_of_two_types(rng: np.random.Generator, mode: str) -> None:
     for left, right in (("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float64")):
-        a, b = numbers(rng, left, 70, 130), numbers(rng, right, 130, 70)
-        prepared = lowprec.prepare(b, math_mode=mode)
-        want = lowprec.matmul(a, b, math_mode=mode)
-        for _ in range(2):
-            same(lowprec.matmul(a, prepared, math_mode=mode), want)
+        check(numbers(rng, left, 70, 130), numbers(rng, right, 130, 70), mode)
 
 
-def test_what_is_written_to_the_array_later_does_not_show(rng: np.random.Generator) -> None:
+def test_later_writes_to_the_array_have_no_effect(rng: np.random.Generator) -> None:
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     before = b.copy()
     prepared = lowprec.prepare(b, math_mode="bf16")
     b[...] = 7
-    for mode in ("bf16", "fp32"):  # what is made of the copy, and the copy itself
+    for mode in ("bf16", "fp32"):  # the packed operand, and the copy itself
         same(lowprec.matmul(a, prepared, math_mode=mode), lowprec.matmul(a, before, math_mode=mode))
 
 
 @pytest.mark.parametrize("first", range(0, 70, 23))
 @pytest.mark.parametrize("step", [1, -1, 2])
-def test_the_copy_lies_as_the_array_and_is_not_written(rng: np.random.Generator, first: int, step: int) -> None:
-    """A library may multiply what begins at another place of a cache line in another way."""
+def test_the_copy_has_the_layout_of_the_array_and_is_read_only(rng: np.random.Generator, first: int, step: int) -> None:
+    """The result of a BLAS may depend on the alignment of its operands."""
     b = numbers(rng, "float32", 200, 96)[first :: abs(step)][::step, 3:]
     copy = view_of(lowprec.prepare(b)).owner
     np.testing.assert_array_equal(copy, b)
@@ -390,7 +382,7 @@ def test_linear(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("mode", ["bf16", "tf32", "bf16x3", "fp16x3"])
 @pytest.mark.parametrize("n", [32, 96])
-def test_the_transpose_of_a_square_matrix_has_forms_of_its_own(rng: np.random.Generator, n: int, mode: str) -> None:
+def test_the_transpose_of_a_square_matrix_is_packed_separately(rng: np.random.Generator, n: int, mode: str) -> None:
     a, b = numbers(rng, "float32", 150, n), numbers(rng, "float32", n, n)
     prepared = lowprec.prepare(b, math_mode=mode)
     for _ in range(2):
@@ -479,21 +471,14 @@ def test_fork(rng: np.random.Generator) -> None:
 def test_first_use_in_eight_threads(rng: np.random.Generator, mode: str, m: int, batch: tuple[int, ...]) -> None:
     a, b = numbers(rng, "float32", *batch, m, 150), numbers(rng, "float32", *batch, 150, 200)
     prepared = lowprec.prepare(b, math_mode=mode)
-    want, barrier, wrong = lowprec.matmul(a, b, math_mode=mode), threading.Barrier(8), []
+    want = lowprec.matmul(a, b, math_mode=mode)
 
-    def work() -> None:
-        barrier.wait()
+    def work(_: int) -> None:
         for _ in range(5):
-            if lowprec.matmul(a, prepared, math_mode=mode).tobytes() != want.tobytes():
-                wrong.append(threading.get_ident())
+            same(lowprec.matmul(a, prepared, math_mode=mode), want)
             prepared.release()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    in_threads(8, work)
 
 
 @pytest.mark.parametrize("batch", [(), (4,)], ids=["a matrix", "a stack"])
@@ -502,7 +487,7 @@ def test_first_use_in_eight_threads(rng: np.random.Generator, mode: str, m: int,
 def test_released_in_the_middle_of_a_product(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, mode: str, m: int, batch: tuple[int, ...]
 ) -> None:
-    """As by another thread: whoever multiplies holds what was made, which is written over when it is freed."""
+    """As by another thread: a product holds the packed operand, which is written over when it is freed."""
     a, b = numbers(rng, "float32", *batch, m, 350), numbers(rng, "float32", *batch, 350, 190)
     prepared = lowprec.prepare(b, math_mode=mode)
     want = lowprec.matmul(a, b, math_mode=mode)
@@ -522,8 +507,8 @@ def test_released_in_the_middle_of_a_product(
     same(lowprec.matmul(a, prepared, math_mode=mode), want)
 
 
-def test_its_memory_is_given_back_with_it(rng: np.random.Generator) -> None:
-    """Without the collector: nothing that products keep leads back to it."""
+def test_its_memory_is_freed_with_it(rng: np.random.Generator) -> None:
+    """Without the garbage collector: products keep no reference to it."""
     gc.collect()
     gc.disable()
     try:
@@ -557,7 +542,7 @@ def test_an_interrupt_anywhere_leaves_it_usable(rng: np.random.Generator, mode: 
 def test_a_product_that_cannot_be_split_keeps_nothing(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory that is lacking comes out as it is, and the next product makes it anew."""
+    """A MemoryError is raised as it is, and the next product packs again."""
     a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
     prepared = lowprec.prepare(b, math_mode="bf16x3")
 
@@ -576,7 +561,7 @@ def test_a_product_that_cannot_be_split_keeps_nothing(
 
 
 @pytest.mark.parametrize("mode", ["bf16x3", "bf16x6", "bf16x9"])
-def test_parts_are_kept_as_they_are_packed(rng: np.random.Generator, mode: str, machine: str) -> None:
+def test_the_size_of_packed_parts(rng: np.random.Generator, mode: str, machine: str) -> None:
     """Strips of 32 columns in two bytes a part, where products of parts run in one pass; in float32 elsewhere."""
     prepared = lowprec.prepare(numbers(rng, "float32", 256, 96), math_mode=mode)
     a = numbers(rng, "float32", 100, 256)
@@ -585,6 +570,5 @@ def test_parts_are_kept_as_they_are_packed(rng: np.random.Generator, mode: str, 
     parts = modes.row(modes.MathMode(mode)).parts
     least = (2 if plan.kernel_row.sums_products else 4) * parts * 256 * 96
     assert least <= prepared.packed_bytes < 1.2 * least
-    # What is computed from then on is computed from that.
     spoil(prepared)
     assert np.isfinite(lowprec.matmul(a, prepared, math_mode=mode, bias=a[0, :96])).all()

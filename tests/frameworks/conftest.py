@@ -1,10 +1,14 @@
-"""The ``xp`` fixture: a test that takes it runs once for every array library."""
+"""Array libraries as fixtures: a test that takes ``xp`` runs once for each."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from frameworks.backends import ArrayNamespace, Backend
+from frameworks.torch_switches import Switches
 
 
 def load_or_skip(backend: Backend) -> ArrayNamespace:
@@ -24,3 +28,22 @@ def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
 def other_xp(request: pytest.FixtureRequest) -> ArrayNamespace:
     """A second library, for operands of two libraries."""
     return load_or_skip(request.param)
+
+
+@pytest.fixture
+def torch() -> Any:
+    return load_or_skip(Backend.TORCH).torch
+
+
+@pytest.fixture
+def jax() -> Any:
+    return load_or_skip(Backend.JAX).jax
+
+
+@pytest.fixture
+def switches(torch: Any) -> Iterator[Switches]:
+    """PyTorch's switches, in their start state."""
+    found = Switches(torch)
+    found.reset()
+    yield found
+    found.reset()

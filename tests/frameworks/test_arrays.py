@@ -7,7 +7,6 @@ import ctypes
 import datetime
 import gc
 import itertools
-import subprocess
 import sys
 import types
 import weakref
@@ -26,18 +25,9 @@ from lowprec.arrays.numpy_library import NumpyLibrary
 from lowprec.arrays.torch_library import TorchLibrary
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import DType
+from support.programs import run_python
 
 ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
-
-
-@pytest.fixture
-def torch() -> Any:
-    return load_or_skip(Backend.TORCH).torch
-
-
-@pytest.fixture
-def jax() -> Any:
-    return load_or_skip(Backend.JAX).jax
 
 
 def sample(dtype: DType, shape: tuple[int, ...] = (5, 3)) -> np.ndarray:
@@ -396,12 +386,10 @@ def test_jax_tracers_are_refused_where_they_are_factors(jax: Any, place: str, tr
         run(x)
 
 
+@pytest.mark.usefixtures("jax")
 def test_jax_several_devices() -> None:
     """In its own process: the number of CPU devices is fixed when JAX starts."""
-    load_or_skip(Backend.JAX)
     code = """
-import os
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 import jax, numpy as np
 import lowprec
 from lowprec.arrays import CPU, library_of
@@ -443,7 +431,7 @@ for spec in parts, copies:
         else:
             raise SystemExit("operands on different devices were accepted")
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_python(code, XLA_FLAGS="--xla_force_host_platform_device_count=2")
 
 
 # --- DLPack
@@ -921,9 +909,9 @@ def test_round_trips_leave_memory_flat(xp: ArrayNamespace) -> None:
     assert min(growth) < 100_000, growth
 
 
-def test_exports_that_outlive_the_interpreter_do_no_harm(torch: Any) -> None:
+@pytest.mark.usefixtures("torch", "jax")
+def test_exports_that_outlive_the_interpreter_do_no_harm() -> None:
     """Arrays that adopted lowprec's memory and are still alive at exit, in modules and in cycles."""
-    load_or_skip(Backend.JAX)
     code = """
 import sys, numpy as np, torch, jax, ml_dtypes
 from lowprec.arrays import DLPackArray
@@ -935,7 +923,7 @@ sys.kept = kept, adopted, capsule
 torch.kept = adopted
 cycle = [adopted]; cycle.append(cycle)
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+    run_python(code, warn="error")
 
 
 # --- cupy, as far as it can be followed without a GPU

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import itertools
 import os
 import random
-import subprocess
 import sys
 import threading
 import warnings
@@ -18,79 +15,33 @@ from typing import Any
 import numpy as np
 import pytest
 
+from frameworks.torch_switches import ALL, LEAVES, Switches
 from lowprec import LowprecWarning, MathMode, fp32_guard, info, math_mode
 from lowprec.policy.controllers import controllers
 from support.cpu_units import MEDIUM_IS_FULL, imitated_units, medium_lowers
-
-
-def module(name: str) -> Any:
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
-    return importlib.import_module(name)
-
+from support.programs import run_python
 
 # -- PyTorch: the switches come back --------------------------------------------------------------
 
-LEAVES = [(b, o) for b in ("cuda", "mkldnn") for o in ("matmul", "conv", "rnn")]
-ALL = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
 
-
-class Torch:
-    """PyTorch's switches, all of them, with their start state."""
-
-    def __init__(self, torch: Any) -> None:
-        self.torch = torch
-        self.get = torch._C._get_fp32_precision_getter
-        self.put = torch._C._set_fp32_precision_setter
-
-    def reset(self) -> None:
-        self.torch.set_float32_matmul_precision("highest")
-        self.torch._C._set_cudnn_allow_tf32(True)
-        for pair in [*ALL, *LEAVES]:
-            # CUDA's convolutions start with TF32.
-            self.put(*pair, "tf32" if pair in (("cuda", "conv"), ("cuda", "rnn")) else "none")
-
-    def read(self) -> dict[str, Any]:
-        """What a user can read, refusals among them."""
-
-        def tried(getter: Callable[[], Any]) -> Any:
-            try:
-                return getter()
-            except RuntimeError:
-                return "refused"
-
-        core = self.torch._C
-        found = {f"{b}.{o}": self.get(b, o) for b, o in [*ALL, *LEAVES]}
-        old = ("_get_float32_matmul_precision", "_get_cudnn_allow_tf32", "_get_cublas_allow_tf32")
-        return {**found, **{name: tried(getattr(core, name)) for name in old}}
-
-
-@pytest.fixture
-def switches() -> Iterator[Torch]:
-    found = Torch(module("torch"))
-    found.reset()
-    yield found
-    found.reset()
-
-
-def old(word: str) -> Callable[[Torch], None]:
+def old(word: str) -> Callable[[Switches], None]:
     return lambda t: t.torch.set_float32_matmul_precision(word)
 
 
-def cudnn(allow: bool) -> Callable[[Torch], None]:
+def cudnn(allow: bool) -> Callable[[Switches], None]:
     return lambda t: setattr(t.torch.backends.cudnn, "allow_tf32", allow)
 
 
-def cublas(allow: bool) -> Callable[[Torch], None]:
+def cublas(allow: bool) -> Callable[[Switches], None]:
     return lambda t: setattr(t.torch.backends.cuda.matmul, "allow_tf32", allow)
 
 
-def new(backend: str, operation: str, value: str) -> Callable[[Torch], None]:
+def new(backend: str, operation: str, value: str) -> Callable[[Switches], None]:
     return lambda t: t.put(backend, operation, value)
 
 
-#: Every way to set something, old and new.
-STEPS: dict[str, Callable[[Torch], None]] = {
+#: Every way to set a switch, old and new.
+STEPS: dict[str, Callable[[Switches], None]] = {
     **{f"old {word}": old(word) for word in ("highest", "high", "medium")},
     "cudnn off": cudnn(False),
     "cudnn on": cudnn(True),
@@ -99,12 +50,12 @@ STEPS: dict[str, Callable[[Torch], None]] = {
     **{f"{b}.{o} {v}": new(b, o, v) for b, o in [*LEAVES, *ALL] for v in ("ieee", "tf32", "none")},
     **{f"{b}.{o} bf16": new(b, o, "bf16") for b, o in [*LEAVES[3:], ALL[0], ALL[2]]},
 }
-# What the user may do later, which shows whether a switch still passes on another's value.
+# Steps that show whether a switch still follows another.
 LATER = ["generic.all tf32", "generic.all ieee", "cuda.all tf32", "mkldnn.all bf16", "old medium"]
 
 
-def history(switches: Torch, steps: tuple[str, ...], *, guarded: bool) -> list[dict[str, Any]]:
-    """Return what is read after these steps, and after each later one."""
+def history(switches: Switches, steps: tuple[str, ...], *, guarded: bool) -> list[dict[str, Any]]:
+    """Return the values after these steps, and after each later one."""
     seen = []
     for later in (None, *LATER):
         switches.reset()
@@ -122,25 +73,16 @@ def history(switches: Torch, steps: tuple[str, ...], *, guarded: bool) -> list[d
     return seen
 
 
-def test_every_start_state_of_pytorch_comes_back(switches: Torch) -> None:
-    """After the guard, PyTorch is as without it: as read, and in what each later step makes of it."""
-    states = [(), *((a,) for a in STEPS), *itertools.permutations(STEPS, 2)]
-    bad = [
-        steps for steps in states if history(switches, steps, guarded=False) != history(switches, steps, guarded=True)
-    ]
-    assert bad == []
-
-
-def test_mixed_states_of_many_steps_come_back(switches: Torch) -> None:
+def test_every_start_state_of_pytorch_is_restored(switches: Switches) -> None:
+    """After the guard, PyTorch is as without it: in the values, and in the effect of each later step."""
     rng = random.Random(0)
-    states = [tuple(rng.choices(list(STEPS), k=rng.randint(3, 8))) for _ in range(300)]
-    bad = [
-        steps for steps in states if history(switches, steps, guarded=False) != history(switches, steps, guarded=True)
-    ]
+    states = [(), *((a,) for a in STEPS), *itertools.permutations(STEPS, 2)]
+    states += [tuple(rng.choices(list(STEPS), k=rng.randint(3, 8))) for _ in range(300)]
+    bad = [s for s in states if history(switches, s, guarded=False) != history(switches, s, guarded=True)]
     assert bad == []
 
 
-def test_settings_made_inside_are_kept(switches: Torch) -> None:
+def test_settings_made_inside_are_kept(switches: Switches) -> None:
     old("medium")(switches)
     with pytest.warns(LowprecWarning, match=r"mkldnn\.matmul\.fp32_precision = 'tf32'.*kept"), fp32_guard():
         switches.put("mkldnn", "matmul", "tf32")
@@ -150,7 +92,7 @@ def test_settings_made_inside_are_kept(switches: Torch) -> None:
 
 
 @pytest.mark.parametrize(("mode", "word", "onednn"), [("tf32", "high", "tf32"), ("bf16", "medium", "bf16")])
-def test_a_mode_sets_pytorch(switches: Torch, mode: str, word: str, onednn: str) -> None:
+def test_a_mode_sets_pytorch(switches: Switches, mode: str, word: str, onednn: str) -> None:
     before = switches.read()
     with math_mode(mode, frameworks=["torch"]):
         assert switches.torch.get_float32_matmul_precision() == word
@@ -161,7 +103,7 @@ def test_a_mode_sets_pytorch(switches: Torch, mode: str, word: str, onednn: str)
     assert switches.read() == before
 
 
-def test_pytorch_reports_whether_its_switch_has_an_effect(switches: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorch_reports_whether_its_switch_has_an_effect(switches: Switches, monkeypatch: pytest.MonkeyPatch) -> None:
     from lowprec.policy import effects
 
     def reason() -> str:
@@ -183,7 +125,7 @@ N = 512
 
 
 @pytest.fixture(params=["of this machine", "imitated"])
-def lowers(request: pytest.FixtureRequest, switches: Torch) -> Iterator[bool]:
+def lowers(request: pytest.FixtureRequest, switches: Switches) -> Iterator[bool]:
     """Multiply on such units as there are; return whether "medium" lowers the precision of float32 products there."""
     if request.param == "imitated":
         with imitated_units(switches.torch):
@@ -250,7 +192,7 @@ def errors(torch: Any, case: str, rng: np.random.Generator) -> tuple[float, floa
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_error_inside_is_that_of_full_fp32(
-    switches: Torch, case: str, lowers: bool, rng: np.random.Generator
+    switches: Switches, case: str, lowers: bool, rng: np.random.Generator
 ) -> None:
     full, low, guarded = errors(switches.torch, case, rng)
     # Two sums in another order differ by less than their own error; bfloat16 has 16 bits less than float32.
@@ -271,23 +213,17 @@ for case in t.CASES:
 
 def test_without_the_units_there_is_nothing_to_protect_from() -> None:
     """The control: the errors above come from the units, and the guard costs no accuracy of its own."""
-    module("torch")
+    pytest.importorskip("torch", reason="torch is not installed")
     if not medium_lowers(N):
         pytest.skip(MEDIUM_IS_FULL)
     tests = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    done = subprocess.run(
-        [sys.executable, "-c", _CONTROL.format(tests=tests)],
-        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = [list(map(float, line.split())) for line in done.stdout.splitlines()]
+    found = run_python(_CONTROL.format(tests=tests), ONEDNN_MAX_CPU_ISA="AVX2")
+    lines = [list(map(float, line.split())) for line in found.splitlines()]
     assert len(lines) == len(CASES)
     assert all(low <= 2 * full and guarded <= 2 * full for full, low, guarded in lines)
 
 
-def test_two_threads_that_overlap(switches: Torch, rng: np.random.Generator) -> None:
+def test_two_threads_that_overlap(switches: Switches, rng: np.random.Generator) -> None:
     """Saving and restoring without a count would let the first thread out lower the other's precision."""
     torch = switches.torch
     a, b = (torch.from_numpy(rng.standard_normal((N, N)).astype(np.float32)) for _ in range(2))
@@ -347,9 +283,9 @@ def overlap(turns: int, multiply: Callable[[], float], mistaken: Callable[[], bo
 
 
 @pytest.mark.sweep
-def test_sixteen_threads(switches: Torch, rng: np.random.Generator) -> None:
+def test_sixteen_threads(switches: Switches, rng: np.random.Generator) -> None:
     torch = switches.torch
-    jax = module("jax") if importlib.util.find_spec("jax") else None
+    jax = sys.modules.get("jax")
     a, b = (torch.from_numpy(rng.standard_normal((128, 128)).astype(np.float32)) for _ in "ab")
     right = a.double() @ b.double()
     torch.set_float32_matmul_precision("medium")
@@ -377,11 +313,6 @@ def test_sixteen_threads(switches: Torch, rng: np.random.Generator) -> None:
 
 
 # -- JAX ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def jax() -> Any:
-    return module("jax")
 
 
 def precisions(jax: Any, function: Callable[..., Any]) -> set[str]:
@@ -442,20 +373,12 @@ def test_a_precision_of_the_user_s_comes_back(jax: Any) -> None:
     assert now() is None
 
 
-def test_a_worker_of_jax_needs_wrap(jax: Any) -> None:
-    now = lambda: jax.config.jax_default_matmul_precision  # noqa: E731
-    with ThreadPoolExecutor(1) as pool, fp32_guard() as guard:
-        assert pool.submit(now).result() is None
-        assert pool.submit(guard.wrap(now)).result() == "highest"
-        assert pool.submit(now).result() is None
-
-
 # -- every library that is here -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_entries_of_info(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module(name)
+    pytest.importorskip(name, reason=f"{name} is not installed")
     controller = next(c for c in controllers() if c.name == name)
     shown = [row for row in info()["frameworks"] if row["library"] == name]
     assert {row["switch"] for row in shown} == set(controller.switches)
@@ -471,7 +394,7 @@ def test_entries_of_info(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("keeps cuBLAS" in w for w in info()["warnings"])
 
 
-def test_variables_that_disagree(monkeypatch: pytest.MonkeyPatch, switches: Torch, jax: Any) -> None:
+def test_variables_that_disagree(monkeypatch: pytest.MonkeyPatch, switches: Switches, jax: Any) -> None:
     def told() -> list[str]:
         return [w for w in info()["warnings"] if " now" in w]
 
@@ -487,7 +410,7 @@ def test_variables_that_disagree(monkeypatch: pytest.MonkeyPatch, switches: Torc
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_the_modes_of_a_library_can_all_be_set(name: str) -> None:
-    module(name)
+    pytest.importorskip(name, reason=f"{name} is not installed")
     controller = next(c for c in controllers() if c.name == name)
     before = controller.save()
     with warnings.catch_warnings():

@@ -21,8 +21,6 @@ import numpy as np
 import pytest
 
 import lowprec
-from frameworks.backends import Backend
-from frameworks.conftest import load_or_skip
 from lowprec import formats
 from lowprec.backends.cpu import rounding, splitting
 from lowprec.backends.cpu.buffers import Workspace
@@ -36,10 +34,9 @@ KINDS = ["fp64", "bf16", "fp16x3"]
 
 
 @pytest.fixture
-def jax() -> Any:
-    found = load_or_skip(Backend.JAX).jax
+def jax(jax: Any) -> Any:
     importlib.import_module("lowprec.jax")
-    return found
+    return jax
 
 
 SHAPES = [

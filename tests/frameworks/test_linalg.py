@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 import lowprec
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
-from frameworks.conftest import load_or_skip
 from lowprec import linalg
 from lowprec.linalg import routes
 from support.cpu_units import imitated_units, medium_lowers
@@ -41,16 +40,6 @@ SCIPYS = ("expm", "cdist")
 def need_scipy(xp: ArrayNamespace) -> None:
     if xp.name in ("numpy", "dlpack_only"):
         pytest.importorskip("scipy", reason="scipy is not installed")
-
-
-@pytest.fixture
-def torch() -> Any:
-    return load_or_skip(Backend.TORCH).torch
-
-
-@pytest.fixture
-def jax() -> Any:
-    return load_or_skip(Backend.JAX).jax
 
 
 # -- operands and bounds --------------------------------------------------------------------------

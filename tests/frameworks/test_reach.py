@@ -1,11 +1,8 @@
-"""What a block reaches and what not: the table in the documentation of the guard, row by row."""
+"""The reach of a guard over threads, tasks and processes: the table in its documentation, row by row."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,21 +12,15 @@ from typing import Any
 import pytest
 
 import lowprec
+from support.programs import run_python
 
 Reached = tuple[bool, bool, bool]
 EVERYTHING, NOTHING = (True, True, True), (False, False, False)
 
 
-def module(name: str) -> Any:
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
-    return importlib.import_module(name)
-
-
 @pytest.fixture
-def reached() -> Iterator[Callable[[], Reached]]:
-    """Says of the place where it is called whether lowprec, JAX and PyTorch are at full FP32 there."""
-    torch, jax = module("torch"), module("jax")
+def reached(torch: Any, jax: Any) -> Iterator[Callable[[], Reached]]:
+    """Return a function: whether lowprec, JAX and PyTorch are at full FP32 where it is called."""
     torch.set_float32_matmul_precision("medium")
     lowprec.set_math_mode("bf16")
 
@@ -102,8 +93,8 @@ def test_generators(reached: Callable[[], Reached]) -> None:
         steps.close()  # type: ignore[attr-defined]
 
 
-def test_a_backward_pass(reached: Callable[[], Reached]) -> None:
-    torch, seen = module("torch"), []
+def test_a_backward_pass(torch: Any, reached: Callable[[], Reached]) -> None:
+    seen: list[Reached] = []
     x = torch.ones(4, 4, requires_grad=True)
     x.register_hook(lambda _: seen.append(reached()))
     with lowprec.fp32_guard():
@@ -113,8 +104,8 @@ def test_a_backward_pass(reached: Callable[[], Reached]) -> None:
     assert seen == [EVERYTHING, NOTHING]
 
 
-def test_autocast(reached: Callable[[], Reached]) -> None:
-    torch = module("torch")
+@pytest.mark.usefixtures("reached")
+def test_autocast(torch: Any) -> None:
     a = torch.ones(4, 4)
     with lowprec.fp32_guard(), torch.autocast("cpu", torch.bfloat16):
         assert (a @ a).dtype is torch.bfloat16
@@ -164,10 +155,9 @@ with ProcessPoolExecutor(1, mp_context=fork) as pool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes are not forked")
+@pytest.mark.usefixtures("torch")
 def test_processes() -> None:
-    module("torch")
-    done = subprocess.run([sys.executable, "-c", _PROCESSES], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout.splitlines() == [
+    assert run_python(_PROCESSES).splitlines() == [
         "forked (True, True)",
         "loader (True, True)",
         "before (False, False)",

@@ -15,16 +15,9 @@ import numpy as np
 import pytest
 
 import lowprec
-from frameworks.backends import Backend
-from frameworks.conftest import load_or_skip
 from frameworks.torch_matrix import COLUMNS, ROWS, Row, cubic
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-
-
-@pytest.fixture
-def torch() -> Any:
-    return load_or_skip(Backend.TORCH).torch
 
 
 SHAPES = [

@@ -11,19 +11,12 @@ import numpy as np
 import pytest
 
 import lowprec
-from frameworks.backends import Backend
-from frameworks.conftest import load_or_skip
 from support import interrupts
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 #: Unit roundoff of bfloat16, to which both operands of a product are rounded.
 UNIT = 2.0**-8
-
-
-@pytest.fixture
-def torch() -> Any:
-    return load_or_skip(Backend.TORCH).torch
 
 
 @pytest.fixture

@@ -11,17 +11,10 @@ import numpy as np
 import pytest
 
 import lowprec
-from frameworks.backends import Backend
-from frameworks.conftest import load_or_skip
 from lowprec.errors import ArrayError, LowprecError
 
 # torch's own: jit.trace is deprecated, and the first jvp of a process compiles its rules with jit.script.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-
-
-@pytest.fixture
-def torch() -> Any:
-    return load_or_skip(Backend.TORCH).torch
 
 
 def user_mode(torch: Any) -> AbstractContextManager[Any]:
