@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -20,6 +19,7 @@ from lowprec.formats import DType, dtype_from_name
 from lowprec.planning.layout import OperandSpec, gemm_layout
 from support import interrupts
 from support.cpu_units import needs
+from support.programs import in_threads
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8), "float32": np.dtype(np.float32)}
 
@@ -64,7 +64,7 @@ def test_products(kernel: MicroKernel, rng: np.random.Generator, shape: tuple[in
 @kernels
 @pytest.mark.parametrize("order", ["rows", "columns", "backwards", "steps"])
 def test_only_the_elements_of_the_result_are_written(kernel: MicroKernel, rng: np.random.Generator, order: str) -> None:
-    """Guards stand around every matrix of a batch, in layouts of rows, of columns and of neither."""
+    """Guards surround every matrix of a batch, in layouts of rows, of columns and of neither."""
     a, b = whole_numbers(rng, kernel, 6, 35, 40), whole_numbers(rng, kernel, 6, 40, 37)
     dtype = np.int32 if kernel.storage == "int8" else np.float32
     memory = np.full((6, 80, 80), 7, dtype)
@@ -85,7 +85,7 @@ def test_only_the_elements_of_the_result_are_written(kernel: MicroKernel, rng: n
 
 @kernels
 def test_broadcast_batches(kernel: MicroKernel, rng: np.random.Generator) -> None:
-    """A matrix of B that comes again is packed once; one that comes back after another is packed anew."""
+    """A matrix of B that is repeated in a row is packed once; one that returns after another is packed again."""
     a, b = whole_numbers(rng, kernel, 4, 3, 20, 30), whole_numbers(rng, kernel, 3, 30, 25)
     np.testing.assert_array_equal(multiply(kernel, a, b), want(a, b))
     b = whole_numbers(rng, kernel, 4, 1, 30, 25)
@@ -108,42 +108,21 @@ def test_batches_beyond_what_is_kept(
 
 
 @kernels
-def test_the_result_does_not_depend_on_the_number_of_threads(
-    kernel: MicroKernel, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = (rng.standard_normal((600, 70, 70)) * 20 for _ in range(2))
-    a, b = (x.astype(DTYPES[kernel.storage]) for x in (a, b))
-    results = []
-    for count in (1, 2, 5):
-        monkeypatch.setattr(threads, "num_threads", lambda count=count: count)
-        results.append(multiply(kernel, a, b))
-    for other in results[1:]:
-        np.testing.assert_array_equal(other, results[0])
-
-
-@kernels
 def test_concurrent_callers_of_one_job(kernel: MicroKernel, rng: np.random.Generator) -> None:
     shape = (40, 33, 33)
     pairs = [[whole_numbers(rng, kernel, *shape) for _ in range(2)] for _ in range(8)]
     outs = [np.zeros(shape, np.int32 if kernel.storage == "int8" else np.float32) for _ in pairs]
     found = run.prepare(kernel, gemm_layout(*map(spec, (*pairs[0], outs[0]))), "exact")
     assert found is not None
-    start, wrong = threading.Barrier(len(pairs)), []
 
-    def caller(i: int) -> None:
+    def call(i: int) -> None:
         arguments = Arguments(*(library_of(x).view(x) for x in (*pairs[i], outs[i])))
-        start.wait()
         for _ in range(20):
             outs[i][...] = 0
             found(arguments)
-            wrong.extend([i] * (not np.array_equal(outs[i], want(*pairs[i]))))
+            np.testing.assert_array_equal(outs[i], want(*pairs[i]))
 
-    workers = [threading.Thread(target=caller, args=(i,)) for i in range(len(pairs))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert wrong == []
+    in_threads(len(pairs), call)
 
 
 @kernels
@@ -173,8 +152,8 @@ def test_large_products_of_a_batch_are_shared_instead(kernel: MicroKernel) -> No
     assert run.prepare(kernel, gemm_layout(square, square, out), "exact") is None
 
 
-def test_a_batch_through_the_front_door(rng: np.random.Generator) -> None:
-    """Whatever units there are: rounded operands, a view of each matrix, the result where the caller wants it."""
+def test_a_batch_of_matmul(rng: np.random.Generator) -> None:
+    """On any units: rounded operands, a view of each matrix, into `out`."""
     a, b = (rng.integers(-9, 9, (30, 40, 40)).astype(np.float32) for _ in range(2))
     out = np.zeros((30, 40, 40), np.float32).swapaxes(1, 2)
     got = lowprec.matmul(a.swapaxes(1, 2), b[::-1], out=out, math_mode="bf16")
@@ -227,21 +206,3 @@ def test_an_addend_of_a_batch_that_becomes_rows(rng: np.random.Generator, shape:
     a, b, c = (x.astype(np.float32) for x in (a, b, rng.integers(-9, 9, shape)))
     got = lowprec.matmul(a, b, c=c, beta=2.0, math_mode="bf16")
     np.testing.assert_array_equal(got, want(a, b) + 2 * c)
-
-
-@kernels
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_the_epilogue_of_one_product(kernel: MicroKernel, rng: np.random.Generator, order: Any) -> None:
-    """With a single product, as with a batch: factors, an addend of rows, of columns or of both, a bias."""
-    if kernel.storage == "int8":
-        return  # its epilogue is NumPy's
-    a, b = whole_numbers(rng, kernel, 40, 48), whole_numbers(rng, kernel, 48, 36)
-    bias = rng.integers(-9, 9, 36).astype(np.float32)
-    for shape in ((40, 36), (36,), (40, 1)):
-        c = rng.integers(-9, 9, shape).astype(np.float32)
-        out = np.zeros((40, 36), np.float32, order=order)
-        for factors in ({"alpha": 2.0}, {"c": c, "beta": 3.0}, {"c": c, "beta": 0.5, "alpha": 2.0}):
-            for operand in (b, lowprec.prepare(b)):
-                lowprec.matmul(a, operand, out=out, bias=bias, out_dtype="float32", **factors)
-                right = factors.get("alpha", 1.0) * want(a, b) + factors.get("beta", 0.0) * c + bias
-                np.testing.assert_array_equal(out, right)

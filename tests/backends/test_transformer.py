@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -112,31 +111,3 @@ def test_a_feed_forward_block(mode: str, weights: dict[str, np.ndarray], activat
     result = lowprec.matmul(hidden, down.T, bias=down_bias, c=activations, beta=1.0, math_mode=mode)
     then = oracles.Epilogue(bias=down_bias, c=activations, beta=1.0)
     oracles.assert_expression(result, hidden, down.T, mode, then)
-
-
-@every_mode
-def test_attention_scores_of_all_heads(mode: str, weights: dict[str, np.ndarray], activations: np.ndarray) -> None:
-    def heads(layer: str) -> np.ndarray:
-        weight, bias = layer_of(weights, 0, layer)
-        projected = lowprec.matmul(activations, weight.T, bias=bias, math_mode=mode)
-        return projected.reshape(128, 12, 32).swapaxes(0, 1)
-
-    query, key = heads("attention.self.query"), heads("attention.self.key").swapaxes(1, 2)
-    scores = lowprec.matmul(query, key, alpha=32**-0.5, math_mode=mode)
-    assert scores.shape == (12, 128, 128)
-    oracles.assert_expression(scores, query, key, mode, oracles.Epilogue(alpha=32**-0.5))
-
-
-@pytest.mark.parametrize("dtype", ["float16", oracles.bfloat16], ids=lambda d: np.dtype(d).name)
-def test_weights_stored_in_16_bits(dtype: Any, weights: dict[str, np.ndarray], activations: np.ndarray) -> None:
-    weight, _ = layer_of(weights, 3, "intermediate.dense")
-    x, w = activations.astype(dtype), weight.astype(dtype)
-    oracles.assert_within_bound(lowprec.matmul(x, w.T), x, w.T)
-    oracles.assert_within_bound(lowprec.matmul(x, w.T, out_dtype="float32"), x, w.T)
-
-
-def test_weights_quantised_to_int8(weights: dict[str, np.ndarray], activations: np.ndarray) -> None:
-    weight, _ = layer_of(weights, 3, "intermediate.dense")
-    x, w = (np.clip(np.rint(v / np.abs(v).max() * 127), -128, 127).astype(np.int8) for v in (activations, weight))
-    result = lowprec.matmul(x, w.T)
-    oracles.assert_equal(result, (x.astype(np.int64) @ w.T.astype(np.int64)).astype(np.int32))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -248,68 +247,6 @@ def test_two_threads_that_overlap(switches: Switches, rng: np.random.Generator) 
     # gamma_k of the sum of k products in FP32: k u.
     assert error < N * 2.0**-24
     assert torch.get_float32_matmul_precision() == "medium"
-
-
-def overlap(turns: int, multiply: Callable[[], float], mistaken: Callable[[], bool]) -> float:
-    """Let 16 threads enter and leave guards at random; return the largest error seen inside, inf for a wrong switch."""
-    shared = fp32_guard()
-
-    def run(seed: int) -> float:
-        rng, worst = random.Random(seed), 0.0
-
-        def nest(depth: int) -> None:
-            nonlocal worst
-            with shared if rng.random() < 0.5 else fp32_guard():
-                if mistaken():
-                    worst = float("inf")
-                if rng.random() < 0.01:
-                    worst = max(worst, multiply())
-                if depth and rng.random() < 0.3:
-                    nest(depth - 1)
-                if mistaken():
-                    worst = float("inf")
-                if rng.random() < 0.1:
-                    raise KeyError(depth)
-
-        for _ in range(turns):
-            try:
-                nest(3)
-            except KeyError:
-                continue
-        return worst
-
-    with ThreadPoolExecutor(16) as pool:
-        return max(pool.map(run, range(16)))
-
-
-@pytest.mark.sweep
-def test_sixteen_threads(switches: Switches, rng: np.random.Generator) -> None:
-    torch = switches.torch
-    jax = sys.modules.get("jax")
-    a, b = (torch.from_numpy(rng.standard_normal((128, 128)).astype(np.float32)) for _ in "ab")
-    right = a.double() @ b.double()
-    torch.set_float32_matmul_precision("medium")
-    switches.put("cuda", "conv", "ieee")
-    before = switches.read()
-    get = torch._C._get_float32_matmul_precision
-
-    def multiply() -> float:
-        return float(((a @ b).double() - right).norm() / (a.norm() * b.norm()))
-
-    def mistaken() -> bool:
-        lowered = jax is not None and jax.config.jax_default_matmul_precision != "highest"
-        return lowered or get() != "highest"
-
-    # Ten times as many switches of threads as usual.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(interval / 10)
-    try:
-        worst = overlap(10_000, multiply, mistaken)
-    finally:
-        sys.setswitchinterval(interval)
-    # The guaranteed bound of a sum of 128 products in FP32.
-    assert worst < 128 * 2.0**-24
-    assert switches.read() == before
 
 
 # -- JAX ------------------------------------------------------------------------------------------

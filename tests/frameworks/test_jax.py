@@ -13,7 +13,6 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -176,6 +175,7 @@ def test_transformed(jax: Any, name: str) -> None:
         np.testing.assert_allclose(np.asarray(mine), np.asarray(other), rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("in_axes", [(0, 0), (0, None), (None, 0), (1, 2), (2, 1), (2, None)])
 @pytest.mark.parametrize(("a", "b"), [((4, 4, 4), (4, 4, 4)), ((4, 4, 4, 4), (4, 4, 4)), ((4, 4, 4), (4, 4, 4, 4))])
 def test_vmap(jax: Any, a: Any, b: Any, in_axes: Any) -> None:
@@ -297,6 +297,7 @@ def test_modes(jax: Any, cell: str, mode: str, dtype: str) -> None:
         within_bound(found, x, y, mode)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["fp16", "fp16x3", "fp16x4_unscaled", "fp16_karatsuba"])
 def test_rows_of_any_size_are_scaled(jax: Any, mode: str) -> None:
     a, b = operands((9, 33), (33, 7), "float32")
@@ -356,15 +357,6 @@ def test_int8(jax: Any) -> None:
         jax.jit(lambda a: lowprec.matmul(a, a, alpha=2.0))(a)
     with pytest.raises(lowprec.UnsupportedError, match="alpha cannot be used with int8"):
         jax.jit(lambda a, s: lowprec.matmul(a, a, alpha=s))(a, 0.5)
-
-
-def test_an_activation_is_the_one_of_its_name_in_jax_nn(jax: Any) -> None:
-    from lowprec.jax import product
-
-    x = jax.numpy.linspace(-2, 2, 9)
-    for name in ("relu", "silu"):  # one that there is, and one that there may be
-        found = product._with_epilogue(x, None, None, 1.0, 0.0, SimpleNamespace(value=name))
-        np.testing.assert_array_equal(found, getattr(jax.nn, name)(x))
 
 
 # -- rounding, bit for bit ------------------------------------------------------------------------
@@ -544,7 +536,7 @@ def test_c_is_not_read_where_beta_is_zero(jax: Any) -> None:
 
 
 class Counted:
-    """A jitted product that counts its traces, and tells the mode that it was traced in."""
+    """A jitted product that counts its traces, and shows the mode that it was traced in."""
 
     def __init__(self, jax: Any, **keywords: Any) -> None:
         self.traces = 0
@@ -638,6 +630,34 @@ def test_the_environment_is_seen_where_it_is_read_again(jax: Any, monkeypatch: p
     assert f.mode() == "fp32"
     with lowprec.math_mode("tf32"):
         assert f.mode() == "tf32"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "mode", "inside"),
+    [("LOWPREC_FORCE_MATH_MODE", "bf16", "bf16", "bf16"), ("LOWPREC_FP32_GUARD", "1", "fp32", "fp32")],
+)
+def test_variables_take_precedence_over_a_scope(
+    jax: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, mode: str, inside: str
+) -> None:
+    f = Counted(jax)
+    with monkeypatch.context() as patch:
+        patch.setenv(variable, value)
+        environment.refresh()
+        assert f.mode() == mode
+        with lowprec.math_mode("tf32"):
+            assert f.mode() == inside
+    environment.refresh()
+    assert f.mode() == "fp32"
+
+
+def test_torch_and_jax_both_see_the_mode(jax: Any, torch: Any) -> None:
+    from lowprec.torch.current_mode import current_mode
+
+    f = Counted(jax)
+    assert current_mode() == f.mode() == "fp32"
+    with lowprec.math_mode("bf16"):
+        assert current_mode() == f.mode() == "bf16"
+    assert current_mode() == f.mode() == "fp32"
 
 
 def test_a_scope_that_jax_could_not_see_is_refused_once(jax: Any) -> None:
@@ -819,6 +839,24 @@ def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: An
     assert f.mode() == "fp32"
     with lowprec.emulate("hopper"), pytest.raises(lowprec.UnsupportedError, match=r"lowprec.emulate"):
         f.mode()
+
+
+def test_without_64_bit_types(jax: Any) -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((9, 999), np.float32), rng.standard_normal((999, 7), np.float32)
+    true = a.astype(float) @ b
+    with jax.enable_x64(False):
+        found = jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode="fp64"))(a, b)
+        loss = lambda b: (lowprec.matmul(a, b, math_mode="fp64") * true.astype(np.float32)).sum()  # noqa: E731
+        of_b = jax.jit(jax.grad(loss))(b)
+        for wide in (np.ones((9, 9)), np.ones((9, 9), complex)):
+            with pytest.raises(lowprec.DTypeError, match="jax_enable_x64"):
+                jax.jit(lambda a, wide=wide: lowprec.matmul(wide, a))(a)
+    assert found.dtype == np.float32
+    # One rounding of the sum in FP64: its own errors, 999 x 2^-53, are far below that of float32.
+    assert (np.abs(found - true) <= 1.001 * 2.0**-24 * np.abs(true)).all()
+    exact = a.T.astype(float) @ true.astype(np.float32)
+    assert (np.abs(of_b - exact) <= 2.0**-23 * np.abs(exact) + 1e-12).all()
 
 
 # -- weak types -----------------------------------------------------------------------------------

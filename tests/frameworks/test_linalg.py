@@ -29,7 +29,13 @@ from support.cpu_units import imitated_units, medium_lowers
 Array = NDArray[Any]
 
 single = pytest.mark.parametrize("dtype", ["float32", "complex64"])
-batches = pytest.mark.parametrize("batch", [(), (3,), (2, 1)], ids=str)
+
+
+def stacks(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test over a sample of both types, stacks of matrices and libraries."""
+    batches = pytest.mark.parametrize("batch", [(), (3,), (2, 1)], ids=str)
+    return pytest.mark.sampled(4)(single(batches(test)))
+
 
 FUNCTIONS = sorted(routes.ROUTES)
 
@@ -108,10 +114,8 @@ def real(dtype: str) -> str:
 # -- the functions, against float64 ---------------------------------------------------------------
 
 
-@single
-@batches
+@stacks
 @pytest.mark.parametrize("columns", [None, 1, 4])
-@pytest.mark.sampled(2)
 def test_solve(xp: ArrayNamespace, dtype: str, batch: Any, columns: int | None, rng: np.random.Generator) -> None:
     n = 12
     a = make(rng, *batch, n, n, dtype=dtype)
@@ -133,8 +137,7 @@ def test_only_a_vector_is_a_vector(xp: ArrayNamespace, rng: np.random.Generator)
     assert (residual <= gamma(9, "float32") * (lu_moduli(a) @ abs(x))).all()
 
 
-@single
-@batches
+@stacks
 def test_inv(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
     n = 12
     a = make(rng, *batch, n, n, dtype=dtype)
@@ -149,6 +152,7 @@ def test_inv(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generato
 @single
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
 @pytest.mark.parametrize("columns", [None, 3])
+@pytest.mark.sampled(4)
 def test_lstsq(xp: ArrayNamespace, dtype: str, shape: Any, columns: int | None, rng: np.random.Generator) -> None:
     m, n = shape
     a = make(rng, m, n, dtype=dtype)
@@ -183,10 +187,8 @@ def test_lstsq_ignores_singular_values_below_rtol(xp: ArrayNamespace, dtype: str
     assert (abs(x - [0.25, 0.5, 0.0]) <= householder(9, dtype)).all()
 
 
-@single
-@batches
+@stacks
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
-@pytest.mark.sampled(2)
 def test_pinv(xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, rng: np.random.Generator) -> None:
     m, n = shape
     a = make(rng, *batch, m, n, dtype=dtype)
@@ -210,8 +212,7 @@ def test_pinv_counts_noise_as_zero_in_float32(xp: ArrayNamespace, rng: np.random
     np.testing.assert_allclose(half, np.diag([0.25, 0.0]), atol=1e-15)
 
 
-@single
-@batches
+@stacks
 def test_cholesky(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
     n = 12
     factor = make(rng, *batch, n, n, dtype=dtype)
@@ -224,11 +225,9 @@ def test_cholesky(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Gen
     assert (abs(lower @ adjoint(lower) - wide(a)) <= bound).all()
 
 
-@single
-@batches
+@stacks
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
 @pytest.mark.parametrize("mode", ["reduced", "complete"])
-@pytest.mark.sampled(2)
 def test_qr(xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, mode: str, rng: np.random.Generator) -> None:
     m, n = shape
     k = m if mode == "complete" else min(m, n)
@@ -244,8 +243,7 @@ def test_qr(xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, mode: str, r
     assert (norm(adjoint(q) @ q - np.eye(k)) <= 2 * eps).all()
 
 
-@single
-@batches
+@stacks
 def test_eigh(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
     n = 8
     a = make(rng, *batch, n, n, dtype=dtype)
@@ -261,10 +259,8 @@ def test_eigh(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generat
     assert (norm(adjoint(vectors) @ vectors - np.eye(n)) <= householder(2 * n * n, dtype)).all()
 
 
-@single
-@batches
+@stacks
 @pytest.mark.parametrize("full", [True, False])
-@pytest.mark.sampled(2)
 def test_svd(xp: ArrayNamespace, dtype: str, batch: Any, full: bool, rng: np.random.Generator) -> None:
     m, n = 9, 5
     a = make(rng, *batch, m, n, dtype=dtype)
@@ -289,8 +285,7 @@ def determinant_error(a: Array, dtype: str) -> Array:
     return np.expm1(n * np.log1p(moved)) + gamma(n, dtype)
 
 
-@single
-@batches
+@stacks
 def test_det_and_slogdet(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
     a = make(rng, *batch, 8, 8, dtype=dtype)
     bound = determinant_error(a, dtype)
@@ -307,10 +302,8 @@ def test_det_and_slogdet(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.ran
     assert (abs(log - want_log) <= 2 * bound + gamma(16, dtype) * 8).all()
 
 
-@single
-@batches
+@stacks
 @pytest.mark.parametrize("n", [5, 1, 0, -2])
-@pytest.mark.sampled(2)
 def test_matrix_power(xp: ArrayNamespace, dtype: str, batch: Any, n: int, rng: np.random.Generator) -> None:
     m = 12
     a = make(rng, *batch, m, m, dtype=dtype) + 8 * np.eye(m, dtype=dtype)
@@ -328,8 +321,7 @@ def test_matrix_power(xp: ArrayNamespace, dtype: str, batch: Any, n: int, rng: n
     assert (abs(found - want) <= relative * size).all()
 
 
-@single
-@batches
+@stacks
 def test_matrix_rank(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
     a = make(rng, *batch, 9, 3, dtype=dtype) @ make(rng, *batch, 3, 7, dtype=dtype)
     found = xp.to_numpy(linalg.matrix_rank(xp.asarray(a)))
@@ -339,10 +331,8 @@ def test_matrix_rank(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.
     assert int(xp.to_numpy(loose)) == 2
 
 
-@single
-@batches
+@stacks
 @pytest.mark.parametrize("size", [0.3, 2.0])
-@pytest.mark.sampled(4)
 def test_expm(xp: ArrayNamespace, dtype: str, batch: Any, size: float, rng: np.random.Generator) -> None:
     need_scipy(xp)
     n = 10
@@ -440,7 +430,7 @@ def test_results_are_named_tuples_of_the_library(function: str, xp: ArrayNamespa
         assert isinstance(part, kinds)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("function", [f for f in FUNCTIONS if f not in SCIPYS])
 def test_wide_types_are_the_librarys_own_result(function: str, dtype: str, xp: ArrayNamespace) -> None:
@@ -601,6 +591,7 @@ def test_jax_transforms_take_it(jax: Any, rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.sampled(3)
 def test_other_types_are_refused(function: str, dtype: str, xp: ArrayNamespace) -> None:
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     arrays = tuple(x.astype(narrow) for x in operands(function))
@@ -623,7 +614,7 @@ def test_two_libraries_are_refused(function: str, xp: ArrayNamespace, other_xp: 
         getattr(linalg, function)(xp.asarray(a), other_xp.asarray(b))
 
 
-def test_no_arrays() -> None:
+def test_objects_that_are_no_arrays_are_refused() -> None:
     with pytest.raises(lowprec.ArrayError, match=r"got list; wrap it with numpy\.asarray"):
         linalg.inv([[1.0]])
     with pytest.raises(lowprec.ArrayError, match="MaskedArray is not accepted"):
@@ -667,7 +658,7 @@ def test_an_old_version_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         linalg.pinv(np.eye(2))
 
 
-def test_a_singular_matrix_is_the_librarys_affair(xp: ArrayNamespace) -> None:
+def test_a_singular_matrix_is_handled_as_the_library_does(xp: ArrayNamespace) -> None:
     a = xp.asarray(np.zeros((3, 3), np.float32))
     if xp.name == "jax":
         assert not np.isfinite(xp.to_numpy(linalg.inv(a))).any()
@@ -681,7 +672,7 @@ def test_a_singular_matrix_is_the_librarys_affair(xp: ArrayNamespace) -> None:
 
 
 class OnDevice(np.ndarray):
-    """What stands for a CuPy array."""
+    """A substitute for a CuPy array."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, 0)
@@ -744,7 +735,7 @@ CUPYS = {
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module in CuPy's place, with the functions that it has and the parameters that they have."""
+    """A substitute for CuPy, with its functions and their parameters."""
     module, functions = ModuleType("cupy"), ModuleType("cupy.linalg")
     for name, parameters in CUPYS.items():
         setattr(functions, name, function_of_cupy(name, *parameters))
@@ -803,7 +794,7 @@ def test_the_table_is_complete() -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_every_function_documents_its_parameters_and_who_works(function: str) -> None:
+def test_every_function_documents_its_parameters_and_targets(function: str) -> None:
     text = inspect.getdoc(getattr(linalg, function)) or ""
     assert ">>> " in text
     for parameter in inspect.signature(getattr(linalg, function)).parameters:

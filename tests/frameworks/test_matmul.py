@@ -93,6 +93,7 @@ EMPTY_SHAPES = [
 
 @every_dtype
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.sampled(3)
 def test_shapes(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.Generator) -> None:
     a, b = (make(rng, *s, dtype=dtype) for s in shapes)
     like = np.empty(np.matmul(oracles.widen(a), oracles.widen(b)).shape, a.dtype)
@@ -102,6 +103,7 @@ def test_shapes(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.Gene
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
 @pytest.mark.parametrize("shapes", EMPTY_SHAPES, ids=str)
+@pytest.mark.sampled(3)
 def test_zero_size(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.Generator) -> None:
     a, b = (make(rng, *s, dtype=dtype) for s in shapes)
     like = np.zeros(np.matmul(np.zeros(shapes[0]), np.zeros(shapes[1])).shape, np.int32 if dtype == "int8" else a.dtype)
@@ -179,7 +181,7 @@ VIEWS = {
 @pytest.mark.parametrize("mode", ["fp32", "tf32"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64", "int8"])
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_strides(xp: ArrayNamespace, mode: str, dtype: str, view: str, rng: np.random.Generator) -> None:
     base = make(rng, 64, 64, dtype=dtype)
     x = VIEWS[view](base)
@@ -295,6 +297,7 @@ def epilogue_of(name: str, xp: ArrayNamespace, dtype: str, rng: np.random.Genera
 
 @pytest.mark.parametrize("name", EPILOGUES)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.sampled(2)
 def test_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Generator) -> None:
     a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
     then, given = epilogue_of(name, xp, dtype, rng)
@@ -314,24 +317,6 @@ def test_epilogues_in_every_mode(mode: str, name: str, size: Any, machine: str, 
     plain.update({key: make(rng, *shapes[key]) for key in EPILOGUES[name] if key in shapes})
     got = lowprec.matmul(a, b, math_mode=mode, **plain)
     oracles.assert_expression(got, a, b, mode, Epilogue(**plain))
-
-
-@pytest.mark.parametrize("name", ["alpha", "beta", "bias and relu", "everything"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_epilogues_of_large_products(name: str, dtype: str, machine: str, rng: np.random.Generator) -> None:
-    shapes = {"c": (260, 250), "bias": (250,)}
-    a, b = make(rng, 260, 255, dtype=dtype), make(rng, 255, 250, dtype=dtype)
-    given = {k: make(rng, *shapes[k], dtype=dtype) if k in shapes else v for k, v in EPILOGUES[name].items()}
-    oracles.assert_expression(lowprec.matmul(a, b, **given), a, b, then=Epilogue(**given))
-
-
-@pytest.mark.parametrize("size", [(20, 25, 30), (260, 250, 255)], ids=str)
-def test_int8_takes_a_bias_and_relu(size: Any, machine: str, rng: np.random.Generator) -> None:
-    m, n, k = size
-    a, b = make(rng, m, k, dtype="int8"), make(rng, k, n, dtype="int8")
-    bias = rng.integers(-(2**20), 2**20, n, dtype=np.int32)
-    want = np.maximum(a.astype(np.int64) @ b.astype(np.int64) + bias, 0).astype(np.int32)
-    oracles.assert_equal(lowprec.matmul(a, b, bias=bias, activation="relu"), want)
 
 
 def saturated(wide: np.ndarray) -> np.ndarray:
@@ -485,19 +470,7 @@ def test_out_of_any_strides(mode: str, view: str, machine: str, rng: np.random.G
     base = out if out.base is None else out.base
     assert lowprec.matmul(a, b, out=out, math_mode=mode) is out
     oracles.assert_within_bound(out, a, b, mode)
-    assert (base == 7).sum() == base.size - out.size, "something beside out was written"
-
-
-@pytest.mark.parametrize("size", [20, 260])
-@every_mode
-def test_large_outs_of_any_strides(mode: str, size: int, machine: str, rng: np.random.Generator) -> None:
-    a, b = make(rng, size, size), make(rng, size, size)
-    base = np.full((2 * size, 2 * size), 7, np.float32)
-    for out in (base.T[:size, :size], base[::2, 1::2], base[size:, size:], base[::-1, ::-1][:size, :size]):
-        base[...] = 7
-        lowprec.matmul(a, b, out=out, math_mode=mode, alpha=0.5)
-        oracles.assert_expression(out, a, b, mode, Epilogue(alpha=0.5))
-        assert (base == 7).sum() == base.size - out.size, "something beside out was written"
+    assert (base == 7).sum() == base.size - out.size, "memory around out was written"
 
 
 @pytest.mark.parametrize("shapes", [((3,), (3,)), ((3,), (3, 4)), ((2, 3), (3,)), ((5, 2, 3), (3, 4))], ids=str)
@@ -506,14 +479,6 @@ def test_out_of_every_rank(writable: ArrayNamespace, shapes: Any, rng: np.random
     out = writable.asarray(np.full(np.matmul(a, b).shape, 7, np.float32))
     assert lowprec.matmul(writable.asarray(a), writable.asarray(b), out=out) is out
     oracles.assert_within_bound(writable.to_numpy(out), a, b)
-
-
-def test_out_takes_the_whole_expression(writable: ArrayNamespace, rng: np.random.Generator) -> None:
-    a, b = make(rng, 20, 30), make(rng, 30, 25)
-    then, given = epilogue_of("everything", writable, "float32", rng)
-    out = writable.asarray(np.full((20, 25), np.nan, np.float32))
-    lowprec.matmul(writable.asarray(a), writable.asarray(b), out=out, **given)
-    oracles.assert_expression(writable.to_numpy(out), a, b, then=then)
 
 
 def test_out_of_zero_size(writable: ArrayNamespace, rng: np.random.Generator) -> None:
@@ -549,16 +514,6 @@ def test_out_may_share_memory_with_an_operand(
     a_before, b_before = a.copy(), b.copy()
     assert lowprec.matmul(a, b, out=out, math_mode=mode) is out
     oracles.assert_within_bound(out, a_before, b_before, mode)
-
-
-@pytest.mark.parametrize("overlap", ["out is a", "out is b", "out is a and b", "out shares rows with a"])
-def test_out_may_share_memory_in_any_library(writable: ArrayNamespace, overlap: str, rng: np.random.Generator) -> None:
-    base, other = make(rng, 12, 12), make(rng, 6, 6)
-    a, b, out = OVERLAPS[overlap](base, other, 6)
-    a_before, b_before = a.copy(), b.copy()
-    target = writable.asarray(out)
-    lowprec.matmul(writable.asarray(a), writable.asarray(b), out=target)
-    oracles.assert_within_bound(writable.to_numpy(target), a_before, b_before)
 
 
 @pytest.mark.sampled(3)
@@ -609,7 +564,7 @@ def test_a_view_that_blas_can_read_is_not_copied(rng: np.random.Generator) -> No
     base = make(rng, 60, 60)
     for x in (base[:20, :30], base.T[:20, :30], base[::2][:20, :30]):
         assert lowprec.plan(x, make(rng, 30, 25)).copies == ()
-    large = make(rng, 200, 300)  # small ones are read as they lie
+    large = make(rng, 200, 300)  # small ones are read in place
     copies = lowprec.plan(large[:, ::-1][:, :150], make(rng, 150, 120)).copies
     assert [c.operand for c in copies] == ["a"]
 
@@ -704,59 +659,6 @@ def test_non_arrays(bad: Any) -> None:
             lowprec.matmul(*arguments)
 
 
-def test_torch_tensor_that_requires_grad() -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    x, good = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
-    for arguments in ((x, good), (good, x)):
-        assert lowprec.matmul(*arguments).requires_grad
-        with pytest.raises(lowprec.ArrayError, match=r"detach"):
-            lowprec.plan(*arguments)
-    assert lowprec.matmul(x.detach(), good).shape == (2, 2)
-
-
-def test_torch_tensor_on_another_device() -> None:
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    with pytest.raises(lowprec.LowprecError, match="meta"):
-        lowprec.matmul(torch.ones(2, 2, device="meta"), torch.ones(2, 2))
-    with pytest.raises(lowprec.LowprecError, match="meta"):
-        lowprec.matmul(torch.ones(2, 2), torch.ones(2, 2, device="meta"))
-
-
-def test_jax_tracer() -> None:
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    x = jax.numpy.ones((2, 2))
-    assert (jax.jit(lambda y: lowprec.matmul(y, y))(x) == 2).all()
-    with pytest.raises(lowprec.UnsupportedError, match=r"rtol= cannot be used here: a: a JAX tracer"):
-        jax.jit(lambda y: lowprec.matmul(y, y, rtol=0.1))(x)
-
-
-def test_jax_array_as_out() -> None:
-    jax = pytest.importorskip("jax", reason="jax is not installed")
-    x = jax.numpy.ones((2, 2))
-    with pytest.raises(lowprec.ArrayError, match=r"immutable.*out"):
-        lowprec.matmul(x, x, out=x)
-
-
-class Elsewhere:
-    """An array that says it lies on another device."""
-
-    def __init__(self, array: NDArray[Any], device: tuple[int, int]) -> None:
-        self._array, self._device = array, device
-
-    def __dlpack__(self, **keywords: Any) -> object:
-        raise BufferError("its memory is out of reach")
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._device
-
-
-def test_an_array_on_another_device_is_refused() -> None:
-    there = Elsewhere(ones(2, 2), (2, 0))
-    for arguments in ((there, ones(2, 2)), (ones(2, 2), there)):
-        with pytest.raises(lowprec.LowprecError, match=r"cuda|out of reach"):
-            lowprec.matmul(*arguments)
-
-
 def test_a_failed_call_leaves_out_alone(writable: ArrayNamespace) -> None:
     out = writable.asarray(np.full((2, 4), 7, np.float32))
     with pytest.raises(lowprec.ShapeError, match="bias"):
@@ -764,10 +666,6 @@ def test_a_failed_call_leaves_out_alone(writable: ArrayNamespace) -> None:
             writable.asarray(ones(2, 3)), writable.asarray(ones(3, 4)), out=out, bias=writable.asarray(ones(9))
         )
     assert (writable.to_numpy(out) == 7).all()
-
-
-def test_backends_are_the_ones_of_the_design() -> None:
-    assert {b.value for b in Backend} == {"numpy", "torch", "jax", "dlpack_only"}
 
 
 @pytest.mark.parametrize("math_mode", ["fp32", "bf16"])
