@@ -40,7 +40,7 @@ def cache(software: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def restart() -> None:
     """Forget all that a new process would not have."""
-    executors.forget()
+    executors.clear_caches()
     reset()
 
 
@@ -103,7 +103,7 @@ def test_without_a_cache_a_choice_lasts_for_the_process(
         z = software.put(A.astype(np.float32))
         np.testing.assert_array_equal(software.get(lowprec.matmul(z, z, math_mode="bf16")), TRUE)
     assert [x.category for x in caught] == [lowprec.LowprecWarning]
-    executors.forget()
+    executors.clear_caches()
     assert [chosen(x), chosen(y)] == found
     assert found[0] != first
 
@@ -252,7 +252,7 @@ def test_other_processes_choices_are_kept(software: Gpu, cache: Path) -> None:
 
 def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
     x = software.put(A)
-    executors.forget()
+    executors.clear_caches()
     lowprec.plan(x, x)
     # The third call is the second candidate's first.
     with software.failing_call("cublas_lt.matmul", at=3):

@@ -143,7 +143,7 @@ def test_a_call_within_a_launch_has_arguments_of_its_own(
 def measured(software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SoftwareGpu:
     """The software CUDA with an empty cache of measured choices."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    executors.forget()
+    executors.clear_caches()
     reset()
     return software
 
