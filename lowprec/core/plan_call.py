@@ -105,9 +105,8 @@ def plan(
     out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
         As for :func:`lowprec.matmul`; descriptions are accepted as arrays.
     device : str, optional
-        ``"cpu"``, or the model or compute capability of an NVIDIA GPU: ``"h200"``, ``"sm_90"``, ``"9.0"``. The
-        plan is that of arrays of these shapes and strides in its memory; for a GPU a prediction from published
-        data, for which neither the GPU, a driver nor a CUDA library is needed.
+        ``"cpu"``, or the model or compute capability of an NVIDIA GPU (``"h200"``, ``"sm_90"``, ``"9.0"``), for which
+        the plan is a prediction from published data; it needs neither the GPU, a driver nor a CUDA library.
 
     Returns
     -------
