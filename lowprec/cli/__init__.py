@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from lowprec._version import __version__
 from lowprec.cli.commands import autotune, check, completion, info, matmul, plan, run
 from lowprec.cli.files import is_standard_output
-from lowprec.cli.output import USAGE, CommandError, flush, note, print_text, wrapped
+from lowprec.cli.output import USAGE, CommandError, flush, in_terminal, note, print_text
 from lowprec.errors import LowprecError, LowprecWarning, did_you_mean
 from lowprec.util.tables import fill
 
@@ -206,7 +206,7 @@ def _warnings_in_a_line() -> Iterator[None]:
 
     def text(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:
         kind = "warning" if issubclass(category, LowprecWarning) else category.__name__
-        return wrapped(f"lowprec: {kind}: {' '.join(str(message).split())}") + "\n"
+        return in_terminal(f"lowprec: {kind}: {' '.join(str(message).split())}") + "\n"
 
     warnings.formatwarning = text
     try:

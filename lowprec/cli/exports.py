@@ -179,9 +179,8 @@ def speeds_and_errors(found: Sequence[Comparison], theme: _Theme) -> Any:
         kind, _, size = comparison.name.partition(" ")
         columns.setdefault(kind, []).append((size, {row.name: row for row in comparison.rows}))
     baseline, *others = (row.name for row in found[0].rows)
-    fastest = sorted(
-        others, key=lambda name: -max(rows[name].speedup for cases in columns.values() for _, rows in cases)
-    )
+    every = [row for comparison in found for row in comparison.rows]
+    fastest = sorted(others, key=lambda name: -max(row.speedup for row in every if row.name == name))
     shown, rest = fastest[: len(theme.hues)], fastest[len(theme.hues) :]
     styles = {name: {"color": theme.muted, "linewidth": 0.8, "label": f"{len(rest)} slower modes"} for name in rest}
     styles |= {n: {"color": c, "marker": m, "label": n} for n, c, m in zip(shown, theme.hues, _MARKERS, strict=False)}
@@ -195,7 +194,7 @@ def speeds_and_errors(found: Sequence[Comparison], theme: _Theme) -> Any:
         above.set_title(kind)
         above.set_yscale("log", base=2)
         above.yaxis.set_major_formatter(lambda y, _: f"{y:.3g}")
-        below.set_yscale("log")
+        below.set_yscale("log" if any(_drawn(row) > 0 for row in every) else "linear")
         below.set_xlabel("size")
         below.tick_params(axis="x", rotation=30 * any("x" in size for size in sizes))
     panels[0, 0].set_ylabel(f"speed-up over {baseline}")

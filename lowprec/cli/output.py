@@ -92,7 +92,7 @@ def print_json(value: Any) -> None:
     print_text(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
-def wrapped(text: str) -> str:
+def in_terminal(text: str) -> str:
     """Return lines as standard error shows them: in a terminal they are broken between words."""
     if sys.stderr is None or not sys.stderr.isatty():
         return text
@@ -104,7 +104,7 @@ def note(text: str) -> None:
     if sys.stderr is None:
         return
     try:
-        print(wrapped(text), file=sys.stderr, flush=True)
+        print(in_terminal(text), file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
 

@@ -43,46 +43,66 @@ def test_plot(command: Command, tmp_path: Path, words: tuple[str, ...], suffix: 
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_the_plot_of_check_has_every_error_and_bound(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that a command would write."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     from matplotlib.figure import Figure
 
-    drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
-    done = command(*CHECK, "--plot", tmp_path / "out.svg", "--json")
-    cases = json.loads(done.out)["cases"]
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
+    return figures
+
+
+def test_the_plot_of_check_has_every_error_and_bound(command: Command, drawn: list[Any], tmp_path: Path) -> None:
+    cases = json.loads(command(*CHECK, "--plot", tmp_path / "out.svg", "--json").out)["cases"]
     (figure,) = drawn
-    assert [panel.get_title() for panel in figure.axes] == [case["name"] for case in cases]
+    assert [panel.get_title(loc="left") for panel in figure.axes] == [case["name"] for case in cases]
     for panel, case in zip(figure.axes, cases, strict=True):
         points = {(x, y) for line in panel.lines for x, y in line.get_xydata().tolist()}
         for row in case["rows"]:
             assert ((row["speedup"], row["scaled_error"]) in points) == (row["error"] is not None)
             assert ((row["speedup"], row["bound"]) in points) == (row["error"] is not None)
-    legend = [text.get_text() for text in figure.axes[-1].get_legend().get_texts()]
-    assert legend == ["fp32", "tf32", "fp16", "guaranteed bound"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][:2] == ["guaranteed bound", "error"]
 
 
-def test_every_mode_is_compared_and_drawn_apart(
-    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from matplotlib.figure import Figure
+def test_every_mode_has_its_name_at_its_point(command: Command, drawn: list[Any], tmp_path: Path) -> None:
+    from matplotlib.text import Text
 
-    drawn: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self))
     words = ("--sizes", "16", "--rounds", "1", "--distribution", "normal")
-    done = command("check", *words, "--plot", tmp_path / "out.svg", "--json")
-    (case,) = json.loads(done.out)["cases"]
-    assert [row["mode"] for row in case["rows"]] == [*available_modes()]
+    assert command("check", *words, "--plot", tmp_path / "out.svg").code == 0
     (panel,) = drawn[0].axes
-    *handles, bound = panel.get_legend().legend_handles
-    assert bound.get_label() == "guaranteed bound"
-    assert [handle.get_label() for handle in handles] == [*available_modes()]
-    assert len({(h.get_marker(), h.get_color()) for h in handles}) == len(handles)
-    # Slow schemes do not lie upon each other at the left end.
-    assert panel.get_xscale() == "log"
+    drawn[0].draw_without_rendering()
+    assert [text.get_text() for text in panel.texts] == [*available_modes()]
+    boxes = [Text.get_window_extent(text) for text in panel.texts]
+    points = panel.transData.transform([text.xy for text in panel.texts])
+    for box, name in zip(boxes, panel.texts, strict=True):
+        assert box.count_overlaps(boxes) == 1, f"{name} covers another name"
+        assert not any(box.contains(*point) for point in points), f"{name} covers a point"
+        assert panel.bbox.contains(*box.min)
+        assert panel.bbox.contains(*box.max)
+
+
+@pytest.mark.parametrize("dark", [(), ("--dark",)])
+def test_sizes_are_drawn_as_eight_series_at_most(
+    command: Command, drawn: list[Any], tmp_path: Path, dark: tuple[str, ...]
+) -> None:
+    from matplotlib.colors import to_rgb
+
+    words = ("--sizes", "8,4x16x2", "--rounds", "1", "--distribution", "normal")
+    done = command("check", *words, *dark, "--plot", tmp_path / "out.svg", "--json")
+    first, second = (case["rows"] for case in json.loads(done.out)["cases"])
+    above, below = drawn[0].axes
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()][8:] == [f"{len(first) - 8} slower modes"]
+    assert len({line.get_color() for line in above.lines}) == 9
+    for panel, key in ((above, "speedup"), (below, "scaled_error")):
+        values = sorted([x[key], y[key]] for x, y in zip(first, second, strict=True))
+        assert sorted(list(line.get_ydata()) for line in panel.lines) == values
+    paper = sum(drawn[0].get_facecolor()[:3])
+    ink = sum(to_rgb(legend.get_texts()[0].get_color()))
+    assert (paper < 1 < 2 < ink) if dark else (ink < 1 < 2 < paper)
 
 
 @pytest.mark.parametrize(

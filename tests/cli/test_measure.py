@@ -68,6 +68,16 @@ def test_the_budget_ends_it_after_three_rounds(clock: _Clock) -> None:
     assert len(timings["a"].samples) == measure.MIN_ROUNDS
 
 
+@pytest.mark.parametrize(("slow", "budget", "rounds"), [(0, 99, 7), (8, 99, 33), (1000, 9, 15)])
+def test_rounds_are_repeated_while_times_spread(clock: _Clock, slow: int, budget: float, rounds: int) -> None:
+    # Each round has an untimed call and a timed one, of 0.25 s; every other of the first 2 * slow samples takes 0.5 s.
+    # The upper quartile of 33 samples is the ninth from above, the first that 8 slow ones leave at 0.25 s. In 9 s begin
+    # 15 rounds, of 0.5 s and 0.75 s in turn.
+    call = clock.variant("a", lambda count: 0.5 if count % 4 == 0 and count <= 4 * slow else 0.25)
+    found = measure.take_turns({"a": call}, None, budget=budget)["a"]
+    assert (len(found.samples), found.is_noisy) == (rounds, slow > 99)
+
+
 def test_the_speedup_is_the_median_of_ratios() -> None:
     base, other = measure.Timing((4.0, 1.0, 9.0)), measure.Timing((2.0, 1.0, 3.0))
     assert other.speedup_over(base) == 2.0

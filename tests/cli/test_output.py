@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import re
@@ -9,10 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import lowprec
 from lowprec.checking.comparison import seconds
-from lowprec.cli import output
+from lowprec.cli import main, output
+from lowprec.cli.commands import check, matmul
 from lowprec.util.tables import Table, plain_text
 
 TABLE = Table("Sizes [of things]", ["name", ">n"], [["[bold]a", "8"], ["bc", "1024"]])
@@ -47,28 +51,25 @@ def test_plain_text_is_aligned() -> None:
 
 
 def test_no_terminal_no_drawing(capsys: pytest.CaptureFixture[str]) -> None:
-    output.print_table(TABLE)
+    output.print_tables([TABLE])
     assert capsys.readouterr().out == plain_text(TABLE) + "\n"
 
 
-def test_a_terminal_gets_a_drawn_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bold_title(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="rich is not installed")
     terminal = _terminal(monkeypatch, "stdout")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    output.print_table(TABLE)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
-    # The same cells, none of them taken for markup, under a line.
-    assert [word for line in text.splitlines() for word in line.split() if word.isascii()] == [
-        "Sizes", "[of", "things]", "name", "n", "[bold]a", "8", "bc", "1024",
-    ]  # fmt: skip
-    assert "─" in text
+    output.print_tables([TABLE])
+    # The same text, none of it taken for markup, with a bold title.
+    assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()) == plain_text(TABLE) + "\n"
+    assert terminal.getvalue().startswith(f"\x1b[1m{TABLE.title}\x1b[0m")
 
 
 @pytest.mark.usefixtures("no_rich")
 def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _terminal(monkeypatch, "stdout")
-    output.print_table(TABLE)
+    output.print_tables([TABLE])
     assert terminal.getvalue() == plain_text(TABLE) + "\n"
 
 
@@ -127,8 +128,7 @@ def test_on_a_real_terminal(tmp_path: Path) -> None:
             chunks.append(chunk)
         assert process.wait(60) == 0
     text = b"".join(chunks).decode()
-    assert "libraries" in text
-    assert "─" in text
+    assert "\x1b[1mlibraries" in text
     assert (tmp_path / "err").read_bytes() == b""
 
 
@@ -156,7 +156,7 @@ def test_optional_columns_give_way(monkeypatch: pytest.MonkeyPatch, request: pyt
         terminal = _terminal(monkeypatch, "stdout")
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", str(width))
-        output.print_table(table)
+        output.print_tables([table])
         text = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
         (line,) = (line for line in text.splitlines() if "nnn" in line)
         assert "n" * 40 in line
@@ -165,10 +165,56 @@ def test_optional_columns_give_way(monkeypatch: pytest.MonkeyPatch, request: pyt
         assert max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
-def test_a_title_is_not_broken_with_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich", reason="rich is not installed")
-    terminal = _terminal(monkeypatch, "stdout")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    output.print_table(Table("a long title [of] a small table", ["x"], [["1"]]))
-    assert "a long title [of] a small table" in re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+COMMANDS = ("info", "plan", "matmul", "check", "autotune", "run", "completion")
+OUTPUTS = (
+    *((*name, "--help") for name in ((), *zip(COMMANDS, strict=True))),
+    ("info", "--all"),
+    ("plan", "--shapes", "1024x512", "512x2048", "--rtol", "1e-3"),
+    ("plan", "--shapes", "1024x512", "512x2048", "--mode", "fp16_karatsuba", "--device", "h200"),
+    ("matmul", "A.npy", "B.npy", "-o", "C.npy", "--rtol", "1e-3"),
+    ("check", "A.npy", "B.npy", "--rounds", "1"),
+    ("check", "--mode", "tf32"),
+    ("plan", "--shapes", "4x4", "4x4", "--mode", "tf23"),
+    ("plan", "--shapes", "4x4", "4x4", "--device", "h20"),
+    ("run", "--force", "missing.py"),
+)
+
+
+@pytest.mark.parametrize("words", OUTPUTS, ids=" ".join)
+def test_no_word_is_broken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rng: np.random.Generator, words: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", "cache")
+    np.save("A.npy", rng.standard_normal((24, 40), dtype=np.float32))
+    np.save("B.npy", rng.standard_normal((40, 16), dtype=np.float32))
+    monkeypatch.setattr(matmul, "_timed", lambda a, b, chosen: (a @ b, 1.0))
+    found = lowprec.check(np.load("A.npy"), np.load("B.npy"), rounds=1)
+    monkeypatch.setattr(check, "compare", lambda *_, **__: found)
+    shown = {}
+    for width in (40, 80, 120, 1000):
+        out, err = (_terminal(monkeypatch, stream) for stream in ("stdout", "stderr"))
+        monkeypatch.setenv("COLUMNS", str(width))
+        main(list(words))
+        shown[width] = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|.*[\r━]", "", out.getvalue() + err.getvalue())
+    for width in (40, 80, 120):
+        # A narrow table has fewer columns, or headings next to its cells; help has the same words.
+        assert set(shown[width].split()) <= set(shown[1000].split())
+        assert words[-1] != "--help" or shown[width].split() == shown[1000].split()
+        assert [x for x in shown[width].splitlines() if len(x) > width and len(x.split()) > 1] == []
+
+
+def test_tables_of_a_run_break_no_word() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
+
+    product = InterceptedProduct("addmm", ((16384, 1024), (1024, 16384)), "bfloat16", True, "fp16x3_unscaled", 3)
+    passed = dataclasses.replace(product, passed_by=PassedBy.ATTENTION)
+    with lowprec.profile("of a program") as profiled:
+        a = np.ones((64, 64), np.float32)
+        lowprec.matmul(a, a, math_mode="fp16x3_unscaled")
+    for table in (InterceptionReport("bf16", (product, passed)).table, lambda width: profiled.table(width=width)):
+        for width in (40, 80, 120):
+            shown = table(width)
+            assert set(shown.split()) <= set(table(1000).split())
+            assert max(map(len, shown.splitlines())) <= width

@@ -604,7 +604,7 @@ def test_totals_are_sums(prof: lowprec.profile) -> None:
 
 
 def test_table_layout(prof: lowprec.profile) -> None:
-    title, heading, *rows = str(prof).splitlines()
+    title, heading, *rows = prof.table(width=140).splitlines()
     assert title == "lowprec.profile mixed (cpu)"
     assert heading.split()[:5] == ["m", "x", "n", "x", "k"]
     grid, below = rows[:4], rows[4:]
@@ -633,15 +633,13 @@ def test_table_by_range(prof: lowprec.profile) -> None:
         prof.table(by="mode")  # type: ignore[arg-type]
 
 
-def test_a_long_table_is_cut_to_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_table_fits_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "tile 128x128, stages 4, split-K 1, swizzle 1, custom option 3, workspace 33554432 bytes"
     monkeypatch.setattr(cpu, "execution_info", lambda plan, execute: ExecutionInfo(True, words))
     with lowprec.profile() as prof:
         lowprec.matmul(np.ones((2, 3), np.float64), np.ones((3, 2), np.float32))
-    _, heading, row, *_ = str(prof).splitlines()
-    assert max(len(heading), len(row)) == 120
-    assert "..." in row
-    assert row.split()[-5] == "1", "numbers are never cut"
+    assert max(map(len, str(prof).splitlines())) <= 120
+    assert set(f"{words} calls".split()) <= set(str(prof).split())
     assert prof.records[0].algorithm == words
 
 

@@ -14,9 +14,10 @@ from lowprec.checking.accuracy import Array
 from lowprec.checking.comparison import seconds
 from lowprec.cli.files import check_output, read_array, write_array
 from lowprec.cli.options import add_operands, add_shared
-from lowprec.cli.output import note, print_json, print_tables, print_text
+from lowprec.cli.output import columns, note, print_json, print_tables, print_text
 from lowprec.core import dispatch, plan_call
 from lowprec.planning.rendering import WIDTH, tables
+from lowprec.util.tables import fill
 
 EXAMPLES = """\
 examples:
@@ -25,7 +26,7 @@ examples:
   lowprec matmul A.npy B.npy -o C.npy --dtype bfloat16 --out-dtype float32
 
 A bfloat16 result is stored as raw 2-byte elements: the .npy format has no bfloat16. In Python,
-numpy.load("C.npy").view(ml_dtypes.bfloat16) reads it; on this command line, --dtype bfloat16.
+view the array that numpy.load returns as ml_dtypes.bfloat16; on this command line, --dtype bfloat16.
 """
 
 #: Flops of a product that takes less time than loading a library.
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         loading = f"the first call, with loading and compiling: {seconds(first)}"
         print_tables(tables(plan), WIDTH)
-        print_text(f"{options.output}: {seconds(elapsed)} ({loading})")
+        print_text(fill(f"{options.output}: {seconds(elapsed)} ({loading})", columns()))
     if result.dtype.kind == "V":
         note(f"{options.output} holds {plan.out_dtype} as raw {plan.out_dtype.itemsize}-byte elements")
     return 0

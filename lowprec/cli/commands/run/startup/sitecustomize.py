@@ -153,8 +153,8 @@ def _print(text: str) -> None:
         if sys.stderr.isatty():
             import textwrap
 
-            wrapper = textwrap.TextWrapper(_columns(), break_long_words=False, break_on_hyphens=False)
-            text = "\n".join(map(wrapper.fill, text.split("\n")))
+            lines = textwrap.TextWrapper(_columns(), break_long_words=False, break_on_hyphens=False)
+            text = "\n".join(lines.fill(line) for line in text.split("\n"))
         sys.stderr.write(text + "\n")
     except Exception:  # noqa: BLE001 - it is closed, or the program has none
         return
