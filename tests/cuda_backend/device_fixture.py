@@ -1,4 +1,4 @@
-"""Arrays on a GPU for tests: on the software CUDA, and the very same tests on a real device where there is one."""
+"""Arrays on a GPU for tests: on the software CUDA, and for the same tests on a real device where there is one."""
 
 from __future__ import annotations
 
@@ -17,52 +17,38 @@ from software_cuda.runtime import host_bytes
 
 Array = np.ndarray[Any, Any]
 
-#: Bytes before and after what an array touches, so that nothing lies at an address that all kernels like.
+#: Bytes before and after an array, so that its address is not aligned for all kernels.
 _MARGIN_BYTES = 64
 
 
 def span(array: Array) -> tuple[int, int]:
-    """Bytes from the lowest element of an array to its first one, and to the end of the highest."""
+    """Return the bytes from the lowest element to the first one, and from that to the end of the highest."""
     below = sum(-s * (n - 1) for s, n in zip(array.strides, array.shape, strict=True) if s < 0)
     above = sum(s * (n - 1) for s, n in zip(array.strides, array.shape, strict=True) if s > 0)
     return below, above + array.itemsize
 
 
 def beyond_alignment(array: Array) -> int:
-    """Bytes by which a view begins after a multiple of 16, at which NumPy's own arrays begin."""
+    """Return the offset of a view from a multiple of 16, at which NumPy's own arrays begin."""
     return array.ctypes.data % 16 if array.size else 0
 
 
 class Gpu:
-    """What a test needs of a GPU, whichever it is."""
+    """A GPU: the software CUDA, or a real one with PyTorch's arrays.
+
+    ``put_with_memory`` returns an array with the elements of a host array and, where the device's library can, its
+    strides, and all the memory that it is in, as bytes; ``get`` returns the elements once they are computed;
+    ``untouched_outside`` is whether only the array's elements of its memory differ from before; ``free_bytes`` is the
+    device's free memory once all work is done.
+    """
 
     def put(self, host: Array, device: int = 0) -> Any:
-        """Return an array on the device with these elements and, where the device's library can, these strides."""
+        """Return the array of :meth:`put_with_memory`."""
         return self.put_with_memory(host, device)[0]
-
-    def put_with_memory(self, host: Array, device: int = 0) -> tuple[Any, Any]:
-        """Return an array, and all the memory in which it lies as a flat array of bytes."""
-        raise NotImplementedError
-
-    def get(self, array: Any) -> Array:
-        """Return the elements, once they are there."""
-        raise NotImplementedError
-
-    def transpose(self, array: Any) -> Any:
-        """Return the transpose, on the same memory."""
-        raise NotImplementedError
-
-    def untouched_outside(self, array: Any, memory: Any, before: Array) -> bool:
-        """Whether of all that memory only the elements of the array differ from before."""
-        raise NotImplementedError
-
-    def free_bytes(self) -> int:
-        """Return the device's free memory, once all work is done."""
-        raise NotImplementedError
 
 
 class SoftwareArray:
-    """An array in the memory of a software device, of which nothing is known but DLPack."""
+    """An array in the memory of a software device, known by DLPack alone."""
 
     def __init__(self, address: int, like: Array, device: int, owner: Any) -> None:
         self.address = address
@@ -71,7 +57,7 @@ class SoftwareArray:
         self.owner = owner
 
     def view(self) -> Array:
-        """The elements, where they lie."""
+        """Return the elements, without a copy."""
         dtype = NUMPY_DTYPES[dtype_from_name(self.like.dtype.name)]
         if 0 in self.like.shape:
             return np.empty(self.like.shape, dtype)
@@ -88,7 +74,7 @@ class SoftwareArray:
 
 
 class _Block:
-    """Memory of a software device; of one that died ``dead`` gets the address, for a finaliser may run anywhere."""
+    """Memory of a software device; its finaliser, which may run anywhere, appends the address to ``dead``."""
 
     def __init__(self, software: Software, nbytes: int, device: int, dead: deque[int]) -> None:
         runtime = software.runtime
@@ -106,7 +92,7 @@ class _Block:
 
 
 class SoftwareGpu(Gpu):
-    """The software CUDA, with a hand on its parts."""
+    """The software CUDA."""
 
     def __init__(self, software: Software) -> None:
         self.software = software
@@ -158,7 +144,8 @@ class SoftwareGpu(Gpu):
 
     def free_bytes(self) -> int:
         self.drain()
-        return int(self.software.runtime.cudaMemGetInfo()[1])
+        memory = self.software.runtime.memory
+        return memory.limits[0] - memory.used[0]
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -219,7 +206,7 @@ class TorchGpu(Gpu):
 
     def put_with_memory(self, host: Array, device: int = 0) -> tuple[Any, Any]:
         torch = self.torch
-        if any(s < 0 for s in host.strides):  # which torch has not
+        if any(s < 0 for s in host.strides):  # which torch does not support
             host = np.ascontiguousarray(host)
         # torch refuses to write elements that share memory.
         once = tuple(slice(None) if s else slice(1) for s in host.strides)
@@ -258,5 +245,5 @@ class TorchGpu(Gpu):
 
 
 def has_real_gpu() -> bool:
-    """Whether to test on a device: where the caller says so."""
+    """Whether to test on a device, by the environment."""
     return os.environ.get("LOWPREC_TEST_DEVICE") == "gpu"

@@ -32,38 +32,16 @@ class OnlyDLPack:
 
 
 class StreamedLibrary:
-    """What these tests need of a library."""
+    """A library with streams and graphs.
+
+    ``stream`` makes a new stream current; ``late`` returns an array that the current stream has yet to write; ``write``
+    writes one that is no operand of queued work; ``get`` returns the elements after the work of the current stream;
+    ``other`` is ``late`` of another library; ``adopt`` returns the elements of an array that is known by DLPack alone;
+    ``capture`` captures a call on the current stream, and returns a function that replays it, and the call's result.
+    """
 
     #: Whether a result may be allocated while the product is captured.
     allocates_while_capturing = False
-
-    def stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Make a new stream current."""
-        raise NotImplementedError
-
-    def late(self, host: Array) -> Any:
-        """Return an array that the current stream has yet to write."""
-        raise NotImplementedError
-
-    def write(self, array: Any, host: Array) -> None:
-        """Write an array that is no operand of queued work."""
-        raise NotImplementedError
-
-    def get(self, array: Any) -> Array:
-        """Return the elements in host memory, after the work of the current stream."""
-        raise NotImplementedError
-
-    def other(self, host: Array) -> Any:
-        """Return an array of another library, which that one's stream has yet to write."""
-        raise NotImplementedError
-
-    def adopt(self, result: Any) -> Array:
-        """Return the elements of an array that is known by DLPack alone."""
-        raise NotImplementedError
-
-    def capture(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Capture a call on the current stream; return how to replay it there, and its result."""
-        raise NotImplementedError
 
 
 class Cupy(StreamedLibrary):
@@ -106,7 +84,7 @@ class Cupy(StreamedLibrary):
 
 
 class SoftwareCupy(Cupy):
-    """What stands for CuPy on the software CUDA, whose streams are late by nature."""
+    """The replacement of CuPy on the software CUDA, whose streams are always late."""
 
     def late(self, host: Array) -> Any:
         return self.cupy.asarray(host)
@@ -171,5 +149,5 @@ class Torch(StreamedLibrary):
         return graph.replay, result
 
 
-#: Those of this machine: CuPy is played by software where no device is.
+#: The libraries of this machine; without a device, CuPy is replaced by software.
 STREAMED = ("torch", "cupy") if has_real_gpu() else ("cupy",)

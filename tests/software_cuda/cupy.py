@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from types import ModuleType, SimpleNamespace, TracebackType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,10 +52,8 @@ class Cupy(ModuleType):
         return stack[-1] if stack else self.cuda.Stream(null=True, device=index)
 
     def streams(self, device: int) -> list[_Stream]:
-        """Return the open ``with`` blocks of this thread, the innermost last."""
-        if not hasattr(self.local, "stacks"):
-            self.local.stacks = {}
-        found: list[_Stream] = self.local.stacks.setdefault(device, [])
+        """Return the streams of this thread's open ``with`` blocks, the innermost last."""
+        found: list[_Stream] = vars(self.local).setdefault(str(device), [])
         return found
 
     def empty(self, shape: tuple[int, ...], dtype: Any = float) -> _Array:
@@ -64,7 +62,7 @@ class Cupy(ModuleType):
         device = self.runtime.device
         memory, nbytes = self.runtime.memory, math.prod(shape) * np.dtype(dtype).itemsize
         if memory.used[device] + nbytes > memory.limits[device]:
-            raise OutOfMemoryError(f"Out of memory allocating {nbytes} bytes")
+            raise MemoryError(f"Out of memory allocating {nbytes} bytes")
         made = empty(self.runtime, shape, dtype, device, self.current().stream)
         return self.ndarray(made, device)
 
@@ -95,10 +93,6 @@ class Cupy(ModuleType):
         return checked(self.runtime, array.memory, array.device.id).copy()
 
 
-class OutOfMemoryError(MemoryError):
-    """CuPy's own."""
-
-
 class _Device:
     cupy: Cupy
 
@@ -111,9 +105,7 @@ class _Device:
         runtime.cudaSetDevice(self.id)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cupy.runtime.cudaSetDevice(self._before)
 
 
@@ -137,9 +129,7 @@ class _Stream:
         self.cupy.streams(self.device_id).append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cupy.streams(self.device_id).pop()
 
     def synchronize(self) -> None:
@@ -155,17 +145,10 @@ class _Array:
         self.memory = memory
         self.device = SimpleNamespace(id=device)
 
-    @property
-    def dtype(self) -> Any:
-        return self.memory.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.memory.shape
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        return self.memory.strides
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("dtype", "shape", "strides", "size", "nbytes", "flags"):
+            raise AttributeError(name)
+        return getattr(self.memory, name)
 
     @property
     def data(self) -> Any:
@@ -174,18 +157,6 @@ class _Array:
     @property
     def T(self) -> _Array:
         return type(self)(self.memory.T, self.device.id)
-
-    @property
-    def size(self) -> int:
-        return self.memory.size
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
-    @property
-    def flags(self) -> Any:
-        return self.memory.flags
 
     def __bool__(self) -> bool:
         """Wait for the current stream, as every read of a number does."""

@@ -19,7 +19,7 @@ from lowprec.arrays.view import NUMPY_DTYPES, memory_at
 from lowprec.util.strides import contiguous_strides
 from software_cuda.arrays import capsule, checked, empty, new_stream
 from software_cuda.runtime import Runtime
-from software_cuda.streams import Op
+from software_cuda.streams import Op, nothing
 
 _CUDA = 2
 
@@ -94,7 +94,10 @@ class Jax(ModuleType):
         dtype = NUMPY_DTYPES[view.dtype]
         memory = np.ndarray(view.shape, dtype, memory_at(view.address, view))
         # Ready in the order of the stream that was passed; without one, JAX assumes that it is ready now.
-        ready = None if stream is None else device.mark(stream)
+        ready = None
+        if stream is not None:
+            with self.runtime.lock:
+                ready = self.runtime.enqueue(self.runtime.stream_of(index, stream), "record", nothing)
         return self._array(_Buffer(device, memory, ready), device, committed=True)
 
 
@@ -113,12 +116,6 @@ class _Device:
     def stream_for_others(self) -> int | None:
         """Return the stream that a producer makes wait; None where the client has none."""
         return self._handle if self.jax.has_streams else None
-
-    def mark(self, stream: int) -> Op:
-        """Return a mark of what a stream holds now."""
-        runtime = self.jax.runtime
-        with runtime.lock:
-            return runtime.enqueue(runtime.stream_of(self.id, stream), "record", lambda: None)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> _Buffer:
         """Return new memory, freed in the order of the compute stream."""
@@ -232,5 +229,5 @@ class _Array:
         elif ready is not None:
             with runtime.lock:
                 consumer = runtime.stream_of(self.device.id, stream)
-                runtime.enqueue(consumer, "wait", lambda: None, after=[ready])
+                runtime.enqueue(consumer, "wait", nothing, after=[ready])
         return capsule(self.buffer.held(), self.device.id, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -213,21 +213,11 @@ def _validate_extents(x: Problem) -> None:
         raise Refusal(INVALID_VALUE, "batch counts differ")
     if x.d.batch_count > 1:
         # One matrix after another, or side by side within the leading dimension.
-        (_, end), step = _alone(x.d).span(), abs(x.d.batch_stride)
-        interleaved = 0 < step * x.d.batch_count <= _gap(x.d)
+        (_, end), step = replace(x.d, batch_count=1).span(), abs(x.d.batch_stride)
+        contiguous = x.d.rows if x.d.order == real.Order.COL else x.d.cols
+        interleaved = step >= contiguous and step * x.d.batch_count <= x.d.ld
         if step * x.d.dtype.itemsize < end and not interleaved:
             raise Refusal(INVALID_VALUE, f"D overlaps itself: batch stride {step}")
-
-
-def _alone(x: Matrix) -> Matrix:
-    """Return one matrix of a batch."""
-    return Matrix(x.name, x.type, x.rows, x.cols, x.ld, x.order, 1, 0)
-
-
-def _gap(x: Matrix) -> int:
-    """Return the leading dimension if matrices of one batch may be side by side within it, else 0."""
-    contiguous = x.rows if x.order == real.Order.COL else x.cols
-    return x.ld if abs(x.batch_stride) >= contiguous else 0
 
 
 def _validate_epilogue(x: Problem, row: tables.Row) -> None:

@@ -91,14 +91,6 @@ class Runtime(Pools):
             self.recorder.faults.append(f"cudaFree of {int(address):#x}, which is not allocated")
             raise Refusal(Status.cudaErrorInvalidValue)
 
-    def cudaMemGetInfo(self) -> tuple[Any, ...]:
-        status, free = self._free_bytes()
-        return status, free, self.devices[self.device].memory_bytes
-
-    @api(1)
-    def _free_bytes(self) -> int:
-        return self.memory.limits[self.device] - self.memory.used[self.device]
-
     @api()
     def cudaMemcpyAsync(self, target: int, source: int, nbytes: int, kind: Any, stream: Any) -> None:
         found = self.stream(stream)
