@@ -1,4 +1,4 @@
-"""What is said of arrays on a GPU where something that they need is missing."""
+"""The errors for arrays on a GPU where a package, the driver or a device is missing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("nvmath", reason="nvmath-python is not installed")
 
 
 class OnDevice:
-    """An array of which nothing is known but that it is on cuda:0."""
+    """An array on cuda:0 that is known by DLPack alone."""
 
     def __init__(self) -> None:
         self.host = np.ones((4, 4), np.float32)
@@ -38,14 +38,14 @@ class OnDevice:
 
 @pytest.fixture
 def fresh() -> Any:
-    """Whatever is loaded is looked up anew, and put back at the end."""
+    """The modules are loaded again, and restored at the end."""
     before = module.use(None)
     yield
     module.use(before)
 
 
 class Runtime:
-    """``cuda.bindings.runtime`` as far as it tells of devices; versions as CUDA counts them, 13000 for 13.0."""
+    """The part of ``cuda.bindings.runtime`` for devices; version 13000 is 13.0."""
 
     def __init__(self, status: str, count: int | None = None, driver: int = 13000) -> None:
         from cuda.bindings import runtime
@@ -69,7 +69,7 @@ def refuse(error: type[Exception], words: str) -> None:
     x = OnDevice()
     with pytest.raises(error, match=words):
         lowprec.matmul(x, x)
-    # Arrays in host memory are served all the same.
+    # Arrays in host memory are multiplied all the same.
     host = np.eye(3, dtype=np.float32)
     np.testing.assert_array_equal(lowprec.matmul(host, host), host)
 
@@ -119,31 +119,29 @@ def test_every_error_of_the_runtime_is_reported(monkeypatch: pytest.MonkeyPatch)
 
     none, own_words = {"cudaSuccess", "cudaErrorNoDevice"}, {"cudaErrorInsufficientDriver"}
     for status in runtime.cudaError_t:
-        with pytest.raises(lowprec.DeviceError, match="or keep the arrays in host memory") as told:
+        with pytest.raises(lowprec.DeviceError, match="or keep the arrays in host memory") as caught:
             module._check_devices(Runtime(status.name, 0))
-        text = str(told.value)
+        text = str(caught.value)
         assert ("none is visible" in text) is (status.name in none)
         assert status.name in none | own_words or f"({status.name}: " in text
 
 
-@pytest.mark.usefixtures("fresh")
-def test_cublas_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime("cudaSuccess", 1))
-
-    class CublasLt:
-        def get_version(self) -> int:
-            raise RuntimeError("libcublasLt.so.13: cannot open shared object file")
-
-    monkeypatch.setitem(sys.modules, "nvmath.bindings.cublasLt", CublasLt())
-    refuse(lowprec.BackendError, "cuBLASLt cannot be loaded: libcublasLt.so.13")
+def _absent() -> int:
+    raise RuntimeError("libcublasLt.so.13: cannot open shared object file")
 
 
 @pytest.mark.usefixtures("fresh")
-def test_an_old_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("get_version", "words"),
+    [
+        (_absent, "cuBLASLt cannot be loaded: libcublasLt.so.13"),
+        (lambda: 111103, r"cuBLASLt 11\.11 is too old: lowprec needs 12\.0"),
+    ],
+)
+def test_cublas(monkeypatch: pytest.MonkeyPatch, get_version: Any, words: str) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", Runtime("cudaSuccess", 1))
-    old = SimpleNamespace(get_version=lambda: 111103)
-    monkeypatch.setitem(sys.modules, "nvmath.bindings.cublasLt", old)
-    refuse(lowprec.BackendError, r"cuBLASLt 11\.11 is too old: lowprec needs 12\.0")
+    monkeypatch.setitem(sys.modules, "nvmath.bindings.cublasLt", SimpleNamespace(get_version=get_version))
+    refuse(lowprec.BackendError, words)
 
 
 @pytest.mark.usefixtures("fresh")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuda_backend.device_fixture import SoftwareGpu
 from software_cuda import DeviceModel, Software, tables
 from software_cuda.arithmetic import round_tf32
 from software_cuda.asking import BIAS, GELU, LEGACY, RELU, Array, Asked, Data, check, of_types, prepared, refusal
@@ -516,15 +517,9 @@ def test_math_modes_of_cublas(cuda: Software, rng: Any, mode: int, rounded: str)
     for wrong in (5, 7, 32, 64):
         with pytest.raises(blas.cuBLASError, match="there is no math mode"):
             blas.set_math_mode(handle, wrong)
-    x, y = (rng.standard_normal((8, 1)).astype(np.float32), rng.standard_normal((1, 4)).astype(np.float32))
-    a, b, c = (cuda.runtime.cudaMalloc(n)[1] for n in (32, 16, 128))
-    for address, values in ((a, x), (b, y)):
-        cuda.runtime.cudaMemcpyAsync(address, values.ctypes.data, values.nbytes, 4, LEGACY)
-    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    x, y = rng.standard_normal((8, 1)).astype(np.float32), rng.standard_normal((1, 4)).astype(np.float32)
     blas.set_stream(handle, LEGACY)
-    blas.sgemm(handle, 0, 0, 8, 4, 1, one.ctypes.data, a, 8, b, 1, zero.ctypes.data, c, 8)
-    cuda.drain()
-    found = cuda.runtime.memory.at(c, 128, 0, "").view(np.float32).reshape(8, 4, order="F")
+    found = SoftwareGpu(cuda).sgemm(handle, x, y)
     want = round_to(x, rounded).astype(np.float64) @ round_to(y, rounded).astype(np.float64)
     np.testing.assert_array_equal(found, want.astype(np.float32))
     blas.destroy(handle)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,56 +129,40 @@ class Compared(CublasLt):
         """Return the real object for one of the software's."""
         return self._twins.get(number, 0)
 
-    def created(self, kind: str, number: int, *arguments: int) -> int:
-        status, self._twins[number] = self.real_library.create(kind, *arguments)
-        self.compare(f"{kind}_create{arguments}", 0, status)
-        return number
 
-    def each_attribute(self, kind: str, number: int) -> Iterator[tuple[int, Any, Any]]:
-        """Return the number of each attribute, and both answers."""
-        getter = getattr(CublasLt, f"{kind}_get_attribute")
-        for x in attributes(kind, self.version).values():
-            asked = {"nbytes": x.nbytes}
-            software = answer(software_status, getter, self, number, x.number, **asked)
-            real = answer(self.real_library.get, kind, self.twin(number), x.number, **asked)
-            yield x.number, software, real
-
-    def about_to_go(self, kind: str, number: int) -> None:
-        """Compare all attributes of an object, then destroy its twin."""
-        for attribute, software, real in self.each_attribute(kind, number):
-            self.compare(f"{kind} {attribute}", software, real)
-        status = self.real_library.destroy(kind, self._twins.pop(number, 0))
-        self.compare(f"{kind}_destroy", 0, status)
-
-    def set_both(self, kind: str, arguments: tuple[int, ...]) -> None:
-        number, *rest = arguments
-        real = self.real_library.set(kind, self.twin(number), *map(int, rest))
-        setter = getattr(CublasLt, f"{kind}_set_attribute")
-        try:
-            setter(self, *arguments)
-        except SoftwareLtError as error:
-            self.compare(f"{kind}_set{tuple(rest)}", int(error.status), real)
-            raise
-        self.compare(f"{kind}_set{tuple(rest)}", 0, real)
-
-
-def _compared(kind: str) -> None:
-    """Compare the functions of a kind of object."""
+def _compared(kind: str) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a kind of object, compared with the library's."""
+    plain = {name: getattr(CublasLt, f"{kind}_{name}") for name in ("create", "destroy", "set_attribute")}
+    getter = getattr(CublasLt, f"{kind}_get_attribute")
 
     def create(self: Compared, *arguments: int) -> int:
-        made: int = getattr(CublasLt, f"{kind}_create")(self, *arguments)
-        return self.created(kind, made, *map(int, arguments))
+        made: int = plain["create"](self, *arguments)
+        status, self._twins[made] = self.real_library.create(kind, *map(int, arguments))
+        self.compare(f"{kind}_create{arguments}", 0, status)
+        return made
 
     def destroy(self: Compared, number: int) -> None:
-        self.about_to_go(kind, number)
-        getattr(CublasLt, f"{kind}_destroy")(self, number)
+        """Compare all attributes first."""
+        for x in attributes(kind, self.version).values():
+            software = answer(software_status, getter, self, number, x.number, nbytes=x.nbytes)
+            real = answer(self.real_library.get, kind, self.twin(number), x.number, nbytes=x.nbytes)
+            self.compare(f"{kind} {x.number}", software, real)
+        self.compare(f"{kind}_destroy", 0, self.real_library.destroy(kind, self._twins.pop(number, 0)))
+        plain["destroy"](self, number)
 
-    def set_attribute(self: Compared, *arguments: int) -> None:
-        self.set_both(kind, arguments)
+    def set_attribute(self: Compared, number: int, *rest: int) -> None:
+        real, status = self.real_library.set(kind, self.twin(number), *map(int, rest)), 0
+        try:
+            plain["set_attribute"](self, number, *rest)
+        except SoftwareLtError as error:
+            status = error.status
+            raise
+        finally:
+            self.compare(f"{kind}_set{rest}", status, real)
 
-    for name, function in (("create", create), ("destroy", destroy), ("set_attribute", set_attribute)):
-        setattr(Compared, f"{kind}_{name}", function)
+    return {"create": create, "destroy": destroy, "set_attribute": set_attribute}
 
 
 for _kind in _SIZES:
-    _compared(_kind)
+    for _name, _function in _compared(_kind).items():
+        setattr(Compared, f"{_kind}_{_name}", _function)
