@@ -16,6 +16,7 @@ from lowprec.modes import MathMode
 from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, ReasonKind, plan_gemm
 from lowprec.planning.batches import split_batches
 from lowprec.planning.calls import CublasLtCall, LtMatrix, Pack
+from lowprec.planning.lowering import lower
 from lowprec.planning.tensor_cores import roundings
 from lowprec.util.strides import contiguous_strides
 from support.machines import gpu
@@ -225,12 +226,8 @@ def test_transposed_operands_are_transposed_by_the_call() -> None:
     call = check(a, b, MathMode.FP32)
     assert (call.op_first, call.op_second) == ("T", "T")
     assert untouched(call)
-
-
-def test_a_column_major_result_swaps_nothing() -> None:
-    a, b = contiguous((8, 16), DType.FLOAT32, 0), contiguous((16, 24), DType.FLOAT32, 1)
-    out = Memory((8, 24), (1, 8), DType.FLOAT32, 2)
-    call = check(a, b, MathMode.FP32, out=out)
+    # A column-major result swaps nothing.
+    call = check(a, b, MathMode.FP32, out=Memory((8, 24), (1, 8), DType.FLOAT32, 2))
     assert not call.swapped
     assert not call.staged
 
@@ -320,10 +317,8 @@ def test_epilogues_are_fused_where_cublaslt_has_them(wanted: dict[str, Any], epi
 
 
 def test_a_bias_along_the_rows_of_a_column_major_result_is_not_fused() -> None:
-    a = OperandSpec.contiguous(DType.FLOAT32, (8, 16))
-    b = OperandSpec.contiguous(DType.FLOAT32, (16, 24))
+    a, b, bias = (OperandSpec.contiguous(DType.FLOAT32, shape) for shape in ((8, 16), (16, 24), (24,)))
     out = OperandSpec(DType.FLOAT32, (8, 24), (1, 8))
-    bias = OperandSpec.contiguous(DType.FLOAT32, (24,))
     call = plan_gemm(GemmProblem(a, b, out=out, bias=bias), GPU, MathMode.FP32).call
     assert call is not None
     assert call.staged
@@ -331,14 +326,8 @@ def test_a_bias_along_the_rows_of_a_column_major_result_is_not_fused() -> None:
 
 
 def test_misaligned_8_bit_operands_are_packed() -> None:
-    from lowprec.planning.lowering import lower
-
-    plan = plan_gemm(
-        GemmProblem(OperandSpec.contiguous(DType.INT8, (32, 64)), OperandSpec(DType.INT8, (64, 48), (1, 64))),
-        GPU,
-        MathMode.FP32,
-    )
-    call = lower(plan, aligned=False)
+    a, b = OperandSpec.contiguous(DType.INT8, (32, 64)), OperandSpec(DType.INT8, (64, 48), (1, 64))
+    call = lower(plan_gemm(GemmProblem(a, b), GPU, MathMode.FP32), aligned=False)
     assert call.pack_a is not None
     assert call.pack_b is not None
 
@@ -381,11 +370,8 @@ def test_split_batches_walks_every_matrix_once(shape: tuple[int, ...], rows: lis
         for index in np.ndindex(*shape)
     )
     assert walked == expected
-
-
-def test_contiguous_batches_are_one_run() -> None:
-    strides = contiguous_strides((2, 3, 4), 10)
-    assert split_batches((2, 3, 4), [strides, strides]).offsets == ((0, 0),)
+    strides = contiguous_strides(shape, 10)
+    assert len(split_batches(shape, [strides, strides]).offsets) == 1, "contiguous batches are one run"
 
 
 def test_tensor_cores_of_each_generation() -> None:

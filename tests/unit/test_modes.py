@@ -32,17 +32,12 @@ DESIGN = {
 }
 
 
-def test_the_table_has_the_rows_of_the_design_in_its_order() -> None:
-    assert [r.mode.value for r in TABLE] == list(DESIGN)
-    assert [m.value for m in MathMode] == list(DESIGN)
-
-
-@pytest.mark.parametrize("name", DESIGN)
-def test_a_row_is_the_designs(name: str) -> None:
-    r = row(MathMode(name))
-    compute = compute_words(r.compute_type, r.data)
-    found = (r.operand_format, r.parts, r.products, r.jax_preset, compute, r.uses_tf32)
-    assert found == DESIGN[name]
+def test_the_table_is_the_design_s() -> None:
+    assert [r.mode.value for r in TABLE] == list(DESIGN) == [m.value for m in MathMode]
+    for r in TABLE:
+        compute = compute_words(r.compute_type, r.data)
+        found = (r.operand_format, r.parts, r.products, r.jax_preset, compute, r.uses_tf32)
+        assert found == DESIGN[r.mode.value], r.mode
 
 
 def test_the_smallest_products_are_summed_first() -> None:
