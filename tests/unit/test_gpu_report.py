@@ -382,46 +382,39 @@ def test_speed_is_judged_at_its_worst_size(
     assert (tuned["met"], tuned["limit"]) == (None, 1.0)
 
 
-def test_software_proves_nothing(load: Load) -> None:
-    found = _claims(load, test_device=[{"feature": "a", "device": "software", "ok": True}])
-    assert {c["met"] for c in found.values()} == {None}
+def _flags(mode: str, tensor_cores: bool | None) -> dict[str, Any]:
+    return {"device": "gpu", "dtypes": ["float32"] * 2, "mode": mode, "tensor_cores": tensor_cores, "ok": True}
 
 
-@pytest.mark.parametrize(("ratio", "met"), [(1.3, True), (1.29, False)])
-def test_the_conversion_must_pay(load: Load, ratio: float, met: bool) -> None:
-    rows = [_speed("float32 bf16", 8192, ratio, other="lowprec tf32")]
-    found = _claims(load, speed=rows)
-    assert found["float32 in mode bf16, conversion included, over mode tf32 at 8192"]["met"] is met
+_TIMES = [("lowprec", 1.2), ("lowprec", 1.6), ("nvmath", 90.0)]
 
 
-def test_host_time_is_judged_at_its_worst_type(load: Load) -> None:
-    rows = [
-        {"device": "gpu", "name": "lowprec", "over_torch": 1.2, "ok": None},
-        {"device": "gpu", "name": "lowprec", "over_torch": 1.6, "ok": None},
-        {"device": "gpu", "name": "nvmath", "over_torch": 90.0, "ok": None},
-    ]
-    claim = _claims(load, host=rows)["host time of a small product over torch.matmul's, worst type"]
-    assert (claim["value"], claim["met"]) == (1.6, False)
-
-
-def test_flags_are_judged_by_mode(load: Load) -> None:
-    def row(mode: str, tensor_cores: bool | None) -> dict[str, Any]:
-        real = ["float32", "float32"]
-        return {
-            "device": "gpu", "dtypes": real, "mode": mode, "tensor_cores": tensor_cores, "ok": True,
-        }  # fmt: skip
-
-    rows = [row("tf32", True), row("tf32", False), row("fp32", False), row("fp32", None)]
-    found = _claims(load, accuracy=rows)
-    assert found["tf32: algorithms on tensor cores, share"]["value"] == 0.5
-    assert found["tf32: algorithms on tensor cores, share"]["met"] is False
-    assert found["fp32: algorithms without tensor cores, share"]["met"] is True
-
-
-def test_one_feature_that_fails_is_a_miss(load: Load) -> None:
-    rows = [{"feature": str(i), "device": "gpu", "ok": i < 2} for i in range(3)]
-    claim = _claims(load, test_device=rows)["features that work on the GPU, share"]
-    assert (claim["value"], claim["met"]) == (pytest.approx(2 / 3), False)
+@pytest.mark.parametrize(
+    ("part", "rows", "what", "value", "met"),
+    [
+        ("speed", [_speed("float32 bf16", 8192, 1.3, other="lowprec tf32")],
+         "float32 in mode bf16, conversion included, over mode tf32 at 8192", 1.3, True),
+        ("speed", [_speed("float32 bf16", 8192, 1.29, other="lowprec tf32")],
+         "float32 in mode bf16, conversion included, over mode tf32 at 8192", 1.29, False),
+        ("host", [{"device": "gpu", "name": n, "over_torch": t, "ok": None} for n, t in _TIMES],
+         "host time of a small product over torch.matmul's, worst type", 1.6, False),
+        ("accuracy", [_flags("tf32", True), _flags("tf32", False), _flags("fp32", False), _flags("fp32", None)],
+         "tf32: algorithms on tensor cores, share", 0.5, False),
+        ("accuracy", [_flags("fp32", False), _flags("fp32", None)],
+         "fp32: algorithms without tensor cores, share", 1.0, True),
+        ("test_device", [{"feature": str(i), "device": "gpu", "ok": i < 2} for i in range(3)],
+         "features that work on the GPU, share", pytest.approx(2 / 3), False),
+        # What was seen in software says nothing about a GPU.
+        ("test_device", [{"feature": "a", "device": "software", "ok": True}],
+         "features that work on the GPU, share", None, None),
+    ],
+)  # fmt: skip
+def test_claims_are_judged_at_their_worst(
+    load: Load, part: str, rows: list[dict[str, Any]], what: str, value: Any, met: bool | None
+) -> None:
+    found = _claims(load, **{part: rows})
+    assert (found[what]["value"], found[what]["met"]) == (value, met)
+    assert met is not None or {c["met"] for c in found.values()} == {None}
 
 
 # -- measurements ---------------------------------------------------------------------------------
