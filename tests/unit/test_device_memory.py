@@ -158,23 +158,20 @@ def test_capsules_of_every_type_and_shape(
     assert view.copied is None
 
 
-@pytest.mark.parametrize(("stream", "waits"), [(1, 1), (2, 2), (0x7F00, 0x7F00), (7, 7)])
-def test_the_consumers_stream_waits_for_the_producers(memory: Memory, stream: int, waits: int) -> None:
-    device_array(sample(DType.FLOAT32)).__dlpack__(stream=stream)
-    assert memory.orders() == [(7, waits)]
-
-
-@pytest.mark.parametrize("keywords", [{}, {"stream": None}], ids=str)
-def test_for_a_consumer_that_names_no_stream_the_host_waits(memory: Memory, keywords: dict[str, None]) -> None:
-    """JAX names none where its client has none to tell, and does not work on the default stream then."""
+@pytest.mark.parametrize(
+    ("keywords", "calls"),
+    [
+        *[({"stream": stream}, [("order", 7, stream, GPU)]) for stream in (1, 2, 0x7F00, 7)],
+        # JAX names none where its client has none, and does not work on the default stream then: the host waits.
+        ({}, [("synchronize", 7, GPU)]),
+        ({"stream": None}, [("synchronize", 7, GPU)]),
+        ({"stream": -1}, []),
+    ],
+    ids=str,
+)
+def test_the_consumers_stream_waits_for_the_producers(memory: Memory, keywords: Any, calls: list[Any]) -> None:
     device_array(sample(DType.FLOAT32)).__dlpack__(**keywords)
-    assert memory.calls[1:] == [("synchronize", 7, GPU)]
-
-
-def test_a_consumer_may_ask_not_to_wait(memory: Memory) -> None:
-    array = device_array(sample(DType.FLOAT32))
-    array.__dlpack__(stream=-1)
-    assert memory.orders() == []
+    assert memory.calls[1:] == calls
 
 
 @pytest.mark.parametrize("stream", [0, -2, 1.5, "1", True])
@@ -341,13 +338,9 @@ def test_jax_arrays_on_a_gpu_come_in_on_lowprecs_own_stream(memory: Memory) -> N
     assert library.current_stream(GPU) == OWN_STREAM + 1
     assert library.current_stream(CPU) is None
     assert library.keeps_owners
-
-
-def test_jax_arrays_in_pinned_memory_are_the_hosts(memory: Memory) -> None:
-    """By a stand-in for JAX on a GPU: its device is the GPU, and DLPack tells that its memory is the host's."""
-    array = GpuJaxArray(sample(DType.FLOAT32), (3, 0))
-    view = JaxLibrary(gpu_jax()).view(array)
-    assert (view.device, array.streams) == (CPU, ["none given"])
+    # In pinned memory its device is the GPU, and DLPack reports memory of the host.
+    pinned = GpuJaxArray(sample(DType.FLOAT32), (3, 0))
+    assert (library.view(pinned).device, pinned.streams) == (CPU, ["none given"])
 
 
 def test_jax_adopts_results_on_a_gpu(memory: Memory) -> None:

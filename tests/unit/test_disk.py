@@ -79,16 +79,13 @@ def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept: Path, cache:
 
 
 @posix
-def test_another_user_s_file_is_not_read(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_s_file_or_folder_is_not_used(kept: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _somebody_else(monkeypatch)
     with pytest.warns(LowprecWarning, match="it belongs to another user"):
         assert disk.read_bytes("kernels/x") is None
-
-
-@posix
-def test_another_user_s_folder_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.mkdir(mode=0o755)
-    _somebody_else(monkeypatch)
+    kept.unlink()
+    kept.parent.rmdir()
+    disk._warned.clear()
     with pytest.warns(LowprecWarning, match="cache: it belongs to another user"):
         disk.write_bytes("kernels/x", b"new")
     disk.write_json("x.json", {})
@@ -96,11 +93,22 @@ def test_another_user_s_folder_is_not_used(cache: Path, monkeypatch: pytest.Monk
     assert list(cache.iterdir()) == []
 
 
+def _link(kept: Path) -> None:
+    kept.rename(kept.parents[2] / "moved")
+    kept.symlink_to(kept.parents[2] / "moved")
+
+
+def _pipe(kept: Path) -> None:
+    kept.unlink()
+    os.mkfifo(kept, 0o600)
+
+
 @posix
-def test_a_link_in_the_place_of_a_file_is_not_followed(kept: Path, tmp_path: Path) -> None:
-    kept.rename(tmp_path / "elsewhere")
-    kept.symlink_to(tmp_path / "elsewhere")
-    with pytest.warns(LowprecWarning, match="it is a symbolic link"):
+@pytest.mark.parametrize(("replace", "words"), [(_link, "a symbolic link"), (_pipe, "not a regular file")])
+def test_only_a_regular_file_is_read(kept: Path, replace: Callable[[Path], None], words: str) -> None:
+    """A pipe would be waited for."""
+    replace(kept)
+    with pytest.warns(LowprecWarning, match=f"it is {words}"):
         assert disk.read_bytes("kernels/x") is None
 
 
@@ -111,14 +119,6 @@ def test_a_link_to_a_folder_is_judged_by_the_folder(kept: Path, cache: Path, tmp
     assert disk.read_bytes("kernels/x") == b"good"
     (tmp_path / "scratch").chmod(0o777)
     with pytest.warns(LowprecWarning, match="others than you can write"):
-        assert disk.read_bytes("kernels/x") is None
-
-
-@posix
-def test_special_files_are_not_waited_for(kept: Path) -> None:
-    kept.unlink()
-    os.mkfifo(kept, 0o600)
-    with pytest.warns(LowprecWarning, match="it is not a regular file"):
         assert disk.read_bytes("kernels/x") is None
 
 
