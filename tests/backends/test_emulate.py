@@ -339,18 +339,6 @@ def test_an_exception_of_a_signal_handler_leaves_nothing_open() -> None:
     assert interrupts.count(block, nothing_is_open, KeyboardInterrupt) > 10
 
 
-def test_eight_threads_at_once(operands: Any) -> None:
-    expected = {arch: in_float32(*operands, arch, "fp16") for arch in Architecture}
-
-    def product(i: int) -> bool:
-        arch = list(Architecture)[i % 5]
-        with emulate(arch):
-            return identical(lowprec.matmul(*operands, math_mode="fp16"), expected[arch])
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(product, range(80)))
-
-
 @pytest.mark.parametrize("name", ["kepler", "", None, 8])
 def test_other_architectures_are_refused(name: Any) -> None:
     with pytest.raises(UnsupportedError, match="choose one of: volta, ampere, ada, hopper, black"):

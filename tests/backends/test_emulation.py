@@ -251,40 +251,6 @@ M = N = 64
 K = 4096
 
 
-def parts(x: Any, fmt: NumberFormat, count: int, exponent: int = 0) -> list[Any]:
-    """Return a float32 matrix as parts: each is what those before leave, times 2^exponent, rounded."""
-    found, rest = [], x
-    for _ in range(count):
-        found.append(rounded(rest, fmt))
-        rest = (rest - found[-1]) * np.float32(2.0**exponent)
-    return found
-
-
-def in_chunks(a: Any, b: Any, start: Any, chunk: int, model: Arithmetic) -> Any:
-    """Return ``start + a @ b``, each chunk of k added in float32 with rounding to nearest."""
-    for k in range(0, a.shape[1], chunk):
-        start = start + multiply(a[:, k : k + chunk], b[k : k + chunk], None, model)
-    return start
-
-
-def recovered(scheme: str, a: Any, b: Any, chunk: int) -> Any:
-    """Return a product by a scheme of parts, the small products in one chain first."""
-    fmt, count, exponent = {
-        "fp16x3": (FLOAT16, 2, 11),
-        "tf32x3": (TF32, 2, 0),
-        "bf16x3": (BFLOAT16, 2, 0),
-        "bf16x6": (BFLOAT16, 3, 0),
-    }[scheme]
-    model = arithmetic(H, fmt.name)
-    x, y = parts(a, fmt, count, exponent), parts(b, fmt, count, exponent)
-    small = None
-    for order in range(count - 1, 0, -1):
-        left = np.hstack([x[order - j] for j in range(order + 1)])
-        right = np.vstack([y[j] for j in range(order + 1)])
-        small = multiply(left, right, small, model)
-    return in_chunks(x[0], y[0], small * np.float32(2.0**-exponent), chunk, model)
-
-
 # Relative Frobenius errors that an independent bit-accurate model of Hopper gave for k = 4096 (m = n = 128).
 @pytest.mark.parametrize(
     ("scheme", "chunk", "normal", "uniform"),
@@ -310,6 +276,4 @@ def test_errors_of_recovered_products_on_hopper(
         exact = a.astype(np.float64) @ b.astype(np.float64)
         with lowprec.emulate("hopper"):
             found = lowprec.matmul(a, b, math_mode=scheme, k_chunk=chunk)
-        for product in (recovered(scheme, a, b, chunk), found):
-            error = np.linalg.norm(product - exact) / np.linalg.norm(exact)
-            assert error == pytest.approx(published, rel=0.2)
+        assert np.linalg.norm(found - exact) / np.linalg.norm(exact) == pytest.approx(published, rel=0.2)

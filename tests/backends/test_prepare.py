@@ -422,10 +422,6 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
             call(a, prepared, out=c)
         with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
             call(a[:, 1:], prepared)
-    with pytest.raises(lowprec.ArrayError, match="a prepared operand, which is accepted only as b of matmul"):
-        lowprec.vecdot(a, prepared)
-    with pytest.raises(lowprec.ArrayError, match="a prepared operand, which is accepted only as b of matmul"):
-        lowprec.prepare(prepared)
     with pytest.raises(lowprec.ModeError, match="'bf17' is not a math mode"):
         lowprec.prepare(b, math_mode="bf17")
     with pytest.raises(lowprec.DTypeError, match="int32"):

@@ -366,15 +366,6 @@ def test_ten_thousand_random_problems_are_within_rtol(machine, bound, rng, monke
     assert len(taken) >= 5
 
 
-def test_a_bound_without_rtol_is_a_mistake():
-    a = np.ones((4, 4), np.float32)
-    for ask in (lowprec.matmul, lowprec.plan):
-        with pytest.raises(lowprec.ModeError, match="bound='probable' needs rtol="):
-            ask(a, a, bound="probable")
-        with pytest.raises(lowprec.ModeError, match="bound must be 'guaranteed' or 'probable', got"):
-            ask(a, a, rtol=1e-3, bound="likely")
-
-
 def test_the_guard_accepts_fp64_and_no_mode_that_recovers_fp32():
     """A bound as good as fp32's is a promise about the error; the guard promises the arithmetic."""
     with lowprec.fp32_guard():

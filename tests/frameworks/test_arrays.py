@@ -670,32 +670,6 @@ def test_producers_without_versions_are_asked_twice_each_time(memory: np.ndarray
         assert library_of(producer).view(producer).address == memory.ctypes.data
 
 
-class Nested:
-    """A producer that has lowprec read another before it exports."""
-
-    def __init__(self, inner: Any, calls: list[int]) -> None:
-        self.inner = inner
-        self.calls = calls
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)
-
-    def __dlpack__(self, *, stream: Any = None, max_version: Any = None) -> object:
-        self.calls.append(1)
-        import_array(self.inner)
-        raise AssertionError("the innermost refuses")
-
-
-def test_nested_producers_are_asked_once_each(memory: np.ndarray) -> None:
-    calls: list[int] = []
-    producer: Any = Capsules(memory, lanes=4)
-    for _ in range(12):
-        producer = Nested(producer, calls)
-    with pytest.raises(ArrayError, match=r"Nested refuses to be exported.*lanes 4"):
-        library_of(producer).view(producer)
-    assert len(calls) == 12
-
-
 @pytest.mark.parametrize("device", [("cpu", 0), (1,), (1, 0, 0), None, 1, (1.5, 0), (None, None), ("2", 0)], ids=str)
 def test_devices_that_are_none_are_refused(memory: np.ndarray, device: Any) -> None:
     producer = Capsules(memory)
@@ -878,35 +852,6 @@ def test_an_export_keeps_the_memory_until_its_consumer_is_done(torch: Any) -> No
     del tensor
     gc.collect()
     assert alive() is None
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
-@pytest.mark.sweep
-def test_round_trips_leave_memory_flat(xp: ArrayNamespace) -> None:
-    array = xp.asarray(np.zeros((64, 64), np.float32))
-    library = library_of(array)
-
-    def round_trips(count: int) -> None:
-        for _ in range(count):
-            view = library.allocate((64, 64), DType.BFLOAT16, CPU, array)
-            library.view(array).ndarray()
-            library.wrap(view.owner, array)
-
-    round_trips(2_000)
-    resident = []
-    for _ in range(6):
-        gc.collect()
-        resident.append(resident_bytes())
-        round_trips(4_000)
-    # A leak grows in every round, an allocator's pools do not. A capsule (100 bytes) lost per
-    # round trip would be 400 kB a round or more, a buffer 32 MB.
-    growth = [after - before for before, after in itertools.pairwise(resident)]
-    assert min(growth) < 100_000, growth
 
 
 @pytest.mark.usefixtures("torch", "jax")

@@ -59,6 +59,7 @@ SUBSCRIPTS = [
 
 @pytest.mark.parametrize("subscripts", SUBSCRIPTS)
 @with_namespace
+@pytest.mark.sampled(2)
 def test_einsum(xp: ArrayNamespace, subscripts: str) -> None:
     operands = operands_of(subscripts)
     true = np.einsum(subscripts, *operands)
