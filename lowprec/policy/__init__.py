@@ -1,4 +1,4 @@
-"""The math mode in force: the environment, the process default, the scopes and the guard."""
+"""The current math mode: the environment, the process default, the scopes and the guard."""
 
 from __future__ import annotations
 

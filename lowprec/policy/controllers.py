@@ -1,4 +1,4 @@
-"""The registry of the libraries whose switches ``fp32_guard`` and ``math_mode(..., frameworks=True)`` set."""
+"""Registry of controllers: the libraries whose switches ``fp32_guard`` and ``math_mode(frameworks=True)`` set."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from lowprec.policy.protocol import Controller
 _MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
 
 _by_name: dict[str, Controller] = {}
-#: The modules of all controllers ever registered: where none of these is loaded, a block has nothing to set.
+#: Modules of all controllers ever registered. If none is loaded, a block sets no switches.
 known_modules: set[str] = set()
 
 
 def register_controller(controller: Controller) -> None:
-    """Make ``fp32_guard`` and ``math_mode`` act on another library.
+    """Register a library whose switches ``fp32_guard`` and ``math_mode`` set.
 
-    It takes effect from the next entry of a guard on, for the whole process. A controller of the same name is
-    replaced; blocks that are open keep the old one.
+    It takes effect at the next entry of a guard, for the whole process. A controller of the same name is replaced;
+    open blocks keep the old one.
 
     Parameters
     ----------
     controller : object
-        With the attributes ``name``, ``module``, ``tier``, ``switches`` and ``modes``, and the methods ``save``,
+        Object with attributes ``name``, ``module``, ``tier``, ``switches`` and ``modes``, and methods ``save``,
         ``set_mode``, ``restore`` and ``describe``; see :class:`~lowprec.policy.protocol.Controller`.
 
     Raises
     ------
     TypeError
-        If one of these is missing.
+        An attribute or method is missing.
 
     Examples
     --------
@@ -65,12 +65,12 @@ def register_controller(controller: Controller) -> None:
 
 
 def unregister_controller(name: str) -> None:
-    """Remove a controller; open blocks keep it; raises KeyError if there is none of this name."""
+    """Remove a controller; open blocks keep it. Raises KeyError for an unknown name."""
     del _by_name[name]
 
 
 def controllers() -> tuple[Controller, ...]:
-    """Return every controller, in the order in which they were registered.
+    """Return all controllers in the order of registration.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def controllers() -> tuple[Controller, ...]:
 
 
 def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
-    """Return the controllers of those of these libraries (None: all) that are loaded."""
+    """Return the controllers of loaded libraries, of these names or (None) all."""
     return [c for c in controllers() if sys.modules.get(c.module) is not None and (names is None or c.name in names)]
 
 

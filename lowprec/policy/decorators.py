@@ -1,4 +1,4 @@
-"""A scope around each call of a function, a coroutine function or a generator function."""
+"""Scopes as decorators of functions, coroutine functions and generator functions."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decorated(scope: Scope, function: Callable[..., Any], plain: Callable[..., Any] = _plain) -> Callable[..., Any]:
-    """Return the function with the scope around each of its calls.
+    """Return a function that enters the scope in each call.
 
-    The scope of an ``async def`` lasts until its coroutine ends; that of a generator is open while the body runs
-    and closed while the consumer does. ``plain`` wraps functions of all other kinds.
+    For a coroutine function the scope lasts until the coroutine ends; for a generator it is open only while the body
+    runs, not while the consumer does. ``plain`` wraps all other functions.
     """
     if isinstance(function, staticmethod | classmethod):
         return type(function)(decorated(scope, function.__func__))
@@ -39,14 +39,14 @@ def decorated(scope: Scope, function: Callable[..., Any], plain: Callable[..., A
 
 
 def _call_of(function: Callable[..., Any]) -> Any:
-    """Return the ``__call__`` of an object's class, which has the kind of the object."""
+    """Return the ``__call__`` of an object's class, which may be a coroutine or generator function."""
     while isinstance(function, functools.partial):
         function = function.func
     return type(function).__call__
 
 
 class Wrapped:
-    """A function with a scope around each call; a pickle holds both, or the name of this object."""
+    """A function that enters a scope in each call; a pickle contains both, or the name of this object."""
 
     def __init__(self, scope: Scope, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -78,8 +78,8 @@ def _coroutine(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-# `yield from` inside the scope would leave it open for the consumer, so both kinds of generator run step by step, and
-# receive the values and exceptions of the consumer.
+# `yield from` inside the scope would leave it open while the consumer runs. So generators are driven step by step, with
+# the values and exceptions of the consumer.
 def _generator(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         steps = function(*args, **kwargs)

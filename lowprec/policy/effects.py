@@ -1,7 +1,7 @@
-"""Whether a library's switch has an effect on this device, found by one small product of that library.
+"""Detection of switches without effect on this device, by one small product of the library.
 
 PyTorch's "medium", for example, lowers the precision only on CPUs with tile units. Each library is probed once per
-process and mode, after its switches are set for that mode, and never for the guard.
+process and mode, after its switches are set, and never for the guard.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowprec.modes import MathMode
 from lowprec.policy.interrupts import attempt
 from lowprec.policy.protocol import Controller
 
-#: By library and mode: the products that stay in full FP32; None where the switch has an effect.
+#: By library and mode: the products that stay in full FP32; None if the switch has an effect.
 _known: dict[tuple[str, MathMode], str | None] = {}
 _reported: set[tuple[str, MathMode]] = set()
 
@@ -33,7 +33,7 @@ def probe(full: Callable[[tuple[int, int], float], Any]) -> str:
 def without_effect(controller: Controller, mode: MathMode, inside: Mapping[str, Any] | None) -> str | None:
     """Return the products that a library leaves in full FP32; None if there are none or they are unknown.
 
-    ``inside`` has the switches as set for the mode, None for switches of this thread alone. The answer is not kept if
+    ``inside`` has the switches as set for the mode, None for thread-scoped switches. The result is not cached if
     another thread has changed them meanwhile.
     """
     ask = getattr(controller, "without_effect", None)
@@ -42,7 +42,7 @@ def without_effect(controller: Controller, mode: MathMode, inside: Mapping[str, 
     key = controller.name, mode
     if key not in _known:
         left, _ = attempt(controller, partial(ask, mode))
-        # None: it is unknown now (PyTorch is tracing, for example).
+        # None: unknown at the moment, for example while PyTorch traces.
         if left is None or (inside is not None and controller.save() != inside):
             return None
         _known[key] = left or None
@@ -50,12 +50,12 @@ def without_effect(controller: Controller, mode: MathMode, inside: Mapping[str, 
 
 
 def known(name: str, mode: MathMode) -> str | None:
-    """Return the result of an earlier :func:`without_effect`."""
+    """Return the cached result of :func:`without_effect`."""
     return _known.get((name, mode))
 
 
 def unreported(found: Iterable[tuple[Controller, Mapping[str, Any] | None]], mode: MathMode) -> list[str]:
-    """Return a phrase for each library whose switches, set to these values, have no effect; each library once."""
+    """Return a phrase for each library whose switches have no effect, once per library and mode."""
     phrases = []
     for controller, inside in found:
         left = without_effect(controller, mode, inside)

@@ -1,7 +1,7 @@
-"""Entering and leaving a block, and the open blocks of each thread and task.
+"""Entering and leaving ``with`` blocks, and the open blocks of each thread and task.
 
-An exception inside a block, or one raised by a signal handler while the block is entered or left, undoes the block's
-changes: :meth:`Entry.close`, called again, does the rest. A second exception during that is not handled.
+A block's changes are also undone after an exception inside the block, or in a signal handler while the block is entered
+or left: :meth:`Entry.close` may be called again and completes the rest. A second exception during that is not handled.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="Scope")
 
-#: A warning, not an error: the event loop closes an abandoned generator in another task, a finalizer may run in any
-#: thread, and an error would hide the exception that is being raised.
+#: A warning, because an error would hide another exception. It occurs when the event loop closes an abandoned generator
+#: in another task, or a finalizer runs in another thread.
 _OTHER_CONTEXT = (
-    "was left in a thread or task in which it was not entered; other libraries' switches are restored, and "
+    "was left in another thread or task than it was entered in; other libraries' switches are restored, but "
     "lowprec's own scope stays open where it was entered"
 )
 
@@ -37,11 +37,11 @@ class Entry(Block):
     __slots__ = ("is_open", "scope", "statement")
 
     def __init__(self, scope: Any) -> None:
-        self.layers = self.failures = NOTHING  # as Block does; a block is entered often
+        self.layers = self.failures = NOTHING  # without super().__init__(), for speed
         self.thread = get_ident()
         self.scope = scope
         self.is_open = False
-        #: The function that a ``with`` statement calls at its end.
+        #: The function that the ``with`` statement calls at its end.
         self.statement: ref[Callable[..., None]] | None = None
 
     def open(self, scope: Any) -> None:
@@ -49,7 +49,7 @@ class Entry(Block):
         raise NotImplementedError
 
     def close(self) -> list[str]:
-        """Undo all changes, and return warnings; called again after an exception, does the rest."""
+        """Undo all changes, and return warnings. After an exception, call it again to complete the rest."""
         raise NotImplementedError
 
     def _dropped(self, _: object) -> None:
@@ -58,20 +58,20 @@ class Entry(Block):
             self.close()
 
 
-#: Created by the last look-up of ``__exit__``, for the ``__enter__`` that follows in that thread.
+#: Entry created by the last look-up of ``__exit__``; the ``__enter__`` that follows in the same thread uses it.
 _prepared: Entry | None = None
 
 
 class _Exit:
-    """``__exit__`` of a scope, which a ``with`` statement looks up right before it calls ``__enter__``.
+    """Descriptor of ``__exit__``, which a ``with`` statement looks up right before it calls ``__enter__``.
 
-    A signal handler may raise in :func:`_leave` or before its first line, outside of any ``try``, which ends the
-    ``with`` statement with the block open. The statement then drops the ``partial`` that it has looked up, which closes
-    the entry.
+    A signal handler may raise in :func:`_leave` or just before its first line, so that the ``with`` statement ends with
+    the block still open. The statement then drops its reference to the ``partial`` returned here, whose weak reference
+    callback closes the entry.
     """
 
     def __get__(self, scope: Scope | None, owner: type[Scope]) -> Callable[..., None]:
-        # ExitStack looks it up in the class, and passes the scope when it calls.
+        # ExitStack looks it up in the class, and passes the scope in the call.
         global _prepared
         entry = _prepared = owner._entry_type(owner if scope is None else scope)
         leave = partial(_leave, entry) if scope is None else partial(_leave, entry, scope)
@@ -80,14 +80,14 @@ class _Exit:
 
 
 def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
-    # If it is not open, it was not looked up by a ``with`` statement: guard.__exit__()
+    # The entry is not open after an explicit call of guard.__exit__(), without a ``with`` statement.
     found = entry if entry.is_open else scope._last_entry()
     for sentence in [_OTHER_CONTEXT] if found is None else found.close():
         warn(f"{scope!r} {sentence}")
 
 
 class Scope:
-    """A change that lasts as long as a ``with`` block."""
+    """A context manager that may be entered several times, in several threads."""
 
     __slots__ = ()
     _entry_type: type[Entry]
@@ -107,20 +107,20 @@ class Scope:
             raise
 
     def _last_entry(self) -> Entry | None:
-        """Return the open entry that a bare call of ``__exit__`` means."""
+        """Return the open entry that an explicit call of ``__exit__`` leaves."""
         raise NotImplementedError
 
 
 class PolicyEntry(Entry):
-    """One entry of a policy scope; the innermost one of a context has the combined policy of all."""
+    """One entry of a policy scope; the innermost entry of a context has the combined policy of all."""
 
     __slots__ = ("emulates", "guarded", "mode", "origin", "outer")
 
-    outer: PolicyEntry | None  # None outside of all scopes; never changes, since contexts are copied
+    outer: PolicyEntry | None  # next entry outwards; never changes, because contexts are copied
     mode: MathMode | None  # of the innermost ``math_mode``
     guarded: bool  # whether one of the blocks is a guard
     emulates: Architecture | None  # of the innermost ``emulate``
-    origin: PolicyEntry | None  # the entry that this is a copy of, since one further out was left first
+    origin: PolicyEntry | None  # entry of which this is a copy, made because an outer entry was left first
 
     def _place(self, outer: PolicyEntry, origin: PolicyEntry | None = None) -> None:
         scope = self.scope
@@ -131,7 +131,7 @@ class PolicyEntry(Entry):
         self.origin = origin
 
     def entries(self) -> list[PolicyEntry]:
-        """Return the open entries from this one outwards."""
+        """Return the open entries, the innermost first."""
         found = []
         entry = self
         while entry.outer is not None:
@@ -156,7 +156,10 @@ class PolicyEntry(Entry):
             scope._set_libraries(self)
 
     def close(self) -> list[str]:
-        """Leave the scope here, also if a copy of this context has left it, and restore other libraries' switches."""
+        """Leave the scope in this context and restore other libraries' switches.
+
+        A copy of this context may have left the scope before.
+        """
         remarks = []
         here = innermost.get()
         if here is self:
@@ -185,18 +188,18 @@ _no_scope = PolicyEntry(None)
 _no_scope.outer = _no_scope.mode = _no_scope.emulates = _no_scope.origin = None
 _no_scope.guarded = False
 
-#: The libraries of a scope that sets none.
+#: Selection of no libraries.
 NO_LIBRARY: frozenset[str] = frozenset()
 
-#: The innermost entry of this context; one without a scope where no block is open.
+#: The innermost entry of this context; outside of all blocks, an entry without a scope.
 innermost: ContextVar[PolicyEntry] = ContextVar("lowprec_entry", default=_no_scope)
 
-#: The entries of all threads that hold other libraries' switches, in the order in which they came.
+#: Entries of all threads that have set other libraries' switches, in order of entry.
 held: dict[PolicyEntry, None] = {}
 
 _listeners: list[Callable[[bool], None]] = []
-#: Add a function to call after every change of the scopes in a thread, or (with True) of the process's default, as
-#: ``lowprec.torch`` and ``lowprec.jax`` do, whose compilers depend on the mode.
+#: Register a function to be called after every change of the scopes of a thread (argument False) or of the process
+#: default (True); ``lowprec.torch`` and ``lowprec.jax`` do, because compiled code depends on the mode.
 on_change = _listeners.append
 
 

@@ -1,8 +1,8 @@
-"""The environment, read only here and in ``policy.variables``.
+"""Environment variables, which only this module and ``policy.variables`` read.
 
-Variables that decide a mode are read once per process, at the first use of a mode (a product, a plan,
-``get_math_mode``), because cuBLAS reads ``NVIDIA_TF32_OVERRIDE`` once, too. ``import lowprec`` reads nothing, so an
-illegal value breaks only a program that multiplies. An empty or blank value counts as unset.
+Variables that set a mode are read once per process, at the first use of a mode (a product, a plan, ``get_math_mode``),
+as cuBLAS reads ``NVIDIA_TF32_OVERRIDE`` once. ``import lowprec`` reads none, so an illegal value raises only in a
+program that multiplies. A blank value counts as unset.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from lowprec.policy.variables import VARIABLES as VARIABLES
 from lowprec.policy.variables import Variable
 
 
-# eq=False: a snapshot is part of the key of every cached decision, so it is hashed by identity.
+# eq=False: hashed by identity, because a snapshot is part of cache keys.
 @dataclass(frozen=True, slots=True, eq=False)
 class EnvironmentSnapshot:
-    """The values that hold for the rest of the process."""
+    """Values of the variables that are read once per process."""
 
     math_mode: MathMode | None  # from ``LOWPREC_MATH_MODE``
     force_math_mode: MathMode | None  # from ``LOWPREC_FORCE_MATH_MODE``
     fp32_guard: bool  # whether ``LOWPREC_FP32_GUARD`` is 1
     tf32_off: bool  # whether ``NVIDIA_TF32_OVERRIDE`` is 0
     max_cpu_isa: str | None  # from ``LOWPREC_MAX_CPU_ISA``
-    texts: Mapping[str, str | None]  # of each variable, when it was read
+    texts: Mapping[str, str | None]  # text of each variable when it was read
 
 
-#: The snapshot, once it is taken. `setdefault` is one step, without a lock that could be held when a process is forked
-#: or a signal handler runs.
+#: The snapshot, if it has been taken. Stored by `setdefault`, which is atomic, instead of under a lock, which a fork or
+#: a signal handler could find held.
 _taken: dict[None, EnvironmentSnapshot] = {}
 
 
@@ -52,33 +52,32 @@ def _take() -> EnvironmentSnapshot:
 
 
 def snapshot() -> EnvironmentSnapshot:
-    """Return the variables that decide a mode, read at the first call and kept.
+    """Return the variables that set a mode; the first call reads them.
 
-    Raises EnvironmentVariableError if a variable holds an illegal value; the next call reads again.
+    Raises EnvironmentVariableError for an illegal value; the next call reads again.
     """
-    # Two threads that start together must see the same values, even if a third one writes the environment.
     return _taken.get(None) or _taken.setdefault(None, _take())
 
 
 def refresh() -> None:
-    """Forget the snapshot, so that the next use of a mode reads the environment again.
+    """Drop the snapshot, so that the next use of a mode reads the environment again.
 
     For tests and interactive work. cuBLAS keeps the value that it has read.
     """
     _taken.clear()
     entries.notify(True)
-    _taken.clear()  # a listener has resolved a mode, which does not count as a use
+    _taken.clear()  # again, because listeners resolve modes
 
 
 class VariableRow(NamedTuple):
-    """One variable in ``info()``; name, meaning and legal are those of :class:`Variable`."""
+    """One variable in ``info()``; ``name``, ``meaning`` and ``legal`` as in :class:`Variable`."""
 
     name: str
     value: str | None  # the current text
-    effect: str  # a description of the value in force
+    effect: str  # description of the value in use
     meaning: str
     legal: str
-    problem: str | None  # a warning: a value that is illegal, reserved, or changed too late
+    problem: str | None  # warning about an illegal, reserved or too late changed value
 
 
 def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> VariableRow:
@@ -94,20 +93,20 @@ def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> Variable
         was, is_now = ("unset" if text is None else quoted(text) for text in (used, now))
         problem = (
             f"{variable.name} was {was} when lowprec read it and is {is_now} now; "
-            "the first value holds until the process ends"
+            "the first value is used until the process ends"
         )
     return VariableRow(variable.name, now, effect, variable.meaning, variable.legal, problem)
 
 
 def numba_is_off() -> bool:
-    """Whether ``NUMBA_DISABLE_JIT`` switches numba's compiler off, as numba reads it."""
+    """Whether ``NUMBA_DISABLE_JIT`` disables numba's compiler."""
     return variables.NUMBA_OFF.text() not in (None, "0")
 
 
 def hidden_cpu_flags() -> frozenset[str]:
-    """Return the flags of the instruction sets above ``LOWPREC_MAX_CPU_ISA``; raise if it names none.
+    """Return the CPU flags above ``LOWPREC_MAX_CPU_ISA``; raise EnvironmentVariableError for an illegal value.
 
-    The variable decides which kernels there are, so its first value holds for as long as the snapshot's.
+    Like the variables of the snapshot it is read once.
     """
     taken = _taken.get(None)
     limit = variables.MAX_CPU_ISA.value(variables.MAX_CPU_ISA.text()) if taken is None else taken.max_cpu_isa
@@ -118,17 +117,17 @@ def hidden_cpu_flags() -> frozenset[str]:
 
 
 def autotune() -> bool | None:
-    """Return the value of ``LOWPREC_AUTOTUNE``, None where it is not set; raise if it is neither 0 nor 1."""
+    """Return the value of ``LOWPREC_AUTOTUNE``, None if unset; raise if it is neither 0 nor 1."""
     return variables.AUTOTUNE.value(variables.AUTOTUNE.text())
 
 
 def cache_directory() -> str | None:
-    """Return the folder in ``LOWPREC_CACHE_DIR``, None where it is not set."""
+    """Return the folder in ``LOWPREC_CACHE_DIR``, None if unset."""
     return variables.CACHE_DIR.value(variables.CACHE_DIR.text())
 
 
 def amp_list(which: str, action: str) -> tuple[str, ...]:
-    """Return the names in ``LOWPREC_AMP_ALLOWLIST_ADD`` and similar variables; raise if one is not a name.
+    """Return the names in ``LOWPREC_AMP_ALLOWLIST_ADD`` and similar variables; raise for an illegal name.
 
     ``which`` is "allow", "deny" or "infer", ``action`` is "ADD" or "REMOVE".
     """
@@ -142,15 +141,15 @@ def uses_own_threads() -> bool:
 
 
 def thread_limit() -> int | None:
-    """Return the number in ``MKL_NUM_THREADS``, None where it is not set to a positive number."""
+    """Return the number in ``MKL_NUM_THREADS``, None unless it is positive."""
     text = os.environ.get("MKL_NUM_THREADS", "").strip()
-    # int() refuses some digits of other scripts, and thousands of digits; nine are enough.
+    # int() raises for thousands of digits; nine are enough.
     digits = text.lstrip("0") if text.isascii() and text.isdigit() else ""
     return int(digits[:9]) if digits else None
 
 
 def rows() -> tuple[VariableRow, ...]:
-    """Return one row per variable for ``info()`` and the documentation; raises nothing, and takes no snapshot."""
+    """Return one row per variable for ``info()`` and the documentation, without raising or taking the snapshot."""
     return tuple(_row(v, _taken.get(None)) for v in VARIABLES)
 
 
@@ -161,7 +160,7 @@ def problems() -> tuple[str, ...]:
 
 @contextmanager
 def c_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the C libraries that are loaded in a ``with`` block; ``os.environ`` does not change."""
+    """Set variables for C libraries that are loaded inside a ``with`` block; ``os.environ`` is unchanged."""
     before = {name: os.environ.get(name) for name in values}
     try:
         for name, value in values.items():
@@ -175,7 +174,7 @@ def c_variables(values: Mapping[str, str]) -> Iterator[None]:
                 os.putenv(name, old)
 
 
-#: The order of ``lowprec run`` for its start-up hook: a mode, or :data:`RUN_GUARD`. Not in the table, since only the
+#: A mode or :data:`RUN_GUARD`, passed by ``lowprec run`` to its start-up hook. Not in the table, because only the
 #: launcher sets it.
 RUN_VARIABLE = "LOWPREC_RUN"
 RUN_GUARD = "fp32_guard"
@@ -192,8 +191,8 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment for a program that ``lowprec run`` starts.
 
-    ``startup`` is the folder of the start-up hook; it comes first in ``PYTHONPATH``, once. ``mode`` is None where the
-    program is to choose, or with the guard; with ``force`` the program cannot choose another one.
+    ``startup``, the folder of the start-up hook, is put first in ``PYTHONPATH``. ``mode`` is None if the program
+    chooses its modes, or with the guard; with ``force`` the program cannot change it.
     """
     found = dict(os.environ)
     if guard:
@@ -201,7 +200,7 @@ def child_environment(
     elif mode is not None:
         variable = variables.FORCE_MATH_MODE if force else variables.MATH_MODE
         found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
-    # The launcher's process id, which on POSIX is the program's.
+    # The value is the launcher's process id, which on POSIX is also the program's.
     for name, is_set in (("INTERCEPT", intercept), ("PROFILE", profile)):
         if is_set:
             found[f"{RUN_VARIABLE}_{name}"] = str(os.getpid())

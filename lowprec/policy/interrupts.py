@@ -1,4 +1,4 @@
-"""The origin of an exception: a library, or a signal handler, which may raise any class at any call."""
+"""Distinction between exceptions of a library and those of a signal handler, which may raise at any call."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def raised_in(error: BaseException, *modules: str) -> bool:
 
 
 def attempt(controller: Controller, step: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Call a controller's method; return the result, and the text of an exception of it or its library.
+    """Call a controller's method; return its result, and the text of an exception from it or its library.
 
-    An exception from any other module is a signal handler's, and is raised.
+    An exception from any other module is raised, because it comes from a signal handler.
     """
     try:
         return step(), None

@@ -1,7 +1,7 @@
-"""A mode, or the guard, for the rest of the process, which ``lowprec run`` sets as each library is imported.
+"""Switches of other libraries for the rest of the process, set by ``lowprec run`` when each library is imported.
 
-lowprec's own part is in the environment (``LOWPREC_MATH_MODE``, ``LOWPREC_FP32_GUARD``), from which every thread reads
-it. This module sets the other libraries' switches, once, and never restores them.
+They are set once and never restored. lowprec's own mode or guard is set by environment variables
+(``LOWPREC_MATH_MODE``, ``LOWPREC_FP32_GUARD``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowprec.policy.protocol import Controller, Tier
 from lowprec.policy.scopes import guarded_libraries
 from lowprec.policy.switches import FLOOR, Block, hold, kept, release
 
-#: By library under the guard: the switches as it set them.
+#: The switches of each library as set by the guard.
 _guarded: dict[Controller, Mapping[str, Any]] = {}
 
 
@@ -30,11 +30,11 @@ def _controller_of(name: str) -> Controller:
 
 
 def set_library(name: str, order: str) -> str | None:
-    """Set a loaded library's switches for all threads of the process; return why it could not be set, or None.
+    """Set a loaded library's switches for all threads; return the reason if that is impossible, otherwise None.
 
-    ``name`` is that of its controller, ``order`` a mode or ``"fp32_guard"``.
+    ``name`` is the controller's, ``order`` a mode or ``"fp32_guard"``.
     """
-    block = Block()  # that of the process: released by an exception only
+    block = Block()  # released only after an exception
     try:
         return _set(block, _controller_of(name), order)
     except LowprecError as error:
@@ -75,7 +75,7 @@ def _set(block: Block, controller: Controller, order: str) -> str | None:
 
 
 def changes() -> list[str]:
-    """Return a sentence for each library under the guard whose switches the program has changed since."""
+    """Return a sentence for each guarded library whose switches the program has changed."""
     sentences = []
     for controller, inside in _guarded.items():
         now, error = attempt(controller, controller.describe)

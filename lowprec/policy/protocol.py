@@ -1,7 +1,6 @@
-"""The interface of a controller, which reads and sets the switches of one library.
+"""``Controller``: the interface that reads and sets the switches of one library.
 
-``policy.switches`` decides when it is called, over threads and tasks. A controller imports nothing; it looks its
-library up in ``sys.modules`` at each call.
+``policy.switches`` calls it. A controller does not import its library, but looks it up in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -16,35 +15,35 @@ from lowprec.util.plain import StrEnum
 
 @unique
 class Tier(StrEnum):
-    """How far a library's switches reach."""
+    """Scope of a library's switches: the process or a thread."""
 
     THREAD = "thread"
     PROCESS = "process"
 
 
 class Controller(Protocol):
-    """How the switches of one library are read, set and restored.
+    """Reads, sets and restores the switches of one library.
 
     :meth:`save`, :meth:`set_mode` and :meth:`restore` are called under one lock, so they must not wait for another
-    thread, and must not enter a guard. Calls come in pairs, ``set_mode`` before ``restore``, and the pairs are nested;
-    for ``Tier.THREAD`` both calls of a pair come in one thread.
+    thread or enter a guard. Calls are nested pairs of ``set_mode`` and ``restore``; for ``Tier.THREAD`` both are called
+    in the same thread.
 
-    An exception that is raised in the controller's module, or in one whose name begins as :attr:`module`, does not
-    reach the caller of the guard: the library is reported as not protected, with the text of the exception. Any other
-    is a signal handler's, and is raised. After it ``restore`` may be called twice.
+    An exception from the controller's module, or from a module whose name begins with :attr:`module`, is not raised:
+    the library is reported as not protected, with the text of the exception. Any other exception comes from a signal
+    handler and is raised; ``restore`` may then be called twice.
 
-    Two methods are optional. ``without_effect(mode)`` returns the products that stay in full FP32 on this device when
-    the switches are set for the mode: "" for none, None if that is unknown now. ``set_default(mode)``, for
-    ``Tier.THREAD``, sets the default of all threads of the process.
+    Two methods are optional. ``without_effect(mode)`` returns the products that stay in full FP32 on this device
+    although the switches are set for the mode: "" for none, None if unknown. ``set_default(mode)``, for
+    ``Tier.THREAD``, sets the default of all threads.
     """
 
     @property
     def name(self) -> str:
-        """The library, as the user writes it in ``frameworks=[...]``."""
+        """Name of the library, as in ``frameworks=[...]``."""
 
     @property
     def module(self) -> str:
-        """The module that is in ``sys.modules`` if the library is loaded."""
+        """Module that is in ``sys.modules`` if the library is loaded."""
 
     @property
     def tier(self) -> Tier:
@@ -52,23 +51,23 @@ class Controller(Protocol):
 
     @property
     def switches(self) -> Mapping[str, str]:
-        """A description of each switch, by its name, for the documentation."""
+        """Description of each switch by name, for the documentation."""
 
     @property
     def modes(self) -> tuple[MathMode, ...]:
-        """The modes that the library has a switch for; ``fp32`` at least."""
+        """Modes that the switches support, ``fp32`` included."""
 
     def save(self) -> Mapping[str, Any]:
-        """Return the value of each switch; values are compared, and passed to :meth:`restore`."""
+        """Return the value of each switch, comparable, for :meth:`restore`."""
 
     def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
-        """Set every switch for one of :attr:`modes`, and return them as :meth:`save` does.
+        """Set every switch for one of :attr:`modes`, and return the values as :meth:`save` does.
 
         After an exception :meth:`restore` is called.
         """
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Write values of :meth:`save`, with those that the user set inside the block."""
+        """Set the switches to values of :meth:`save`, or to those that the user set inside the block."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the switches as the library's user reads them, for ``info()``, without changing any."""
+        """Return the switches as the library reports them, for ``info()``, without changing any."""

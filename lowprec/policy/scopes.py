@@ -1,7 +1,7 @@
-"""The open ``with`` blocks of each thread and task, as one ``ContextVar``.
+"""``PolicyScope``, the base of ``math_mode``, ``fp32_guard`` and ``emulate``.
 
-A block holds two things: lowprec's own policy, recorded in the context that entered it, and other libraries' switches,
-which ``policy.switches`` sets and restores.
+A scope changes lowprec's own policy, which is recorded in the context (thread and task) that entered it, and other
+libraries' switches, which ``policy.switches`` sets and restores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: The argument ``frameworks=``: every loaded library, none, or those of these names.
+#: The argument ``frameworks=``: all loaded libraries, none, or those of these names.
 Frameworks = bool | Iterable[str]
 
 
@@ -34,17 +34,17 @@ Frameworks = bool | Iterable[str]
 class LibraryStatus:
     """The effect of a block on one library."""
 
-    library: str  # its name, as in ``frameworks=[...]``
-    #: ``"protected"`` (the guard), ``"set"`` (a math mode), ``"not protected"``, ``"not set"`` or ``"not loaded"``.
+    library: str  # name, as in ``frameworks=[...]``
+    #: ``"protected"`` (by a guard), ``"set"`` (by a math mode), ``"not protected"``, ``"not set"`` or ``"not loaded"``.
     status: str
-    reason: str  # why, or how far the switches reach
+    reason: str  # reason of the status, or scope of the switches
 
     def __str__(self) -> str:
         return f"{self.library}: {self.status} ({self.reason})"
 
 
 def selection(frameworks: Frameworks) -> frozenset[str] | None:
-    """Return the names of the selected libraries; None for all.
+    """Return the names of the selected libraries, None for all.
 
     Examples
     --------
@@ -69,11 +69,11 @@ def selection(frameworks: Frameworks) -> frozenset[str] | None:
 
 
 class PolicyScope(Scope):
-    """A change of policy that lasts as long as a ``with`` block or a decorated function.
+    """A change of policy for a ``with`` block or a decorated function.
 
-    Each entry is recorded in the context (thread and task) that made it. So one instance may be entered twice, and be
-    shared by threads and tasks. A ``with`` statement leaves its own entry, and a bare call of ``__exit__`` the
-    innermost one of the instance, in any order.
+    Each entry is recorded in the context (thread and task) that made it, so an instance may be entered several times
+    and shared by threads and tasks. A ``with`` statement leaves its own entry; an explicit call of ``__exit__`` leaves
+    the innermost entry of the instance.
     """
 
     __slots__ = ("_libraries", "_mode")
@@ -85,18 +85,18 @@ class PolicyScope(Scope):
     _entry_type = PolicyEntry
 
     def __call__(self, function: F) -> F:
-        """Return the function with this scope around each of its calls.
+        """Return a function that enters this scope in each call.
 
-        The scope of an ``async def`` lasts until its coroutine ends. That of a generator is open while the body
-        runs and closed while the consumer does, unlike a ``with`` block in its body, which stays open at a ``yield``.
+        For an ``async def`` the scope lasts until the coroutine ends. For a generator it is open only while the body
+        runs, unlike a ``with`` block in the body, which stays open at a ``yield``.
         """
         return cast(F, decorated(self, function))
 
     def wrap(self, function: F) -> F:
-        """Return the function with this scope around each of its calls, in any thread.
+        """Return a function that enters this scope in each call, for use in other threads.
 
-        A thread starts without the scopes of the thread that started it, so a scope around ``pool.map`` would not
-        reach the workers.
+        A thread starts without the scopes of the thread that started it, so a scope around ``pool.map`` does not apply
+        in the workers.
 
         Parameters
         ----------
@@ -106,7 +106,7 @@ class PolicyScope(Scope):
         Returns
         -------
         callable
-            With the same signature. It can be pickled where the function can, for a pool of processes.
+            Function with the same signature; it can be pickled, for process pools, if ``function`` can.
 
         Examples
         --------
@@ -126,7 +126,7 @@ class PolicyScope(Scope):
         return self._libraries is None or sorted(self._libraries) or False
 
     def _last_entry(self) -> PolicyEntry | None:
-        # Without an entry in this context, __exit__ leaves the last one of another context.
+        # If this context has no entry, __exit__ leaves the last entry of another context.
         others = [entry for entry in list(held) if entry.scope is self]
         return innermost.get().of(self) or (others[-1] if others else None)
 
@@ -155,12 +155,12 @@ class PolicyScope(Scope):
             warn(f"{self!r} {verb} {'; '.join(libraries)}")
 
     def report(self) -> tuple[LibraryStatus, ...]:
-        """Return the effect of this block on each library, as seen from this thread and task.
+        """Return the effect of this block on each library in this thread and task.
 
         Returns
         -------
         tuple of LibraryStatus
-            One per library that has a controller, loaded or not.
+            One per library with a controller, loaded or not.
 
         Examples
         --------
@@ -185,16 +185,16 @@ class PolicyScope(Scope):
         return tuple(rows)
 
     def _why_not(self, controller: Controller, entry: PolicyEntry | None) -> str | None:
-        """Return why the switches of a loaded library are not set here."""
+        """Return the reason why the switches of a loaded library are not set here."""
         name = controller.name
         if self._libraries is not None and name not in self._libraries:
-            return "left out by frameworks="
+            return "excluded by frameworks="
         if entry is None:
             return "the block is not entered in this thread or task"
         if name in entry.failures:
             return entry.failures[name]
         if name not in entry.layers:
-            return "imported inside the block; the next entry finds it"
+            return "imported inside the block; the next entry will set it"
         if not entry.is_open:
             return "the block was left in another context"
         if controller.tier == Tier.THREAD and entry.thread != get_ident():
@@ -203,7 +203,7 @@ class PolicyScope(Scope):
 
 
 def guarded_libraries() -> Callable[[str], bool] | None:
-    """Return a predicate of the names of libraries that a guard here covers, None where there is no guard."""
+    """Return a predicate: whether a guard of this context covers a library's name; None without a guard."""
     if environment.snapshot().fp32_guard:
         return lambda name: True
     here = innermost.get()

@@ -1,7 +1,4 @@
-"""The math mode in force: the process default, the scopes and the guard, and the order of precedence.
-
-The order is defined in :func:`resolve`. The open ``with`` blocks are in ``policy.entries``.
-"""
+"""``math_mode``, ``fp32_guard``, ``emulate``, the process default, and their precedence (:func:`resolve`)."""
 
 from __future__ import annotations
 
@@ -14,38 +11,37 @@ from lowprec.policy.entries import NO_LIBRARY, innermost
 from lowprec.policy.environment import EnvironmentSnapshot
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
-#: The modes that the guard keeps. ``fp32_emulated`` is not one: its bound is as good as fp32's, but the guard
-#: promises the arithmetic.
+#: Modes that the guard does not change. ``fp32_emulated`` is not one, because the guard promises FP32 arithmetic, not
+#: only its error bound.
 FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 
 _process_mode: MathMode | None = None
 
 
 class math_mode(PolicyScope):
-    """Multiply in this mode inside a ``with`` block or a decorated function.
+    """Set the math mode for a ``with`` block or a decorated function.
 
-    The mode holds for ``lowprec`` in this thread and task, and in tasks that are started inside, not in other
-    threads. It acts on float32 and complex64 operands only. A ``math_mode=`` argument, an inner block, ``fp32_guard``
-    and ``LOWPREC_FORCE_MATH_MODE`` take precedence.
+    The mode applies to ``lowprec`` in this thread and task, and in tasks started inside, but not in other threads. It
+    affects float32 and complex64 operands only. A ``math_mode=`` argument, an inner block, ``fp32_guard`` and
+    ``LOWPREC_FORCE_MATH_MODE`` take precedence.
 
-    Other libraries are set by ``frameworks``: the switches of those that are loaded are set for the block and restored
-    after it. Most of these switches belong to the process, so they act in every thread. An open ``fp32_guard`` is a
-    floor for them too. A library without a switch for the mode keeps its setting, with a :class:`LowprecWarning`; see
-    :meth:`report`.
+    With ``frameworks`` the switches of other loaded libraries are set for the block and restored after it. Most of them
+    are process-wide and so affect all threads. An open ``fp32_guard`` is a floor for them too. A library without a
+    switch for the mode keeps its setting, with a :class:`LowprecWarning`; see :meth:`report`.
 
     Parameters
     ----------
     name : str or MathMode
-        A mode or an alias, checked here; it takes effect where the block is entered.
+        A mode or an alias.
     frameworks : bool or list of str
         Whether to set other libraries' switches, or the libraries to set, such as ``["torch", "jax"]``.
 
     Raises
     ------
     ModeError
-        If there is no such mode, or this version cannot run it.
+        The mode is unknown.
     UnsupportedError
-        If ``frameworks`` names a library without a controller.
+        ``frameworks`` contains a library without a controller.
 
     Examples
     --------
@@ -53,7 +49,7 @@ class math_mode(PolicyScope):
     ...     get_math_mode()
     <MathMode.BF16: 'bf16'>
 
-    As a decorator it serves functions, coroutine functions and both kinds of generator:
+    It decorates functions, coroutine functions, generators and async generators:
 
     >>> @math_mode("tf32")
     ... def step():
@@ -76,34 +72,32 @@ class math_mode(PolicyScope):
 
 
 class fp32_guard(PolicyScope):
-    """Keep float32 products at full FP32 or above, in a block or a function.
+    """Keep float32 products at full FP32 or above, in a ``with`` block or a decorated function.
 
     For lowprec the guard is a floor: no ``math_mode=`` or ``rtol=`` argument, scope, process default or environment
-    variable lowers the precision. More precise modes and storage (``fp32_pedantic``, float64) stay.
+    variable lowers the precision. More precise modes (``fp32_pedantic``, ``fp64``) are unchanged.
 
-    Other libraries that are in ``sys.modules`` at the entry are set to full FP32 by their own switches, and their
-    earlier values are restored at the exit. PyTorch, JAX, TensorFlow, CuPy and Paddle are known;
-    ``register_controller`` adds others. None is imported. A library whose switches cannot be set is reported with a
-    :class:`LowprecWarning`, and the others are set nevertheless. A switch that is changed inside keeps the new value,
-    with a warning.
+    Other libraries that are loaded at the entry are set to full FP32 by their own switches, and the old values are
+    restored at the exit: PyTorch, JAX, TensorFlow, CuPy, Paddle, and those added with ``register_controller``. If a
+    library's switches cannot be set, a :class:`LowprecWarning` reports it and the others are still set. A switch that
+    is changed inside the block keeps the new value, with a warning.
 
-    lowprec's part holds in this thread and task, and in tasks that are started inside; :meth:`wrap` carries it into
-    other threads. JAX's switch belongs to the thread, those of the other libraries to the process: while any guard is
-    open, every thread computes in full FP32 with them. A guard may be entered again, nested, and shared by threads
-    and tasks. Work that is deferred until after the block (a callback, a backward pass) runs without it.
+    lowprec's own guard applies to this thread and task, and to tasks started inside; :meth:`wrap` applies it in other
+    threads. JAX's switch is thread-scoped. The other libraries' switches are process-wide: while any guard is open, all
+    threads compute in full FP32 with them. A guard is re-entrant and may be shared by threads and tasks. Work deferred
+    until after the block (a callback, a backward pass) is not guarded.
 
     Parameters
     ----------
     frameworks : bool or list of str, optional
-        The other libraries to set, such as ``["torch", "jax"]``: all that are loaded by default or if True, none if
-        False.
+        The other libraries to set, such as ``["torch", "jax"]``; all loaded ones by default or if True, none if False.
 
     Raises
     ------
     TypeError
-        If ``frameworks`` is something else.
+        ``frameworks`` has another type.
     UnsupportedError
-        If ``frameworks`` names a library without a controller.
+        ``frameworks`` contains a library without a controller.
 
     Examples
     --------
@@ -111,7 +105,7 @@ class fp32_guard(PolicyScope):
     ...     get_math_mode()
     <MathMode.FP32: 'fp32'>
 
-    As a decorator it serves functions, coroutine functions and both kinds of generator:
+    It decorates functions, coroutine functions, generators and async generators:
 
     >>> @fp32_guard()
     ... def solve():
@@ -136,29 +130,28 @@ class fp32_guard(PolicyScope):
 
 
 class emulate(PolicyScope):
-    """Compute the bits of a GPU's tensor cores on the CPU, inside a ``with`` block.
+    """Emulate the tensor cores of a GPU on the CPU, bit by bit, inside a ``with`` block.
 
-    It acts on products of float16, bfloat16 and TF32 numbers in host memory: 16-bit operands, and float32 and
-    complex64 ones in a mode that rounds to these formats (``tf32``, ``bf16``, ``fp16`` and their splittings). The mode
-    in force does not change, only the summation does, and :func:`lowprec.plan` shows it. float32 in mode ``fp32``,
-    float64, int8, numbers that the architecture's tensor cores do not multiply (bfloat16 on Volta), and arrays on a GPU
-    are multiplied as without it.
+    It affects products of float16, bfloat16 and TF32 numbers in host memory: 16-bit operands, and float32 or complex64
+    operands in a mode that rounds to these formats (``tf32``, ``bf16``, ``fp16`` and their split schemes). Only the
+    summation changes, not the mode; :func:`lowprec.plan` shows it. Other products are unaffected: float32 in mode
+    ``fp32``, float64, int8, formats that the tensor cores do not support (bfloat16 on Volta), and arrays on a GPU.
 
-    An element is one chain of instructions along the inner dimension, from its beginning to its end: the tiles, the
-    order of instructions and the split-K of cuBLAS are not emulated.
+    Each element is one chain of instructions along the inner dimension. cuBLAS's tiles, order of instructions and
+    split-K are not emulated.
 
-    The block holds in this thread and task, and in tasks that are started inside; :meth:`wrap` carries it into other
-    threads. The innermost one counts.
+    The block applies to this thread and task, and to tasks started inside; :meth:`wrap` applies it in other threads.
+    The innermost block takes precedence.
 
     Parameters
     ----------
     architecture : {"volta", "ampere", "ada", "hopper", "blackwell"}
-        The architecture, in upper or lower case.
+        GPU generation, in any case.
 
     Raises
     ------
     UnsupportedError
-        If it is none of these.
+        The architecture is unknown.
 
     References
     ----------
@@ -166,7 +159,7 @@ class emulate(PolicyScope):
 
     Examples
     --------
-    Hopper cuts to 25 fraction bits below the largest of 17 terms; Volta, to 23 below the largest of 5:
+    Hopper truncates 17 terms to 25 fraction bits below the largest one, Volta 5 terms to 23 bits:
 
     >>> import numpy as np
     >>> import lowprec
@@ -196,19 +189,19 @@ def emulated() -> Architecture | None:
 
 
 def set_math_mode(name: ModeName | MathMode | None) -> None:
-    """Set the default mode of this process, for all its threads.
+    """Set the default math mode of the process, for all threads.
 
-    ``with math_mode(...)`` and every argument take precedence over it, and it does over ``LOWPREC_MATH_MODE``.
+    It takes precedence over ``LOWPREC_MATH_MODE``; ``with math_mode(...)`` and arguments take precedence over it.
 
     Parameters
     ----------
     name : str, MathMode or None
-        A mode or an alias; None returns to ``LOWPREC_MATH_MODE``, or to ``fp32`` where that is not set.
+        A mode or an alias; None restores ``LOWPREC_MATH_MODE``, or ``fp32`` if that is unset.
 
     Raises
     ------
     ModeError
-        If there is no such mode, or this version cannot run it.
+        The mode is unknown.
 
     Examples
     --------
@@ -223,12 +216,17 @@ def set_math_mode(name: ModeName | MathMode | None) -> None:
 
 
 def get_math_mode() -> MathMode:
-    """Return the mode in force in this thread and task, without an argument.
+    """Return the current math mode of this thread and task.
+
+    Returns
+    -------
+    MathMode
+        The mode of a product without a ``math_mode=`` or ``rtol=`` argument.
 
     Raises
     ------
     EnvironmentVariableError
-        If one of lowprec's environment variables holds an illegal value.
+        An environment variable of lowprec has an illegal value.
 
     Examples
     --------
@@ -239,12 +237,11 @@ def get_math_mode() -> MathMode:
 
 
 def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
-    """Return the mode in force for a call with this ``math_mode=`` argument, and why.
+    """Return the mode of a call with this ``math_mode=`` argument, with its source.
 
     The first match wins:
 
-    1. ``fp32_guard`` or ``LOWPREC_FP32_GUARD``, a floor: a mode of :data:`FULL_FP32` stays, any other becomes
-       ``fp32``;
+    1. ``fp32_guard`` or ``LOWPREC_FP32_GUARD``, a floor: modes of :data:`FULL_FP32` are kept, others become ``fp32``;
     2. ``LOWPREC_FORCE_MATH_MODE``;
     3. the ``math_mode=`` argument;
     4. the innermost ``with math_mode(...)``;
@@ -254,8 +251,8 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 
     Then ``NVIDIA_TF32_OVERRIDE=0`` turns a mode that is based on TF32 into ``fp32``.
 
-    Raises ModeError if the argument is not a mode that this version runs, whether or not it is overruled, and
-    EnvironmentVariableError for an illegal value of a variable.
+    Raises ModeError for an unknown argument, even if it is overruled, and EnvironmentVariableError for an illegal value
+    of a variable.
 
     Examples
     --------
@@ -268,14 +265,14 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
         return _resolve(argument, here.guarded, here.mode, _process_mode, taken, here.emulates)
     except TypeError:
         if argument is not None:
-            parse_mode(argument)  # raises ModeError where the cache cannot hash the argument
+            parse_mode(argument)  # raises ModeError for an unhashable argument
         raise
 
 
 def overriding_mode() -> ResolvedMode | None:
-    """Return the mode that the guard or ``LOWPREC_FORCE_MATH_MODE`` decides, None if neither acts.
+    """Return the mode set by the guard or ``LOWPREC_FORCE_MATH_MODE``, None if neither is active.
 
-    For a caller that chooses the mode itself, as ``rtol=`` does, and passes its choice to :func:`restrict`.
+    For a caller that chooses the mode itself, such as ``rtol=``, and passes it to :func:`restrict`.
     """
     here, taken = innermost.get(), environment.snapshot()
     if not here.guarded and not taken.fp32_guard and taken.force_math_mode is None:
@@ -289,12 +286,12 @@ def is_guarded() -> bool:
 
 
 def restrict(mode: MathMode, source: ModeSource) -> ResolvedMode:
-    """Return the mode in force for a mode chosen by the caller, after the overrides and the guard."""
+    """Apply ``LOWPREC_FORCE_MATH_MODE``, the guard and ``NVIDIA_TF32_OVERRIDE`` to a mode chosen by the caller."""
     here = innermost.get()
     return _impose(mode, source, here.guarded, environment.snapshot(), here.emulates)
 
 
-# Bounded, since a name has many spellings ("TF32", " tf32").
+# Bounded, because a name has many spellings ("TF32", " tf32").
 @functools.lru_cache(maxsize=1024)
 def _resolve(
     argument: str | MathMode | None,

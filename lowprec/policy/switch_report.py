@@ -17,14 +17,14 @@ class SwitchRow:
     """One switch of a loaded library."""
 
     library: str
-    switch: str | None  # None where the library's switches cannot be read
-    value: str | bool | int | None  # as it is now, in this thread
-    tier: str  # ``"process"`` or ``"thread"``: how far it reaches
-    problem: str | None = None  # why it cannot be read
+    switch: str | None  # None if the library's switches cannot be read
+    value: str | bool | int | None  # current value in this thread
+    tier: str  # scope: ``"process"`` or ``"thread"``
+    problem: str | None = None  # the reason if it cannot be read
 
 
 def switch_rows() -> tuple[SwitchRow, ...]:
-    """Return every switch of every loaded library that has a controller, without changing any."""
+    """Return every switch of every loaded library with a controller, without changing any."""
     rows: list[SwitchRow] = []
     for controller in loaded_controllers():
         name, tier = controller.name, str(controller.tier)
@@ -42,7 +42,7 @@ _TORCH_CUDA = "backends.cuda.matmul.fp32_precision"
 _CUPY = "_core.compute_type('f')"
 _CUPY_TF32 = 7  # CuPy's COMPUTE_TYPE_TF32
 
-#: Switches of cuBLAS's precision, and their values that allow TF32, which NVIDIA_TF32_OVERRIDE=0 turns off.
+#: Switches of cuBLAS's precision, and their values that allow TF32, which NVIDIA_TF32_OVERRIDE=0 disables.
 _TF32_VALUES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("torch", _TORCH_CUDA): ("tf32",),
     ("jax", "default_matmul_precision"): ("tensorfloat32", "high"),
@@ -56,7 +56,7 @@ def _is_on(text: str) -> bool:
     return bool(int(text)) if text.isdecimal() else text.lower() in {"true", "on", "yes"}
 
 
-#: The variable that sets a switch's first value, and whether its text agrees with the current value.
+#: The variable with a switch's initial value, and a test whether its text agrees with the current value.
 _FIRST_VALUES: dict[tuple[str, str], tuple[str, Callable[[str, Any], bool]]] = {
     ("torch", _TORCH_CUDA): (
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -83,7 +83,7 @@ def disagreements(rows: tuple[SwitchRow, ...]) -> tuple[str, ...]:
         text = texts[variable]
         if text is not None and key in values and not agrees(text, values[key]):
             sentences.append(f"{variable}={text}, while {key[0]}'s {key[1]} is {values[key]!r} now")
-    # MLX reads its variable once and has no switch that a guard could set.
+    # MLX reads its variable once and has no other switch.
     if sys.modules.get("mlx.core") is not None and texts["MLX_ENABLE_TF32"] != "0":
         sentences.append(
             "mlx is loaded and may use TF32, which fp32_guard cannot change: start the process with MLX_ENABLE_TF32=0"

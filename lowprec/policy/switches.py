@@ -1,13 +1,12 @@
-"""Setting and restoring other libraries' switches, over threads, tasks, nesting, exceptions and interrupts.
+"""Setting and restoring other libraries' switches across threads, tasks, nested blocks, exceptions and interrupts.
 
-Each controller has a stack of layers: one for the process, or one per thread, as the switches reach. A layer holds
-the values saved when a block set the switches, and the open blocks that rely on it. A block that finds the switches as
-the top layer set them joins that layer, any other block adds a new layer. A layer is removed when it is the top one
-and its last block has ended. So blocks may end in any order, and the user's values are restored exactly once. One lock
-guards all stacks.
+Each controller has a stack of layers, per process or per thread like its switches. A layer contains the values saved
+before a block set the switches, and the open blocks that use it. A block joins the top layer if the switches still have
+that layer's values; otherwise it adds a layer. The top layer is removed when its last block has ended. So blocks may
+end in any order, and the user's values are restored exactly once. One lock protects all stacks.
 
-A signal handler may raise at any call. So a layer is on its stack before a switch is changed, and the values to
-restore are determined before the first is written: :func:`release`, called again, does the rest.
+A signal handler may raise at any call. So a layer is on its stack before a switch is changed, and the values to restore
+are determined before the first is written: :func:`release` may be called again and completes the rest.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from lowprec.policy.interrupts import attempt
 from lowprec.policy.protocol import Controller, Tier
 from lowprec.util import forking
 
-#: The reason of a block that does not set switches held by a guard.
+#: The reason why a block does not set switches that a guard has set.
 FLOOR = "nothing lowers it while an fp32_guard is open"
 
-#: The layers and the failures of a block that sets no switches.
+#: Layers and failures of a block that sets no switches.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Block:
-    """One open block, and the layers that it relies on."""
+    """One open block, and the layers that it uses."""
 
     __slots__ = ("failures", "layers", "thread")
 
-    layers: Mapping[str, _Layer]  # by library: the layer of its switches
-    failures: Mapping[str, str]  # by library: why it was not set
-    thread: int  # the thread that entered the block
+    layers: Mapping[str, _Layer]  # layer of each library's switches
+    failures: Mapping[str, str]  # by library: the reason why it was not set
+    thread: int  # thread that entered the block
 
     def __init__(self) -> None:
         self.layers = self.failures = NOTHING
@@ -46,7 +45,7 @@ class Block:
 
 
 class _Layer:
-    """The switches as a block found and set them, and the blocks that rely on it."""
+    """The values of switches before and after a block set them, and the blocks that use them."""
 
     __slots__ = ("blocks", "controller", "inside", "is_floor", "mode", "remarks", "saved", "target")
 
@@ -55,11 +54,11 @@ class _Layer:
         self.mode = mode
         self.is_floor = is_floor
         self.saved = saved
-        #: The switches as they were set; None until they are.
+        #: The values as set; None before that.
         self.inside: Mapping[str, Any] | None = None
-        #: In the order in which they came.
+        #: In order of entry.
         self.blocks: dict[Block, None] = {}
-        #: The values to restore; None until they are known.
+        #: The values to restore; None until they are determined.
         self.target: Mapping[str, Any] | None = None
         #: Sentences for the user.
         self.remarks: list[str] = []
@@ -69,9 +68,9 @@ class _Layer:
         controller = self.controller
         if self.target is None:
             changed: dict[str, Any] = {}
-            # Where `inside` is None, an interrupt or a failure has left only some of them set.
+            # If `inside` is None, an interrupt or a failure has prevented some of the changes.
             if self.inside is not None and (now := controller.save()) != self.inside:
-                # A switch that was added or removed inside the block is no change of the user's.
+                # Switches that appeared or disappeared inside the block are ignored.
                 changed = {name: now[name] for name in self.saved if name in now and now[name] != self.inside.get(name)}
             if changed:
                 self.remarks = [kept(controller.name, changed, "inside the block")]
@@ -86,12 +85,12 @@ def kept(library: str, changed: Mapping[str, Any], where: str) -> str:
     return f"{library}: {values} {verbs[0]} set {where}, and {verbs[1]} kept"
 
 
-# Re-entrant, since a finalizer or a signal handler may enter or leave a guard in the very thread that holds it.
+# Re-entrant, because a finalizer or a signal handler may enter or leave a guard in the thread that holds it.
 _lock = threading.RLock()
-# A child that is forked while another thread changes switches would find some of them changed, and the lock taken.
+# Held during a fork: otherwise a child could inherit partly changed switches and a held lock.
 forking.register_lock(_lock)
-#: Held while the holder of the other lock changes switches. A lock, not a flag, because C code acquires and releases
-#: it, and no interrupt comes in between.
+#: Held while the holder of the other lock changes switches. A lock, not a flag, because C code acquires and releases it
+#: without interruption by a signal handler.
 _changing = threading.Lock()
 
 Stacks = dict[Controller, list[_Layer]]
@@ -118,10 +117,10 @@ def hold(
     is_floor: bool,
     is_guarded: Callable[[str], bool] | None = None,
 ) -> None:
-    """Set the switches of these loaded libraries for this mode, and record in the new block the input of `release`.
+    """Set the switches of these loaded libraries for a mode, and record in the new block the data for `release`.
 
-    After an exception, always an interrupt, the block must be released. ``is_floor`` marks the guard: no block without
-    it lowers the switches while this one is open. ``is_guarded`` returns whether a guard of the caller's covers a
+    After an exception, which is always an interrupt, the block must be released. ``is_floor`` marks a guard: while it
+    is open, other blocks do not lower the switches. ``is_guarded`` returns whether a guard of the caller covers a
     library.
     """
     failures: dict[str, str] = {}
@@ -143,7 +142,7 @@ def hold(
                 if error is not None:
                     why_not = error
                     if name in layers:
-                        layers[name].blocks.pop(block, None)  # before `layers` loses it, for `release`
+                        layers[name].blocks.pop(block, None)  # before it is removed from `layers`, which `release` uses
                         del layers[name]
                 if why_not is not None:
                     failures[name] = why_not
@@ -153,7 +152,7 @@ def hold(
 def _join(
     block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
 ) -> str | None:
-    """Add the block to a layer of this library's switches, or return why it is not added."""
+    """Add the block to a layer of this library's switches, or return the reason against it."""
     stack = _stack_of(controller)
     _settle(stack)
     if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
@@ -173,10 +172,10 @@ def _join(
 
 
 def release(block: Block) -> list[str]:
-    """End a block's use of its layers; return sentences about problems.
+    """Remove a block from its layers and restore switches; return sentences about problems.
 
-    A second call does nothing, or the part that an interrupt has prevented. During a change, in a finalizer or signal
-    handler, it only removes the block from its layers: the change ends with restoring.
+    A second call completes the part that an interrupt has prevented. In a finalizer or signal handler during a change
+    it only removes the block from its layers; the interrupted change restores the switches at its end.
     """
     remarks: list[str] = []
     with _lock:

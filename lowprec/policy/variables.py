@@ -1,7 +1,4 @@
-"""The table of environment variables: meaning, legal values, parser.
-
-The documentation, the rows of ``info()`` and the error messages come from it.
-"""
+"""The table of environment variables, from which documentation, ``info()`` and error messages are made."""
 
 from __future__ import annotations
 
@@ -22,21 +19,20 @@ class Variable(Generic[T]):
 
     name: str
     meaning: str  # one sentence
-    legal: str  # a description of the legal values
-    default: str  # a description of the value where the variable is not set
-    #: From the text to the value in force; raises :class:`EnvironmentVariableError` if the text is not legal.
+    legal: str  # description of the legal values
+    default: str  # description of the default
+    #: From text to value; raises :class:`EnvironmentVariableError` for illegal text.
     parse: Callable[[str], T]
-    show: Callable[[T], str] = str  # from the value in force to its description
-    remark: Callable[[str], str | None] = lambda text: None  # from a legal text to a warning
-    #: Whether the first use of a mode fixes the value for the rest of the process.
-    read_once: bool = False
+    show: Callable[[T], str] = str  # from value to its description
+    remark: Callable[[str], str | None] = lambda text: None  # from legal text to a warning
+    read_once: bool = False  # read at the first use of a mode only
 
     def text(self) -> str | None:
-        """Return the current text, None where it is unset or blank."""
+        """Return the current text, None if unset or blank."""
         return os.environ.get(self.name, "").strip() or None
 
     def value(self, text: str | None) -> T | None:
-        """Return the value of this text; raise :class:`EnvironmentVariableError` if it is not legal."""
+        """Return the value of this text; raise :class:`EnvironmentVariableError` if it is illegal."""
         return None if text is None else self.parse(text)
 
 
@@ -84,7 +80,7 @@ def _switch_variable(
 
 GUARD = _switch_variable(
     "LOWPREC_FP32_GUARD",
-    "1 puts all of lowprec in the process inside fp32_guard, every thread of it; lowprec run --guard sets it.",
+    "1 applies fp32_guard to lowprec in all threads of the process; lowprec run --guard sets it.",
     "no guard",
     ("no guard", "no product is below full FP32"),
     read_once=True,
@@ -93,7 +89,7 @@ GUARD = _switch_variable(
 
 TF32_OVERRIDE = Variable(
     "NVIDIA_TF32_OVERRIDE",
-    "0 turns every mode that is based on TF32 into fp32, in cuBLAS as in lowprec, on the GPU as on the CPU.",
+    "0 turns every mode that is based on TF32 into fp32, in cuBLAS and in lowprec, on GPU and CPU.",
     "0; NVIDIA reserves every other value",
     "TF32 is allowed",
     lambda text: text == "0",
@@ -109,26 +105,25 @@ TF32_OVERRIDE = Variable(
 
 AUTOTUNE = _switch_variable(
     "LOWPREC_AUTOTUNE",
-    "1 measures cuBLASLt's algorithms for a product on a GPU that the cache does not hold, at its first use; 0 ignores "
-    "the cache, too.",
-    "choices that were measured before are used",
+    "1 measures cuBLASLt's algorithms at the first use of a product on a GPU, unless the result is in the cache; 0 "
+    "also ignores the cache.",
+    "cached choices are used",
     ("the library's own choice", "choices are measured at first use"),
 )
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
-    "The folder in which lowprec keeps compiled kernels and measured choices.",
-    "a folder; it is created where it does not exist",
-    "the system's folder for a user's caches",
+    "The folder for compiled kernels and measured choices of algorithms.",
+    "a folder; created if missing",
+    "the user's cache folder of the system",
     str,
 )
 THREADS = Variable(
     "LOWPREC_THREADS",
-    "In a process that has imported PyTorch, own runs products on lowprec's own workers, openmp on the threads of "
-    "PyTorch's OpenMP runtime.",
+    "If PyTorch is loaded: own runs products on lowprec's workers, openmp on the threads of PyTorch's OpenMP runtime.",
     "own or openmp",
     "openmp",
     _one_of("LOWPREC_THREADS", ("own", "openmp")),
-    lambda word: "lowprec's own workers" if word == "own" else "PyTorch's threads where it is loaded",
+    lambda word: "lowprec's own workers" if word == "own" else "PyTorch's threads if it is loaded",
 )
 
 
@@ -147,15 +142,15 @@ def _list_variable(which: str, action: str) -> Variable[tuple[str, ...]]:
 
     return Variable(
         name,
-        f"Functions {words} the {which} list of lowprec.amp's policies; a policy reads it when it is created.",
-        "names of functions, between commas",
+        f"Functions {words} the {which} list of lowprec.amp's policies; read when a policy is created.",
+        "names of functions, separated by commas",
         "none",
         parse,
         ", ".join,
     )
 
 
-#: By the name of the list and the action.
+#: By list and action.
 AMP_LISTS = {
     (which, action): _list_variable(which, action)
     for which in ("allow", "deny", "infer")
@@ -163,13 +158,13 @@ AMP_LISTS = {
 }
 NUMBA_OFF = Variable(
     "NUMBA_DISABLE_JIT",
-    "Any number but 0 switches off numba's compiler, and with it lowprec's own kernels.",
+    "Any number but 0 disables numba's compiler, and with it lowprec's own kernels.",
     "0 or 1",
     "0",
     str,
 )
 
-#: Instruction sets of x86-64 and the flags that each adds; a limit hides those of later rows.
+#: Instruction sets of x86-64 and the CPU flags that each adds; a limit hides the flags of later rows.
 ISAS: dict[str, frozenset[str]] = {
     "baseline": frozenset(),
     "avx2": frozenset({"avx", "f16c", "fma", "avx2", "fma4", "xop", "vaes", "vpclmulqdq"}),
@@ -186,8 +181,8 @@ ISAS: dict[str, frozenset[str]] = {
 
 MAX_CPU_ISA = Variable(
     "LOWPREC_MAX_CPU_ISA",
-    "The highest instruction set of an x86-64 processor that lowprec's kernels, its OpenBLAS and numba's compiler may "
-    "use, as if the processor had no other: for tests and comparisons. NumPy's BLAS does not read it.",
+    "The highest x86-64 instruction set for lowprec's kernels, its OpenBLAS and numba's compiler, for tests and "
+    "comparisons. NumPy's BLAS does not read it.",
     f"one of {', '.join(ISAS)}",
     "all instruction sets of the processor",
     _one_of("LOWPREC_MAX_CPU_ISA", ISAS),
@@ -196,33 +191,33 @@ MAX_CPU_ISA = Variable(
 )
 
 
-_THREADS = "a number of threads, as the library understands it", "the library's own choice"
+_THREADS = "a number of threads", "the library's own choice"
 
 #: Variables that other libraries read: name, meaning, legal values, default.
 _LIBRARIES = (
-    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1 has PyTorch start with TF32 allowed in products on CUDA",
+    ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1 allows TF32 in PyTorch's products on CUDA at start",
      "0 or 1", "PyTorch starts with full FP32"),
-    ("JAX_DEFAULT_MATMUL_PRECISION", "The precision of products with which JAX starts",
-     "a word or the name of an algorithm, as JAX knows them", "JAX's own choice for the device"),
-    ("CUPY_TF32", "1 has CuPy use TF32 in products of float32", "0 or 1", "CuPy uses full FP32"),
-    ("MLX_ENABLE_TF32", "0 keeps MLX from TF32, for which it has no other switch",
+    ("JAX_DEFAULT_MATMUL_PRECISION", "JAX's initial precision of products",
+     "a precision or the name of an algorithm of JAX", "JAX's own choice for the device"),
+    ("CUPY_TF32", "1 enables TF32 in CuPy's float32 products", "0 or 1", "CuPy uses full FP32"),
+    ("MLX_ENABLE_TF32", "0 disables TF32 in MLX, which has no other switch for it",
      "0 or 1", "MLX may use TF32"),
     ("CUBLAS_EMULATE_SINGLE_PRECISION",
-     "1 lets cuBLAS compute FP32 by bfloat16 parts, on compute capability 10.0 and 10.3",
+     "1 lets cuBLAS emulate FP32 with bfloat16 parts, on compute capability 10.0 and 10.3",
      "0 or 1", "cuBLAS computes in FP32"),
     ("CUBLAS_EMULATE_DOUBLE_PRECISION",
-     "1 lets cuBLAS compute FP64 by integers, from compute capability 8.0 on",
+     "1 lets cuBLAS emulate FP64 with integers, from compute capability 8.0",
      "0 or 1", "cuBLAS computes in FP64"),
-    ("CUBLAS_EMULATION_STRATEGY", "Whether cuBLAS emulates where that is faster, or wherever it can",
+    ("CUBLAS_EMULATION_STRATEGY", "Whether cuBLAS emulates where that is faster, or where it is supported",
      "performant or eager", "performant"),
-    ("OMP_NUM_THREADS", "How many threads OpenMP libraries (MKL, OpenBLAS, PyTorch) may use", *_THREADS),
-    ("MKL_NUM_THREADS", "How many threads MKL and lowprec may use", *_THREADS),
+    ("OMP_NUM_THREADS", "Number of threads of OpenMP libraries (MKL, OpenBLAS, PyTorch)", *_THREADS),
+    ("MKL_NUM_THREADS", "Number of threads of MKL and lowprec", *_THREADS),
     ("OPENBLAS_NUM_THREADS",
-     "How many threads OpenBLAS (NumPy's and SciPy's matrix products) may use", *_THREADS),
+     "Number of threads of OpenBLAS (NumPy's and SciPy's matrix products)", *_THREADS),
     ("OPENBLAS_CORETYPE",
-     "The processor for whose kernels NumPy's and SciPy's OpenBLAS are loaded, unlike lowprec's copy",
-     "the name of a processor, as OpenBLAS knows them (Haswell, SkylakeX)",
-     "the processor's own, if OpenBLAS knows it"),
+     "Processor whose kernels NumPy's and SciPy's OpenBLAS use; lowprec's copy ignores it",
+     "the name of a processor in OpenBLAS (Haswell, SkylakeX)",
+     "the actual processor, if OpenBLAS supports it"),
 )  # fmt: skip
 
 #: Every variable, in the order of the documentation.

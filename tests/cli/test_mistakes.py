@@ -44,7 +44,7 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
         (("matmul", "A.npy", "B.npy"), "required: -o/--output"),
         ((*PRODUCT, "--mode", "nonsense"), "'nonsense' is not a math mode; choose one of: fp32, "),
         ((*PRODUCT, "--bound", "likely"), "invalid choice: 'likely'"),
-        ((*PRODUCT, "--bound", "probable"), "pass rtol=, too"),
+        ((*PRODUCT, "--bound", "probable"), "needs rtol=; pass both"),
         ((*PRODUCT, "--k-chunk", "0"), "is not a whole number of at least 1"),
         ((*PRODUCT, "--dtype", "float31"), "'float31' is not supported"),
         ((*PRODUCT, "--rtol", "tight"), "invalid float value: 'tight'"),

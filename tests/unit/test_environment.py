@@ -191,7 +191,7 @@ def test_autotune(text: str | None, value: bool | None, monkeypatch: pytest.Monk
     if text is not None:
         monkeypatch.setenv("LOWPREC_AUTOTUNE", text)
     assert environment.autotune() is value
-    effect = {None: "before are used", False: "library's own", True: "at first use"}[value]
+    effect = {None: "cached choices are used", False: "library's own", True: "at first use"}[value]
     assert effect in row_of("LOWPREC_AUTOTUNE").effect
 
 

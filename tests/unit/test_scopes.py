@@ -111,7 +111,7 @@ def test_blocks_that_end_out_of_order_do_not_undo_each_other(make: Make, inside:
 @scopes
 def test_an_exit_in_another_context_changes_neither(make: Make, inside: MathMode) -> None:
     with make() as scope:
-        with pytest.warns(LowprecWarning, match=r"\(.*\) was left in a thread or task in which it was not"):
+        with pytest.warns(LowprecWarning, match=r"\(.*\) was left in another thread or task than"):
             contextvars.Context().run(scope.__exit__, None, None, None)
         assert get_math_mode() is inside
         # A copy has the entry, and loses only its own.

@@ -1,1 +1,1 @@
-"""Other libraries' switches for float32 products: a file a library, each with the controller that sets them."""
+"""Controllers of other libraries' switches for float32 products, one file per library."""

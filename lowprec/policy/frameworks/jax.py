@@ -19,17 +19,15 @@ _SWITCH = "default_matmul_precision"
 class JaxController:
     """JAX's default precision in a thread.
 
-    A thread without its own choice uses the process's default, so the saved value is the thread's own choice, or
-    JAX's mark for none. JAX's context manager does not expose this value, and an interrupt in its ``__enter__`` would
-    lose it.
+    The saved value is the thread's own setting, or JAX's marker for none: such a thread uses the process default. JAX's
+    context manager does not expose this value, and an interrupt in its ``__enter__`` would lose it.
     """
 
     name = "jax"
     module = "jax"
     tier = Tier.THREAD
     switches: Mapping[str, str] = {_SWITCH: "products and convolutions that are traced in this thread"}
-    # JAX's words, not the names of algorithms, which are errors on devices that lack them. The device decides what a
-    # word means.
+    # JAX's precisions, whose meaning depends on the device, instead of algorithms, which raise on devices without them.
     _words: Mapping[MathMode, str] = {
         MathMode.FP32: "highest",
         MathMode.FP32_PEDANTIC: "highest",
@@ -41,21 +39,21 @@ class JaxController:
     @staticmethod
     def _state() -> Any:
         state = attribute("jax.default_matmul_precision", "JAX")
-        # Versions with a hook keep a second copy of the value.
+        # JAX versions with a hook store a second copy of the value.
         hook = getattr(state, "_update_thread_local_hook", "none of these versions")
         if hook is not None or not hasattr(state, "set_local"):
             raise UnsupportedError(
-                f"JAX {sys.modules['jax'].__version__} keeps jax.default_matmul_precision in another way than lowprec "
-                "knows (0.10)"
+                f"JAX {sys.modules['jax'].__version__} stores jax.default_matmul_precision in another way than JAX "
+                "0.10, which lowprec supports"
             )
         return state
 
     def save(self) -> dict[str, Any]:
-        """Return this thread's own choice, or JAX's mark for none."""
+        """Return this thread's own setting, or JAX's marker for none."""
         return {_SWITCH: self._state().get_local()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        """Choose for this thread."""
+        """Set the precision of this thread."""
         state, word = self._state(), self._words[mode]
         state.set_local(word)
         if state.value != word:
@@ -63,19 +61,19 @@ class JaxController:
         return {_SWITCH: word}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Write the thread's own choice back."""
+        """Restore this thread's own setting."""
         self._state().set_local(saved[_SWITCH])
 
     def describe(self) -> dict[str, Any]:
-        """Return the precision in force in this thread."""
+        """Return the current precision of this thread."""
         return {_SWITCH: attribute("jax.config", "JAX").jax_default_matmul_precision}
 
     def set_default(self, mode: MathMode) -> None:
-        """Set the precision of every thread without its own choice, for the rest of the process."""
+        """Set the default precision of all threads for the rest of the process."""
         attribute("jax.config.update", "JAX")("jax_default_matmul_precision", self._words[mode])
 
     def without_effect(self, mode: MathMode) -> str | None:
-        """Return the products that stay in full FP32 in this mode; JAX is not initialised for it."""
+        """Return the products that stay in full FP32 in this mode, without initialising JAX."""
         bridge = sys.modules.get("jax._src.xla_bridge")
         initialised = getattr(bridge, "backends_are_initialized", None)
         jax: Any = sys.modules["jax"]

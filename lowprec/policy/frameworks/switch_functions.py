@@ -1,4 +1,4 @@
-"""Libraries whose switches are functions: one that reads and one that writes."""
+"""Controllers of TensorFlow, CuPy and Paddle, whose switches are getter and setter functions."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ from lowprec.policy.protocol import Tier
 
 
 def attribute(path: str, library: str) -> Any:
-    """Return the object with this dotted path in a loaded module."""
+    """Return the object at this dotted path in a loaded module."""
     name, attributes = path.split(".", 1)
     try:
         return attrgetter(attributes)(sys.modules[name])
     except AttributeError:
         version = getattr(sys.modules[name], "__version__", None) or "of an unknown version"
         raise UnsupportedError(
-            f"{library} {version} has no {path}: it is still being imported, or its switches are not those that "
-            "lowprec knows"
+            f"{library} {version} has no {path}: it is still being imported, or lowprec does not support its switches"
         ) from None
 
 
 @dataclass(frozen=True, eq=False)
 class SwitchController:
-    """A controller of switches that are getters and setters of the process."""
+    """Controller of process-wide switches with getters and setters."""
 
     name: str
     label: str
-    #: Per switch: a description, the getter and the setter.
+    #: Description, getter and setter of each switch.
     functions: Mapping[str, tuple[str, str, str]]
-    #: Per mode: the value of every switch.
+    #: Value of every switch in each mode.
     values: Mapping[MathMode, Any]
-    #: The first arguments of every getter and setter.
+    #: First arguments of every getter and setter.
     arguments: tuple[str, ...] = ()
     tier = Tier.PROCESS
 
     @property
     def module(self) -> str:
-        """The library's module."""
+        """Name of the library's module."""
         return self.name
 
     @property
@@ -52,7 +51,7 @@ class SwitchController:
 
     @property
     def modes(self) -> tuple[MathMode, ...]:
-        """The modes that the library has a value for."""
+        """Supported modes."""
         return tuple(self.values)
 
     def _write(self, values: Mapping[str, Any]) -> None:
@@ -95,7 +94,7 @@ TENSORFLOW = SwitchController(
     _ALLOW_TF32,
 )
 
-#: CuPy takes the value for TF32 only where a device of compute capability 8.0 or later is present.
+#: CuPy accepts TF32 only if a device of compute capability 8.0 or later is present.
 CUPY = SwitchController(
     "cupy",
     "CuPy",

@@ -1,8 +1,8 @@
-"""PyTorch's switches: the old ones for all products, and the newer ones for each backend and operation.
+"""Controller of PyTorch's switches: the old ones for all products, the newer ones per backend and operation.
 
-PyTorch refuses to read an old switch that disagrees with the newer ones, and a newer switch that holds ``"none"``
-reads as that of its backend, or of all backends. The saved values are those that each switch holds itself, so that all
-are restored exactly. Where one cannot be read, switches are set to full FP32 for a moment, as the guard does next.
+Reading an old switch raises if it disagrees with the newer ones. A newer switch with value ``"none"`` inherits the
+value of its backend, or of all backends. Each switch's own value is saved, so that all are restored exactly. To read a
+value that is hidden by these rules, other switches are set to full FP32 for a moment, as the guard does next anyway.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Pair = tuple[str, str]
 
 _OLD = "get_float32_matmul_precision()"
 _OLD_CUDNN = "backends.cudnn.allow_tf32"
-#: The newer switches, by the arguments of PyTorch's getter: the user's name, and a description.
+#: Public name and description of each newer switch, by the arguments of PyTorch's getter.
 _LEAVES: dict[Pair, tuple[str, str]] = {
     ("cuda", "matmul"): ("backends.cuda.matmul.fp32_precision", "products on CUDA"),
     ("cuda", "conv"): ("backends.cudnn.conv.fp32_precision", "convolutions on CUDA"),
@@ -44,13 +44,13 @@ _CUDNN: tuple[Pair, ...] = (("cuda", "conv"), ("cuda", "rnn"))
 _ALL: Pair = ("generic", "all")
 _BACKENDS: tuple[Pair, ...] = (("cuda", "all"), ("mkldnn", "all"))
 _NAMES = (_OLD, _OLD_CUDNN, *(name for name, _ in _LEAVES.values()))
-# The pairs as the two arguments of PyTorch's functions, so that `map` can call these: a guard is entered often.
+# The pairs as two argument lists for `map`, for speed.
 _FIRST, _SECOND = zip(*_PAIRS, strict=True)
 _EVERY_FIRST, _EVERY_SECOND = zip(*_PAIRS, _ALL, *_BACKENDS, strict=True)
 _PASSED_ON = ["none"] * (1 + len(_BACKENDS))
 
-# Per mode: the old switch, and the newer switches of CUDA and of oneDNN. CUDA has no bfloat16 for float32 operands,
-# and PyTorch's "medium" means TF32 there.
+# Values of the old switch, and of the newer switches of CUDA and oneDNN, in each mode. CUDA has no bfloat16 for float32
+# operands; PyTorch's "medium" means TF32 there.
 _WORDS: dict[MathMode, tuple[str, str, str]] = {
     MathMode.FP32: ("highest", "ieee", "ieee"),
     MathMode.FP32_PEDANTIC: ("highest", "ieee", "ieee"),
@@ -60,7 +60,7 @@ _WORDS: dict[MathMode, tuple[str, str, str]] = {
 _VALUES = {
     mode: [cuda if backend == "cuda" else onednn for backend, _ in _PAIRS] for mode, (_, cuda, onednn) in _WORDS.items()
 }
-#: Per mode: the result of `save`.
+#: Result of `save` in each mode.
 _SET = {
     mode: dict(zip(_NAMES, (old, cuda == "tf32", *_VALUES[mode]), strict=True))
     for mode, (old, cuda, _) in _WORDS.items()
@@ -76,7 +76,8 @@ class _Functions(NamedTuple):
     put: Callable[[str, str, str], None]
 
 
-# What `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on call, at a tenth of the cost.
+# The functions behind `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on, ten times as
+# fast.
 _find = attrgetter(
     "_get_float32_matmul_precision",
     "_set_float32_matmul_precision",
@@ -92,10 +93,10 @@ def _functions(torch: ModuleType) -> _Functions:
         found = _Functions(*_find(torch._C))
     except AttributeError as error:
         raise UnsupportedError(
-            f"PyTorch {getattr(torch, '__version__', 'of an unknown version')} has other switches than lowprec knows "
-            f"(2.9 and later): {error}"
+            f"the switches of PyTorch {getattr(torch, '__version__', 'of an unknown version')} are not those of 2.9 "
+            f"and later, which lowprec supports: {error}"
         ) from None
-    # Some versions warn, once per process, that the old switches are deprecated, which a filter may turn into an error.
+    # Some versions warn once that the old switches are deprecated, which a filter may turn into an error.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _read(found.get_old)
@@ -104,7 +105,7 @@ def _functions(torch: ModuleType) -> _Functions:
 
 
 class TorchController:
-    """The switches of PyTorch 2.9 and later; they belong to the process."""
+    """The process-wide switches of PyTorch 2.9 and later."""
 
     name = "torch"
     module = "torch"
@@ -126,7 +127,7 @@ class TorchController:
         return self._found[1]
 
     def save(self) -> dict[str, Any]:
-        """Return the value that each switch holds itself."""
+        """Return each switch's own value."""
         do = self._functions()
         leaves = list(map(do.get, _EVERY_FIRST, _EVERY_SECOND))
         parents = leaves[len(_PAIRS) :]
@@ -134,16 +135,16 @@ class TorchController:
         if parents != _PASSED_ON:
             leaves = _own(do, leaves)
         old, cudnn = _read(do.get_old), _read(do.get_cudnn)
-        # Every value of the old switch for products agrees with full FP32, that of cuDNN only if it is False.
+        # With full FP32 every value of the old switch for products is consistent; that of cuDNN only if it is False.
         if old is None:
             old = _while_set(do, _held(leaves, _MATMULS), "ieee", do.get_old)
         if cudnn is None:
             read = partial(_read, do.get_cudnn)
             cudnn = _while_set(do, _held(leaves, _CUDNN), "ieee", read) is not False
-        return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - strict costs, and both are made here
+        return dict(zip(_NAMES, (old, cudnn, *leaves)))  # noqa: B905 - equal lengths; strict is slower
 
     def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
-        """Set every switch, the old ones first: they write some of the newer ones."""
+        """Set every switch, the old ones first, because they also set some of the newer ones."""
         old, cuda, _ = _WORDS[mode]
         values = _VALUES[mode]
         do = self._functions()
@@ -155,7 +156,7 @@ class TorchController:
         return _SET[mode]
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Write each switch's value, the old ones first: they write some of the newer ones."""
+        """Restore every switch, the old ones first, because they also set some of the newer ones."""
         do = self._functions()
         old, cudnn, *leaves = map(saved.__getitem__, _NAMES)
         do.put_old(old)
@@ -163,7 +164,7 @@ class TorchController:
         list(map(do.put, _FIRST, _SECOND, leaves))
 
     def describe(self) -> dict[str, Any]:
-        """Return the switches as PyTorch's user reads them."""
+        """Return the switches as PyTorch reports them."""
         do = self._functions()
         found: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
         for name, value in found.items():
@@ -177,12 +178,12 @@ class TorchController:
         if torch.cuda.is_initialized():
             return _without_effect_on_gpu(torch)
         if torch.cuda.device_count() or any(is_active() for is_active in probes_of(torch)[:4]):
-            return None  # the CPU does not matter, or a tracer would record the product
+            return None  # the CPU is irrelevant, or a tracer would record the product
         return probe(partial(torch.full, dtype=torch.float32, device="cpu"))
 
 
 def _without_effect_on_gpu(torch: Any) -> str | None:
-    # Without a product, which would wait for the stream: every GPU since Ampere has TF32.
+    # Without a product, which would synchronise the stream: every GPU since Ampere has TF32.
     if torch.version.hip:
         return None
     if torch.cuda.get_device_capability() < (8, 0):
@@ -206,18 +207,18 @@ def _held(leaves: Sequence[str], pairs: Sequence[Pair]) -> dict[Pair, str]:
 
 
 def _while_set(do: _Functions, held: Mapping[Pair, str], value: str, read: Callable[[], T]) -> T:
-    """Read while these of the newer switches have this value, then write the values that they held."""
+    """Call ``read`` while some newer switches have this value, then restore the values ``held``."""
     first, second = zip(*held, strict=True)
     back = map(do.put, first, second, held.values())
     try:
         list(map(do.put, first, second, repeat(value)))
         return read()
     finally:
-        list(back)  # one call of C, so that no signal handler runs before its end
+        list(back)  # one call of C, which no signal handler interrupts
 
 
 def _own(do: _Functions, leaves: list[str]) -> list[str]:
-    """Return the newer switches' own values: "none" where one reads as another."""
+    """Return the newer switches' own values: "none" for one that inherits its value."""
     passes_on = _followers(do, _ALL, (*_BACKENDS, *_PAIRS))
 
     def below_backends() -> set[Pair]:
@@ -226,7 +227,7 @@ def _own(do: _Functions, leaves: list[str]) -> list[str]:
             found |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
         return found
 
-    # With "none" in a backend's switch, the one of all backends would be read, perhaps with the same value.
+    # With "none" in a backend's switch, its operations inherit from the switch of all backends, maybe the same value.
     passes_on |= _while_set(do, {_ALL: do.get(*_ALL)}, "none", below_backends)
     return ["none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)]
 
@@ -240,6 +241,6 @@ def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pa
         return [do.get(*child) for child in children]
 
     before = values()
-    # Products of other threads are in full FP32 with both.
+    # Both values mean full FP32 for products of other threads.
     after = _while_set(do, {parent: held}, "none" if held == "ieee" else "ieee", values)
     return {c for c, b, a in zip(children, before, after, strict=True) if b != a}

@@ -274,7 +274,7 @@ def _copy_job(source, target):
 
 @cache
 def batch_kernel() -> int:
-    """Return the address of the kernel that runs the macro-kernel per product of a batch.
+    """Return the address of the kernel that runs the macro-kernel for each product of a batch.
 
     Its arguments, `MACRO_ARITY` integers: address of the batch, address of the thread's memory, which holds a copy of
     the job (4096 bytes), packed B, and scratch.

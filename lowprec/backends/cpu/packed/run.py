@@ -1,7 +1,7 @@
 """Matrix products by the macro-kernel and a micro-kernel of x86-64 CPUs: any strides, any epilogue.
 
 A product copies the words of its job, sets addresses and factors, and calls the macro-kernel in one thread, in several,
-or per product of a batch. The threads of a batch take products from a shared counter; a matrix of B that two
+or for each product of a batch. The threads of a batch take products from a shared counter; a matrix of B that two
 consecutive products share is packed once.
 
 A float16 or TF32 value has 11 significant bits and is the exact sum of two bfloat16 values, so on units for bfloat16
