@@ -1,4 +1,4 @@
-"""Where plans are executed."""
+"""Execution of plans on CPUs and NVIDIA GPUs."""
 
 from __future__ import annotations
 

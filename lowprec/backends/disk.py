@@ -1,11 +1,11 @@
 """The cache on disk: compiled kernels and measured choices.
 
-A cache only saves time: a missing or damaged file, or a folder that cannot be written, costs a warning and never a
-product. Files are written whole, so processes may share the folder.
+A damaged file, or a folder that cannot be written, causes a warning and never an error. Files are written atomically,
+so processes may share the folder.
 
-Cached code is executed, so files and folders of other users, or that others may write to, are refused, as ssh does
-with keys. Root's are accepted, and in a sticky folder the owner of each file decides. On Windows the folder is in the
-user's profile, and nothing is checked.
+Cached code is executed. So files and folders that belong to other users, or that others may write to, are not used, as
+ssh does with keys. Those of root are accepted; in a sticky folder only the owner of each file counts. On Windows the
+folder is in the user's profile, and nothing is checked.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lowprec.errors import warn
 from lowprec.policy import environment
 from lowprec.util.atomic import write_file
 
-#: Opening follows no link, and does not wait for a pipe's other end.
+#: Do not follow a link, or wait for the other end of a pipe.
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 _OWN_FOLDER = "set LOWPREC_CACHE_DIR to a folder of your own"
 
 
 def cache_directory() -> Path | None:
-    """Return the folder of the cache, which need not exist; None, after a warning, if it is not known."""
+    """Return the folder of the cache, existing or not; None, after a warning, if it is unknown."""
     found = _find_directory()
     if isinstance(found, Path):
         return found
@@ -39,13 +39,13 @@ def cache_directory() -> Path | None:
 
 
 def absence() -> str:
-    """Return why there is no cache on disk; empty if its folder is known. Gives no warning."""
+    """Return the reason why there is no cache on disk, without a warning; empty if its folder is known."""
     found = _find_directory()
     return "" if isinstance(found, Path) else f"lowprec has no cache on disk: {found}"
 
 
 def _find_directory() -> Path | str:
-    """Return the folder of the cache, or why it is not known, in words."""
+    """Return the folder of the cache, or the reason why it is unknown."""
     chosen = environment.cache_directory()
     try:
         if chosen is not None:
@@ -54,10 +54,10 @@ def _find_directory() -> Path | str:
         found = Path(platformdirs.user_cache_dir("lowprec", appauthor=False))
         if found.is_absolute():
             return found
-        # "~" stays where there is no home, and would be a folder of that name.
+        # Without a home directory "~" remains, and would be a folder of that name.
         why = f"the system's folder for caches, {found}, is relative to the current folder;"
     except ImportError:
-        why = "the system's folder for them is not known without platformdirs; pip install platformdirs, or"
+        why = "the system's folder for caches is unknown without platformdirs; pip install platformdirs, or"
     except (RuntimeError, OSError, KeyError) as error:  # no home, or one unknown to the system
         why = f"LOWPREC_CACHE_DIR={chosen}: {error};" if chosen else f"{error};"
     return f"{why} {_OWN_FOLDER}"
@@ -83,7 +83,7 @@ def read_bytes(name: str) -> bytes | None:
 
 
 def read_json(name: str) -> dict[str, Any]:
-    """Return the object that a file holds, an empty one if there is no file; a damaged file is renamed."""
+    """Return the JSON object in a file, empty if there is no file; a damaged file is renamed."""
     data = read_bytes(name)
     try:
         value = json.loads(data) if data is not None else {}
@@ -102,35 +102,35 @@ def set_aside(name: str, reason: str) -> None:
     if path is None:
         return
     kept = path.with_name(path.name + ".damaged")
-    # Another process may have been faster, and the folder may be read-only: then the warning is all there is.
+    # Fails if another process was faster or the folder is read-only.
     with contextlib.suppress(OSError):
         os.replace(path, kept)
     warn(f"lowprec does not use {path}: {reason}; it is kept as {kept.name} and written again")
 
 
 def write_json(name: str, value: dict[str, Any]) -> None:
-    """Write an object to a file, readable for people."""
+    """Write an object to a file as indented JSON."""
     write_bytes(name, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
 
 
 def write_bytes(name: str, data: bytes) -> None:
-    """Write a file as a whole; warn once for each folder that cannot be written."""
+    """Write a file atomically; warn once for each folder that cannot be written."""
     path = _path(name)
     if path is None:
         return
     try:
         _make_folder(path.parent)
         write_file(path, lambda file: file.write(data), mode=0o600)
-    except (OSError, RuntimeError) as error:  # the latter where links or folders go in a circle
+    except (OSError, RuntimeError) as error:  # RuntimeError: circular links
         words = getattr(error, "strerror", None) or error
         _warn_once(
-            f"lowprec cannot write to its cache {cache_directory()} ({words}), so its contents last for this "
-            "process only; set LOWPREC_CACHE_DIR to a folder that it may write"
+            f"lowprec cannot write to its cache {cache_directory()} ({words}), so cached values are lost with this "
+            "process; set LOWPREC_CACHE_DIR to a writable folder"
         )
 
 
 def _path(name: str) -> Path | None:
-    """Return the path of a file of the cache; None, after a warning, if the folder is unknown or not trusted."""
+    """Return the path of a file in the cache; None, after a warning, if the folder is unknown or not trusted."""
     folder = cache_directory()
     if folder is None:
         return None
@@ -141,20 +141,20 @@ def _path(name: str) -> Path | None:
         except OSError:  # missing or unreadable: open() reports it
             continue
         if why:
-            _warn_once(f"lowprec does not use its cache {used}: {why}; take it over (chmod go-w), or {_OWN_FOLDER}")
+            _warn_once(f"lowprec does not use its cache {used}: {why}; make it yours (chmod go-w), or {_OWN_FOLDER}")
             return None
     return path
 
 
 def _distrust(found: os.stat_result) -> str:
-    """Return how another user could have changed a file or folder, an empty string if none could."""
+    """Return the reason not to trust a file or folder, an empty string if there is none."""
     if os.name != "posix":
         return ""
     if found.st_uid not in _trusted_users():
         return "it belongs to another user"
     sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
-        return "others than you can write to it"
+        return "other users can write to it"
     return ""
 
 
@@ -163,7 +163,7 @@ def _trusted_users() -> tuple[int, int]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, for this user alone."""
+    """Create a folder and its parents, accessible to this user only."""
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What every backend takes and offers."""
+"""The interface of backends: ``Arguments``, ``Executor`` and ``Backend``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:  # planning is imported with the first product
 
 @functools.cache
 def imported(name: str) -> Any:
-    """Return an attribute named as ``"module:name"``; the module is imported with the first product."""
+    """Return the attribute ``"module:name"``, importing the module; cached."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 class Arguments(NamedTuple):
-    """The operands of a product as views, its factors as numbers, and its stream.
+    """Arguments of an executor: arrays as views, factors as numbers.
 
-    The stream is CUDA's handle on a GPU (1 is the legacy default stream), and 0 in host memory.
+    ``stream`` is a CUDA stream handle (1 is the legacy default stream), 0 in host memory.
     """
 
     a: ArrayView
@@ -45,41 +45,40 @@ Executor: TypeAlias = Callable[[Arguments], None]
 
 
 class ExecutionInfo(NamedTuple):
-    """The units and algorithm of a product, as its backend reports them."""
+    """Units and algorithm of an executed product, as reported by its backend."""
 
-    #: Whether tensor units (tile units of a CPU, or its vector units for bfloat16 and int8) multiplied; None where the
-    #: library does not report it.
+    #: Whether tensor units multiplied (on a CPU tile units, or vector units for bfloat16 and int8); None if unknown.
     units: bool | None
-    algorithm: str | None = None  # the library's description of its choice
+    algorithm: str | None = None  # the library's description
 
 
 class AlgorithmTiming(NamedTuple):
-    """One algorithm of a library, measured."""
+    """A measured algorithm of a library."""
 
-    rank: int  # where the library itself ranked it, from 0
+    rank: int  # rank in the library's own order, from 0
     median_ms: float  # of one product
-    algorithm: str  # in the library's own words
+    algorithm: str  # the library's description
 
 
 class Stopwatch(Protocol):
-    """Takes the time of one product that is still running when its executor returns."""
+    """Measures one product that is still running when its executor returns."""
 
     @property
     def stream(self) -> int:
-        """On which the product runs."""
+        """Stream of the product."""
 
     def stop(self) -> None:
-        """Mark the end of the product, without waiting for it."""
+        """Record the end of the product, without waiting for it."""
 
     def abandon(self) -> None:
-        """Give up: the product failed."""
+        """Discard the measurement of a failed product."""
 
     def elapsed_ms(self) -> float | None:
-        """Return the time, waiting for the product; None where there is none to take. Several may ask at once."""
+        """Wait for the product and return its time, None if there is none; may be called by several threads."""
 
 
 class Backend(Protocol):
-    """One kind of device. A module with these functions is a backend."""
+    """Functions of a backend for one type of device; a module with these functions is a backend."""
 
     def capabilities(self, device: Device) -> Capabilities:
         """Return the capabilities of the device."""
@@ -90,30 +89,33 @@ class Backend(Protocol):
     def temporary(
         self, shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0
     ) -> AbstractContextManager[ArrayView]:
-        """Return a new row-major array of the backend's own, for a ``with`` block that queues work on a stream."""
+        """Return a temporary row-major array for a ``with`` block that queues work on a stream."""
 
     def release_memory(self) -> None:
-        """Give back the memory that is kept for later products."""
+        """Free memory that is cached for later products."""
 
     def info(self) -> dict[str, Any]:
-        """Return the ``devices`` that can compute and the ``versions`` of libraries for ``lowprec.info``."""
+        """Return the ``devices`` and the ``versions`` of libraries for ``lowprec.info``."""
 
     def staging_dtype(self, dtype: DType) -> DType:
-        """Return the element type in which a result of this type is staged, for :meth:`copy` to write."""
+        """Return the element type in which a result of this type is staged before :meth:`copy`."""
 
     def copy(self, source: ArrayView, out: ArrayView, stream: int = 0) -> None:
-        """Write row-major ``source``, of :meth:`staging_dtype`, to ``out``, of the same shape and device."""
+        """Copy a row-major ``source`` of :meth:`staging_dtype` to ``out``."""
 
     def describe(self, plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
-        """Return the device library's description of how it would run a plan, as rows of names and values."""
+        """Return the device library's description of its algorithm for a plan, as (name, value) pairs."""
 
     def tune(
         self, execute: Executor, arguments: Arguments, *, candidates: int, progress: Callable[[int, int], None] | None
     ) -> tuple[AlgorithmTiming, ...]:
-        """Measure the library's algorithms for a product and keep the fastest; it comes first. Empty for no choice."""
+        """Measure the library's algorithms for a product, use the fastest from now on, and return it first.
+
+        Empty if there is no choice.
+        """
 
     def stopwatch(self, arguments: Arguments) -> Stopwatch | None:
-        """Start to take the time of a product; None where it is done when its executor returns."""
+        """Start the measurement of a product; None if products are finished when executors return."""
 
     def execution_info(self, plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-        """Return the units of this thread's last product, an execution of ``execute``, made from ``plan``."""
+        """Return units and algorithm of this thread's last product, executed by ``execute`` of ``plan``."""

@@ -1,4 +1,4 @@
-"""Which backend serves a device. A backend is imported with the first product that it runs."""
+"""The backend of each device type, imported with its first product."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ def _backend(device_type: int) -> Backend:
 
 
 def backend_of(device: Device) -> Backend:
-    """Return the backend that serves a device; raises DeviceError if none does."""
+    """Return the backend of a device; raise DeviceError if there is none."""
     if device.type not in _MODULES:
-        raise DeviceError(
-            f"no backend of this version serves the device {device}; arrays must be in host memory or on an NVIDIA GPU"
-        )
+        raise DeviceError(f"device {device} is not supported; arrays must be in host memory or on an NVIDIA GPU")
     return _backend(device.type)
 
 
@@ -42,35 +40,35 @@ def predicted(device: str) -> Capabilities:
 
 
 def release_memory() -> None:
-    """Free memory kept for later products: buffers of the CPU, pools of each GPU.
+    """Free memory that is cached for later products: buffers on the CPU, memory pools on GPUs.
 
-    Memory in use stays. It waits for all work queued on the GPUs that lowprec has used. Where an
-    allocation fails inside lowprec it does the same and tries again. Caches of libraries are theirs to
-    give back (``torch.cuda.empty_cache()``, for example).
+    Memory in use is kept. The call waits for all work queued on the GPUs that lowprec has used. lowprec itself calls it
+    when an allocation fails, and tries again. It does not free the caches of other libraries; call, for example,
+    ``torch.cuda.empty_cache()``.
 
     Raises
     ------
     BackendError
-        If work that was queued on a GPU has failed.
+        Work that was queued on a GPU has failed.
 
     Examples
     --------
     >>> import lowprec
     >>> lowprec.release_memory()
     """
-    for module in _MODULES.values():  # those that are loaded
+    for module in _MODULES.values():
         release = getattr(sys.modules.get(module), "release_memory", None)
         if release is not None:
             release()
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a library says that there is too little memory; not lowprec itself, which has tried twice then."""
+    """Whether a library's allocation failed; false for lowprec's own error, raised after a second attempt."""
     if isinstance(error, DeviceMemoryError):
         return False
-    # PyTorch and CuPy have a class of that name each.
+    # PyTorch and CuPy each have a class of this name.
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
-# Memory for results whose library provides none.
+# Memory for results of libraries that do not allocate themselves.
 register(2, lambda: cast(DeviceMemory, importlib.import_module("lowprec.backends.cuda.memory")))

@@ -336,7 +336,7 @@ def test_the_mode_in_force_decides(rng: np.random.Generator, monkeypatch: pytest
         reason = lowprec.plan(a, prepared, **given).prepared
         assert reason is not None
         assert reason.kind is ReasonKind.PREPARED_FOR_ANOTHER_MODE
-        assert "prepared for tf32, the mode in force is fp32" in str(reason)
+        assert "prepared for tf32, but the mode is fp32" in str(reason)
 
     in_full()
     in_full(math_mode="fp32")
@@ -412,7 +412,7 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
     prepared = lowprec.prepare(b, math_mode="bf16")
     c = lowprec.prepare(numbers(rng, "float32", 64, 96))
     for call in (lowprec.matmul, lowprec.plan):
-        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand; it is accepted only as b of matmul"):
+        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand, which is accepted only as b of matmul"):
             call(prepared, b)
         with pytest.raises(lowprec.ArrayError, match="a is a prepared operand"):
             call(prepared, prepared)

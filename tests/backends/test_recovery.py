@@ -280,7 +280,7 @@ def test_k_chunk_must_be_a_length(k_chunk):
 
 def test_integers_have_no_chunks():
     a = np.ones((4, 4), np.int8)
-    with pytest.raises(lowprec.UnsupportedError, match="k_chunk is 2, but the operands are int8"):
+    with pytest.raises(lowprec.UnsupportedError, match="k_chunk is 2, but int8 products are not summed in chunks"):
         lowprec.matmul(a, a, k_chunk=2)
 
 

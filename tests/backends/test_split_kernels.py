@@ -223,7 +223,7 @@ def test_nan_and_inf_are_those_of_fp32(machine: str, mode: str, dtype: Any, rng:
         with parts_on(machine):
             plan = lowprec.plan(a, b, math_mode=mode, **given)
             assert plan.kernel_row.shares_sums
-            assert "computed again, in FP32" in plan.fallbacks[0]
+            assert "recomputed in FP32" in plan.fallbacks[0]
             got = lowprec.matmul(a, b, math_mode=mode, **given)
         for x, y in ((got.real, want.real), (got.imag, want.imag)):
             for kind in (np.isnan, np.isposinf, np.isneginf):

@@ -46,7 +46,7 @@ def _somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
 def test_a_file_that_others_can_write_is_not_read(kept: Path, mode: int) -> None:
     kept.chmod(mode)
-    with pytest.warns(LowprecWarning, match=r"does not use .*x: others than you can write to it"):
+    with pytest.warns(LowprecWarning, match=r"does not use .*x: other users can write to it"):
         assert disk.read_bytes("kernels/x") is None
     # What is made anew takes its place, in a folder that is the user's alone.
     disk.write_bytes("kernels/x", b"new")
@@ -59,7 +59,7 @@ def test_a_file_that_others_can_write_is_not_read(kept: Path, mode: int) -> None
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_folder_that_others_can_write_is_not_used(kept: Path, tmp_path: Path, name: str, mode: int) -> None:
     (tmp_path / name).chmod(mode)
-    with pytest.warns(LowprecWarning, match=rf"{name}: others than you can write to it"):
+    with pytest.warns(LowprecWarning, match=rf"{name}: other users can write to it"):
         assert disk.read_bytes("kernels/x") is None
     # Once: a second warning would be an error here.
     disk.write_bytes("kernels/x", b"new")
@@ -74,7 +74,7 @@ def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept: Path, cache:
     (cache / "kernels").chmod(0o1777)
     assert disk.read_bytes("kernels/x") == b"good"
     kept.chmod(0o666)
-    with pytest.warns(LowprecWarning, match="others than you can write to it"):
+    with pytest.warns(LowprecWarning, match="other users can write to it"):
         assert disk.read_bytes("kernels/x") is None
 
 
@@ -118,7 +118,7 @@ def test_a_link_to_a_folder_is_judged_by_the_folder(kept: Path, cache: Path, tmp
     cache.symlink_to(tmp_path / "scratch")
     assert disk.read_bytes("kernels/x") == b"good"
     (tmp_path / "scratch").chmod(0o777)
-    with pytest.warns(LowprecWarning, match="others than you can write"):
+    with pytest.warns(LowprecWarning, match="other users can write"):
         assert disk.read_bytes("kernels/x") is None
 
 
@@ -232,7 +232,7 @@ def test_what_cannot_be_written_costs_warnings_and_nothing_else(
     cache: Path, monkeypatch: pytest.MonkeyPatch, hindrance: Callable[..., None]
 ) -> None:
     hindrance(cache, monkeypatch)
-    with pytest.warns(LowprecWarning, match="cannot write to its cache .*this process only"):
+    with pytest.warns(LowprecWarning, match="cannot write to its cache .*lost with this process"):
         disk.write_bytes("kernels/x", b"new")
     # Once: a second warning would be an error here.
     disk.write_bytes("kernels/x", b"new")

@@ -1,4 +1,4 @@
-"""The CPU's backend: :func:`prepare` turns a plan, which has made all decisions, into a function of the operands."""
+"""The backend of the CPU; :func:`prepare` returns the executor of a plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prepare(plan: GemmPlan) -> Executor:
 
 
 def _converts(plan: GemmPlan) -> bool:
-    """Whether operands are rounded, or numbers of 16 or 8 bits are read or written: numba's kernels do that."""
+    """Whether numba's kernels are used: operands are rounded, or 16- or 8-bit numbers are read or written."""
     dtypes = (plan.problem.a.dtype, plan.problem.b.dtype, plan.out_dtype)
     return any(plan.rounded) or any(x.bits < 32 for x in dtypes)
 
@@ -53,7 +53,7 @@ def _without_numba(plan: GemmPlan) -> GemmPlan:
 
 
 def _nothing(_: Arguments) -> None:
-    """Compute a result that has no elements."""
+    """Execute a product with an empty result."""
 
 
 def temporary(
@@ -69,7 +69,7 @@ def release_memory() -> None:
 
 
 def staging_dtype(dtype: DType) -> DType:
-    """Return the same type: NumPy copies all."""
+    """Return the same type: NumPy copies every type."""
     return dtype
 
 
@@ -79,19 +79,19 @@ def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
 
 
 def stopwatch(arguments: Arguments) -> None:
-    """Return None: the host's clock suffices, because a product is done when its executor returns."""
+    """Return None: products are finished when executors return."""
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-    """Return whether this thread's last product ran on units for its numbers; where a part of it fell back, not."""
+    """Return whether tensor units computed all of this thread's last product."""
     by_kernel = isinstance(execute, functools.partial) and execute.func in _BY_UNITS
-    # Kernels that hold narrower numbers in float32 multiply on FP32 units.
+    # Kernels that store rounded operands as float32 use FP32 units.
     by_units = by_kernel and plan.kernel_row.holds_in is None
     return ExecutionInfo(by_units and not (plan.fallback and packed_products.fell_back()))
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
-    """Return nothing: the plan itself says all that there is to say."""
+    """Return nothing: the plan describes the kernel completely."""
     return ()
 
 

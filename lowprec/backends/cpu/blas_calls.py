@@ -1,4 +1,4 @@
-"""Calls of CBLAS functions for products of matrices with strides: single, in panels that threads share, and batches.
+"""Calls of CBLAS functions for matrices with strides: single products, panels shared by threads, and batches.
 
 Source: OpenBLAS's documentation, "Extensions" (``cblas_?gemm_batch``); the reference CBLAS, ``cblas.h``.
 """
@@ -21,7 +21,7 @@ _ROW_MAJOR, _COLUMN_MAJOR, _NO_TRANS, _TRANS = 101, 102, 111, 112
 
 _ENUM, _INT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
-#: Letter of the functions, and how they take alpha and beta.
+#: Letter in the functions' names, and the type of alpha and beta, by dtype.
 _FUNCTIONS: dict[str, tuple[str, Any]] = {
     "float32": ("s", ctypes.c_float),
     "float64": ("d", ctypes.c_double),
@@ -29,32 +29,32 @@ _FUNCTIONS: dict[str, tuple[str, Any]] = {
     "complex128": ("z", _POINTER),
 }
 
-#: Alpha and beta of the functions that read them through their addresses, for as long as the process lives.
+#: Alpha = 1 and beta = 0 in memory, for functions that take their addresses.
 _ONE_AND_ZERO = {name: np.array([1, 0], name) for name in _FUNCTIONS}
 
-#: Up to this many multiplications OpenBLAS uses one thread (of complex numbers), with matrices and with a vector.
+#: Multiplications (of complex numbers) up to which OpenBLAS uses one thread, with matrices and with a vector.
 _NEVER_PARALLEL, _NEVER_PARALLEL_VECTOR = 1 << 15, 1 << 12
 
-#: Multiplications of a batch that pay for waking a thread; products of a batch from which each is one call.
+#: Multiplications of a batch from which a second thread is faster; batch size from which each product is one call.
 _PAYS_TO_SHARE, _MANY = 4_000_000, 32
 
-#: Kernels and their dtypes for which an element's bits do not depend on its panel.
+#: Kernels and dtypes for which the bits of an element do not depend on its panel.
 _SAME_BITS_IN_ANY_PANEL = frozenset({("SkylakeX", "float32")})
 
 Product = Callable[[int, int, int], None]
 
-#: Of the addresses of all a, b and out; shape (3, batch_count), C-contiguous, 64 bits.
+#: Computes a batch, given the addresses of all a, b and out: int64, shape (3, batch_count), C-contiguous.
 BatchedProduct = Callable[[Any], None]
 
 
 class OpenBlas:
-    """A library that was loaded for lowprec, and where it was found."""
+    """lowprec's copy of OpenBLAS, and its path."""
 
     def __init__(self, library: ctypes.CDLL, path: str) -> None:
         self.path = path
         self.version = _text(library, "scipy_openblas_get_config64_").split()[1]
         self.core_type = _text(library, "scipy_openblas_get_corename64_")
-        # These two are so short that giving up the GIL for them would take longer.
+        # Two functions that are shorter than releasing the GIL.
         held = ctypes.PyDLL(path)
         self._get_threads = held.scipy_openblas_get_num_threads64_
         self._set_threads = held.scipy_openblas_set_num_threads64_
@@ -62,7 +62,7 @@ class OpenBlas:
         self._gemv: dict[str, Callable[..., None]] = {}
         self._gemm_batch: dict[str, Callable[..., None]] = {}
         self._factors: dict[str, tuple[Any, Any]] = {}
-        #: The letter of alpha and beta in the signature of a table's rows, and 1 and 0 as words.
+        #: By dtype: the letter of alpha and beta in the signature of table rows, and 1 and 0 as words.
         self._words: dict[str, tuple[str, tuple[int, int]]] = {}
         for dtype, (letter, scalar) in _FUNCTIONS.items():
             one, zero = _factor_addresses(dtype) if scalar is _POINTER else (1.0, 0.0)
@@ -77,14 +77,14 @@ class OpenBlas:
         self.use_one_thread()
 
     def use_one_thread(self) -> None:
-        """Have each call run on the thread that makes it; ``threadpoolctl`` may have said otherwise."""
+        """Set OpenBLAS to one thread, which ``threadpoolctl`` may have changed."""
         if self._get_threads() != 1:
             self._set_threads(1)
 
     def product(self, a: MatrixStack, b: MatrixStack, out: MatrixStack, *, shared: bool = True) -> Product:
-        """Return a function of the addresses of one a, b and out that computes ``out = a @ b``.
+        """Return a function of the addresses of a, b and out that computes ``out = a @ b``.
 
-        All are of one dtype, float32, float64, complex64 or complex128, in a layout of BLAS; threads share the work.
+        All have one dtype (float32, float64, complex64 or complex128) and a BLAS layout; threads share the work.
         """
         if b.cols == 1:
             return self._matrix_vector(a, b, out, shared)
@@ -94,9 +94,10 @@ class OpenBlas:
         return self._matrix_matrix(a, b, out, shared)
 
     def batch(self, a: MatrixStack, b: MatrixStack, out: MatrixStack) -> BatchedProduct:
-        """Return a function that computes ``out = a @ b`` for the matrices at all addresses passed to it.
+        """Return a function that computes ``out = a @ b`` for a batch, given the addresses of all matrices.
 
-        One call computes each of many products, panels those of few; the number of threads changes no bit.
+        In a large batch each product is one call, in a small batch products are divided into panels. The bits do not
+        depend on the number of threads.
         """
         m, n, k = a.rows, b.cols, a.cols
         if m * n * k >= 2 * SMALLEST_PANEL:
@@ -124,7 +125,7 @@ class OpenBlas:
         symbol = team.address_of(function)
 
         def pieces(count: int, step: int) -> tuple[Any, Any]:
-            """Return the table of calls for so many products each, and the sizes to which it refers."""
+            """Return the table of calls with ``step`` products each, and the sizes to which it refers."""
             starts = range(0, count, step)
             sizes = np.array([min(step, count - i) for i in starts], np.int64)
             rows = [
@@ -156,7 +157,7 @@ class OpenBlas:
         m, n, k, dtype = a.rows, b.cols, a.cols, out.dtype
         function = self._gemm[dtype.label]
         one, zero = self._factors[dtype.label]
-        # ctypes objects pass through; Python numbers would be converted again on every call, for 1 us.
+        # ctypes objects, because converting Python numbers takes 1 us per call.
         order, all_m, all_n, all_k = _ENUM(_ROW_MAJOR), _INT(m), _INT(n), _INT(k)
         op_a, op_b = (_ENUM(_NO_TRANS if x.order == "row" else _TRANS) for x in (a, b))
         lda, ldb, ldc = (_INT(x.leading_dimension or 1) for x in (a, b, out))
@@ -194,7 +195,7 @@ class OpenBlas:
     def _shared(
         self, function: Callable[..., None], single: Product, signature: str, table_of: Callable[[int], Any], work: int
     ) -> Product:
-        """Return a product of so many multiplications in the calls of a table, which depends on the threads."""
+        """Return a product of ``work`` multiplications that runs the calls of a table in several threads."""
 
         def product(a: int, b: int, out: int) -> None:
             self.use_one_thread()
@@ -223,7 +224,7 @@ class OpenBlas:
         order = _ENUM(_ROW_MAJOR if a.order == "row" else _COLUMN_MAJOR)
         no_trans, all_m, all_k = _ENUM(_NO_TRANS), _INT(m), _INT(k)
         lda = _INT(a.leading_dimension or 1)
-        # The strides of a single element may be anything.
+        # The stride of a single element is arbitrary.
         step_b, step_out = _INT(b.row_stride if k > 1 else 1), _INT(out.row_stride if m > 1 else 1)
         a_row, out_row = a.row_stride * dtype.itemsize, out.row_stride * dtype.itemsize
 
@@ -246,7 +247,7 @@ class OpenBlas:
         return self._shared(function, single, signature, lambda _: table, m * k)
 
 
-#: A matrix or a vector: where it is, and its leading dimension or step.
+#: Types of a matrix or vector: address, and leading dimension or increment.
 _ARRAY = [_POINTER, _INT]
 
 
@@ -260,7 +261,7 @@ def _gemv_types(scalar: Any) -> list[Any]:
     return [_ENUM] * 2 + [_INT] * 2 + [scalar, *_ARRAY, *_ARRAY, scalar, *_ARRAY]
 
 
-#: Layout; then an array for each argument of a product, with an element for each of so many groups; their sizes.
+#: Layout; an array for each argument of a product, with one element per group; number of groups; sizes of groups.
 _GEMM_BATCH_TYPES = [_ENUM, *[_POINTER] * 13, _INT, _POINTER]
 
 
@@ -273,7 +274,7 @@ def _factor_addresses(dtype: str) -> list[int]:
 
 
 def _scalar_words(dtype: str) -> tuple[str, tuple[int, int]]:
-    """Return the letter of a scalar argument, as `team_kernels.rows_kernel` has it, and 1 and 0 as words."""
+    """Return the letter of a scalar argument for `team_kernels.rows_kernel`, and 1 and 0 as words."""
     one, zero = _factor_addresses(dtype)
     real = {"float32": ("f", np.int32), "float64": ("d", np.int64)}
     if dtype not in real:

@@ -1,7 +1,7 @@
 """Reusable, page-aligned scratch memory.
 
-The kernel zeroes every page of a fresh allocation on its first use, which costs more than packing into it. So each
-thread keeps the buffers that it returned, at most `RETAINED_LIMIT_BYTES` for all threads together.
+The operating system zeroes every page of a new allocation, which takes longer than packing into it. So each thread
+keeps the buffers that it returned, up to a total of `RETAINED_LIMIT_BYTES` for all threads.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _PAGE = 4096
 _SMALLEST = 64 << 10
 #: Smaller buffers do not trigger a check of the memory that all threads retain.
 _LARGE = 1 << 20
-#: Below this, fresh memory comes from the allocator's own pools and costs less than a loan.
+#: Below this, a new allocation comes from the allocator's pools and is faster than a reused buffer.
 _SMALL = 64 << 10
 
 
 class _Buffer(NamedTuple):
-    nbytes: int  # from the address on
-    address: int  # a multiple of a page
+    nbytes: int
+    address: int  # page-aligned
     memory: np.ndarray
 
 
 class _FreeList(threading.local):
-    """The free buffers of one thread, without a lock that a fork or a signal handler could find taken."""
+    """The free buffers of one thread; no lock, because a fork or a signal handler could find it held."""
 
     def __init__(self) -> None:
         self.buffers = _Buffers()
@@ -41,7 +41,7 @@ class _FreeList(threading.local):
 
 
 class _Buffers(list[_Buffer]):
-    """A list with weak references, which leaves `_all` when its thread ends."""
+    """A weakly referenced list that removes itself from `_all` when its thread ends."""
 
     _all: dict[int, weakref.ref[_Buffers]]
 
@@ -51,12 +51,12 @@ class _Buffers(list[_Buffer]):
 
 #: The free list of each thread, by its id.
 _all: dict[int, weakref.ref[_Buffers]] = {}
-_Buffers._all = _all  # of the class: when the interpreter ends, this module may be cleared before the lists
+_Buffers._all = _all  # an attribute, because this module may be cleared before the lists at interpreter exit
 _free = _FreeList()
 
 
 def _new(nbytes: int) -> _Buffer:
-    """Return a buffer of at least `nbytes`, rounded up to an eighth of its power of two: similar sizes share it."""
+    """Return a buffer of at least `nbytes`, rounded up to an eighth of a power of two for reuse by similar sizes."""
     nbytes = max(nbytes, _SMALLEST)
     step = max(_PAGE, 1 << (nbytes.bit_length() - 4))
     nbytes = -(-nbytes // step) * step
@@ -66,13 +66,13 @@ def _new(nbytes: int) -> _Buffer:
 
 def _take(nbytes: int) -> _Buffer:
     buffers = _free.buffers
-    best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1  # a larger one would be wasted
+    best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1  # no buffer of more than four times the size
     for index, buffer in enumerate(buffers):
         if nbytes <= buffer.nbytes < smallest:
             best, smallest = index, buffer.nbytes
     if best is not None and best < len(buffers):
         found = buffers.pop(best)
-        # A signal handler that multiplied may have changed the list after it was searched.
+        # A product in a signal handler may have changed the list since the search.
         if found.nbytes >= nbytes:
             return found
     try:
@@ -86,15 +86,15 @@ def _give(*returned: _Buffer) -> None:
     buffers = _free.buffers
     buffers += returned
     if returned and returned[-1].nbytes >= _LARGE:
-        # The buffer that was returned last is taken next.
+        # The last buffer returned is reused first.
         while buffers and retained_bytes() > RETAINED_LIMIT_BYTES:
             del buffers[:1]
 
 
 class borrow:
-    """Lend ``nbytes`` of uninitialised memory to a `with` block, which gets its address, aligned to 4096 bytes.
+    """Context manager for ``nbytes`` of uninitialised memory; returns its address, aligned to 4096 bytes.
 
-    After an exception on entry or exit the buffer is left to the garbage collector; it is never lent twice.
+    After an exception on entry or exit the buffer is freed by the garbage collector, not reused.
     """
 
     __slots__ = ("_buffer", "_nbytes")
@@ -111,7 +111,7 @@ class borrow:
 
 
 class Workspace:
-    """Lends arrays until the end of a `with` block."""
+    """Context manager for temporary arrays, valid until the end of the `with` block."""
 
     __slots__ = ("_buffers",)
 
@@ -141,7 +141,7 @@ def retained_bytes() -> int:
 
 
 def release_all() -> None:
-    """Give the free buffers of all threads back to the system."""
+    """Return the free buffers of all threads to the system."""
     for reference in list(_all.values()):
         found = reference()
         if found is not None:

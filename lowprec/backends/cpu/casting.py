@@ -1,4 +1,4 @@
-"""float32 arrays from other storage types or precisions: by compiled kernels, or by NumPy without numba.
+"""Casting and rounding to float32 arrays by compiled kernels, or by NumPy without numba.
 
 The kernels read any strides and round as :mod:`lowprec.backends.cpu.rounding` does.
 """
@@ -23,23 +23,23 @@ from lowprec.policy import environment
 
 _KERNELS = "lowprec.backends.cpu.casting_kernels"
 
-#: Elements that a thread takes at a time.
+#: Elements per piece, the unit of work of a thread.
 _PIECE = 1 << 17
 
-#: Elements below which it costs more to wake a thread.
+#: Elements from which several threads are faster.
 _PAYS_TO_SHARE = 1 << 19
 
-#: Elements below which NumPy's own conversion between dtypes is the fastest.
+#: Elements from which a kernel is faster than NumPy's own cast.
 _PAYS_TO_CALL = 1 << 12
 
-#: Scratch memory that each call of a kernel may use.
+#: Scratch memory of a kernel call.
 SCRATCH_BYTES = 512
 
 Kernel = Callable[..., int]
 
 
 class _Scratch(threading.local):
-    """The scratch memory of each thread, which one call of a kernel uses at a time, a signal handler's included."""
+    """Scratch memory of each thread, used by one kernel call at a time, also in a signal handler."""
 
     def __init__(self) -> None:
         self.memory = np.empty(SCRATCH_BYTES, np.uint8)
@@ -51,20 +51,20 @@ kernel_scratch = _Scratch()
 
 @functools.lru_cache(maxsize=64)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype; NumPy makes it each time, for which it imports."""
+    """Return the name of a dtype, cached because NumPy builds it each time."""
     return dtype.name
 
 
 @functools.cache
 def has_kernels() -> bool:
-    """Whether numba is here to compile the kernels. It is not imported for that."""
+    """Whether numba is installed and not disabled, without importing it."""
     if not numba_import.is_installed():
         return False
     return not environment.numba_is_off() and not numba_import.failure()
 
 
 def can_compile() -> bool:
-    """Whether the kernels can be compiled here, which importing numba shows."""
+    """Whether the kernels can be compiled; imports numba."""
     if not has_kernels():
         return False
     if numba_import.fails():
@@ -81,7 +81,7 @@ def kernels() -> Any:
 
 @functools.cache
 def cast_index(dtype: str, to: NumberFormat | None) -> int | None:
-    """Return which kernel reads numbers of this dtype and rounds them to a format; None if there is none."""
+    """Return the index of the kernel that rounds this dtype to a format; None if there is none."""
     stored = dtype_from_name(dtype).format
     casts: tuple[tuple[str, str | None], ...] = kernels().CASTS
     name = None if to is None else to.name
@@ -97,11 +97,11 @@ def _cast_kernel(dtype: str, to: NumberFormat | None) -> Kernel | None:
 
 
 def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool]:
-    """Write arrays as float32, rounded to ``to``: TF32, bfloat16, float16 or its digits; None changes no value.
+    """Write arrays as float32, rounded to TF32, bfloat16, float16 or float16's digits; None only widens.
 
-    ``pairs`` are sources and targets of the same shape, which are identical or do not overlap. A target or its
-    transpose is C-contiguous. Complex numbers are rounded by component. Returns for each pair whether its numbers,
-    rounded to float16's digits, must be scaled instead.
+    ``pairs`` are sources and targets of the same shape, identical or not overlapping. A target or its transpose is
+    C-contiguous. Complex numbers are rounded by component. Returns for each pair whether rounding to float16's digits
+    is not sufficient because its numbers must be scaled.
     """
     elements = 0
     for _, out in pairs:
@@ -136,9 +136,9 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
 
 
 def lie_apart(arrays: Sequence[Any]) -> bool:
-    """Whether numbers in float32 or bfloat16 are too far apart for float16's digits, and must be scaled."""
+    """Whether the range of float32 or bfloat16 arrays exceeds float16's, so that they must be scaled."""
     pieces, extrema = [], 0
-    # Widened ones live until all have been looked at.
+    # A list, which keeps widened copies alive.
     arrays = [x.astype(np.float32, copy=False) for x in arrays]
     for x in arrays:
         if not _pays(x.size, FLOAT16_DIGITS):
@@ -154,13 +154,13 @@ def lie_apart(arrays: Sequence[Any]) -> bool:
 
 
 def narrow(source: Any, out: Any) -> None:
-    """Write a C-contiguous array to ``out``, rounded to nearest even where that has 16 bits; they do not overlap."""
+    """Write a C-contiguous array to ``out``, rounded to nearest even if that is 16-bit; they do not overlap."""
     is_narrow = name_of(out.dtype) in ("float16", "bfloat16") and source.dtype == np.float32
     if not (is_narrow and source.flags.c_contiguous and _pays(out.size, None)):
         out[...] = source
         return
     kernel = kernels().narrow_kernel(name_of(out.dtype))
-    # The same pieces as for a cast in the other direction, with the strided array first.
+    # The pieces of a cast in the other direction, with the strided array first.
     _run(
         [
             (0, kernel, target, address, row_stride, col_stride, rows, cols)
@@ -171,7 +171,7 @@ def narrow(source: Any, out: Any) -> None:
 
 
 def is_ready() -> bool:
-    """Whether numba was imported with a plan, and compiles the kernels."""
+    """Whether numba has been imported and compiles the kernels."""
     return numba_import.is_ready() and has_kernels()
 
 
@@ -180,7 +180,7 @@ def _pays(elements: int, to: NumberFormat | None) -> bool:
 
 
 def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
-    """Return complex arrays as arrays of their components, where strides allow it; others as they are."""
+    """Return complex arrays as arrays of their components if strides allow it; others unchanged."""
     if out.dtype.kind != "c" or source.dtype != out.dtype or source.strides[-1] != source.itemsize:
         return source, out
     real = np.dtype(f"f{out.itemsize // 2}")
@@ -188,19 +188,19 @@ def _as_real(source: Any, out: Any) -> tuple[Any, Any]:
 
 
 def _for_numpy(source: Any, out: Any, to: NumberFormat | None) -> tuple[Any, Any]:
-    """Return arrays as contiguous float32 of one dimension, the source copied to ``out`` where it cannot be that."""
+    """Return arrays as contiguous 1-D float32; a source of another layout or dtype is first copied to ``out``."""
     if to is None or source.dtype != out.dtype or not source.flags.c_contiguous:
         with np.errstate(all="ignore"):  # a signalling NaN becomes quiet
             out[...] = source
         source = out
     if to is None:
         return source, out
-    # Flat, since only a contiguous last dimension can be taken for twice as many real numbers.
+    # Flat, because only a contiguous last dimension can be viewed as twice as many real numbers.
     return (source.reshape(-1, copy=False).view(np.float32), out.reshape(-1, copy=False).view(np.float32))
 
 
 def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the arguments of a kernel, but for its scratch memory."""
+    """Yield the arguments of kernel calls, without scratch memory."""
     item = source.itemsize
     if source.flags.c_contiguous:
         start, target = data_pointer(source), data_pointer(out)
@@ -220,7 +220,7 @@ def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield matrices that make up two arrays: one, if the leading dimensions of both can be taken for one."""
+    """Yield the matrices of two arrays; a single one if the leading dimensions of both can be coalesced."""
     cols = out.shape[-1]
     try:
         yield source.reshape(-1, cols, copy=False), out.reshape(-1, cols, copy=False)

@@ -1,6 +1,6 @@
-"""Compiled kernels that read stored numbers and write float32, rounded as a mode requires.
+"""Compiled kernels that cast stored numbers to float32 and round them as a mode requires.
 
-They work on vectors of 16 numbers, which LLVM splits to the processor's width. Each rounding gives the bits of
+They work on vectors of 16 numbers, which LLVM splits to the processor's width. The bits are those of
 :func:`lowprec.backends.cpu.rounding.round_float32`. Importing this module imports numba.
 """
 
@@ -34,8 +34,8 @@ from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 
 DIGITS = FLOAT16_DIGITS.name
 
-#: Stored types and their roundings, by the names of `lowprec.formats` (and `scaling.FLOAT16_DIGITS`); None where the
-#: format holds all that is stored. A kernel is made from the position here.
+#: Stored types and their roundings, by the names of `lowprec.formats` (and `scaling.FLOAT16_DIGITS`); None for no
+#: rounding. The index of a kernel is its position here.
 CASTS = (
     ("float32", "tf32"),
     ("float32", "bfloat16"),
@@ -52,7 +52,7 @@ CASTS = (
 ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, "int8": I8}
 KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
 
-#: Where in the scratch memory the extrema are: 16 largest magnitudes, 16 of the smallest less 1.
+#: Offset in scratch memory of the extrema: 16 largest magnitudes, then 16 smallest ones minus 1.
 _EXTREMA = 384
 
 # The key of the cache on disk includes a kernel's name and its closure.
@@ -69,7 +69,7 @@ def _widened_float16(builder: Any, x: Any) -> Any:
     high = builder.shl(magnitude, splat(13))
     normal = builder.add(high, splat(112 << 23))  # the biases are 15 and 127
     special = builder.or_(high, splat(INFINITY))
-    # Below the normal numbers a float16 counts units of 2^-24.
+    # A subnormal float16 is a multiple of 2^-24.
     units = builder.uitofp(magnitude, ir.VectorType(F32, LANES))
     subnormal = bits_of(builder, builder.fmul(units, float_splat(2.0**-24)))
     is_special = builder.icmp_unsigned(">=", magnitude, splat(0x7C00))
@@ -95,7 +95,7 @@ def _rounded_float16(builder: Any, bits: Any) -> Any:
     normal = nearest(builder, magnitude, 13)
     overflows = builder.icmp_unsigned(">=", normal, splat(0x47800000))  # 65536
     normal = builder.select(overflows, splat(INFINITY), normal)
-    # Below 2^-14 numbers are 2^-24 apart, as float32 are from 0.5 on.
+    # Below 2^-14 the spacing is 2^-24, that of float32 numbers from 0.5 on.
     half = float_splat(0.5)
     sum_ = builder.fadd(floats_of(builder, magnitude), half)
     subnormal = bits_of(builder, builder.fsub(sum_, half))
@@ -104,7 +104,7 @@ def _rounded_float16(builder: Any, bits: Any) -> Any:
 
 
 def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
-    """Round 16 float32, given by their bits, to a format; None where they stay as they are."""
+    """Round 16 float32, given by their bits, to a format; None changes nothing."""
     if rounding is None:
         return bits
     if rounding == "float16":
@@ -114,7 +114,7 @@ def _rounded(builder: Any, rounding: str | None, bits: Any) -> Any:
 
 
 def cast_vector(builder: Any, index: int, address: Any, extrema: Extrema) -> Any:
-    """Cast 16 numbers in sequence; they count among the extrema where those are asked for."""
+    """Cast 16 contiguous numbers, and update the extrema if they are needed."""
     storage, rounding = CASTS[index]
     bits = _read(builder, storage, address)
     if rounding == DIGITS:
@@ -123,9 +123,10 @@ def cast_vector(builder: Any, index: int, address: Any, extrema: Extrema) -> Any
 
 
 class Extrema:
-    """The largest and smallest magnitudes met in a loop, kept in scratch memory.
+    """The largest and smallest nonzero magnitudes in a loop, in scratch memory.
 
-    Magnitudes are ordered as their bits; a zero less 1 is the largest, so it is never the smallest.
+    Magnitudes are compared by their bits. 1 is subtracted from candidates for the smallest: zero wraps around to the
+    largest integer and so is ignored.
     """
 
     def __init__(self, builder: Any, index: int, scratch: Any) -> None:
@@ -140,7 +141,7 @@ class Extrema:
             self.found.append((at, local))
 
     def update(self, bits: Any) -> None:
-        """Let 16 numbers count, given by their bits."""
+        """Update the extrema with 16 numbers, given by their bits."""
         builder = self.builder
         magnitude = magnitude_of(builder, bits)
         less = builder.sub(magnitude, splat(1))
@@ -157,7 +158,7 @@ class Extrema:
 
 @njit(inline="always")
 def clear_extrema(scratch):
-    """Forget all numbers."""
+    """Reset the extrema."""
     for i in range(_EXTREMA, _EXTREMA + 64, 8):
         store(scratch + i, 0, "i64")
         store(scratch + 64 + i, -1, "i64")
@@ -165,14 +166,14 @@ def clear_extrema(scratch):
 
 @njit(inline="always")
 def clear_run(scratch):
-    """Zeros, which are no extrema, behind the numbers at the end of a row."""
+    """Write zeros, which do not change extrema, after the last numbers of a row."""
     for i in range(0, 64, 8):
         store(scratch + i, 0, "i64")
 
 
 @emitted(types.intp)
 def extrema_in(builder, scratch):
-    """The largest magnitude, by its bits, times 2^32, and the smallest that is not zero, less 1."""
+    """Return the bits of the largest magnitude times 2^32, plus those of the smallest nonzero one minus 1."""
     vector, word = ir.VectorType(I32, LANES), scratch.type
     found = []
     for offset, name in ((0, "umax"), (64, "umin")):
@@ -187,7 +188,7 @@ def extrema_in(builder, scratch):
 
 @emitted(literals=("index", "count", "writes"))
 def _cast_runs(builder, index, count, writes, source, target, steps, scratch):
-    """Cast numbers in sequence, ``count`` times 16 at each step; or look at the extrema alone."""
+    """Cast contiguous numbers, ``count`` times 16 per step; without ``writes``, only find the extrema."""
     number, vectors = index, count
     is_written = bool(writes)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
@@ -243,18 +244,18 @@ def cast_address(index: int) -> int:
 
 @cache
 def cast_kernel(index: int) -> Any:
-    """Return the kernel of one of `CASTS`, to be called with seven integers.
+    """Return the kernel of one of `CASTS`, a function of seven integers.
 
-    Address, row stride and column stride of a matrix, in bytes; its rows and columns; the address of a row-major
-    float32 matrix without gaps; the address of 512 bytes of scratch memory. It returns the extrema where it rounds to
-    float16's digits, else 0.
+    They are address, row stride and column stride of a matrix, in bytes; its rows and columns; the address of a
+    contiguous row-major float32 matrix; the address of 512 bytes of scratch memory. It returns the extrema if it rounds
+    to float16's digits, otherwise 0.
     """
     return native.callable_at(cast_address(index), 7)
 
 
 @cache
 def extrema_kernel() -> Any:
-    """Return the kernel that finds extrema of float32 numbers, to be called as one that casts; it writes nothing."""
+    """Return the kernel that finds the extrema of float32 numbers, with the arguments of a casting kernel."""
     index = CASTS.index(("float32", DIGITS))
     return native.callable_at(compile_kernel(_cast_function(index, 0), 7), 7)
 
@@ -275,7 +276,7 @@ def _narrow_float16(builder: Any, bits: Any) -> Any:
 
 
 def _narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
-    """Round 16 float32, given by their bits, to nearest even: the bits of float16 or bfloat16."""
+    """Round 16 float32, given by their bits, to nearest even; return the bits of float16 or bfloat16."""
     if not is_float16:
         return narrowed_bfloat16(builder, bits)
     sign = builder.lshr(builder.and_(bits, splat(SIGN)), splat(16))
@@ -313,10 +314,10 @@ def _narrow_function(is_float16: int) -> Any:
 
 @cache
 def narrow_kernel(dtype: str) -> Any:
-    """Return the kernel that rounds to ``"float16"`` or ``"bfloat16"``, to be called with seven integers.
+    """Return the kernel that rounds to ``"float16"`` or ``"bfloat16"``, a function of seven integers.
 
-    Address of a row-major float32 matrix without gaps; address, row stride and column stride of the result, in bytes;
-    rows and columns; the address of 512 bytes of scratch memory.
+    They are the address of a contiguous row-major float32 matrix; address, row stride and column stride of the result,
+    in bytes; rows and columns; the address of 512 bytes of scratch memory.
     """
     function = _narrow_function(int(dtype == "float16"))
     return native.callable_at(compile_kernel(function, 7), 7)

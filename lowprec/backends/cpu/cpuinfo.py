@@ -24,23 +24,23 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name as the operating system gives it."""
+    """Return the processor's name from the operating system."""
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def is_x86_64() -> bool:
-    """Whether the processor is one of those whose instruction sets lowprec has kernels for."""
+    """Whether this is an x86-64 processor, for which lowprec has kernels."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 def system_flags() -> frozenset[str]:
-    """Return the instruction-set flags of the processor, empty where the system does not list them."""
+    """Return the instruction-set flags of the processor, empty if the system does not list them."""
     return frozenset(_cpuinfo().get("flags", "").split())
 
 
 @functools.cache
 def hidden_flags() -> frozenset[str]:
-    """Return the flags that ``LOWPREC_MAX_CPU_ISA`` hides; EnvironmentVariableError for an illegal value."""
+    """Return the flags hidden by ``LOWPREC_MAX_CPU_ISA``; raise EnvironmentVariableError for an illegal value."""
     return system_flags() & environment.hidden_cpu_flags()
 
 
@@ -50,7 +50,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def llvm_features() -> str | None:
-    """Return LLVM's names of the processor's features without the hidden ones; None where none is hidden.
+    """Return the processor's features for LLVM without hidden ones; None if none is hidden.
 
     They apply to numba's compiler in the whole process, unless it has already compiled a function.
     """
@@ -61,5 +61,5 @@ def llvm_features() -> str | None:
     found = llvmlite.binding.get_host_cpu_features()
     present = [f"+{name}" for name, is_there in sorted(found.items()) if is_there]
     names = (x.replace("_", "-" if x.startswith("amx") else "") for x in sorted(hidden_flags()))
-    # In this order: taking one away takes away all that needs it.
+    # Removals last: removing a feature also removes those that depend on it.
     return ",".join([*present, *(f"-{name}" for name in names)])

@@ -34,7 +34,7 @@ from lowprec.policy.state import emulated
 
 
 def capabilities(device: Device) -> Capabilities:
-    """Return the kernels and features of this CPU, cached; inside ``emulate``, kernels of tensor cores come first."""
+    """Return the cached kernels and features of this CPU; inside ``emulate``, emulated tensor cores come first."""
     architecture = emulated()
     return _capabilities() if architecture is None else _emulating(architecture)
 
@@ -59,10 +59,10 @@ def _emulating(architecture: Architecture) -> Capabilities:
 
 
 def features() -> frozenset[str]:
-    """Return the features that the kernels' rows require and this machine has."""
+    """Return the features of this machine, for `KernelRow.requires`."""
     found = {
         **{x.name: is_available(x) and x.is_for(cpu_flags()) for x in MICRO_KERNELS},
-        # Its panels are shared by compiled kernels; without them NumPy's BLAS has threads of its own.
+        # Compiled kernels distribute its panels to threads; without them NumPy's multithreaded BLAS is faster.
         "openblas": casting.has_kernels() and openblas.openblas() is not None,
         "numba": casting.has_kernels(),
     }
@@ -70,7 +70,7 @@ def features() -> frozenset[str]:
 
 
 def info() -> dict[str, Any]:
-    """Return the CPU, NumPy's BLAS, the version of lowprec's own (None where there is none), and missing features."""
+    """Return the CPU, NumPy's BLAS, the version of lowprec's OpenBLAS (None if missing), and missing features."""
     try:
         hidden = cpuinfo.hidden_flags()
     except EnvironmentVariableError:  # reported with the variables; products raise it
@@ -141,7 +141,7 @@ def _instruction_set_rows(hidden: frozenset[str]) -> list[dict[str, Any]]:
 
 
 def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:
-    """Yield the instruction sets that matter for products, whether lowprec's kernels use them, and which."""
+    """Yield the instruction sets that matter for products, whether they are used, and the kernels that use them."""
     library = openblas.openblas()
     chosen = {"avx2": "Haswell", "avx512f": "SkylakeX"}
     for name, core_type in chosen.items():
@@ -175,7 +175,7 @@ def _numpys_core_type() -> str | None:
 
 
 def _blas_below_the_machine(core_type: str | None) -> list[str]:
-    """Return a warning where NumPy's BLAS uses kernels of an older processor than this one."""
+    """Return a warning if NumPy's BLAS uses kernels for an older processor."""
     best = openblas.core_type(cpuinfo.cpu_flags())
     if best != openblas.AVX512 or core_type not in openblas.BELOW_AVX512:
         return []

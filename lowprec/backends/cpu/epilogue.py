@@ -1,7 +1,7 @@
 """The epilogue, ``out = activation(alpha * product + beta * c + bias)``, rounded once to the dtype of ``out``.
 
 It is computed in the accumulator's dtype (float32 for 16-bit results), as in cuBLASLt (``cublasLtEpilogue_t``).
-Integers saturate, as in oneDNN.
+Integer results saturate, as in oneDNN.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lowprec.backends.cpu.packed.rows import epilogue_of, is_usable
 from lowprec.backends.cpu.rounding import rounded_to_odd
 from lowprec.planning import Activation
 
-#: Elements that NumPy activates at a time, and stay in the cache; and rows of a product that a thread takes.
+#: Elements per block of NumPy's activation, which fit the cache; elements per piece of a thread.
 _BLOCK, _PIECE = 1 << 15, 1 << 16
 
-#: Columns of a block of the packed kernels.
+#: Columns of a block in the packed kernels.
 _ROW = 32
 
 
@@ -41,8 +41,8 @@ def gelu(x: Any) -> Any:
             flat[i : i + _BLOCK] = gelu_float32(flat[i : i + _BLOCK])
         x[...] = flat.reshape(x.shape)
         return x
-    np.maximum(x, np.finfo(x.dtype).min, out=x)  # of -Inf the formula makes NaN, not its limit
-    inner = np.square(x, out=np.empty_like(x))  # an array where x has no dimensions, too
+    np.maximum(x, np.finfo(x.dtype).min, out=x)  # the formula gives NaN for -Inf
+    inner = np.square(x, out=np.empty_like(x))  # an array also for 0-d x
     inner *= 0.044715
     inner += 1
     inner *= x
@@ -76,8 +76,8 @@ def apply(
 ) -> None:
     """Apply the epilogue to ``product``, which is overwritten, and write the result to ``out``.
 
-    ``product``, ``out`` and ``c`` have one shape (..., m, n) and may be the same array; ``bias`` has (n,). ``c`` is not
-    read where ``beta`` is zero, as in BLAS.
+    ``product``, ``out`` and ``c`` have shape (..., m, n) and may be the same array; ``bias`` has shape (n,). ``c`` is
+    not read if ``beta`` is zero, as in BLAS.
     """
     operands = [x for x in (out, c, bias) if x is not None]
     if (
@@ -107,7 +107,7 @@ def apply(
         if activation is not None:
             _ACTIVATIONS[activation](product)
         if product is not out:
-            # ml_dtypes rounds float64 to bfloat16 by way of float32, which would be a rounding more.
+            # ml_dtypes rounds float64 to bfloat16 via float32, which would round twice.
             twice = product.dtype == np.float64 and out.dtype.itemsize == 2
             casting.narrow(rounded_to_odd(product) if twice else product, out)
 
@@ -117,7 +117,7 @@ def _apply_native(product: Any, out: Any, alpha: float, beta: float, c: Any, bia
     arrays = [x for x in (product, out, c) if x is not None]
     wide = _ROW // product.shape[-1]
     if wide > 1 and product.size % (wide * product.shape[-1]) == 0 and all(x.flags.c_contiguous for x in arrays):
-        # Several rows as one, since blocks are as wide.
+        # Several rows as one, because blocks are wider than a row.
         shape = -1, wide * product.shape[-1]
         product, out = product.reshape(shape), out.reshape(shape)
         c = None if c is None else c.reshape(shape)
@@ -144,7 +144,7 @@ def _apply_native(product: Any, out: Any, alpha: float, beta: float, c: Any, bia
 
 
 def _as_matrices(*arrays: Any) -> list[tuple[Any, ...]]:
-    """Return matrices that make up arrays of one shape: one, if the leading dimensions of all can be taken for one."""
+    """Return the matrices of arrays of one shape; a single one if the leading dimensions can be coalesced."""
     shape = arrays[0].shape
     try:
         return [tuple(x if x is None else x.reshape(-1, shape[-1], copy=False) for x in arrays)]

@@ -1,6 +1,6 @@
-"""Products on FP32 or FP64 units, with operands rounded as the mode requires; every plan can run here.
+"""Products on FP32 or FP64 units with operands rounded as the mode requires; every plan can run here.
 
-Non-finite elements of products of split operands are recomputed in FP32 from the operands themselves.
+If operands are split, non-finite elements of the result are recomputed in FP32 from the unsplit operands.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from lowprec.modes import row
 from lowprec.planning import GemmPlan, KernelRow
 from lowprec.planning.prepared import kept_modes
 
-#: Elements of an operand or result up to which products of a batch run in slices, and those of each slice.
+#: Largest operand or result, in elements, of a batch that runs in slices; elements of a slice.
 _SMALL_PRODUCT, _SLICE = 1 << 14, 1 << 17
 
-#: dtypes that a BLAS multiplies.
+#: Element types of BLAS.
 _BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
 
 
@@ -49,7 +49,7 @@ def _blas(kernel: KernelRow) -> gemm.Blas:
 
 
 def rounding_format(plan: GemmPlan) -> NumberFormat | None:
-    """Return the format to which the mode rounds the operands, None where they stay as they are."""
+    """Return the format to which the mode rounds the operands, None for no rounding."""
     fmt = plan.operand_format
     return fmt if plan.mode_has_effect and fmt is not plan.accumulator.format else None
 
@@ -68,7 +68,7 @@ def _is_plain(plan: GemmPlan) -> bool:
 
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
-    """Run a plan on the BLAS of its kernel, or one that multiplies nothing."""
+    """Execute a plan with the BLAS of its kernel; also for an inner dimension of 0."""
     kept = arguments.b if type(arguments.b) is PreparedView else None
     if kept is not None and kept.mode not in kept_modes(plan):
         kept = None
@@ -95,9 +95,9 @@ def _slices(stacks: Stacks) -> list[Stacks]:
 def execute_stacks(
     plan: GemmPlan, kernel: KernelRow, arguments: Arguments, stacks: Stacks, kept: PreparedView | None = None
 ) -> None:
-    """Run a plan, or a slice of its batch, on the BLAS of ``kernel``: the plan's own, or its fallback.
+    """Execute a plan, or a slice of its batch, with the BLAS of ``kernel``, the plan's own or its fallback.
 
-    ``kept`` is the view of a prepared ``b``, which keeps its rounded or split copy.
+    ``kept`` is the view of a prepared ``b``, which caches its rounded or split copy.
     """
     with_epilogue(plan, arguments, stacks, lambda out: _sum_products(plan, kernel, stacks.a, stacks.b, out, kept))
 
@@ -116,9 +116,9 @@ def apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, stacks: S
 
 
 def with_epilogue(plan: GemmPlan, arguments: Arguments, stacks: Stacks, multiply: Callable[[Any], None]) -> None:
-    """Have ``multiply`` write the product of the stacks, in the accumulator's dtype, and apply the epilogue."""
+    """Call ``multiply`` with an array for the product, in the accumulator's dtype, and apply the epilogue."""
     dtype = NUMPY_DTYPES[plan.accumulator]
-    # ``c`` may be ``out`` itself, which the product must not overwrite before it was read.
+    # ``c`` may be ``out`` itself, so the product must not overwrite it before it is read.
     if stacks.out.dtype == dtype and stacks.c is None:
         multiply(stacks.out)
         if plan.problem.has_epilogue:
@@ -173,7 +173,7 @@ def _sum_products(plan: GemmPlan, kernel: KernelRow, a: Any, b: Any, out: Any, k
 def whole_operands(
     plan: GemmPlan, arrays: tuple[Any, ...], dtype: np.dtype[Any], workspace: Workspace, first: int = 0
 ) -> list[Split]:
-    """Return operands in one part: ``a``, then ``b``, or ``b`` alone where ``first`` is 1."""
+    """Return operands in one part: ``a`` and ``b``, or ``b`` alone if ``first`` is 1."""
     if any(plan.scaled):
         return splitting.scaled_where_needed(arrays, dtype, row(plan.scheme), workspace, first)
     return [Split([x]) for x in splitting.rounded(arrays, dtype, rounding_format(plan), workspace)]
@@ -187,7 +187,7 @@ def split_operand(plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any], wo
 
 
 def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView) -> Split:
-    """Return a prepared operand as the plan splits it, in memory of its own, made with the first product."""
+    """Return the cached split of a prepared operand, made in the first product."""
     emulates = plan.kernel_row.emulates
     how = (plan.scheme, rounding_format(plan), plan.split[1], plan.scaled[1], emulates, dtype)
     key = (*how, data_pointer(b), b.shape, b.strides)
@@ -206,7 +206,7 @@ def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], kept: PreparedView
 
 
 def recompute_non_finite(kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
-    """Put FP32's own NaN and infinities, by the BLAS of a kernel, where a sum of products of parts is not finite."""
+    """Recompute the non-finite elements of ``out`` in FP32, with the BLAS of a kernel."""
     lost = ~np.isfinite(out)
     if not lost.any():
         return

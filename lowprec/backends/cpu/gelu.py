@@ -1,4 +1,4 @@
-"""GELU in its tanh form for float32, in the operations of the native kernels and so with their bits.
+"""GELU (tanh form) for float32, with the operations, and therefore the bits, of the compiled kernels.
 
 ``0.5 (1 + tanh y)`` is ``1 / (1 + exp(-2 y))``, which needs one exponential and does not cancel for negative y. The
 exponential is the polynomial of the Cephes library, good to two units in the last place.
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 LOG2E = np.float32(1.4426950408889634)
-# ln 2 in two parts: the first has few bits, so that an integer times it is exact.
+# ln 2 in two parts; the first has few bits, so that its products with integers are exact.
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 MAGIC = np.float32(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer
 COEFFICIENTS = tuple(
@@ -19,7 +19,7 @@ COEFFICIENTS = tuple(
 )
 LEAST_EXPONENT, LARGEST_EXPONENT = np.float32(-87), np.float32(88)
 OUTER, INNER = np.float32(0.7978845608028654), np.float32(0.044715)
-#: Of y: where exp(-2y) leaves float32 the result is below the smallest normal number, whatever x is.
+#: Lower limit of y: below it exp(-2y) overflows float32, and the result is below the smallest normal number.
 LEAST = np.float32(-44)
 
 

@@ -1,4 +1,4 @@
-"""Products of matrices already rounded for the mode, by lowprec's OpenBLAS or by NumPy's BLAS."""
+"""Products of rounded matrices by lowprec's OpenBLAS or NumPy's BLAS."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lowprec.planning import GemmLayout, GemmPlan, MatrixStack
 
 _DTYPES = {numpy_dtype: dtype for dtype, numpy_dtype in NUMPY_DTYPES.items()}
 
-#: Shape and strides in bytes of an array of at least two dimensions.
+#: Shape, and strides in bytes, of an array of at least two dimensions.
 _Extents = tuple[tuple[int, ...], tuple[int, ...]]
 
-#: Computes ``out = a @ b`` for the arrays that begin at three addresses.
+#: Computes ``out = a @ b``, given the addresses of a, b and out.
 _Call = Callable[[int, int, int], None]
 
 
@@ -42,7 +42,7 @@ def _is_expressible(dtype: np.dtype[Any], shape: tuple[int, ...], strides: tuple
 
 
 def is_blas_expressible(x: Any) -> bool:
-    """Return whether BLAS can read the last two dimensions of ``x`` in place, as they are or transposed."""
+    """Return whether BLAS can read the last two dimensions of ``x`` in place, transposed or not."""
     return x.flags.c_contiguous or _is_expressible(x.dtype, x.shape, x.strides)
 
 
@@ -62,7 +62,7 @@ def multiply_numpy(a: Any, b: Any, out: Any) -> None:
 
 
 def multiply_openblas(a: Any, b: Any, out: Any) -> None:
-    """Compute ``out = a @ b`` with lowprec's OpenBLAS, or with NumPy where a memory limit forbids that.
+    """Compute ``out = a @ b`` with lowprec's OpenBLAS, or with NumPy if a memory limit prevents that.
 
     Arrays of one dtype, at least 2-D; batches broadcast.
     """
@@ -84,7 +84,7 @@ def _openblas_product(dtype: np.dtype[Any], a: _Extents, b: _Extents, out: _Exte
 
 
 def library_product(a: MatrixStack, b: MatrixStack, out: MatrixStack) -> _Call:
-    """Return the product of the matrices of stacks; small batches keep the offset of each matrix."""
+    """Return the product of stacks of matrices; offsets of small batches are precomputed."""
     library = loaded_openblas()
     if not out.batch_shape:
         return library.product(a, b, out)
@@ -103,12 +103,12 @@ def _columns(table: Any) -> Any:
     return np.ascontiguousarray(table[:, :3].T)
 
 
-#: Products of int8 are at most 2^14 in size, so sums of this many are exact in float32.
+#: Sums of this many int8 products, each at most 2^14, are exact in float32.
 _INT8_CHUNK = 1024
 
 
 def multiply_int8(multiply: Callable[[Any, Any, Any], None], a: Any, b: Any, out: Any) -> None:
-    """Compute ``out = a @ b`` for int8 operands and an int32 result, exactly, with float32 products of short sums."""
+    """Compute ``out = a @ b`` for int8 operands and an int32 result, exactly, by float32 products over chunks of k."""
     float32 = np.dtype(np.float32)
     with Workspace() as workspace:
         x, y, z = (workspace.array(array.shape, float32) for array in (a, b, out))
@@ -151,17 +151,17 @@ def _library_call(plan: GemmPlan) -> Executor:
 
 
 class Blas(NamedTuple):
-    """A library that multiplies arrays already rounded for the mode."""
+    """A BLAS library for rounded arrays."""
 
     #: Computes ``out = a @ b``; arrays of one dtype, at least 2-D, batches broadcast.
     multiply: Callable[[Any, Any, Any], None]
     #: Whether one call of the library can run the products of a layout.
     takes_whole: Callable[[GemmLayout], bool]
-    call: Callable[[GemmPlan], Executor]  # returns the executor that makes that call
+    call: Callable[[GemmPlan], Executor]  # returns the executor of that call
 
 
-#: It takes the arrays with their batches, so not a batch as rows.
+#: numpy.matmul takes arrays with their batches, not collapsed ones.
 NUMPY = Blas(multiply_numpy, lambda layout: not layout.collapsed, _numpy_call)
 
-#: It takes the addresses of all matrices.
+#: OpenBLAS takes the addresses of all matrices.
 OPENBLAS = Blas(multiply_openblas, lambda layout: True, _openblas_call)

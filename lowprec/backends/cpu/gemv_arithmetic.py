@@ -18,25 +18,25 @@ from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, pointer
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The types of the factors and of 16 sums."""
+    """Types of the factors and of the vector of 16 sums."""
 
     factor: Any
     total: Any
-    pair: int = 1  # factors of each sum
+    pair: int = 1  # factors per sum and step
 
     @property
     def step(self) -> int:
-        """Factors of 16 sums."""
+        """Factors per step, for 16 sums."""
         return LANES * self.pair
 
     @property
     def factor_bytes(self) -> int:
-        """Of one."""
+        """Bytes per factor."""
         return 4 // self.pair
 
     @property
     def zeros(self) -> Any:
-        """The sums before the first product."""
+        """Initial sums."""
         return float_splat(0.0) if self.total == F32 else native.vector(I32, [0] * LANES)
 
 
@@ -44,12 +44,12 @@ FLOATS, INTEGERS = Arithmetic(F32, F32), Arithmetic(I16, I32, pair=2)
 
 
 def arithmetic(index: int) -> Arithmetic:
-    """Return that of the kernels of one of `CASTS`."""
+    """Return the arithmetic of the kernels of one of `CASTS`."""
     return INTEGERS if CASTS[index][0] == "int8" else FLOATS
 
 
 def numbers_of(builder: Any, index: int, address: Any, extrema: Extrema) -> Any:
-    """Return the numbers of a step, in sequence, cast."""
+    """Return the contiguous numbers of a step, cast."""
     numbers = arithmetic(index)
     if numbers is INTEGERS:
         x = builder.load(pointer(builder, address, ir.VectorType(I8, numbers.step)), align=1)
@@ -58,7 +58,7 @@ def numbers_of(builder: Any, index: int, address: Any, extrema: Extrema) -> Any:
 
 
 def columns_of(builder: Any, index: int, addresses: Sequence[Any], extrema: Extrema) -> list[Any]:
-    """Return 16 numbers of each column, cast; of int8 those of two adjacent columns."""
+    """Return 16 numbers of each column, cast; for int8 those of pairs of adjacent columns."""
     if arithmetic(index) is FLOATS:
         return [numbers_of(builder, index, at, extrema) for at in addresses]
     kind = ir.VectorType(I8, LANES)
@@ -71,7 +71,7 @@ def columns_of(builder: Any, index: int, addresses: Sequence[Any], extrema: Extr
 
 
 def column_factors(builder: Any, index: int, address: Any, count: int) -> list[Any]:
-    """Return what :func:`columns_of` is multiplied with: each number of a vector, or each pair, 16 times."""
+    """Return the factors of :func:`columns_of`: each number (int8: pair) of a vector, broadcast 16 times."""
     numbers, factors = arithmetic(index), []
     for col in range(0, count, numbers.pair):
         at = builder.add(address, address.type(numbers.factor_bytes * col))
@@ -87,7 +87,7 @@ def column_factors(builder: Any, index: int, address: Any, count: int) -> list[A
 
 
 def _pair_sums(builder: Any, a: Any, b: Any) -> Any:
-    """Return the sums of pairs of products of 32 int16, in int32, in the form that LLVM maps to one instruction."""
+    """Return pairwise sums of the products of 32 int16, in int32, in a form that LLVM maps to one instruction."""
     wide = ir.VectorType(I32, 2 * LANES)
     products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
     even, odd = (native.shuffle(builder, products, products, range(first, 2 * LANES, 2)) for first in (0, 1))
@@ -95,12 +95,12 @@ def _pair_sums(builder: Any, a: Any, b: Any) -> Any:
 
 
 def added(builder: Any, a: Any, b: Any) -> Any:
-    """Return the sum of 16 sums and 16 others."""
+    """Return the elementwise sum of two vectors of 16 sums."""
     return builder.add(a, b) if a.type.element == I32 else builder.fadd(a, b)
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c, fused where the processor can; products of 11-bit numbers are exact in either case."""
+    """Return a * b + c, fused if the processor can; products of 11-bit numbers are exact in either case."""
     if c.type.element == I32:
         return builder.add(_pair_sums(builder, a, b), c)
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))

@@ -1,4 +1,4 @@
-"""Compiled kernels that multiply a matrix with a few vectors while casting it. Importing this module imports numba."""
+"""Compiled kernels that cast a matrix and multiply it with a few vectors in one pass. Importing it imports numba."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from lowprec.backends.cpu.packed.native import I8, I16, I32, call, emitted, load
 
 # The key of the cache on disk includes a kernel's name and its closure.
 
-#: The numbers of vectors with kernels of their own; others are padded with arbitrary memory.
+#: Numbers of vectors for which there are kernels; other numbers are padded with arbitrary memory.
 WIDTHS = (1, 2, 4, 8)
 
-#: Scratch memory: that of a cast, followed by 16 sums for each vector.
+#: Scratch memory: that of a cast, then 16 sums per vector.
 SUMS = SCRATCH_BYTES
 GEMV_SCRATCH_BYTES = SUMS + 64 * WIDTHS[-1]
 
-#: Bytes from a load to its prefetch. The arithmetic on the way fills the processor's window, so that it
-#: does not look far enough ahead by itself: on a Zen 5, 2 KiB make the loops that round 1.2 to 1.4 times as fast.
+#: Prefetch distance in bytes. Rounding fills the processor's out-of-order window, which then does not reach far enough
+#: ahead: on a Zen 5, 2 KiB make the rounding loops 1.2 to 1.4 times as fast.
 _AHEAD = 2048
 
 
 def _prefetch(builder: Any, address: Any) -> None:
-    """Prefetch data of some steps later, further ahead than the processor's own prefetcher."""
+    """Prefetch data of a later step, further ahead than the hardware prefetcher."""
     place = pointer(builder, builder.add(address, address.type(_AHEAD)), I8)
     kind = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
@@ -59,7 +59,7 @@ def _prefetch(builder: Any, address: Any) -> None:
 
 @emitted(literals=("index", "count", "width"))
 def _dots(builder, index, count, width, source, steps, x, x_stride, sums, scratch):
-    """Add to 16 sums for each vector the products of a row with it, ``count`` times those of 16 sums at each step."""
+    """Add the products of a row with each vector to that vector's 16 sums, ``count`` groups of them per step."""
     number, vectors = index, range(width)
     numbers = arithmetic(number)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
@@ -67,7 +67,7 @@ def _dots(builder, index, count, width, source, steps, x, x_stride, sums, scratc
     extrema = Extrema(builder, number, scratch)
     vector, word = ir.VectorType(numbers.total, LANES), source.type
     multipliers = ir.VectorType(numbers.factor, numbers.step)
-    # One sum would wait for itself at each step.
+    # Several sums, because additions to a single one would wait for each other.
     totals = [[cgutils.alloca_once(builder, vector) for _ in runs] for _ in vectors]
     for total in (total for each in totals for total in each):
         builder.store(numbers.zeros, total)
@@ -95,7 +95,7 @@ def _dots(builder, index, count, width, source, steps, x, x_stride, sums, scratc
 
 @emitted(literals=("index", "cols", "width"))
 def _axpys(builder, index, cols, width, source, col_stride, steps, x, x_stride, y, y_stride, scratch):
-    """Add to y, for each vector, the products of ``cols`` columns with as many numbers of it, 16 rows at each step."""
+    """Add the products of ``cols`` columns with the numbers of each vector to y, 16 rows per step."""
     number, count, vectors = index, cols, range(width)
     item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
     extrema = Extrema(builder, number, scratch)
@@ -107,7 +107,7 @@ def _axpys(builder, index, cols, width, source, col_stride, steps, x, x_stride, 
         for col in range(count):
             from_ = builder.add(source, builder.mul(col_stride, word(col)))
             addresses.append(builder.add(from_, builder.mul(loop.index, word(LANES * item))))
-            if LANES * item >= 32:  # of less, a processor looks far enough ahead by itself
+            if LANES * item >= 32:  # for fewer bytes the hardware prefetcher suffices
                 _prefetch(builder, addresses[-1])
         values = columns_of(builder, number, addresses, extrema)
         row = builder.add(y, builder.mul(loop.index, word(64)))
@@ -148,7 +148,7 @@ def _rows_function(index: int, width: int) -> Any:
     storage, rounding = CASTS[index]
     kind, is_scaled = KINDS[storage], rounding == DIGITS
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
-    runs = max(2, 8 // width)  # of which the sums stay in registers
+    runs = max(2, 8 // width)  # so many that the sums fit the registers
     numbers = arithmetic(index)
     step, factor_bytes = numbers.step, numbers.factor_bytes
     store_total = _store_integer_total if numbers is INTEGERS else _store_float_total
@@ -167,7 +167,7 @@ def _rows_function(index: int, width: int) -> Any:
             short = x + at * factor_bytes
             _dots(index, 1, width, from_ + at * item, shorts, short, x_stride, sums, scratch)
             if rest:
-                # The numbers that a whole step lacks are zeros, as those behind x are.
+                # The last step is padded with zeros, as x is.
                 clear_run(scratch)
                 for i in range(rest):
                     number = load(from_ + (cols - rest + i) * item, kind)
@@ -186,7 +186,7 @@ def _columns_function(index: int, width: int) -> Any:
     kind, is_scaled = KINDS[storage], rounding == DIGITS
     item = {"u32": 4, "u16": 2, "i8": 1}[kind]
     factor_bytes, pair = arithmetic(index).factor_bytes, arithmetic(index).pair
-    group = max(2, min(4 * pair, 16 // width))  # of which the factors stay in registers
+    group = max(2, min(4 * pair, 16 // width))  # so many that the factors fit the registers
 
     def gemv(source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch):
         if is_scaled:
@@ -225,8 +225,8 @@ def _columns_function(index: int, width: int) -> Any:
 def gemv_kernel(index: int, width: int, by_rows: bool) -> Any:
     """Return the kernel of one of `CASTS` that multiplies a matrix with `width` vectors, a function of 12 integers.
 
-    Matrix: address, row and column stride in bytes (one is the size of an element), rows, columns. Vectors (float32,
-    zero-padded to a multiple of 16; for int8: int16, 32): address, stride between vectors. Results: address, strides
+    Matrix: address, row and column stride in bytes (one is the element size), rows, columns. Vectors (float32, padded
+    with zeros to a multiple of 16; for int8: int16, 32): address, stride between vectors. Results: address, strides
     between vectors and between elements, number of vectors to write. Address of `GEMV_SCRATCH_BYTES` of scratch memory.
     Returns the same as a cast.
     """
@@ -265,7 +265,7 @@ def vectors_kernel() -> Any:
 
 @cache
 def integer_vectors_kernel() -> Any:
-    """Return what :func:`vectors_kernel` returns, for vectors of int8, which become int16."""
+    """Return the kernel that casts int8 vectors to int16, with the arguments of :func:`vectors_kernel`."""
 
     def read(cast, source, stride, step, count, k, x, x_stride, scratch):
         for j in range(count):

@@ -1,7 +1,7 @@
 """The CPU's kernels as data, in order of preference: requirements, costs and operand formats.
 
-Costs are in units of an FP32 flop, measured by ``benchmarks/bench_gemm.py`` on products of 2048 x 2048 with two
-threads: those of AMX on a Xeon, those of vector units on a Zen 5.
+Costs are in units of an FP32 flop, measured by ``benchmarks/bench_gemm.py`` on 2048 x 2048 products with two threads,
+for AMX on a Xeon, for vector units on a Zen 5.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TILES = KernelRow(
     reads_any_strides=True,
     single_product=True,
     keeps_b=True,
-    # Below these, most of the kernel's work is padding.
+    # Below, most of the kernel's work is padding.
     minimum_elements=8_000,
     minimum_elements_complex=100_000,
     minimum_k=16,
@@ -44,13 +44,13 @@ AMX_BF16_PAIR = AMX_BF16._replace(
     units="bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
     formats=frozenset({"tf32", "float16"}),
     cost_per_flop=0.35,
-    # These take the long way to the kernel, since it may decline.
+    # The overhead is larger, because the kernel may fall back.
     minimum_elements=20_000,
     parts=2,
     fallback=ReasonKind.NOT_FINITE_IN_TWO_PARTS,
 )
 
-#: All products of parts in one pass; a product costs as it does where there is one, which is an estimate.
+#: All products of parts in one pass; as an estimate, each costs as much as a single product.
 AMX_BF16_PARTS = AMX_BF16._replace(
     name="amx_bf16_parts",
     units="bfloat16 tile units (AMX), all products of parts in one pass",
@@ -60,7 +60,7 @@ AMX_BF16_PARTS = AMX_BF16._replace(
     fallback=ReasonKind.NOT_FINITE_IN_PARTS,
 )
 
-#: Of TF32 parts, each the exact sum of two.
+#: The same for TF32 parts, each the exact sum of two bfloat16 parts.
 AMX_BF16_PAIR_PARTS = AMX_BF16_PARTS._replace(
     name="amx_bf16_pair_parts",
     units="bfloat16 tile units (AMX), all products of parts, each the exact sum of two, in one pass",
@@ -79,7 +79,7 @@ AMX_INT8 = _TILES._replace(
     cost_per_flop=0.06,
 )
 
-#: Bfloat16 parts of TF32 and float16 values would not pay here: four products at half the cost of one in FP32.
+#: Not for TF32 and float16 values as bfloat16 parts: four products at half the cost of one in FP32 are slower.
 AVX512_BF16 = _TILES._replace(
     name="avx512_bf16",
     units="bfloat16 vector units (AVX512-BF16)",
@@ -87,9 +87,9 @@ AVX512_BF16 = _TILES._replace(
     formats=frozenset({"bfloat16"}),
     requires="avx512_bf16",
     instruction_sets=("avx512_bf16",),
-    # Below, a BLAS multiplies the rounded operands in the time in which this kernel is called.
+    # Below, a BLAS multiplies the rounded operands in the time of the call overhead.
     minimum_elements=9_000,
-    # Of smaller ones most is padding.
+    # Below, most of the work is padding.
     minimum_batch_flops=50_000,
     minimum_k=0,
     cost_per_flop=0.4,
@@ -97,7 +97,7 @@ AVX512_BF16 = _TILES._replace(
     summation=Summation.PAIRS,
 )
 
-#: Several products never pay next to one in FP32, but next to as many.
+#: Several products are slower than one in FP32, but faster than as many in FP32.
 AVX512_BF16_PARTS = AVX512_BF16._replace(
     name="avx512_bf16_parts",
     units="bfloat16 vector units (AVX512-BF16), all products of parts in one pass",
@@ -115,7 +115,7 @@ AVX512_VNNI = AVX512_BF16._replace(
     requires="avx512_vnni",
     instruction_sets=("avx512_vnni",),
     minimum_elements=0,
-    # Of smaller ones, NumPy's loop over rounded operands does one in the time in which a block is padded.
+    # Below, NumPy computes a product in the time of padding a block.
     minimum_batch_flops=12_000,
     cost_per_flop=0.25,
     cost_per_element=10.0,
@@ -130,10 +130,10 @@ AVX_VNNI = AVX512_VNNI._replace(
     cost_per_flop=0.55,
 )
 
-#: Reading the matrix is all that it costs, so nothing else is as fast where there are few vectors.
+#: The fastest kernel for few vectors, because its cost is reading the matrix once.
 GEMV = KernelRow(
     name="gemv",
-    units="FP32 units, rounding a matrix that meets 1 to 4 vectors as it is read",
+    units="FP32 units, rounding a matrix as it is read, for 1 to 4 vectors",
     executor="lowprec.backends.cpu.matrix_vector:prepare",
     formats=frozenset({"tf32", "bfloat16", "float16"}),
     requires="numba",
@@ -144,40 +144,40 @@ GEMV = KernelRow(
     keeps_b=True,
     real_only=True,
     vectors=range(1, 5),
-    # Below, a BLAS multiplies the rounded operands in the time in which this kernel is called.
+    # Below, a BLAS multiplies the rounded operands in the time of the call overhead.
     minimum_elements=49_152,
 )
 
-#: Nothing is rounded, but a BLAS's product of matrices packs its operands.
+#: Without rounding; a BLAS's matrix product packs its operands.
 GEMV_FP32 = GEMV._replace(
     name="gemv_fp32",
-    units="FP32 units, reading a matrix that meets 2 to 4 vectors once",
+    units="FP32 units, reading a matrix once, for 2 to 4 vectors",
     formats=frozenset({"float32"}),
     vectors=range(2, 5),
-    # OpenBLAS has kernels that do not pack, for fewer.
+    # Below, OpenBLAS has kernels that do not pack.
     minimum_elements=400_000,
 )
 
-#: Without AVX-512: twice as fast as a BLAS, which packs the matrix.
+#: For processors without AVX-512: twice as fast as a BLAS, which packs the matrix.
 GEMV_WIDE = GEMV._replace(
     name="gemv_wide",
-    units="FP32 units, rounding a matrix that meets 5 to 8 vectors as it is read",
+    units="FP32 units, rounding a matrix as it is read, for 5 to 8 vectors",
     vectors=range(5, 9),
     minimum_elements=80_000,
 )
 
-#: A fourth of the bytes to read, and no packing of a matrix that is read once.
+#: Reads a quarter of the bytes of float32, and packs nothing.
 GEMV_INT8 = GEMV._replace(
     name="gemv_int8",
-    units="integer vector units, widening a matrix of int8 that meets 1 to 4 vectors as it is read",
+    units="integer vector units, widening an int8 matrix as it is read, for 1 to 4 vectors",
     formats=frozenset({"int8"}),
     holds_in=None,
     keeps_b=False,
-    # Below, the packed kernel finishes in the time of calling this one.
+    # Below, the packed kernel is faster than the call overhead of this one.
     minimum_elements=100_000,
 )
 
-#: Formats without units of their own are rounded and widened while they are packed.
+#: For formats without units: operands are rounded and widened while they are packed.
 AVX512_FP32_ROUNDED = AVX512_BF16._replace(
     name="avx512_fp32_rounded",
     units="FP32 vector units (AVX-512), rounding the operands as they are packed",
@@ -195,12 +195,12 @@ AVX512_FP32_ROUNDED = AVX512_BF16._replace(
     minimum_mn=5,
 )
 
-#: A BLAS packs more often where several threads call it, but less of B before the first product.
+#: Each thread of a BLAS packs its own operands; this kernel shares them, but packs more of B before the first product.
 AVX512_FP32 = AVX512_FP32_ROUNDED._replace(
     name="avx512_fp32",
     units="FP32 vector units (AVX-512)",
     formats=frozenset({"float32"}),
-    # Below, it saves less than importing numba costs.
+    # Below, it saves less time than importing numba takes.
     minimum_elements=3_000_000,
     minimum_batch_flops=0,
     minimum_mn=512,
@@ -224,10 +224,10 @@ OPENBLAS = NUMPY._replace(
     units="OpenBLAS",
     blas="lowprec.backends.cpu.gemm:OPENBLAS",
     requires="openblas",
-    missing="scipy-openblas64 is not installed, or a limit leaves no address space for it",
-    # Numba's kernels round.
+    missing="scipy-openblas64 is not installed, or the address space is too limited for it",
+    # Rounded by numba's kernels.
     cost_per_element=100.0,
-    # Below, NumPy's loop over a batch is faster, and its BLAS uses one thread whatever its setting.
+    # Below, NumPy's loop over a batch is faster, and its BLAS uses one thread in any case.
     minimum_batch_flops=(1 << 19) + 1,
     minimum_batch_flops_vector=8_192,
     minimum_batch_flops_complex=65_536,

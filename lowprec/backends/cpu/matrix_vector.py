@@ -1,7 +1,7 @@
-"""Products of a matrix and a few vectors: the matrix is rounded or widened as it is read, and read once.
+"""Products of a matrix and a few vectors: the matrix is read once, and rounded or widened as it is read.
 
-Of a prepared matrix that is rounded to 16 bits, the 16-bit numbers are kept: half the bytes to read. The vectors are
-columns of ``b``, or rows of ``a``, whichever are fewer; for rows the transposed product is computed.
+A prepared matrix that is rounded to 16 bits is stored as 16-bit numbers, half the bytes to read. The vectors are the
+columns of ``b`` or the rows of ``a``, whichever are fewer; for rows the transposed product is computed.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from lowprec.planning.prepared import kept_modes, multiplies_b
 
 
 class _Geometry(NamedTuple):
-    """A product of a matrix and vectors without its addresses; strides in bytes."""
+    """Shapes, dtypes and strides (in bytes) of a product of a matrix and vectors."""
 
     m: int
     k: int
     vectors: int
-    to: NumberFormat | None  # the rounding of both
-    dtype: str  # of the matrix, of which rows or columns are contiguous
+    to: NumberFormat | None  # rounding of matrix and vectors
+    dtype: str  # of the matrix, whose rows or columns are contiguous
     row_stride: int
     col_stride: int
     vector_dtype: str
-    vector_stride: int  # from one vector to the next
-    vector_step: int  # from number to number
-    out_stride: int  # of a result of four bytes, likewise
+    vector_stride: int  # between vectors
+    vector_step: int  # between elements of a vector
+    out_stride: int  # of the result, whose elements have four bytes, likewise
     out_step: int
 
 
@@ -130,13 +130,13 @@ def _execute(plan: GemmPlan, modes: frozenset[str], arguments: Arguments) -> Non
 
 
 def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) -> Split:
-    """Return a prepared ``b`` rounded to 16 bits, or ``b`` itself where NaN payloads need more bits.
+    """Return a prepared ``b`` rounded to 16 bits, or ``b`` itself if NaN payloads need more bits.
 
-    Numbers of float16 are always scaled, so that all of them fit 16 bits.
+    For float16 the numbers are always scaled, so that they fit 16 bits.
     """
 
     def make() -> PackedOperand:
-        # In the order in which `_run` reads it, or a copy of it.
+        # In the order in which `_run` reads it.
         in_columns = b.strides[-2] == b.itemsize or b.strides[-1] != b.itemsize
         fmt, axis = (FLOAT16, -2) if is_scaled else (to, None)
         with Workspace() as workspace:
@@ -156,7 +156,7 @@ def _narrowed(view: PreparedView, b: Any, to: NumberFormat, *, is_scaled: bool) 
 
 
 def _multiply(matrix: Any, vectors: Any, out: Any, *, to: NumberFormat | None) -> None:
-    """Compute ``out = matrix @ vectors`` in float32, both operands rounded or widened; of int8 in int32."""
+    """Compute ``out = matrix @ vectors`` with rounded or widened operands, in float32, or in int32 for int8."""
     if matrix.itemsize in matrix.strides:
         is_apart = _run(matrix, vectors, out, to)
     elif matrix.dtype == np.int8:
@@ -173,7 +173,7 @@ def _multiply(matrix: Any, vectors: Any, out: Any, *, to: NumberFormat | None) -
 def _multiply_scaled(matrix: Any, vectors: Any, out: Any) -> None:
     with Workspace() as workspace:
         a, b = splitting.scaled_where_needed((matrix, vectors), out.dtype, row(MathMode.FP16), workspace)
-        # In the order of `_multiply`, which that of the scaled numbers need not be.
+        # The result must have the order of `_multiply`'s, which may differ from that of the scaled matrix.
         in_columns = matrix.strides[0] == matrix.itemsize != matrix.strides[1]
         scaled = (np.asfortranarray if in_columns else np.ascontiguousarray)(a.parts[0])
         _run(scaled, b.parts[0], out, None)
@@ -181,7 +181,7 @@ def _multiply_scaled(matrix: Any, vectors: Any, out: Any) -> None:
 
 
 def _run(matrix: Any, vectors: Any, out: Any, to: NumberFormat | None) -> bool:
-    """Multiply a matrix of contiguous rows or columns; return whether anything must be scaled."""
+    """Multiply a matrix with contiguous rows or columns; return whether an operand must be scaled."""
     (m, k), (row_stride, col_stride) = matrix.shape, matrix.strides
     geometry = _Geometry(
         m, k, vectors.shape[1], to,
@@ -199,9 +199,9 @@ _Piece = tuple[int, int, int, int, int]
 def _pieces(g: _Geometry, width: int, by_rows: bool) -> tuple[list[_Piece], tuple[int, ...], tuple[int, int, int]]:
     """Return the pieces of a matrix, the shape of their partial results, and the strides of a result.
 
-    A piece is its offset, rows, columns, first column and the offset of its result. The shape is (pieces of columns,
-    vectors, m), or () where results are written in place. The strides are those between vectors and between elements,
-    followed by the number of vectors to write.
+    A piece is (offset, rows, columns, first column, offset of its result). The shape is (pieces of columns, vectors,
+    m), or () if results are written in place. The strides are those between vectors and between elements, followed by
+    the number of vectors to write.
     """
     if by_rows:
         rows, columns = rows_for_shape(g.m, g.k, by_rows=True), [(0, g.k)]
@@ -221,8 +221,8 @@ def _pieces(g: _Geometry, width: int, by_rows: bool) -> tuple[list[_Piece], tupl
 
 
 class _Gemv(NamedTuple):
-    #: Takes the addresses of matrix, vectors and result, and the result as an array where it is not written in place.
-    #: Returns whether anything must be scaled.
+    #: A function of the addresses of matrix, vectors and result, and of the result as an array if it is not written in
+    #: place. Returns whether an operand must be scaled.
     multiply: Callable[[int, int, int, Any], bool]
     in_place: bool
 
@@ -238,7 +238,7 @@ def _native() -> Any:
 def _gemv(geometry: _Geometry) -> _Gemv:
     native, g = _native(), geometry
     of_matrix, of_vectors = (casting.cast_index(x, g.to) for x in (g.dtype, g.vector_dtype))
-    # Plans for this kernel have operands that it reads.
+    # Guaranteed by the plan.
     assert of_matrix is not None
     assert of_vectors is not None
     by_rows = g.col_stride == dtype_from_name(g.dtype).itemsize

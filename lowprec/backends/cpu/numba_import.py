@@ -1,6 +1,7 @@
-"""Import of numba, which fails where numba does not fit NumPy or LLVM; a failure costs one warning, never a product.
+"""Import of numba; a failure, for example of a version that does not match NumPy, is a warning, never an error.
 
-The import takes 0.3 s. It happens with the first plan that uses a kernel, or in a thread where it only saves time.
+The import takes 0.3 s. It happens with the first plan that needs a kernel, or in a background thread if a kernel only
+saves time.
 """
 
 from __future__ import annotations
@@ -18,46 +19,46 @@ from lowprec.util import forking
 #: The module that uses most of numba's interfaces.
 NATIVE = "lowprec.backends.cpu.packed.native"
 
-#: Held while it is imported; a fork waits for that.
+#: Held during the import; a fork waits for it.
 _importing = threading.RLock()
 forking.register_lock(_importing)
 _begun: list[threading.Thread] = []
 
-#: ReasonKind it failed, an empty string if it went well; at most one entry.
+#: Empty before the import; then one entry: the error, or an empty string after success.
 _failure: list[str] = []
 
 
 def is_installed() -> bool:
-    """Return whether numba and its LLVM are here; neither is imported for that."""
+    """Return whether numba and llvmlite are installed, without importing them."""
     try:
-        # No generator: an interrupt that strikes as one is thrown away would be lost.
+        # Not a generator, whose deallocation would swallow an exception of a signal handler.
         return None not in map(importlib.util.find_spec, ("numba", "llvmlite"))
-    except ValueError as error:  # a module that replaces it
+    except ValueError as error:  # a replacement module without a spec
         if not raised_in(error, "importlib.util"):
             raise
         return False
 
 
 def failure() -> str:
-    """Return why numba could not be imported; empty if it was imported or not tried."""
+    """Return the error of a failed import of numba; empty after success or before the import."""
     return _failure[0] if _failure else ""
 
 
 def is_ready() -> bool:
-    """Return whether numba has been imported and compiles lowprec's kernels."""
+    """Return whether numba has been imported and can compile lowprec's kernels."""
     return _failure == [""]
 
 
 def begin() -> None:
-    """Import numba in a thread of its own, once."""
+    """Import numba in a background thread, once."""
     if not _begun:
         _begun.append(threading.Thread(target=fails, name="lowprec's import of numba"))
-        with suppress(RuntimeError):  # the system has no thread to give
+        with suppress(RuntimeError):  # no thread available
             _begun[0].start()
 
 
 def fails() -> bool:
-    """Import numba, and return whether that fails; the first failure is a warning."""
+    """Import numba, and return whether that failed; the first failure is a warning."""
     if _failure:
         return bool(_failure[0])
     with _importing:
@@ -70,7 +71,7 @@ def _import() -> bool:
             importlib.import_module(name)
         sys.modules[NATIVE].try_compiler()
     except Exception as error:
-        # A signal handler's exception is none of numba's, whose interfaces may be missing in any version.
+        # Reraise an exception of a signal handler. Missing interfaces of numba raise any of these errors.
         if not isinstance(error, (ImportError, AttributeError)) and not raised_in(
             error, "ctypes", "llvmlite", "numba", "lowprec.backends.cpu.packed"
         ):

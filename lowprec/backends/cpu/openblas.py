@@ -1,8 +1,8 @@
 """lowprec's own copy of OpenBLAS, from the package ``scipy-openblas64``, called through CBLAS.
 
-Its symbols have a prefix, so it does not interfere with the copies of NumPy and SciPy. It has no threads of its own:
-lowprec's threads share panels of a product, and their number changes no bit of a result. ``OPENBLAS_CORETYPE`` is set
-while the library is loaded, so that neither that variable nor an old release selects slower kernels.
+Its symbols have a prefix, so it does not interfere with the copies of NumPy and SciPy. It runs single-threaded in
+lowprec's threads, which share the panels of a product; the bits do not depend on their number. ``OPENBLAS_CORETYPE`` is
+set while the library is loaded, so that neither the user's value nor an old release selects slower kernels.
 
 Source: OpenBLAS's documentation, "Runtime variables"; the reference CBLAS, ``cblas.h``.
 """
@@ -27,26 +27,26 @@ from lowprec.util import forking
 
 _PACKAGE = "scipy_openblas64"
 
-#: Kernels for AVX-512, and those that an OpenBLAS may have instead on a processor of later years.
+#: Kernels for AVX-512, and older kernels that an OpenBLAS may select on a newer processor.
 AVX512 = "SkylakeX"
 BELOW_AVX512 = ("Haswell", "Zen", "Sandybridge", "Nehalem", "Prescott", "Katmai")
 
-#: Instruction sets of the processors for which the kernels of that name were written.
+#: Instruction sets required by the kernels of each name.
 _CORE_TYPES = (
     (AVX512, frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})),
     ("Haswell", frozenset({"avx2", "fma"})),
 )
 
-#: Loaded where better kernels of the processor are hidden.
+#: Kernels if AVX2 is hidden.
 _BELOW_AVX2 = "Nehalem"
 
-#: Address space that loading the library takes with a thread for it, and that each thread in a product takes (its
-#: buffer, and the stack and the arena of a new thread of the pool): a failed allocation ends the process.
+#: Address space for loading the library, and for each thread of a product (buffer, stack and arena of a new thread). A
+#: failed allocation in OpenBLAS ends the process.
 _LIBRARY_BYTES, _THREAD_BYTES = 144 << 20, 112 << 20
 
 
 def core_type(flags: frozenset[str]) -> str | None:
-    """Return the name of the best kernels for a processor with these flags; None where OpenBLAS is to choose.
+    """Return the name of the best kernels for a processor with these flags; None if OpenBLAS chooses.
 
     Examples
     --------
@@ -57,8 +57,8 @@ def core_type(flags: frozenset[str]) -> str | None:
 
 
 def library_path() -> str | None:
-    """Return where the package has its library, without importing the package."""
-    # On macOS, NumPy multiplies by Apple's Accelerate, which no OpenBLAS comes near.
+    """Return the path of the package's library, without importing the package."""
+    # On macOS NumPy uses Apple's Accelerate, which is faster than OpenBLAS.
     if sys.platform == "darwin":
         return None
     try:
@@ -75,7 +75,7 @@ def library_path() -> str | None:
 
 
 def _is_loaded(path: str) -> bool:
-    """Whether another user, such as a NumPy built with this package, has loaded this library."""
+    """Whether another package, such as a NumPy built with this library, has loaded it."""
     if not hasattr(os, "RTLD_NOLOAD"):
         return False
     try:
@@ -87,28 +87,28 @@ def _is_loaded(path: str) -> bool:
     return True
 
 
-#: The library by its path, None where it cannot be had.
+#: The library by path, None if it is unavailable.
 _opened: dict[str, OpenBlas | None] = {}
-#: Paths of libraries that this process has loaded for lowprec, or was about to.
+#: Paths of libraries that lowprec has loaded, or started to load, in this process.
 _ours: set[str] = set()
 
 
 class _Local(threading.local):
-    is_unlimited = False  # as seen at the thread's first product
+    is_unlimited = False  # determined at the thread's first product
 
 
 _local = _Local()
 
 
 def has_memory(nbytes: int | None = None) -> bool:
-    """Whether the process may take so much address space, by default that of a product of this thread."""
+    """Whether the process may use so much more address space, by default that of a product."""
     if nbytes is None and _local.is_unlimited:
         return True
     if not _is_limited():
         _local.is_unlimited = True
         return True
     try:
-        # Reserved and released: no page of it is touched.
+        # Reserved and released without touching a page.
         np.empty(_THREAD_BYTES * threads.num_threads() if nbytes is None else nbytes, np.uint8)
     except MemoryError:
         return False
@@ -119,7 +119,7 @@ def _is_limited() -> bool:
     if sys.platform == "win32":
         return False
     try:
-        import resource  # a library, for which memory may be missing
+        import resource  # fails if memory is too limited to load it
     except ImportError:
         return True
     limits = map(resource.getrlimit, (resource.RLIMIT_AS, resource.RLIMIT_DATA))
@@ -127,10 +127,10 @@ def _is_limited() -> bool:
 
 
 def _load(path: str) -> OpenBlas | None:
-    # Another caller's has other threads and kernels.
+    # A library that another package loaded may have other threads and kernels.
     if (path not in _ours and _is_loaded(path)) or not has_memory(_LIBRARY_BYTES):
         return None
-    # Its one thread is no answer to how many a product may use.
+    # Its single thread does not limit the threads of a product.
     threads.ignore_library(path)
     variables = {"OPENBLAS_NUM_THREADS": "1"}
     best = core_type(cpuinfo.cpu_flags())
@@ -146,18 +146,18 @@ def _load(path: str) -> OpenBlas | None:
 
 @functools.cache
 def openblas() -> OpenBlas | None:
-    """Open the library once and return it, or ``None`` where it is not installed."""
+    """Return the library, opened once; ``None`` if it is not available."""
     path = library_path()
     if path is None:
         return None
-    with forking.creation_lock:  # a fork waits: the child finds the variables as they were
+    with forking.creation_lock:  # a fork waits until the environment variables are restored
         if path not in _opened:
             _opened[path] = _load(path)
         return _opened[path]
 
 
 def loaded_openblas() -> OpenBlas:
-    """Return the library for a plan that was made because it is there."""
+    """Return the library for a plan that requires it."""
     library = openblas()
     assert library is not None
     return library

@@ -1,8 +1,8 @@
 """Products by the packed kernels, on tile units or on vector units for bfloat16, int8 and float32.
 
-The kernel multiplies any strides and applies the epilogue as it writes. Where an operand in two parts holds Inf or
-NaN, which the zero low part of the other operand would turn into NaN, it writes nothing, and the product runs on FP32
-units with the same rounded operands. Products of split operands whose sums are not finite are recomputed in FP32.
+The kernel reads operands of any strides and applies the epilogue as it writes. If an operand in two bfloat16 parts
+contains Inf or NaN, the kernel writes nothing and the product runs on FP32 units with the same rounded operands,
+because Inf times a zero low part would give NaN. Non-finite sums of split operands are recomputed in FP32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowprec.modes import row
 from lowprec.planning import GemmPlan
 from lowprec.planning.prepared import kept_modes
 
-#: The kernel's names of roundings of float32 operands.
+#: The kernels' names of the roundings of float32 operands.
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
 
 _last = threading.local()
@@ -59,7 +59,7 @@ def prepare(plan: GemmPlan) -> Executor:
 
 
 def execute_job(plan: GemmPlan, job: Callable[[Arguments], bool], is_scaled: bool, arguments: Arguments) -> None:
-    """Run the products of a plan as one job; product by product where one is to be scaled or computed again."""
+    """Run the products of a plan as one job; one by one if an operand must be scaled or a result recomputed."""
     if is_scaled and any(_apart(plan, arguments, stacks_of(plan, arguments))):
         execute(plan, arguments)
     elif job(arguments):
@@ -69,20 +69,20 @@ def execute_job(plan: GemmPlan, job: Callable[[Arguments], bool], is_scaled: boo
 
 
 def _is_one_job(plan: GemmPlan) -> bool:
-    """Whether a product of the plan is one job of the kernel, on operands as they are stored."""
+    """Whether the plan is one job of the kernel, on the operands as stored."""
     problem, dtype = plan.problem, plan.compute_dtype
     return (
         problem.a.dtype is problem.b.dtype is dtype
         and not dtype.is_complex
         and not (dtype is DType.INT8 and problem.has_epilogue)
         and problem.activation in ACTIVATIONS
-        and not (plan.fallback and problem.has_beta)  # c may be the result, and read again
-        and is_available(_micro_kernel(plan))  # the micro-kernel itself, no replacement
+        and not (plan.fallback and problem.has_beta)  # c may be the result, which a fallback reads again
+        and is_available(_micro_kernel(plan))  # not a replacement of the micro-kernel
     )
 
 
 def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
-    """Return the function that finds the panels of a prepared ``b``; None where none are kept."""
+    """Return the function that finds the packed panels of a prepared ``b``; None if they are not kept."""
     modes = kept_modes(plan)
     if not modes:
         return None
@@ -99,7 +99,7 @@ def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
 
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
-    """Run a plan whose kernel has a micro-kernel."""
+    """Execute a plan whose kernel has a micro-kernel."""
     one_product = _ONE_PRODUCT.get(plan.compute_dtype, _real_product)
     singles = _singles(stacks_of(plan, arguments))
     fallen: list[Stacks] = []
@@ -122,7 +122,7 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
 
 
 def fell_back() -> bool:
-    """Whether this thread's last product here, or one of its batch, left its units for FP32 units."""
+    """Whether this thread's last product here, or one of its batch, fell back to FP32 units."""
     return bool(_last.fell_back)
 
 
@@ -160,9 +160,9 @@ def _packing_of_b(plan: GemmPlan, component: int = 0) -> tuple[PackedAs, Convert
 
 
 def _multiplied_dtype(plan: GemmPlan, operand: int) -> str:
-    """Return the element type in which the kernel reads ``a`` (0) or ``b`` (1): the common one of both.
+    """Return the element type in which the kernel reads ``a`` (0) or ``b`` (1): the common type of both.
 
-    An operand that stays in one part in a product of parts keeps its own type.
+    In a product of parts, an operand that is not split keeps its own type.
     """
     if plan.compute_dtype.is_complex:
         return "float32"
@@ -184,7 +184,7 @@ def _multiply(plan: GemmPlan, arguments: Arguments, single: Stacks, out: Any, **
 
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
-    # Elements of split operands' products may have to be computed again, before c is added.
+    # With split operands, elements may be recomputed before c is added.
     fused = plan.problem.activation in ACTIVATIONS and not (_is_split(plan) and single.c is not None)
     if fused:
         alpha, beta, activation = arguments.alpha.real, arguments.beta.real, plan.problem.activation
@@ -209,13 +209,13 @@ def _recompute_non_finite(plan: GemmPlan, single: Stacks, product: Any) -> bool:
 
 
 def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks, *, whole: bool = False) -> bool:
-    """Compute a complex product as four real ones, two where one operand is real; with ``whole`` always as four.
+    """Compute a complex product as four real ones, or two if one operand is real; with ``whole`` always four.
 
-    Real and imaginary parts are copied first, because packing reads contiguous numbers much faster than every second.
+    Real and imaginary parts are copied first, because packing reads contiguous numbers much faster.
     """
     dtype = NUMPY_DTYPES[plan.compute_dtype.accumulator]
     micro_kernel, rounding = _micro_kernel(plan), _rounding(plan)
-    # Imaginary parts that are all zero have products that are zero, but for those with an infinity or a NaN.
+    # Products with an imaginary part of zero may be omitted, except those with Inf or NaN.
     a_parts, b_parts = (2 if whole or x.dtype.kind == "c" else 1 for x in (single.a, single.b))
     with Workspace() as workspace:
         a = [_plane(single.a, i, workspace) for i in range(a_parts)]
@@ -257,7 +257,7 @@ def _apart(plan: GemmPlan, arguments: Arguments, single: Stacks) -> tuple[bool, 
 
 
 def _lies_apart(x: Any) -> bool:
-    # Both parts of a complex number have the same factor.
+    # Both components of a complex number have the same factor.
     return casting.lie_apart((x.real, x.imag) if x.dtype.kind == "c" else (x,))
 
 

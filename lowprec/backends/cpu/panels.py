@@ -1,27 +1,27 @@
-"""Panels of the result of a product, each computed by a BLAS on one thread.
+"""Division of a product into panels, each computed by a BLAS on one thread.
 
-Where the bits of an element depend on its panel, panels follow from the shapes alone, so that the result does not
-depend on the number of threads.
+If the bits of an element depend on its panel, the panels depend on the shapes only, so that results do not depend on
+the number of threads.
 """
 
 from __future__ import annotations
 
-#: Multiplications of the smallest panel. OpenBLAS treats products of up to a million in another way, with other sums.
+#: Multiplications of the smallest panel: OpenBLAS sums products of up to a million in another order.
 SMALLEST_PANEL = 1_024_000
 
-#: The smallest panel where the shape decides: as many panels are computed by one thread, too.
+#: The same for panels that depend on the shape only, which one thread may have to compute all.
 _SMALLEST_FIXED_PANEL = 8_000_000
 
 #: Panels begin at multiples of this many rows or columns, so that all but the last fill the BLAS's register blocks.
 _GRAIN = 16
 
-#: Multiplications that pay for packing one more panel's operands, where the shapes alone decide.
+#: Multiplications per panel, if panels depend on the shape only, that justify packing its operands.
 _PANEL_WORK = 250_000_000
 
-#: Elements of the matrix that one call multiplies with a vector.
+#: Elements of a matrix per call that multiplies with a vector.
 _VECTOR_WORK = 1 << 20
 
-#: Fewest rows of such a piece, by whether rows are contiguous: where columns are, it is how far one reaches.
+#: Least rows of such a piece, for a matrix with contiguous rows (True) or columns (False).
 _VECTOR_ROWS = {True: 4, False: 1024}
 
 #: First row, rows, first column, columns.
@@ -29,12 +29,12 @@ Panel = tuple[int, int, int, int]
 
 
 def panels_for_threads(m: int, n: int, k: int, workers: int) -> list[Panel]:
-    """Cut an m x n result into at most as many panels as there are threads."""
+    """Divide an m x n result into at most ``workers`` panels."""
     return _cut(m, n, k, min(workers, m * n * k // SMALLEST_PANEL), SMALLEST_PANEL)
 
 
 def panels_for_shape(m: int, n: int, k: int) -> list[Panel]:
-    """Cut an m x n result as its shape says.
+    """Divide an m x n result into panels that depend on its shape only.
 
     Examples
     --------
@@ -47,21 +47,20 @@ def panels_for_shape(m: int, n: int, k: int) -> list[Panel]:
 
 
 def rows_for_shape(m: int, k: int, *, by_rows: bool) -> list[tuple[int, int]]:
-    """Return pieces of the rows of an m x k matrix, each as (first, length)."""
+    """Divide the rows of an m x k matrix into pieces (first, length)."""
     rows = max(_VECTOR_ROWS[by_rows], 4 * (_VECTOR_WORK // max(1, 4 * k)))
     return [(first, min(rows, m - first)) for first in range(0, m, rows)]
 
 
-#: Sums of rows from which a matrix with contiguous columns is cut across them, so that they stay in the cache, and the
-#: most pieces of columns of another.
+#: Number of sums from which a matrix with contiguous columns is divided by rows, so that its sums stay in the cache;
+#: largest number of pieces of columns otherwise.
 _LONG_COLUMNS, _COLUMN_PIECES = 1 << 16, 16
 
 
 def columns_for_shape(m: int, k: int, width: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return pieces of rows and columns of an m x k matrix with contiguous columns, each as (first, length).
+    """Divide an m x k matrix with contiguous columns, multiplied with ``width`` vectors, by rows and columns.
 
-    ``width`` vectors are multiplied with it. Pieces of columns are read in sequence, but leave partial sums to be
-    added.
+    Pieces are (first, length). Pieces of columns are contiguous in memory, but give partial sums.
     """
     rows = _LONG_COLUMNS // width
     if m >= rows:
@@ -72,7 +71,7 @@ def columns_for_shape(m: int, k: int, width: int) -> tuple[list[tuple[int, int]]
 
 def _cut(m: int, n: int, k: int, count: int, smallest_panel: int) -> list[Panel]:
     for pieces in range(count, 1, -1):
-        # The panels nearest to squares reread the least of a and b; of equals the one with whole columns.
+        # Nearly square panels reread the least of a and b; among equals, prefer whole columns.
         grids = [(d, pieces // d) for d in range(1, pieces + 1) if pieces % d == 0]
         down, across = min(grids, key=lambda grid: m / grid[0] + n / grid[1])
         rows, columns = _cuts(m, down), _cuts(n, across)
@@ -83,7 +82,7 @@ def _cut(m: int, n: int, k: int, count: int, smallest_panel: int) -> list[Panel]
 
 
 def _cuts(extent: int, count: int) -> list[tuple[int, int]]:
-    """Cut an extent into at most ``count`` nearly equal pieces, as (first, length).
+    """Divide an extent into at most ``count`` nearly equal pieces (first, length).
 
     Examples
     --------

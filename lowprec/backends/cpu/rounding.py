@@ -1,8 +1,8 @@
-"""Rounding float32 to the formats of the math modes: arrays, in blocks that stay in the cache.
+"""Rounding of float32 arrays to the formats of the math modes with NumPy, in blocks that fit the cache.
 
 TF32 is rounded to nearest with ties away from zero, as the PTX instruction ``cvt.rna.tf32.f32`` does (PTX ISA,
-"cvt"); bfloat16 and float16 with ties to even (IEEE 754-2019, section 4.3.1). NaN stays NaN, infinities stay, a
-finite number beyond the largest of the format becomes an infinity, subnormal numbers are kept.
+"cvt"); bfloat16 and float16 with ties to even (IEEE 754-2019, section 4.3.1). NaN and infinities are unchanged, finite
+numbers beyond the largest of the format overflow to infinity, subnormal numbers are kept.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lowprec import formats
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.formats import NumberFormat
 
-#: Elements per block, source and result of which fit the second-level cache together.
+#: Elements per block, whose source and result fit the L2 cache.
 _BLOCK = 1 << 17
 
 
 def rounded_to_odd(x: Any) -> Any:
-    """Return float64 as float32 such that rounding the result to fewer digits rounds ``x`` once.
+    """Round float64 to float32 to odd, so that a further rounding to fewer digits equals a single rounding of ``x``.
 
-    Other numbers become the neighbour whose last digit is odd, which is on the same side of every tie as ``x``.
+    An inexact number is rounded to the neighbour with an odd last digit, on the same side of every tie as ``x``.
 
     Examples
     --------
@@ -45,7 +45,7 @@ def _round_tf32_block(source: Any, out: Any) -> None:
 
 
 def _round_even_block(dropped: int, source: Any, out: Any) -> None:
-    """Round away so many low bits, ties to even."""
+    """Round off the ``dropped`` low bits, ties to even."""
     bits, result = source.view(np.uint32), out.view(np.uint32)
     even = np.right_shift(bits, np.uint32(dropped))
     np.bitwise_and(even, np.uint32(1), out=even)
@@ -79,14 +79,14 @@ def round_float32(source: Any, to: NumberFormat, out: Any) -> None:
 
 
 def round_all(pairs: Sequence[tuple[Any, Any]], to: NumberFormat) -> None:
-    """Round contiguous 1-D float32 arrays into others in this thread; compiled kernels round where threads share it."""
+    """Round contiguous 1-D float32 arrays into others, in this thread."""
     round_block = _BLOCK_ROUNDINGS[to.name]
     with np.errstate(all="ignore"):
         for source, out in pairs:
             for first in range(0, source.size, _BLOCK):
                 src, dst = source[first : first + _BLOCK], out[first : first + _BLOCK]
-                # Integer arithmetic carries a NaN's payload into the exponent or the sign. Looked for before anything
-                # is written, because ``out`` may be ``source``.
+                # Integer arithmetic may carry a NaN's payload into exponent or sign. NaN are found before writing,
+                # because ``out`` may be ``source``.
                 nan = np.isnan(src)
                 round_block(src, dst)
                 if np.logical_or.reduce(nan):

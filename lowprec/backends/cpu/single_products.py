@@ -1,6 +1,6 @@
-"""Small single products whose steps are made with the plan: casts, a call of OpenBLAS, the epilogue.
+"""Small single products: casts, a call of OpenBLAS and the epilogue, all prepared with the plan.
 
-A call passes addresses to compiled code and makes no array.
+A call passes addresses to compiled code and creates no arrays.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from lowprec.planning.prepared import kept_modes
 #: Elements of a, b and the result up to which one thread casts them.
 _MOST_ELEMENTS = 1 << 18
 
-#: Memory up to which a fresh allocation costs less than a loan, and the alignment of arrays in it.
+#: Bytes up to which a new allocation is faster than a reused buffer; alignment of arrays in it.
 _SMALL_BYTES, _ALIGNMENT = 64 << 10, 64
 
 
 class _Operand(NamedTuple):
     stack: MatrixStack
-    #: From the addresses of operand, cast numbers and scratch memory to whether the operand has to be scaled instead;
-    #: None for one that is multiplied where it is.
+    #: Casts the operand, given the addresses of operand, cast numbers and scratch memory; returns whether it must be
+    #: scaled instead. None for an operand that is multiplied in place.
     cast: Callable[[int, int, int], bool] | None = None
 
     @property
     def nbytes(self) -> int:
-        """Memory for the cast numbers."""
+        """Bytes of the cast numbers."""
         return _aligned(4 * self.stack.rows * self.stack.cols) if self.cast else 0
 
 
@@ -52,7 +52,7 @@ def _aligned(nbytes: int) -> int:
 def _operand(stack: MatrixStack, to: NumberFormat | None) -> _Operand:
     if stack.dtype is DType.FLOAT32 and to is None and stack.blas_expressible:
         return _Operand(stack)
-    # In the order in which the source is stored, so that both are passed through in sequence.
+    # In the order of the source, so that both are accessed sequentially.
     turned = abs(stack.row_stride) < abs(stack.col_stride)
     x = stack.transposed if turned else stack
     index = casting.cast_index(stack.dtype.label, to)
@@ -72,20 +72,20 @@ def _operand(stack: MatrixStack, to: NumberFormat | None) -> _Operand:
 
 
 class _Product(NamedTuple):
-    """The steps of a product; its memory holds cast operands, the product, and scratch of casts and epilogue."""
+    """The steps of a product. Its memory contains cast operands, the product, and scratch of casts and epilogue."""
 
     a: _Operand
     b: _Operand
     multiply: Callable[[int, int, int], None]
-    epilogue: Epilogue | None  # None where the product is the result
+    epilogue: Epilogue | None  # None if the product is the result
     at_b: int
     at_product: int
     at_block: int
     kept_modes: frozenset[str]
-    key: Any  # of the packed form that a prepared b keeps
+    key: Any  # of the cast operand that a prepared b keeps
 
     def run(self, arguments: Arguments, memory: int) -> bool:
-        """Run a product in memory at an address; return False where operands have to be scaled."""
+        """Run a product with memory at an address; return False if operands must be scaled."""
         a, b, out, c, bias, alpha, beta = arguments[:7]
         x, y, to = a.address, b.address, out.address
         if self.a.cast is not None:
@@ -113,8 +113,8 @@ class _Product(NamedTuple):
         return True
 
     def cast_b(self, view: PreparedView) -> PackedOperand:
-        """Return the form of a prepared operand: its numbers as they are cast; None where they have to be scaled."""
-        assert self.b.cast is not None, "nothing is kept of an operand that is multiplied where it is"
+        """Return the cast numbers of a prepared operand; None if they must be scaled."""
+        assert self.b.cast is not None, "nothing is kept of an operand that is multiplied in place"
         memory = np.empty(self.b.nbytes + casting.SCRATCH_BYTES, np.uint8)
         address = data_pointer(memory)
         is_apart = self.b.cast(view.address, address, address + self.b.nbytes)
@@ -122,7 +122,7 @@ class _Product(NamedTuple):
 
 
 def prepare(plan: GemmPlan, to: NumberFormat | None, otherwise: Executor) -> Executor | None:
-    """Return the executor of a small product by OpenBLAS, operands cast to ``to``; None for other products.
+    """Return the executor of a small product by OpenBLAS with operands cast to ``to``; None for other products.
 
     ``otherwise`` executes products whose operands must be scaled.
     """
@@ -151,7 +151,7 @@ def _is_small(plan: GemmPlan) -> bool:
     m, n, k = layout.m, layout.n, layout.k
     return (
         layout.batch_count == 1
-        and (layout.a.blas_expressible or not layout.collapsed)  # a may have no strides
+        and (layout.a.blas_expressible or not layout.collapsed)  # a collapsed a may have no strides
         and len(plan.schedule) == 1
         and plan.accumulator is DType.FLOAT32
         and plan.problem.activation in J.ACTIVATIONS
@@ -160,9 +160,9 @@ def _is_small(plan: GemmPlan) -> bool:
 
 
 def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
-    """Return the steps of a product; None where its epilogue has no kernel, or c is no matrix of the result's shape."""
+    """Return the steps of a product; None if its epilogue has no kernel, or c does not have the result's shape."""
     layout = plan.layout
-    # Of a batch of one, its matrices.
+    # The single matrix of a batch of one.
     left, right, out = (replace(x, batch_shape=(), batch_strides=()) for x in (layout.a, layout.b, layout.out))
     a, b = _operand(left, to), _operand(right, to)
     epilogue, size = None, 0

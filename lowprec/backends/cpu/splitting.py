@@ -1,7 +1,7 @@
-"""Operands split into the parts that a mode multiplies, with rows and columns scaled first where the mode requires it.
+"""Splitting of operands into the parts of a mode, after scaling of rows and columns if the mode requires it.
 
-Each part is the rounded rest of the parts before it; every difference is exact. Infinities, NaN and values that
-overflow in the format leave NaN in the second part, and so in every sum of the row or column.
+Each part is x minus the previous parts, rounded; the differences are exact. For infinities, NaN and values that
+overflow in the format the second part is NaN, and so is every sum of the row or column.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lowprec.modes import ModeRow
 
 _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
-#: Numbers that are scaled at a time, and stay in the cache.
+#: Numbers per block, which fits the cache.
 _BLOCK = 1 << 16
 
-#: Magnitudes of two exponents together for which a scaled product stays a normal number.
+#: Sum of the magnitudes of two exponents up to which unscaling a product gives normal numbers.
 _SMALL_EXPONENT = 50
 
 #: Powers of two with exponents of this magnitude are normal float32 numbers.
@@ -29,7 +29,7 @@ _LARGEST_FACTOR = 126
 
 
 class Split(NamedTuple):
-    """An operand as it is multiplied: its parts, and the exponents by which its rows (columns of ``b``) were scaled."""
+    """The parts of an operand, and the exponents by which its rows (columns of ``b``) were scaled."""
 
     parts: list[Any]
     exponents: Any | None = None
@@ -44,10 +44,10 @@ def split(
     scaled_over: int | None,
     workspace: Workspace,
 ) -> Split:
-    """Return an operand, shape (..., rows, cols), in ``count`` parts, with the sum of all where the mode uses it.
+    """Split an operand, shape (..., rows, cols), into ``count`` parts, followed by their sum if the mode uses it.
 
-    ``dtype`` is float32, or complex64. Parts are rounded to ``fmt``. Rows share a power of two where ``scaled_over`` is
-    -1, columns where it is -2. ``workspace`` provides the memory.
+    ``dtype`` is float32 or complex64. Parts are rounded to ``fmt``. Rows are scaled if ``scaled_over`` is -1, columns
+    if it is -2. ``workspace`` provides the memory.
     """
     exponents = None
     if scaled_over is not None:
@@ -73,7 +73,7 @@ def split(
 
 
 def rounded(arrays: tuple[Any, ...], dtype: np.dtype[Any], fmt: NumberFormat | None, workspace: Workspace) -> list[Any]:
-    """Return arrays in ``dtype``, their components rounded to ``fmt``; those in which nothing changes themselves."""
+    """Return arrays cast to ``dtype`` and rounded to ``fmt``; those that need neither are returned unchanged."""
     results, pairs = _targets(arrays, dtype, fmt, workspace)
     casting.cast(pairs, fmt)
     return results
@@ -87,7 +87,7 @@ def _targets(
         if x.dtype == dtype and fmt is None:
             results.append(x)
             continue
-        # In the order of the source in memory, so that both are read and written in sequence.
+        # In the memory order of the source, so that both are accessed sequentially.
         turned = abs(x.strides[-2]) < abs(x.strides[-1])
         shape = x.swapaxes(-1, -2).shape if turned else x.shape
         out = workspace.array(shape, dtype)
@@ -99,7 +99,7 @@ def _targets(
 def scaled_where_needed(
     arrays: tuple[Any, ...], dtype: np.dtype[Any], row: ModeRow, workspace: Workspace, first: int = 0
 ) -> list[Split]:
-    """Return ``a``, then ``b``, or ``b`` alone where ``first`` is 1, in float16; scaled where it makes a difference."""
+    """Return ``a`` and ``b``, or ``b`` alone if ``first`` is 1, in float16, scaled if it makes a difference."""
     results, pairs = _targets(arrays, dtype, FLOAT16_DIGITS, workspace)
     apart = casting.cast(pairs, FLOAT16_DIGITS)
     return [
@@ -109,14 +109,14 @@ def scaled_where_needed(
 
 
 def _components(x: Any) -> Any:
-    """Return the real numbers of a contiguous array, flat: only a last dimension can be taken for twice as many."""
+    """Return the components of a contiguous array as a flat real array."""
     return x.reshape(-1, copy=False).view(np.float32)
 
 
 def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tuple[Any, Any]:
     """Return ``x`` with each row or column multiplied by 2^e, exactly, and the exponents e; 0 for rows of zeros.
 
-    ``axis`` is that of the sum over k. Non-finite elements are ignored.
+    ``axis`` is the axis of k. Non-finite elements do not influence e.
     """
     turned = abs(x.strides[-2]) < abs(x.strides[-1])
     source, along_rows = (x.swapaxes(-1, -2), axis == -2) if turned else (x, axis == -1)
@@ -151,7 +151,7 @@ def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tu
     exponents *= largest != 0
     steps = [exponents]
     if np.maximum.reduce(np.abs(exponents), None, initial=0) > _LARGEST_FACTOR:
-        # 2^163 is no float32; roundings in between are far below float16's smallest number.
+        # In two steps, because 2^163 exceeds float32; roundings between are far below float16's smallest number.
         steps = [exponents // 2, exponents - exponents // 2]
     factors = [np.ldexp(np.float32(1), x).reshape(*x.shape, *[1] * len(components)) for x in steps]
 
@@ -171,7 +171,7 @@ def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tu
 
 
 def _blocks(count: int, rows: int, row_numbers: int) -> list[tuple[slice, slice]]:
-    """Return slices over matrices and over their rows which stay in the cache."""
+    """Return slices over matrices and their rows that fit the cache."""
     height = max(1, _BLOCK // max(1, row_numbers))
     step = max(1, height // max(1, rows))
     return [(slice(i, i + step), slice(j, j + height)) for i in range(0, count, step) for j in range(0, rows, height)]
@@ -183,7 +183,7 @@ def unscale(out: Any, a: Split, b: Split) -> None:
         return
     scaled = [x.exponents for x in (a, b) if x.exponents is not None]
 
-    # Results are multiples of 2^-70: by small powers they stay normal numbers.
+    # Results are multiples of 2^-70, so that small powers of two keep them normal.
     is_exact = (
         out.dtype.kind != "c"
         and sum([np.maximum.reduce(np.abs(x), None, initial=0) for x in scaled]) <= _SMALL_EXPONENT
@@ -192,7 +192,7 @@ def unscale(out: Any, a: Split, b: Split) -> None:
     def take_back(rows: slice) -> None:
         here = out[..., rows, :]
         for part in (here.real, here.imag) if out.dtype.kind == "c" else (here,):
-            # In float64 both powers are exact, so that it is rounded once.
+            # In float64 both powers are exact, so the result is rounded once.
             wide = part if is_exact else part.astype(np.float64)
             with np.errstate(all="ignore"):
                 for x in scaled:

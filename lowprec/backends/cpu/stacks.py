@@ -1,4 +1,4 @@
-"""The arrays of a product in matrix form: as NumPy's views, and as tables of addresses that compiled code reads."""
+"""The arrays of a product as stacks of matrices: NumPy views, and tables of addresses for compiled code."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from lowprec.backends.execution import Arguments
 from lowprec.planning import GemmPlan, MatrixStack
 
-#: Batches up to this size keep the offsets of their matrices.
+#: Batch size up to which the offsets of matrices are precomputed.
 KEPT = 1 << 10
 
-#: Those of a, b, out and c; None where there is no c.
+#: Matrices of a, b, out and c; None without c.
 Matrices = tuple[MatrixStack, MatrixStack, MatrixStack, MatrixStack | None]
 
 
@@ -32,7 +32,7 @@ def offsets_of(matrices: Matrices) -> Any:
 
 
 def addresses_of(matrices: Matrices, arguments: Arguments, kept: Any) -> Any:
-    """Return the addresses of all matrices, 0 for those of no c; ``kept`` are the offsets where they were kept."""
+    """Return the addresses of all matrices, 0 for a missing c; ``kept`` are precomputed offsets or None."""
     a, b, out, c = arguments[:4]
     first = [x.address for x in (a, b, out)]
     first.append(0 if c is None or matrices[3] is None else c.address)
@@ -40,19 +40,18 @@ def addresses_of(matrices: Matrices, arguments: Arguments, kept: Any) -> Any:
 
 
 class Stacks(NamedTuple):
-    """Stacks of matrices: vectors lifted to matrices, the batch collapsed to rows where the plan says so."""
+    """Arrays as stacks of matrices: vectors are one-row or one-column matrices, a batch may be collapsed to rows."""
 
-    #: Views of the arguments, shapes (..., m, k), (..., k, n) and (..., m, n). The batches of ``a`` and ``b`` broadcast
-    #: to that of ``out``.
+    #: Views of shapes (..., m, k), (..., k, n) and (..., m, n); the batches of ``a`` and ``b`` broadcast to ``out``'s.
     a: Any
     b: Any
     out: Any
-    c: Any | None  # broadcast to the shape of ``out``; None where beta is zero
+    c: Any | None  # broadcast to the shape of ``out``; None if beta is zero
     bias: Any | None  # shape (n,)
 
 
 def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
-    """Return the arguments in matrix form."""
+    """Return the arguments as stacks of matrices."""
     a, b, out = arguments.a.ndarray(), arguments.b.ndarray(), arguments.out.ndarray()
     vector_a, vector_b = a.ndim == 1, b.ndim == 1
     if vector_b:
@@ -60,7 +59,7 @@ def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
     if vector_a:
         a, out = a[None, :], out[..., None, :]
     if plan.layout.collapsed:
-        m = plan.layout.m  # given, since -1 is ambiguous where k or n is 0
+        m = plan.layout.m  # explicit, because -1 is ambiguous if k or n is 0
         a = np.broadcast_to(a, out.shape[:-2] + a.shape[-2:]).reshape(m, a.shape[-1])
         b = b[(0,) * (b.ndim - 2)]
         out = out.reshape(m, out.shape[-1], copy=False)
@@ -75,11 +74,11 @@ def stacks_of(plan: GemmPlan, arguments: Arguments) -> Stacks:
 
 
 def _each_once(x: Any) -> Any:
-    """Return a stack without the repeats along its batch, which would be rounded and copied one by one."""
+    """Return a stack without broadcast copies of a matrix, which would each be rounded and copied."""
     return x[tuple([slice(None) if step else slice(1) for step in x.strides[:-2]])]
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return memory as a C-contiguous array, which does not keep it alive."""
+    """Return memory at an address as a C-contiguous array, which does not keep the memory alive."""
     memory: Any = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
     return np.frombuffer(memory, dtype).reshape(shape)

@@ -1,14 +1,14 @@
-"""The threads that share a product: lowprec's own workers, or those of the OpenMP runtime that PyTorch uses.
+"""The threads that share a product: lowprec's own workers, or those of PyTorch's OpenMP runtime.
 
 A worker is a Python thread that stays inside one compiled function: after each job it polls its mailbox for
-`AWAKE_SECONDS`, then it sleeps on a semaphore. A caller puts the address of a job into the mailboxes of idle workers,
-does its own share, takes the job back from workers that have not begun, and waits for the others. A worker that is
-awake begins within a microsecond; a caller never waits for one that is asleep.
+`AWAKE_SECONDS`, then sleeps on a semaphore. A caller puts the address of a job into the mailboxes of idle workers, does
+its own share, withdraws the job from workers that have not begun, and waits for the others. An awake worker begins
+within a microsecond; a caller never waits for a sleeping one.
 
-In a process that has imported PyTorch, compiled kernels run on the threads of its OpenMP runtime, which stay awake
-after each operation of PyTorch and would compete with own workers for the CPUs. No runtime is loaded for this. It is
-not used in a forked child, where libgomp waits for threads that do not exist, nor inside a parallel region.
-`LOWPREC_THREADS=own` selects own workers everywhere.
+If PyTorch has been imported, compiled kernels run on the threads of its OpenMP runtime instead, which stay awake after
+each operation of PyTorch and would compete with own workers for the CPUs. The runtime is not loaded for this. It is not
+used inside a parallel region or in a forked child, where libgomp waits for threads that do not exist.
+`LOWPREC_THREADS=own` selects own workers always.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from lowprec.util import forking
 
 T = TypeVar("T")
 
-#: How long a worker looks for the next job before it sleeps.
+#: Time for which a worker polls for the next job before it sleeps.
 AWAKE_SECONDS = 150e-6
 
 _KERNELS = "lowprec.backends.cpu.team_kernels"
 
-# --- words of a job; the counters that threads share are on cache lines of their own --------------
+# --- words of a job; each counter shared by threads has its own cache line ------------------------
 NEXT_THREAD, NEXT_ROW = 0, 8
 FUNCTION, ARGUMENT, SCRATCH, SCRATCH_BYTES, WORKERS, TABLE, ROWS, A, B, C, RESULTS = range(16, 27)
 _Job = ctypes.c_int64 * 32
 
-# --- words of a team, and of each of its workers, which follow ------------------------------------
+# --- words of a team, followed by those of each worker --------------------------------------------
 COUNT, WAIT, POST, YIELD, LOOKS, TEAM_WORDS = 0, 1, 2, 3, 4, 8
 MAILBOX, ASLEEP, SEMAPHORE, TEAM, _SEMAPHORE_MEMORY, WORKER_WORDS = 0, 8, 9, 10, 11, 16
 
 
 def address_of(function: Any) -> int:
-    """Return the address of a function of ctypes."""
-    # `ctypes.cast` would make a cycle of references.
+    """Return the address of a ctypes function."""
+    # `ctypes.cast` would create a reference cycle.
     return ctypes.c_void_p.from_address(ctypes.addressof(function)).value or 0
 
 
 def _semaphores(memory: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return semaphores, one for each piece of 32 bytes; and the functions that wait, post and yield the CPU."""
+    """Return a semaphore for each piece of 32 bytes, and the functions that wait, post and yield the CPU."""
     if sys.platform == "win32":
         library: Any = ctypes.WinDLL("kernel32")
         library.CreateSemaphoreW.restype = ctypes.c_void_p
@@ -85,7 +85,7 @@ class _Team:
         self._serve: Callable[[int], int] = kernel("serve")
         count = os.cpu_count() or 1
         memory: Any = (ctypes.c_int64 * (TEAM_WORDS * 2 + WORKER_WORDS * count))()
-        # Workers look at it for as long as the process lives, also while Python ends.
+        # Never freed: workers read it until the process ends, also during Python's exit.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
         self.address = -(-ctypes.addressof(memory) // 64) * 64
         words: Any = (ctypes.c_int64 * (len(memory) - TEAM_WORDS)).from_address(self.address)
@@ -98,7 +98,7 @@ class _Team:
         self._words[LOOKS] = _looks(kernel("look"))
 
     def start(self, count: int) -> None:
-        """Start workers until there are so many, or the system has no thread to give."""
+        """Start workers until there are ``count``, or no more threads are available."""
         while self._words[COUNT] < min(count, len(self._workers)):
             at = self._workers[self._words[COUNT]]
             try:
@@ -108,13 +108,13 @@ class _Team:
             self._words[COUNT] += 1
 
     def abandon(self) -> None:
-        """Have a caller in a forked child wait for no worker of its parent."""
+        """Remove the workers, which do not exist in a forked child."""
         for at in self._workers:
             self._words[at + MAILBOX] = 0
 
 
 def _looks(look: Callable[[int], int]) -> int:
-    """Return how often a worker looks at its mailbox in `AWAKE_SECONDS`."""
+    """Return how often a worker polls its mailbox in `AWAKE_SECONDS`."""
     seconds = []
     for _ in range(3):
         begin = time.perf_counter()
@@ -141,7 +141,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _own_team(workers: int) -> _Team:
-    """Return the own workers, of which at least ``workers - 1`` are there if the system has threads to give."""
+    """Return the own workers, at least ``workers - 1`` if threads are available."""
     global _team
     found = _team
     if found is None or found._words[COUNT] < workers - 1:
@@ -152,7 +152,7 @@ def _own_team(workers: int) -> _Team:
 
 
 class _Local(threading.local):
-    #: Whether this thread runs its part of `call`: an OpenMP runtime would start more threads for it.
+    #: Whether this thread runs its part of `call`; an OpenMP runtime would start more threads in it.
     is_sharing = False
 
 
@@ -160,7 +160,7 @@ _local = _Local()
 
 
 def openmp() -> threads.OpenMP | None:
-    """Return the OpenMP runtime whose threads run compiled kernels; None where the own workers do."""
+    """Return the OpenMP runtime whose threads run compiled kernels; None if own workers do."""
     return None if _is_child or _local.is_sharing else threads.openmp()
 
 
@@ -170,20 +170,20 @@ def is_sharing() -> bool:
 
 
 def description() -> str:
-    """Return which threads share products, for ``info()``."""
+    """Describe the threads that share products, for ``info()``."""
     return "lowprec's own workers" if openmp() is None else "PyTorch's OpenMP threads"
 
 
-#: Multiplications that take a library as long as numba's import takes, some 0.1 s on one thread.
+#: Multiplications that take a BLAS as long as importing numba takes, about 0.1 s on one thread.
 _IMPORT_PAYS = 1 << 32
 _spent = 0
 
 
 def is_ready(multiplications: int) -> bool:
-    """Whether compiled kernels can share a library's product of so many multiplications.
+    """Whether compiled kernels are ready to distribute a BLAS product of so many multiplications to threads.
 
-    Numba is imported for a product that takes longer than the import, and in the background once products together have
-    taken that long; until then the calling thread works alone.
+    numba is imported for a product that takes longer than the import, and in the background once all products together
+    have taken that long; until then the calling thread works alone.
     """
     global _spent
     if numba_import.is_ready():
@@ -199,8 +199,8 @@ def is_ready(multiplications: int) -> bool:
 def run(kernel: int, argument: int, workers: int, scratch: int = 0, scratch_bytes: int = 0) -> None:
     """Call a compiled function in up to ``workers`` threads at once, the calling one included, and wait for all.
 
-    ``kernel(argument, scratch)`` is called with a piece of ``scratch_bytes`` of its own in each thread, from the
-    address ``scratch`` on. It must divide the work among its callers, and one call must be enough to complete it.
+    Each thread calls ``kernel(argument, scratch)`` with its own ``scratch_bytes`` of the memory at ``scratch``. The
+    kernel must divide the work among its callers, and a single call must be able to complete it.
     """
     job = _Job()
     job[FUNCTION : WORKERS + 1] = [kernel, argument, scratch, scratch_bytes, workers]
@@ -217,11 +217,11 @@ def run_rows(
     scratch: int = 0,
     scratch_bytes: int = 0,
 ) -> None:
-    """Call a function for each row of a table, shared among threads.
+    """Call a function for each row of a table, distributed to threads.
 
-    ``table`` holds int64 (rows, 1 + len(signature)): in each row the address of a function and its arguments, as
-    :func:`team_kernels.rows_kernel` reads the ``signature``. ``bases`` are addresses to which arguments ``a``, ``b``
-    and ``c`` are relative; ``results`` is the address of a word for the result of each row, 0 to ignore them.
+    ``table`` is int64, shape (rows, 1 + len(signature)): in each row the address of a function and its arguments, by
+    the ``signature`` of :func:`team_kernels.rows_kernel`. Arguments ``a``, ``b`` and ``c`` are relative to ``bases``;
+    ``results`` is the address of one word per row for the results, 0 to ignore them.
     """
     job = _Job()
     job[FUNCTION : RESULTS + 1] = [
@@ -252,7 +252,7 @@ _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t, ctypes.c_ssize_
 def call(work: Callable[[], None], workers: int) -> None:
     """Call ``work()`` in this thread and in up to ``workers - 1`` own workers at once, and wait for all.
 
-    `work` must divide the work among its callers, and one call must be enough to complete it. An exception of any
+    `work` must divide the work among its callers, and a single call must be able to complete it. An exception of any
     caller is raised. Without compiled kernels this thread works alone.
     """
     if workers <= 1 or not numba_import.is_ready() or sys.is_finalizing():
@@ -272,27 +272,27 @@ def call(work: Callable[[], None], workers: int) -> None:
     team, job, callback = _own_team(workers), _Job(), _CALLBACK(entered)
     job[FUNCTION], job[WORKERS] = address_of(callback), workers
     address = ctypes.addressof(job)
-    # No worker may outlive this call, whatever a signal handler raises. Python looks for signals where functions begin,
-    # where loops go back and after calls, so none comes between the beginning of `finally` and the wait.
+    # No worker may outlive this call, even if a signal handler raises. Python handles signals at the start of a
+    # function, at the end of a loop iteration and after a call, so not between the start of `finally` and the wait.
     try:
         team.offer(address, team.address)
         _local.is_sharing = True
-        if team is _team:  # a handler has not just forked
+        if team is _team:  # false if a signal handler has just forked
             work()
     finally:
         team.finish(address, team.address)
         _local.is_sharing = is_inner
     if team is not _team:
         raise BackendError(
-            "a signal handler forked this process in the middle of a product, and the threads that computed parts of "
-            "it are not here; multiply again"
+            "a signal handler forked this process during a product, and the threads that computed parts of it do not "
+            "exist in the child; multiply again"
         )
     if errors:
         raise errors.pop()
 
 
 def share(run_one: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `run_one` with each item, the products of a batch; few items use all threads each, many are shared out."""
+    """Call `run_one` with each product of a batch: many are distributed to threads, few use all threads each."""
     workers = threads.num_threads() if len(items) > 1 else 1
     if workers == 1 or len(items) < 2 * workers:
         for item in items:
@@ -301,7 +301,7 @@ def share(run_one: Callable[[T], None], items: Sequence[T]) -> None:
     queue = iter(items)
 
     def work() -> None:
-        # Taking the next element of a list's iterator is atomic.
+        # `next` of a list iterator is atomic.
         for item in queue:
             run_one(item)
 

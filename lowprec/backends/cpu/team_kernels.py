@@ -1,6 +1,6 @@
 """Compiled functions of the team: offer jobs to workers, wait for them, call a function for each row of a table.
 
-A worker's mailbox holds 0 while it is idle, the address of an offered job, and that address plus 1 while it runs the
+A worker's mailbox contains 0 while it is idle, the address of an offered job, or that address plus 1 while it runs the
 job. Importing this module imports numba.
 """
 
@@ -39,7 +39,7 @@ _pause = instruction("pause" if cpuinfo.is_x86_64() else "yield")
 
 _WORKERS, _WORKER_BYTES, _ASLEEP = 8 * T.TEAM_WORDS, 8 * T.WORKER_WORDS, 8 * T.ASLEEP
 
-#: Looks at a mailbox after which a caller that waits for a worker yields its CPU after each.
+#: Polls of a mailbox after which a waiting caller yields its CPU after each poll.
 _PATIENCE = 4000
 
 
@@ -65,7 +65,7 @@ def _offer(job, team):
 def _finish(job, team):
     for i in range(field(team, T.COUNT)):
         worker = team + _WORKERS + i * _WORKER_BYTES
-        exchange_if(worker, job, 0)  # a worker that has not begun is not waited for
+        exchange_if(worker, job, 0)  # withdraw the job from a worker that has not begun
         looks = 0
         while atomic_load(worker) == job + 1:
             looks += 1
@@ -76,25 +76,25 @@ def _finish(job, team):
 
 
 def enter(job):
-    """Do a thread's share of a job; also the function that an OpenMP runtime calls in each thread."""
+    """Do a thread's share of a job; an OpenMP runtime calls it in each thread."""
     _enter(job)
     return 0
 
 
 def offer(job, team):
-    """Put a job into the mailboxes of idle workers and wake those that sleep."""
+    """Put a job into the mailboxes of idle workers, and wake sleeping ones."""
     _offer(job, team)
     return 0
 
 
 def finish(job, team):
-    """Take a job back from workers that have not begun, and wait for the others."""
+    """Withdraw a job from workers that have not begun, and wait for the others."""
     _finish(job, team)
     return 0
 
 
 def run(job, team):
-    """Share a job with workers."""
+    """Run a job in this thread and in workers."""
     _offer(job, team)
     _enter(job)
     _finish(job, team)
@@ -102,7 +102,7 @@ def run(job, team):
 
 
 def serve(worker):
-    """Run the jobs that arrive in a mailbox, for as long as the process lives."""
+    """Run the jobs that arrive in a mailbox, until the process ends."""
     team = field(worker, T.TEAM)
     while field(team, T.LOOKS) > 0:
         looks, job = field(team, T.LOOKS), 0
@@ -112,7 +112,7 @@ def serve(worker):
             _pause()
         if job == 0:
             atomic_exchange(worker + _ASLEEP, 1)
-            # A job that was offered before is seen here; a later caller sees that the worker sleeps.
+            # A job offered before is found here; later callers find that the worker sleeps.
             if atomic_add(worker, 0) == 0:
                 call(field(team, T.WAIT), (field(worker, T.SEMAPHORE), -1))
             atomic_exchange(worker + _ASLEEP, 0)
@@ -124,7 +124,7 @@ def serve(worker):
 
 
 def look(count):
-    """Pause as often as a worker does between its looks at a mailbox."""
+    """Poll ``count`` times as a worker does, to measure the time."""
     for _ in range(count):
         _pause()
     return 0
@@ -144,7 +144,7 @@ def kernel(name: str) -> int:
 
 @cache
 def callable_kernel(name: str) -> Callable[..., int]:
-    """Return a function above for Python; the GIL is released while it runs."""
+    """Return a function above as a Python callable; the GIL is released while it runs."""
     return callable_at(kernel(name), _KERNELS[name][1])
 
 
@@ -180,7 +180,7 @@ def rows_kernel(signature: str) -> int:
 
     The first word of a row is the function's address, the others are its arguments by the letters of ``signature``: an
     int ``i``, a word ``l``, the bits of a float ``f`` or a double ``d``, an address relative to the first, second or
-    third base ``a``, ``b``, ``c``, and ``s`` for the scratch memory of the thread, whose word is ignored.
+    third base ``a``, ``b``, ``c``; ``s`` passes the thread's scratch memory, and its word is ignored.
     """
     call_row, row_bytes = _row_call(signature), 8 * (len(signature) + 1)
 

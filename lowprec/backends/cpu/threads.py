@@ -1,4 +1,4 @@
-"""The number of threads of a product, from the CPUs of this process and the settings of libraries in it.
+"""The number of threads of a product, from the process's CPUs and the settings of loaded libraries.
 
 `OMP_NUM_THREADS`, `MKL_NUM_THREADS`, `OPENBLAS_NUM_THREADS`, `threadpoolctl.threadpool_limits` and
 `torch.set_num_threads` apply to products of this backend too.
@@ -26,7 +26,7 @@ _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
 def _cgroup_cpus() -> int | None:
     """The CPU quota of this process's control group (version 2), rounded up; None if unlimited."""
     try:
-        with io.open("/sys/fs/cgroup/cpu.max", "rb") as file:  # noqa: UP020 - `open` is gone while Python exits
+        with io.open("/sys/fs/cgroup/cpu.max", "rb") as file:  # noqa: UP020 - `open` is deleted during Python's exit
             quota, period = file.read().split()
         return None if quota == b"max" else max(1, math.ceil(int(quota) / int(period)))
     except (OSError, ValueError) as error:
@@ -43,7 +43,7 @@ def _affinity() -> frozenset[int]:
 
 
 def _loaded(path: str) -> ctypes.PyDLL | None:
-    """A handle on a library that is in the process already; nothing is ever loaded by this."""
+    """A handle of a library that is already loaded; None otherwise, without loading it."""
     try:
         return ctypes.PyDLL(path, mode=_RTLD_NOLOAD | ctypes.DEFAULT_MODE) if _RTLD_NOLOAD else None
     except OSError as error:
@@ -52,17 +52,17 @@ def _loaded(path: str) -> ctypes.PyDLL | None:
         return None
 
 
-#: Paths of libraries that are used on one thread each, whose setting is no limit.
+#: Paths of libraries whose number of threads is not a limit.
 _ignored: set[str] = set()
 
 
 def ignore_library(path: str) -> None:
-    """Do not ask this OpenBLAS how many threads to use."""
+    """Ignore the number of threads of this OpenBLAS."""
     _ignored.add(path)
 
 
 def _mapped(name: str) -> set[str]:
-    """Return the paths of the files in this process's memory that contain a name."""
+    """Return the paths of files mapped into this process whose name contains ``name``."""
     try:
         with io.open("/proc/self/maps", "rb") as file:  # noqa: UP020 - as above
             lines = os.fsdecode(file.read()).splitlines()
@@ -74,12 +74,12 @@ def _mapped(name: str) -> set[str]:
 
 
 def openblas_paths() -> list[str]:
-    """Return the paths of the OpenBLAS copies in this process, NumPy's first; without those to be ignored."""
+    """Return the paths of the OpenBLAS copies in this process, NumPy's first, without ignored ones."""
     return sorted(_mapped("openblas") - _ignored, key=lambda path: ("numpy" not in path, path))
 
 
 def openblas_function(path: str, name: str) -> Any | None:
-    """A function of a copy of OpenBLAS in this process, without the prefix and the suffix that it was built with."""
+    """A function of an OpenBLAS in this process, by its name without the prefix and suffix of the build."""
     library = _loaded(path)
     for prefix in ("scipy_", ""):
         for suffix in ("64_", ""):
@@ -90,7 +90,7 @@ def openblas_function(path: str, name: str) -> Any | None:
 
 
 def _openblas_getter() -> Callable[[], int] | None:
-    """``openblas_get_num_threads`` of the OpenBLAS in this process, NumPy's before others'."""
+    """``openblas_get_num_threads`` of an OpenBLAS in this process, preferably NumPy's."""
     for path in openblas_paths():
         getter = openblas_function(path, "openblas_get_num_threads")
         if getter is not None:
@@ -102,20 +102,20 @@ def _openblas_getter() -> Callable[[], int] | None:
 class OpenMP(NamedTuple):
     """Functions of an OpenMP runtime."""
 
-    #: Calls a function with an address in a number of threads: function, address, threads, flags.
+    #: Calls a function in several threads; arguments: function, its argument, threads, flags.
     parallel: Callable[[int, int, int, int], None]
     in_parallel: Callable[[], int]
     max_threads: Callable[[], int]  # of the calling thread
 
 
 def _torch_openmp() -> OpenMP | None:
-    """Return the OpenMP runtime that PyTorch was linked with; None without PyTorch, or where it has no such runtime."""
+    """Return PyTorch's OpenMP runtime; None if PyTorch is not loaded or has none."""
     path = next(iter(_mapped("/libtorch_cpu.so")), "") if "torch" in sys.modules else ""
     library = _loaded(path) if path else None
     if library is None:
         return None
     try:
-        # Symbols of the libraries that it depends on are found through its handle.
+        # The handle of a library also finds the symbols of its dependencies.
         parallel = ctypes.CDLL(path, mode=_RTLD_NOLOAD | ctypes.DEFAULT_MODE).GOMP_parallel
         found = OpenMP(parallel, library.omp_in_parallel, library.omp_get_max_threads)
     except AttributeError:
@@ -138,7 +138,7 @@ class _Affinity(threading.local):
 
 
 class _Limits:
-    """The limits in `num_threads`, read once a second: a call in between costs half a microsecond."""
+    """The limits of `num_threads`, read once a second; other calls take half a microsecond."""
 
     def __init__(self) -> None:
         self.cpus = 1  # of the process
@@ -162,14 +162,14 @@ _limits = _Limits()
 
 
 def openmp() -> OpenMP | None:
-    """Return PyTorch's OpenMP runtime, as of the last call of `num_threads`; None with ``LOWPREC_THREADS=own``."""
+    """Return PyTorch's OpenMP runtime as found by the last `num_threads`; None with ``LOWPREC_THREADS=own``."""
     return _limits.openmp
 
 
 def num_threads() -> int:
     """Return the number of threads that a product may use now, including the calling one.
 
-    It is the least of the CPUs in the thread's affinity mask, the control group's quota, ``MKL_NUM_THREADS``, and the
+    It is the minimum of the CPUs in the thread's affinity mask, the control group's quota, ``MKL_NUM_THREADS``, and the
     threads of NumPy's OpenBLAS and of PyTorch. The first three are read once a second.
     """
     limits, own = _limits, _limits.affinity

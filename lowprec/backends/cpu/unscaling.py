@@ -1,4 +1,4 @@
-"""Gradients in host memory divided by a loss scale, with the look for Inf and NaN in the same pass."""
+"""Division of gradients in host memory by a loss scale, with the detection of Inf and NaN in the same pass."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import numpy as np
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import casting, team, threads
 
-#: Elements per block with NumPy alone: source, result and flags fit the second-level cache together.
+#: Elements per block with NumPy alone; source, result and flags fit the L2 cache.
 _BLOCK = 1 << 16
 
-#: Elements that a thread takes at a time, and below which there is one thread.
+#: Elements per piece of a thread; elements from which several threads are used.
 _PIECE, _PAYS_TO_SHARE = 1 << 18, 1 << 20
 
-#: Elements below which NumPy is done before numba is imported, and below which it costs less than a call of a kernel.
+#: Elements from which numba is imported, and from which a kernel is faster than NumPy.
 _PAYS_TO_IMPORT, _PAYS_TO_CALL = 1 << 18, 1 << 10
 
 _KERNELS = "lowprec.backends.cpu.unscaling_kernels"
 
-#: An array and its result, without gaps, and their addresses.
+#: A contiguous array and its result, and their addresses.
 _Pair: TypeAlias = tuple[Any, Any, int, int]
 
 
 def unscale(pairs: Sequence[tuple[Any, Any]], inverse: Any) -> bool:
-    """Multiply float32, float64 or bfloat16 arrays by ``inverse``, also in place; return whether one has Inf or NaN."""
+    """Multiply float32, float64 or bfloat16 arrays by ``inverse``; return whether any has Inf or NaN."""
     found: list[bool] = []
     flat: dict[Any, list[_Pair]] = {}
     for x, out in pairs:
@@ -45,14 +45,14 @@ def unscale(pairs: Sequence[tuple[Any, Any]], inverse: Any) -> bool:
 
 
 def is_flat(x: Any, out: Any, first: int, target: int) -> bool:
-    """Whether both are one run of memory in the same order, and overlap wholly or not at all."""
+    """Whether both arrays are contiguous in the same order, and identical or not overlapping."""
     one_run = x.flags.forc and x.strides == out.strides
     return one_run and (first == target or abs(first - target) >= x.nbytes)
 
 
 def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
     found = not np.isfinite(x).all()
-    if x.dtype.itemsize == 2:  # the product is rounded once, from float32
+    if x.dtype.itemsize == 2:  # rounded once, from float32
         out[...] = x.astype(np.float32) * inverse
     else:
         np.multiply(x, x.dtype.type(inverse), out=out)
@@ -92,7 +92,7 @@ def _run_kernel(kernel: int, pairs: Sequence[_Pair], inverse: Any, workers: int)
 
 def _run_blocks(pairs: Sequence[_Pair], inverse: Any, workers: int) -> bool:
     flat = [(x.ravel("K"), out.ravel("K")) for x, out, *_ in pairs]
-    # Taking the next element of a list's iterator is atomic.
+    # `next` of a list iterator is atomic.
     blocks = iter(
         [
             (x[first : first + _BLOCK], out[first : first + _BLOCK])
@@ -103,7 +103,7 @@ def _run_blocks(pairs: Sequence[_Pair], inverse: Any, workers: int) -> bool:
     found: list[bool] = []
 
     def work() -> None:
-        # NumPy's error state belongs to the thread, so each worker silences its own.
+        # NumPy's error state is thread-local.
         with np.errstate(all="ignore"):
             for x, out in blocks:
                 found.append(_unscale_plain(x, out, inverse))

@@ -10,21 +10,21 @@ from numba import types
 from lowprec.backends.cpu.packed.compilation import compile_kernel
 from lowprec.backends.cpu.packed.native import F32, F64, emitted, load, pointer
 
-#: By element type: its name in `load`, in LLVM and in numba.
+#: Element types: the names in `load`, in LLVM and in numba.
 KINDS = {"float32": ("f32", F32, types.float32), "float64": ("f64", F64, types.float64)}
 
 
 def _unscale_function(kind: str, element: Any, numba_type: Any) -> Any:
-    # LLVM makes vectors of a loop over the elements of a pointer, and none of one over addresses.
+    # LLVM vectorises a loop over the elements of a pointer, but not one over addresses.
     elements_at = emitted(types.CPointer(numba_type))(lambda builder, address: pointer(builder, address, element))
 
     def unscale(source, target, count, inverse):
         found = False
         factor = load(inverse, kind)
         x, y = elements_at(source), elements_at(target)
-        if source == target:  # LLVM would take the loop below for one that may overlap
+        if source == target:  # separate, because LLVM must assume overlap in the loop below
             for i in range(count):
-                found |= x[i] - x[i] != 0  # NaN of Inf and NaN alone
+                found |= x[i] - x[i] != 0  # x - x is NaN for Inf and NaN only
                 x[i] *= factor
         else:
             for i in range(count):
@@ -39,7 +39,7 @@ def _unscale_function(kind: str, element: Any, numba_type: Any) -> Any:
 def unscale_kernel(dtype: str) -> int:
     """Return the address of the kernel of ``"float32"`` or ``"float64"``, a function of four integers.
 
-    Addresses of the numbers and of the results (the same, or not overlapping), the count, and the address of the
-    inverse scale of the same type. It returns 1 if a number was Inf or NaN, else 0.
+    They are the addresses of the numbers and of the results (the same, or not overlapping), the count, and the address
+    of the inverse scale, of the same type. It returns 1 if a number is Inf or NaN, otherwise 0.
     """
     return compile_kernel(_unscale_function(*KINDS[dtype]), 4)
