@@ -304,3 +304,15 @@ def test_the_command_shows_the_switches(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "get_float32_matmul_precision()" in shown
     assert "medium" in shown
     assert "cannot be read: OSError: no driver" in shown
+
+
+def test_it_is_a_dictionary_that_prints_as_tables() -> None:
+    found = lowprec.info()
+    assert isinstance(found, dict)
+    assert json.loads(json.dumps(found))["version"] == found["version"]
+    assert len(repr(found).splitlines()) == 1
+    assert len(repr(found)) < 200
+    assert {"libraries", "warnings", f"lowprec {found['version']}"} <= {
+        line.partition(",")[0] for line in str(found).splitlines()
+    }
+    assert found._repr_html_().count("<table>") == found._repr_html_().count("</table>") >= 4

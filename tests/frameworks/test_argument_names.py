@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -209,3 +211,38 @@ def test_none_is_named_where_an_array_must_be(multiply: Callable[[], Any], name:
     with pytest.raises(lowprec.ArrayError) as caught:
         multiply()
     assert str(caught.value).startswith(f"{name}: expected an array")
+
+
+def _sparse(library: str) -> tuple[Any, str]:
+    if library == "scipy":
+        sparse = pytest.importorskip("scipy.sparse", reason="scipy is not installed")
+        return sparse.csr_array(np.eye(3, dtype=np.float32)), "toarray"
+    if library == "jax":
+        sparse = pytest.importorskip("jax.experimental.sparse", reason="jax is not installed")
+        return sparse.BCOO.fromdense(np.eye(3, dtype=np.float32)), "todense"
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its CSR is in beta
+        return torch.eye(3).to_sparse(layout=getattr(torch, library)), "to_dense"
+
+
+@pytest.mark.parametrize("library", ["scipy", "jax", "sparse_coo", "sparse_csr"])
+def test_sparse_operands_have_advice_that_works(library: str) -> None:
+    x, method = _sparse(library)
+    dense = getattr(x, method)()
+    products: dict[str, Callable[[Any, Any], Any]] = {
+        "a": lowprec.matmul, "weight": lowprec.linear, "operands[0]": lambda x, y: lowprec.einsum("ij,jk", x, y)
+    }  # fmt: skip
+    for name, product in products.items():
+        left, right = (dense, x) if name == "weight" else (x, dense)
+        with pytest.raises(lowprec.ArrayError, match=rf"^{re.escape(name)}: .*pass .*{method}\(\)"):
+            product(left, right)
+        assert np.array_equal(np.asarray(product(dense, dense)), np.eye(3, dtype=np.float32))
+    with pytest.raises(lowprec.ArrayError, match=rf"^a: .*{method}"):
+        lowprec.plan(x, dense)
+
+
+def test_errors_of_shapes_name_no_other_function() -> None:
+    x = lowprec.ShapeDtype((2, 3), "float32")
+    with pytest.raises(lowprec.ShapeError, match=r"^input operand 1 has a mismatch"):
+        lowprec.plan(x, x)

@@ -273,3 +273,9 @@ def test_a_plan_of_one_device_is_not_that_of_another() -> None:
     slow = dataclasses.replace(made["h200"], capabilities=changed).roofline
     assert slow is not None
     assert slow.seconds == pytest.approx(3 * BYTES / 1e9)
+
+
+def test_the_cpu_is_a_device() -> None:
+    assert lowprec.plan(SQUARE, SQUARE, math_mode="bf16", device="cpu") == lowprec.plan(
+        SQUARE, SQUARE, math_mode="bf16"
+    )
