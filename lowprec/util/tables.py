@@ -62,10 +62,10 @@ def plain_text(table: Table, width: int = sys.maxsize) -> str:
     if sum(least) > room and table.optional:
         return plain_text(table.narrower(), width)
     text = [fill(table.title, width)]
-    if sum(least) > room and any(table.headings):
+    if sum(least) > room and len(columns) > 1:
         for name, *cells in table.rows:
-            record = Table(name, ("", ""), list(zip(table.headings[1:], cells, strict=True)))
-            text.append(plain_text(record, width))
+            rows = [[x, cell] if x else [cell] for x, cell in zip(table.headings[1:], cells, strict=True)]
+            text.append(plain_text(Table(name, [""] * len(rows[0]), rows), width))
         return "\n".join(text)
     while sum(widths) > room and widths != least:
         widest = max((i for i, w in enumerate(widths) if w > least[i]), key=widths.__getitem__)
