@@ -19,7 +19,7 @@ DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
 
 
 def reported(guard: Any) -> Any:
-    """What a guard tells of cuBLAS's handles."""
+    """Return a guard's report on cuBLAS's handles."""
     (found,) = [row for row in guard.report() if row.library == "cublas"]
     return found
 
@@ -37,12 +37,12 @@ def test_a_thread_has_one_handle(software: Gpu) -> None:
     with ThreadPoolExecutor(2) as pool:
         theirs = [task.result() for task in [pool.submit(other), pool.submit(other)]]
     assert len({mine, *theirs}) == 3
-    # Threads that ended leave theirs to the next.
+    # Handles of threads that ended are reused.
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(lowprec.cublas_handle).result() in theirs
 
 
-def test_a_destruction_that_fails_holds_up_nothing(software: Gpu) -> None:
+def test_after_a_failed_destruction_the_rest_is_destroyed(software: Gpu) -> None:
     with ThreadPoolExecutor(2) as pool:
         barrier = threading.Barrier(3)
         others = [pool.submit(lambda: (lowprec.cublas_handle(), barrier.wait())) for _ in "ab"]
@@ -99,23 +99,21 @@ def test_a_mode_for_the_libraries(software: Gpu) -> None:
     assert bindings.math_mode(handle) == FLAG
 
 
-def test_a_handle_that_is_made_inside(software: Gpu) -> None:
+def test_a_handle_that_is_made_in_the_scope(software: Gpu) -> None:
     lowprec.cublas_handle()
-    found = []
 
-    def make() -> None:
-        found.append(lowprec.cublas_handle())
-        found.append(bindings.math_mode(found[0]))
+    def make() -> tuple[int, int]:
+        made = lowprec.cublas_handle()
+        return made, bindings.math_mode(made)
 
-    with lowprec.math_mode("tf32", frameworks=True):
-        thread = threading.Thread(target=make)
-        thread.start()
-        thread.join()
-        assert found[1] == TF32
-    assert bindings.math_mode(found[0]) == DEFAULT
+    with ThreadPoolExecutor(1) as pool:
+        with lowprec.math_mode("tf32", frameworks=True):
+            made, mode = pool.submit(make).result()
+            assert mode == TF32
+        assert bindings.math_mode(made) == DEFAULT
 
 
-def test_products_see_it(software: Gpu) -> None:
+def test_the_mode_changes_products(software: Gpu) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 32, 32)).astype(np.float32)
     true = a.astype(float) @ b
@@ -131,23 +129,23 @@ def test_a_failing_setter_is_reported(software: Gpu) -> None:
     handle = lowprec.cublas_handle()
     bindings.set_math_mode(handle, TF32)
     guard = lowprec.fp32_guard()
-    told = []
+    reports = []
 
     def enter() -> None:
-        # What fails once and not again would be an interrupt. In between comes the call that puts the mode back.
+        # Twice, as a single failure would be an interrupt; in between is the call that restores the mode.
         name = "cublas.set_math_mode"
         with software.failing_call(name), software.failing_call(name, at=2), guard:
-            told.append(reported(guard))
+            reports.append(reported(guard))
 
     with pytest.warns(lowprec.LowprecWarning, match=r"does not protect cublas .*math mode"):
         enter()
-    assert told[0].status == "not protected"
-    assert "cannot set the math mode 0 of a cuBLAS handle" in told[0].reason
+    assert reports[0].status == "not protected"
+    assert "cannot set the math mode 0 of a cuBLAS handle" in reports[0].reason
     software.forgive()
     assert bindings.math_mode(handle) == TF32
 
 
-def test_the_controller_is_there_once_a_handle_may_be() -> None:
+def test_the_controller_is_registered() -> None:
     from lowprec.policy.controllers import controllers
 
     assert cublas.CublasController.name in [c.name for c in controllers()]

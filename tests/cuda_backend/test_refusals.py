@@ -1,4 +1,4 @@
-"""What cuBLASLt refuses is done in another way, and the plan tells why."""
+"""Products that cuBLASLt refuses run in another way, and the plan shows the reason."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def test_epilogues_not_fused_run_in_a_kernel(software: SoftwareGpu, name: str, s
     with software.failing_call(f"cublas_lt.{function}", status=status):
         found = lowprec.matmul(x, y, **keywords)
     np.testing.assert_array_equal(software.get(found), EPILOGUES[name][1])
-    # It stays so, and a plan and a profile tell.
+    # It stays so, and a plan and a profile show it.
     with lowprec.profile() as profile:
         found = lowprec.matmul(x, y, **keywords)
     np.testing.assert_array_equal(software.get(found), EPILOGUES[name][1])
-    told = dict(lowprec.plan(x, y, **keywords).algorithm)["fallback"]
-    assert told.startswith("a kernel adds and activates, on a staged product: cuBLASLt 13.1.0 ")
-    assert "float32 (16, 16) @ float32 (16, 16)" in told
-    assert ("INVALID_VALUE" in told) is (status == INVALID_VALUE)
-    assert told in str(profile.records[0].algorithm)
+    fallback = dict(lowprec.plan(x, y, **keywords).algorithm)["fallback"]
+    assert fallback.startswith("a kernel adds and activates, on a staged product: cuBLASLt 13.1.0 ")
+    assert "float32 (16, 16) @ float32 (16, 16)" in fallback
+    assert ("INVALID_VALUE" in fallback) is (status == INVALID_VALUE)
+    assert fallback in str(profile.records[0].algorithm)
 
 
 @each_epilogue
@@ -76,7 +76,7 @@ def test_a_fused_epilogue_without_an_algorithm(
     assert "no algorithm" in dict(lowprec.plan(x, y, **keywords).algorithm)["fallback"]
 
 
-def test_a_plan_that_was_refused_itself_reports_so_later(software: SoftwareGpu) -> None:
+def test_a_refused_plan_is_kept(software: SoftwareGpu) -> None:
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     with software.failing_call("matmul_algo_get_heuristic", status=INVALID_VALUE):
         assert "fallback" in dict(lowprec.plan(x, y, **keywords).algorithm)
@@ -97,7 +97,7 @@ def test_failures_are_no_refusals(software: SoftwareGpu, status: int) -> None:
     assert "fallback" not in dict(lowprec.plan(x, y, **keywords).algorithm)
 
 
-def test_where_no_way_is_left_the_first_refusal_is_reported(software: SoftwareGpu) -> None:
+def test_without_a_fallback_the_first_refusal_is_reported(software: SoftwareGpu) -> None:
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     with (
         software.failing_call("matmul_algo_get_heuristic", status=INVALID_VALUE),
@@ -143,26 +143,21 @@ def test_few_rows_of_int8_are_padded(
     lowprec.matmul(x, y, out=out)
     np.testing.assert_array_equal(software.get(out), oracles.product(a, b))
     assert software.untouched_outside(out, memory, before)
-    told = dict(lowprec.plan(x, y, out=out).algorithm)["fallback"]
-    assert told.startswith("rows are padded, on a staged product: cuBLASLt 13.1.0 has no algorithm")
+    fallback = dict(lowprec.plan(x, y, out=out).algorithm)["fallback"]
+    assert fallback.startswith("rows are padded, on a staged product: cuBLASLt 13.1.0 has no algorithm")
 
 
 @pytest.mark.usefixtures("wants_rows")
-def test_few_rows_of_int8_with_a_bias(software: SoftwareGpu) -> None:
-    a, b, bias = (draw(i, *s, dtype=np.int8) for i, s in enumerate(((4, 32), (32, 16), (16,))))
+@pytest.mark.parametrize(("rows", "padded"), [(4, True), (17, False)])
+def test_few_rows_of_int8_with_a_bias(software: SoftwareGpu, rows: int, padded: bool) -> None:
+    a, b, bias = (draw(i, *s, dtype=np.int8) for i, s in enumerate(((rows, 32), (32, 16), (16,))))
     bias = bias.astype(np.int32)
     with lowprec.profile() as profile:
         found = lowprec.matmul(software.put(a), software.put(b), bias=software.put(bias))
+        plain = lowprec.matmul(software.put(a), software.put(b))
     np.testing.assert_array_equal(software.get(found), oracles.product(a, b) + bias)
-    assert "rows are padded" in str(profile.records[0].algorithm)
-
-
-@pytest.mark.usefixtures("wants_rows")
-def test_rows_enough_are_not_padded(software: SoftwareGpu) -> None:
-    a, b = draw(0, 17, 32, dtype=np.int8), draw(1, 32, 16, dtype=np.int8)
-    x, y = software.put(a), software.put(b)
-    np.testing.assert_array_equal(software.get(lowprec.matmul(x, y)), oracles.product(a, b))
-    assert "fallback" not in dict(lowprec.plan(x, y).algorithm)
+    np.testing.assert_array_equal(software.get(plain), oracles.product(a, b))
+    assert ["rows are padded" in str(x.algorithm) for x in profile.records] == [padded] * 2
 
 
 # -- TF32 -----------------------------------------------------------------------------------------
@@ -171,7 +166,7 @@ def test_rows_enough_are_not_padded(software: SoftwareGpu) -> None:
 @pytest.mark.parametrize(
     ("flags", "note"),
     [(1 | 1 << 9 | 1 << 19, True), (2 | 1 << 9 | 4 << 16, False), (0, False), (1 << 5, False)],
-    ids=["FMA", "HMMA on TF32", "not told", "a newer instruction"],
+    ids=["FMA", "HMMA on TF32", "not reported", "a newer instruction"],
 )
 @pytest.mark.parametrize("mode", ["tf32", "fp32"])
 def test_tf32_without_tensor_cores_is_reported(

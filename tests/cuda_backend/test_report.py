@@ -1,7 +1,6 @@
 """The parts of `benchmarks/gpu_report.py` that call cuBLASLt themselves, on the software one.
 
-They must call it rightly on the first try, on a machine that is lent for minutes. What the software answers is known,
-so the answers that the report would give are checked, too.
+The answers of the software are known, so those of the report are checked, too.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def test_a_product(load: Load, rng: np.random.Generator) -> None:
         assert raw.told(algorithm)["units"] in ("DMMA", "FMA")
 
 
-def test_what_is_not_reported_loses_no_result(
+def test_an_error_of_a_report_loses_no_result(
     load: Load, rows: Callable[[str], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: Any) -> Any:
@@ -161,7 +160,7 @@ def test_epilogues(load: Load) -> None:
 
 def test_a_wrong_result_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     epilogues = load("gpu.epilogues")
-    # The curve is computed otherwise: what came back is no longer what is wanted.
+    # With another curve, the result is wrong.
     monkeypatch.setattr(epilogues, "gelu", lambda x: np.maximum(x, 0))
     pair = next(p for p in epilogues.PAIRS if p.out == "bfloat16")
     assert epilogues.ask(pair, "GELU", (), 0)["ok"] is False
