@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from html.parser import HTMLParser
 from typing import Any
 
@@ -20,6 +21,11 @@ from lowprec.util.tables import Table, html, plain_text
 @pytest.fixture
 def a(rng: np.random.Generator) -> np.ndarray:
     return rng.standard_normal((24, 24), dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
 
 class _Cells(HTMLParser):
@@ -161,16 +167,9 @@ def test_incomparable_results(a: np.ndarray) -> None:
         lowprec.check(a, a[:3])
 
 
-def test_the_last_column_is_broken_into_lines() -> None:
+def test_cells_are_broken_between_words() -> None:
     table = Table("T", ("", ""), [("name", "one two three"), ("b", "")])
-    assert plain_text(table, wrap=16) == "T\n  name  one two\n        three\n  b"
-
-
-def test_no_column_goes_that_fits() -> None:
-    table = Table("", ["a", "b"], [["1", "23"]], optional=["b"])
-    assert table.fitted(7) is table
-    assert table.fitted(6).columns == ["a"]
-    assert table.fitted(6).rows == [["1"]]
+    assert plain_text(table, 16) == "T\n  name  one two\n        three\n  b"
 
 
 def test_reprs_are_short_and_print_is_the_table() -> None:
@@ -199,3 +198,18 @@ def test_a_plan_shows_which_bound_rtol_limits() -> None:
     assert said.startswith("limits the probable bound to 1e-05; bound='guaranteed' would choose fp64")
     assert row(math_mode="bf16") == ""
     assert lowprec.plan(x, x, rtol=1e-5).to_dict()["tolerance"].startswith("limits the guaranteed bound")
+
+
+def test_a_narrow_table_omits_columns_then_is_shown_by_row() -> None:
+    table = Table("T", ["name", ">size"], [["one", "23"]], optional=["size"])
+    assert plain_text(table, 12) == "T\n  name  size\n  one     23"
+    assert plain_text(table, 11) == "T\n  name\n  one"
+    assert plain_text(dataclasses.replace(table, optional=[]), 11) == "T\none\n  size  23"
+
+
+def test_a_busy_machine_comes_first(a: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 1.0, 1.0), raising=False)
+    found = lowprec.check(a, a, modes="bf16", rounds=1)
+    assert str(found).startswith("the machine is busy (load average 99.0")
+    assert found._repr_html_().startswith("<div>the machine is busy (load average 99.0")
+    assert [row.is_noisy for row in found.rows] == [True, True]
