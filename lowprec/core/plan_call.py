@@ -140,8 +140,7 @@ def plan(
     check_devices(views := options.views(x, y))
     place = next((view.device for view in views.values() if not view.is_description), CPU)
     able = backend_of(place).capabilities(place) if device is None else predicted(device)
-    staged = options.needs_staging(x, y)
-    if staged:
+    if staged := options.needs_staging(x, y):
         options = options._replace(out=None)
     problem = options.problem(spec_of(x), spec_of(y))
     candidates: tuple[Candidate, ...] = ()

@@ -17,7 +17,7 @@ import pytest
 import lowprec
 from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import Gpu
-from lowprec.backends import disk
+from lowprec import errors
 from lowprec.backends.cuda import compiling, measuring
 from lowprec.core import executors
 from software_cuda.descriptors import SoftwareLtError
@@ -93,7 +93,7 @@ def test_without_a_cache_a_choice_lasts_for_the_process(
 ) -> None:
     """Of two products, so that the second choice does not forget the first; kernels are compiled on the way, too."""
     hindrance(monkeypatch, cache)
-    monkeypatch.setattr(disk, "_warned", set())
+    monkeypatch.setattr(errors, "_given", set())
     monkeypatch.setattr(compiling, "_kernels", {})
     x, y = software.put(A), software.put(A[:32, :32])
     with warnings.catch_warnings(record=True) as caught:
@@ -112,7 +112,7 @@ def test_a_filter_makes_one_error_of_a_missing_cache(
     software: Gpu, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _no_platformdirs(monkeypatch, cache)
-    monkeypatch.setattr(disk, "_warned", set())
+    monkeypatch.setattr(errors, "_given", set())
     x = software.put(A)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

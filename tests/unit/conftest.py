@@ -43,11 +43,11 @@ class Register:
         library = made or Library(name, tier)
         controllers.register_controller(library)
         if loaded:
-            self.register(library)
+            self.load(library)
         self.made.append(library)
         return library
 
-    def register(self, library: Library) -> None:
+    def load(self, library: Library) -> None:
         """Let the library be imported."""
         self._monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
 

@@ -85,7 +85,7 @@ def test_another_user_s_file_or_folder_is_not_used(kept: Path, cache: Path, monk
         assert disk.read_bytes("kernels/x") is None
     kept.unlink()
     kept.parent.rmdir()
-    disk._warned.clear()
+    errors._given.clear()
     with pytest.warns(LowprecWarning, match="cache: it belongs to another user"):
         disk.write_bytes("kernels/x", b"new")
     disk.write_json("x.json", {})
