@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,15 @@ def software() -> Iterator[device_fixture.SoftwareGpu]:
         software_cuda.uninstall()
     assert faults == []
     assert not left
+
+
+@pytest.fixture
+def cache(software: device_fixture.SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache on disk, and no plans or choices in memory."""
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
+    executors.forget()
+    reset()
+    return tmp_path
 
 
 @pytest.fixture

@@ -21,6 +21,11 @@ Array = np.ndarray[Any, Any]
 _MARGIN_BYTES = 64
 
 
+def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Array:
+    """Return small whole numbers, which every format and order of summation keeps exact."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
+
+
 def span(array: Array) -> tuple[int, int]:
     """Return the bytes from the lowest element to the first one, and from that to the end of the highest."""
     below = sum(-s * (n - 1) for s, n in zip(array.strides, array.shape, strict=True) if s < 0)

@@ -29,13 +29,9 @@ TRUE = oracles.product(A, A)
 
 
 @pytest.fixture(autouse=True)
-def cache(software: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own."""
-    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    # The software's clock has no resolution: a product or two per measurement will do.
+def short_measurements(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The software's clock is exact: a product or two per measurement are enough."""
     monkeypatch.setattr(measuring, "_MEASUREMENT_MS", 0.04)
-    restart()
-    return tmp_path
 
 
 def restart() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import Gpu, has_real_gpu
+from cuda_backend.device_fixture import Gpu, draw, has_real_gpu
 from cuda_backend.device_libraries import OnlyDLPack, StreamedLibrary
 from lowprec.backends.cuda import runtime
 from support import oracles
@@ -27,10 +27,6 @@ MODES = ("fp32", "tf32", "bf16", "fp16")
 every_mode = pytest.mark.parametrize("mode", MODES)
 #: From 512 on a device runs TF32 on its tensor cores.
 N = 512 if has_real_gpu() else 24
-
-
-def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 
 A, B, C = draw(0, N, N), draw(1, N, N), draw(2, N, N)

@@ -13,16 +13,12 @@ import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import Gpu
+from cuda_backend.device_fixture import Gpu, draw
 from lowprec.core import executors
 from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 F32 = np.dtype(np.float32)
-
-
-def draw(seed: int, *shape: int, dtype: Any = F32) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
 
 
 A, B, BIAS, C = draw(0, 16, 16), draw(1, 16, 16), draw(2, 16), draw(3, 16, 16)

@@ -18,16 +18,12 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import SoftwareGpu
+from cuda_backend.device_fixture import SoftwareGpu, draw
 from lowprec.arrays import libraries
 from software_cuda.jax import Jax
 from support import oracles
 
 MODES = ("fp32", "tf32", "bf16", "fp16")
-
-
-def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
 
 
 A, B, C = draw(0, 24, 24), draw(1, 24, 24), draw(2, 24, 24)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import SoftwareGpu
+from cuda_backend.device_fixture import SoftwareGpu, draw
 from lowprec import modes
 from lowprec.backends.cuda import epilogue, invocation, packing
 from lowprec.core import executors
@@ -24,10 +22,6 @@ from support import oracles
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 MODES = ("fp32", "tf32", "bf16", "fp16")
-
-
-def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
 
 
 A, B, C, BIAS = draw(0, 24, 32), draw(1, 32, 16), draw(2, 24, 16), draw(3, 16)
@@ -143,29 +137,22 @@ def test_a_call_within_a_launch_has_arguments_of_its_own(
 # -- workspaces -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def measured(software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SoftwareGpu:
-    """The software CUDA with an empty cache of measured choices."""
-    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    executors.clear_caches()
-    reset()
-    return software
-
-
-def test_a_measured_algorithm_has_its_workspace_from_the_first_call(measured: SoftwareGpu) -> None:
+@pytest.mark.usefixtures("cache")
+def test_a_measured_algorithm_has_its_workspace_from_the_first_call(software: SoftwareGpu) -> None:
     """The block of a warm product includes the workspace of the algorithm before."""
-    x, y = measured.put(A), measured.put(B)
+    x, y = software.put(A), software.put(B)
     for _ in range(2):
         lowprec.matmul(x, y, math_mode="bf16")
     assert lowprec.autotune(x, y, math_mode="bf16").timed
     for _ in range(3):
-        np.testing.assert_array_equal(measured.get(lowprec.matmul(x, y, math_mode="bf16")), TRUE)
+        np.testing.assert_array_equal(software.get(lowprec.matmul(x, y, math_mode="bf16")), TRUE)
 
 
-def test_measuring_at_the_first_use_keeps_a_fused_bias(measured: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cache")
+def test_measuring_at_the_first_use_keeps_a_fused_bias(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
-    x, y, bias = measured.put(A), measured.put(B), measured.put(BIAS)
-    np.testing.assert_array_equal(measured.get(lowprec.matmul(x, y, bias=bias)), TRUE + BIAS)
+    x, y, bias = software.put(A), software.put(B), software.put(BIAS)
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, y, bias=bias)), TRUE + BIAS)
     assert "fallback" not in dict(lowprec.plan(x, y, bias=bias).algorithm)
 
 
@@ -188,7 +175,7 @@ def test_the_plan_and_the_descriptor_follow_the_mode_row(
     for compute_type in (ComputeType.COMPUTE_32F_FAST_TF32, ComputeType.COMPUTE_32F_PEDANTIC):
         row = replace(modes.row(MathMode.TF32), compute_type=compute_type)
         monkeypatch.setitem(modes._ROWS, MathMode.TF32, row)
-        executors.clear_caches()
+        executors.forget()
         made.clear()
         lowprec.matmul(a, b, math_mode="tf32")
         assert lowprec.plan(a, b, math_mode="tf32").compute_type.startswith(compute_type.name)

@@ -1,31 +1,24 @@
-"""What a contest of algorithms measures: the device's time alone, of operands that no cache holds."""
+"""Measuring algorithms: the time of the device alone, with operands that are in no cache."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.backends.cuda import autotune, measuring, runtime
 from lowprec.backends.cuda.invocation import Invocation, Operands
-from lowprec.core import executors
 from software_cuda import machine
 
 A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
 
 
-@pytest.fixture(autouse=True)
-def cache(software: SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    executors.clear_caches()
-    reset()
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 # -- the host -------------------------------------------------------------------------------------
@@ -82,8 +75,8 @@ def test_loading_a_kernel_does_not_lengthen_the_spinning(
 def test_spinning_that_is_over_too_early_is_repeated_for_longer(
     software: SoftwareGpu, simulated_time: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cycles, told = spied(monkeypatch), iter([True, True, True, False])
-    monkeypatch.setattr(runtime, "event_is_done", lambda event: next(told, False))
+    cycles, done = spied(monkeypatch), iter([True, True, True, False])
+    monkeypatch.setattr(runtime, "event_is_done", lambda event: next(done, False))
     x = software.put(A)
     assert lowprec.autotune(x, x, candidates=1).timed
     compiling, loading, first, second, third, *_ = cycles
@@ -146,9 +139,7 @@ ARRAYS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_no_product_reads_what_one_before_has_read(
-    software: SoftwareGpu, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_product_reads_cached_operands(software: SoftwareGpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, c = ARRAYS[name]
     x, y = software.put(a), software.put(b)
     out = np.zeros((*a.shape[:-1], b.shape[-1]), a.dtype)
@@ -190,9 +181,9 @@ def test_no_product_reads_what_one_before_has_read(
     assert seen[0] > 2 * runtime.attribute("cudaDevAttrL2CacheSize", 0) * 0.9
 
 
-@pytest.mark.parametrize("why", ["large", "too little memory"])
-def test_operands_that_are_not_copied(software: SoftwareGpu, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why == "large":
+@pytest.mark.parametrize("reason", ["large", "too little memory"])
+def test_operands_that_are_not_copied(software: SoftwareGpu, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason == "large":
         monkeypatch.setattr(runtime, "attribute", lambda name, index: 1000)
     else:
         allocate = measuring.memory.temporary

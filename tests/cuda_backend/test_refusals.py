@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import SoftwareGpu
+from cuda_backend.device_fixture import SoftwareGpu, draw
 from software_cuda import cublaslt, tables
 from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED
 from software_cuda.recorder import Refusal
 from support import oracles
 
 REFUSALS = [INVALID_VALUE, NOT_SUPPORTED]
-
-
-def draw(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(dtype)
 
 
 # -- epilogues ------------------------------------------------------------------------------------

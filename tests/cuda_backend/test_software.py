@@ -189,18 +189,6 @@ def test_events_are_done_with_the_work_before_them(cuda: Software) -> None:
     assert found[-1] == 0
 
 
-def test_elapsed_time(cuda: Software) -> None:
-    start, end, untimed = event(cuda, 0), event(cuda, 0), event(cuda, 2)
-    address = allocate(cuda, 1 << 16)
-    for mark in (start, untimed, end):
-        value(cuda.runtime.cudaEventRecord(mark, LEGACY))
-        value(cuda.runtime.cudaMemcpyAsync(address, address, 1 << 16, 4, LEGACY))
-    refused(cuda.runtime.cudaEventElapsedTime(start, end), "cudaErrorNotReady")
-    value(cuda.runtime.cudaDeviceSynchronize())
-    assert 0.001 < value(cuda.runtime.cudaEventElapsedTime(start, end)) < 10
-    refused(cuda.runtime.cudaEventElapsedTime(start, untimed), "cudaErrorInvalidResourceHandle")
-
-
 def test_invalid_handles_are_refused(cuda: Software) -> None:
     mark = event(cuda)
     value(cuda.runtime.cudaEventDestroy(mark))
@@ -223,29 +211,7 @@ def in_a_thread(work: Any) -> Any:
     return found[0]
 
 
-def test_each_thread_has_its_current_device(cuda: Software) -> None:
-    value(cuda.runtime.cudaSetDevice(1))
-    assert value(in_a_thread(cuda.runtime.cudaGetDevice)) == 0
-    assert value(cuda.runtime.cudaGetDevice()) == 1
-
-
 # -- capture --------------------------------------------------------------------------------------
-
-
-def test_captured_work_runs_when_the_graph_does(cuda: Software) -> None:
-    address, on = allocate(cuda), stream(cuda)
-    cuda.runtime.begin_capture(on)
-    assert value(cuda.runtime.cudaStreamIsCapturing(on)).name == "cudaStreamCaptureStatusActive"
-    value(cuda.runtime.cudaMemsetAsync(address, 0, 16, on))
-    graph = cuda.runtime.end_capture(on)
-    cuda.drain()
-    assert np.isnan(peek(cuda, address)).all()
-    for _ in range(2):
-        write(cuda, address, 7.0, on)
-        graph.replay()
-        synchronize(cuda, on)
-        assert peek(cuda, address) == [0.0] * 4
-    assert graph.labels == ["cudaMemsetAsync"]
 
 
 def test_streams_join_a_capture_and_must_be_joined_to_it(cuda: Software) -> None:
@@ -307,27 +273,6 @@ def test_capture_modes(cuda: Software, mode: str, allowed: bool) -> None:
     cuda.faults.clear()
 
 
-# -- calls and failures ---------------------------------------------------------------------------
-
-
-def test_calls_are_listed_and_can_fail(cuda: Software) -> None:
-    address = allocate(cuda)
-    assert cuda.calls == ["runtime.cudaMalloc"]
-    with cuda.fail("cudaMalloc", at=2) as failure:
-        allocate(cuda)
-        refused(cuda.runtime.cudaMalloc(8), "cudaErrorMemoryAllocation")
-        allocate(cuda)
-    assert failure.happened
-    assert cuda.count("cudaMalloc") == cuda.count("runtime.cudaMalloc") == 4
-    with cuda.fail("*", status=cuda.runtime.cudaError_t.cudaErrorLaunchFailure):
-        refused(cuda.runtime.cudaStreamCreateWithFlags(1), "cudaErrorLaunchFailure")
-    with cuda.fail("runtime.cudaFree"):
-        refused(cuda.runtime.cudaFree(address), "cudaErrorUnknown")
-    assert cuda.live()["blocks"] == 2, "cudaFree acts whatever it reports"
-    with pytest.raises(AttributeError, match="the software runtime has no cudaMallocAsync"):
-        _ = cuda.runtime.cudaMallocAsync
-
-
 # -- kernels --------------------------------------------------------------------------------------
 
 KERNELS = """
@@ -374,17 +319,6 @@ def two_arrays(cuda: Software, count: int = 64) -> tuple[int, int]:
     numbers = np.arange(count, dtype=np.float32)
     cuda.runtime.memory.at(x, numbers.nbytes, 0, "")[:] = numbers.view(np.uint8)
     return x, y
-
-
-@needs_compiler
-def test_kernels_run_when_their_stream_does(launching: Software) -> None:
-    x, y = two_arrays(launching)
-    launch("twice", x, y, 50, 2.0, grid=2)
-    assert np.isnan(peek(launching, y)).all()
-    value(launching.runtime.cudaDeviceSynchronize())
-    found = np.array(peek(launching, y, 64))
-    assert found[:50].tolist() == list(range(0, 100, 2))
-    assert np.isnan(found[50:]).all()
 
 
 @needs_compiler

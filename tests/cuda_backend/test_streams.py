@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import SoftwareGpu
+from cuda_backend.device_fixture import SoftwareGpu, draw
 from cuda_backend.device_libraries import StreamedLibrary
 from lowprec.arrays.dlpack import import_array
 from lowprec.core import executors
@@ -24,11 +24,6 @@ from software_cuda import Software
 from software_cuda.arrays import DeviceArray, read
 from software_cuda.cupy import Cupy
 from support import oracles
-
-
-def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
-
 
 A, B, C = draw(0, 24, 24), draw(1, 24, 24), draw(2, 24, 24)
 TRUE = oracles.product(A, B)
@@ -265,15 +260,18 @@ def test_results_are_not_handed_to_a_capture(software: SoftwareGpu, cupy: Cupy, 
 # -- plans and info -------------------------------------------------------------------------------
 
 
-def test_a_plan_shows_the_choice_of_cublaslt(cupy: Cupy) -> None:
+def test_a_plan_shows_the_choice_of_cublaslt_and_info_the_device(cupy: Cupy) -> None:
     a, b = cupy.asarray(A), cupy.asarray(B)
-    found = {mode: dict(lowprec.plan(a, b, math_mode=mode).algorithm) for mode in ("fp32", "tf32", "bf16")}
-    assert found["fp32"]["units"].endswith("no tensor cores")
-    assert found["tf32"]["units"] == "HMMA on tf32, summed in float32: tensor cores"
-    assert found["bf16"]["units"] == "HMMA on bfloat16, summed in float32: tensor cores"
-    shown = str(lowprec.plan(a, b, math_mode="tf32"))
-    assert "cuda:0: Software H200" in shown
-    assert "split-K" in shown
+    for mode, units in (("tf32", "tf32"), ("bf16", "bfloat16")):
+        plan = lowprec.plan(a, b, math_mode=mode)
+        assert dict(plan.algorithm)["units"] == f"HMMA on {units}, summed in float32: tensor cores"
+    assert "cuda:0: Software H200" in str(plan)
+    assert "split-K" in str(plan)
+    gpus = [x for x in lowprec.info()["devices"] if x["device"].startswith("cuda")]
+    assert [x["device"] for x in gpus] == ["cuda:0", "cuda:1"]
+    assert gpus[0]["compute_capability"] == "9.0"
+    assert gpus[0]["peak_tflops"]["bfloat16"] > gpus[0]["peak_tflops"]["tf32"]
+    assert lowprec.info()["gpu"]["cublas"] == "13.1.0"
 
 
 def test_a_plan_shows_the_fallback_for_an_odd_address(cupy: Cupy) -> None:
@@ -282,17 +280,6 @@ def test_a_plan_shows_the_fallback_for_an_odd_address(cupy: Cupy) -> None:
         rows = dict(lowprec.plan(a, b, bias=wide[start : start + 24]).algorithm)
         assert ("fallback" in rows) is falls_back
     assert "no multiple of 16 bytes" in rows["fallback"]
-
-
-def test_info_shows_the_devices(software: SoftwareGpu) -> None:
-    lowprec.matmul(software.put(A), software.put(B))
-    found = lowprec.info()
-    gpus = [x for x in found["devices"] if x["device"].startswith("cuda")]
-    assert [x["device"] for x in gpus] == ["cuda:0", "cuda:1"]
-    assert gpus[0]["compute_capability"] == "9.0"
-    assert gpus[0]["peak_tflops"]["bfloat16"] > gpus[0]["peak_tflops"]["tf32"]
-    assert found["gpu"]["used"] is True
-    assert found["gpu"]["cublas"] == "13.1.0"
 
 
 def test_the_override_of_nvidia_holds(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:

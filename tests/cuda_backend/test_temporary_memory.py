@@ -13,16 +13,11 @@ import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import SoftwareGpu
+from cuda_backend.device_fixture import SoftwareGpu, draw
 from lowprec.arrays import Device
 from lowprec.backends.cuda import handles, memory
 from software_cuda.cupy import Cupy
 from support import oracles
-
-
-def draw(seed: int, *shape: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32)
-
 
 N = 96
 A, B = draw(0, N, N), draw(1, N, N)

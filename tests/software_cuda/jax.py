@@ -46,12 +46,7 @@ class Jax(ModuleType):
         self.core = SimpleNamespace(Tracer=type("Tracer", (), {}))
         self.config = SimpleNamespace(jax_enable_x64=False)
         self.dlpack = SimpleNamespace(from_dlpack=self._from_dlpack)
-        self._cpu = SimpleNamespace(platform="cpu", id=0)
         self._gpus = [_Device(self, index) for index in range(len(runtime.devices))]
-
-    def devices(self, platform: str = "gpu") -> list[Any]:
-        """Return the devices of a kind."""
-        return [self._cpu] if platform == "cpu" else list(self._gpus)
 
     def asarray(self, values: Any, device: int | None = None) -> _Array:
         """Return an array that the compute stream of the device has yet to write; committed if a device is named."""
