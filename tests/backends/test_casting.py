@@ -180,9 +180,6 @@ def test_without_numba_the_numbers_are_the_same(rng: np.random.Generator, monkey
         assert_same(outs[0], outs[1])
 
 
-# -- int8 by FP32 units ---------------------------------------------------------------------------
-
-
 def test_a_signalling_nan_is_widened_in_silence() -> None:
     """Warnings are errors here."""
     a = np.full((2, 2), 0x7F800001, np.uint32).view(np.float32)

@@ -64,34 +64,6 @@ def test_the_ends_of_the_range(order: str, x: int, y: int) -> None:
         assert (lowprec.matmul(a, b) == k * x * y).all()
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_batches(layout: str, count: int, rng: np.random.Generator) -> None:
-    a = np.stack([LAYOUTS[layout](x) for x in _numbers(rng, 3, 330, 310)])
-    b = _numbers(rng, 3, 310, count)
-    _assert_runs(a, b)
-    np.testing.assert_array_equal(lowprec.matmul(a, b), _exact(a, b))
-    np.testing.assert_array_equal(lowprec.matmul(a[0], b), _exact(a[0], b))
-    left = lowprec.matmul(b.swapaxes(1, 2), a.swapaxes(1, 2))
-    np.testing.assert_array_equal(left, _exact(a, b).swapaxes(1, 2))
-
-
-def test_epilogues(rng: np.random.Generator) -> None:
-    for count in (1, 4):
-        rows, matrix = _numbers(rng, count, 350), _numbers(rng, 350, 300)
-        bias = rng.integers(-128, 128, 300, dtype=np.int8)
-        _assert_runs(rows, matrix)
-        found = lowprec.matmul(rows, matrix, bias=bias, activation="relu")
-        np.testing.assert_array_equal(found, np.maximum(_exact(rows, matrix) + bias, 0))
-
-
-def test_a_prepared_matrix(rng: np.random.Generator) -> None:
-    rows, matrix = _numbers(rng, 2, 350), _numbers(rng, 350, 300)
-    prepared = lowprec.prepare(matrix)
-    for _ in range(2):
-        np.testing.assert_array_equal(lowprec.matmul(rows, prepared), _exact(rows, matrix))
-
-
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_earlier_contents_of_memory_are_ignored(order: str) -> None:
     ones = np.ones((330, 352), np.int8, order=order)

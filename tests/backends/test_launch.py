@@ -161,44 +161,6 @@ def test_a_batch_of_matmul(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(out, want(a.swapaxes(1, 2), b[::-1]))
 
 
-@pytest.mark.parametrize("batch", [(), (5,)], ids=str)
-@pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("names", [(), ("alpha",), ("c",), ("bias",), ("alpha", "c", "bias")], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_epilogues(batch: Any, columns: bool, names: tuple[str, ...], dtype: str, rng: np.random.Generator) -> None:
-    """Whole numbers, so that any order of the sums has the same bits, in the one call or not."""
-    shape = (64, 40, 50)  # large enough for bfloat16 units
-    m, n, k = shape
-    stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    a, b = (rng.integers(-3, 4, (*batch, *s)).astype(np.float32) for s in ((m, k), (k, n)))
-    c = rng.integers(-9, 9, (m, n)).astype(stored)[:, ::-1]
-    bias = rng.integers(-9, 9, 2 * n).astype(stored)[::2]
-    out = np.zeros((*batch, n, m) if columns else (*batch, m, n), stored)
-    out = out.swapaxes(-1, -2) if columns else out
-    given: dict[str, Any] = {}
-    exact = want(a, b)
-    if "alpha" in names:
-        given["alpha"], exact = -2.0, -2 * exact
-    if "c" in names:
-        given |= {"c": c, "beta": 4.0}
-        exact = exact + 4 * c.astype(np.float64)
-    if "bias" in names:
-        given["bias"], exact = bias, exact + bias.astype(np.float64)
-    for activation in (None, "relu"):
-        lowprec.matmul(a, b, out=out, math_mode="bf16", activation=activation, **given)
-        right = np.maximum(exact, 0) if activation else exact
-        np.testing.assert_array_equal(
-            out.astype(np.float64), right.astype(np.float32).astype(stored).astype(np.float64)
-        )
-    if "c" in names and c.dtype == out.dtype:
-        out[...] = 3
-        lowprec.matmul(a, b, c=out, beta=4.0, out=out, math_mode="bf16")
-        right = want(a, b) + 12
-        np.testing.assert_array_equal(
-            out.astype(np.float64), right.astype(np.float32).astype(stored).astype(np.float64)
-        )
-
-
 @pytest.mark.parametrize("shape", [(5, 1, 50), (5, 40, 1), (5, 1, 1), (40, 50), (5, 40, 50)])
 def test_an_addend_of_a_batch_that_becomes_rows(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
     """One matrix for all products: their rows are one matrix, unless the addend is none then."""

@@ -14,6 +14,7 @@ from lowprec.backends.cpu import gemm, numba_import, openblas, panels, team, thr
 from lowprec.formats import dtype_from_name
 from lowprec.planning import MatrixStack
 from support import oracles
+from support.oracles import random_matrix
 from support.programs import run_python
 
 needs_openblas = pytest.mark.skipif(openblas.openblas() is None, reason="scipy-openblas64 is not installed")
@@ -21,11 +22,6 @@ needs_openblas = pytest.mark.skipif(openblas.openblas() is None, reason="scipy-o
 DTYPES = ("float32", "float64", "complex64", "complex128")
 #: Large enough to be cut into panels; no extent is a multiple of the grain.
 M, N, K = 331, 275, 200
-
-
-def random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    values = rng.standard_normal((2, *shape))
-    return (values[0] + 1j * values[1] if dtype.startswith("c") else values[0]).astype(dtype)
 
 
 @needs_openblas
@@ -37,7 +33,7 @@ def test_layouts(dtype: str, column_major: int, rng: np.random.Generator, monkey
     for m, n, k in ((M, N, K), (M, 1, K), (1, N, K), (M, N, 1), (1, 1, K), (3, 2, 5)):
         shapes = ((m, k), (k, n), (m, n))
         a, b, out = (
-            np.asarray(random(rng, shape, dtype), order="F" if column_major >> i & 1 else "C")
+            np.asarray(random_matrix(rng, shape, dtype), order="F" if column_major >> i & 1 else "C")
             for i, shape in enumerate(shapes)
         )
         out[...] = np.nan  # what was there must not matter
@@ -50,7 +46,7 @@ def test_layouts(dtype: str, column_major: int, rng: np.random.Generator, monkey
 def test_panels_cover_the_result_once(workers: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "num_threads", lambda: workers)
     # Views of larger arrays: leading dimensions beyond the extents, and a frame that must stay.
-    a, b = random(rng, (M, K + 7), "float32")[:, :K], random(rng, (K, N + 3), "float32")[:, :N]
+    a, b = (random_matrix(rng, (M, K + 7), "float32")[:, :K], random_matrix(rng, (K, N + 3), "float32")[:, :N])
     frame = np.full((M + 2, N + 2), 7.0, np.float32)
     gemm.multiply_openblas(a, b, frame[1:-1, 1:-1])
     oracles.assert_within_bound(frame[1:-1, 1:-1], a, b)
@@ -64,8 +60,8 @@ def test_panels_cover_the_result_once(workers: int, rng: np.random.Generator, mo
 def test_vectors_with_gaps(dtype: str, order: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of rows: the last one is a short one."""
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
-    a = np.asarray(random(rng, (2200, 530), dtype), order=order)[:2190]
-    x, frame = random(rng, (530, 3), dtype), np.full((2192, 2), 7, dtype)
+    a = np.asarray(random_matrix(rng, (2200, 530), dtype), order=order)[:2190]
+    x, frame = random_matrix(rng, (530, 3), dtype), np.full((2192, 2), 7, dtype)
     assert len(panels.rows_for_shape(*a.shape, by_rows=order == "C")) > 1
     gemm.multiply_openblas(a, x[:, 1:2], frame[1:-1, :1])
     oracles.assert_within_bound(frame[1:-1, :1], a, x[:, 1:2])
@@ -155,7 +151,7 @@ def test_batches(
 ) -> None:
     """Repeated operands, into memory that holds NaN; each number of threads gives the same bits."""
     count, repeats, m, n, k = shape
-    a, b = (random(rng, (count, 1, m, k), dtype), random(rng, (repeats, n, k), dtype).swapaxes(-1, -2))
+    a, b = (random_matrix(rng, (count, 1, m, k), dtype), random_matrix(rng, (repeats, n, k), dtype).swapaxes(-1, -2))
     memory = np.full((repeats, count, n + 1, m + 2), np.nan, dtype)
     inner = memory[..., 1:, 1:-1] if out_order == "gaps" else np.ascontiguousarray(memory[..., 1:, 2:])
     out = inner.transpose(1, 0, 3, 2) if out_order != "rows" else np.full((count, repeats, m, n), np.nan, dtype)
@@ -197,7 +193,7 @@ def test_ranges_of_rows(m: int, k: int, by_rows: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_outlive_the_object_of_their_library(dtype: str, rng: np.random.Generator) -> None:
     opened = openblas.loaded_openblas()
-    a, b = random(rng, (20, 30), dtype), random(rng, (30, 10), dtype)
+    a, b = random_matrix(rng, (20, 30), dtype), random_matrix(rng, (30, 10), dtype)
     out = np.zeros((20, 10), dtype)
     stacks = [MatrixStack.of(dtype_from_name(dtype), *x.shape, x.shape[1], 1) for x in (a, b, out)]
     another = openblas.OpenBlas(ctypes.CDLL(opened.path), opened.path)

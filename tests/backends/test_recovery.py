@@ -79,14 +79,8 @@ def test_two_float16_parts_of_scaled_rows(mode, rng):
     np.testing.assert_array_equal(np.ldexp(high + low * 2.0**-11, -made.exponents), short)
 
 
-def operands(rng, dtype, shape_a, shape_b):
-    pair = []
-    for shape in (shape_a, shape_b):
-        x = rng.standard_normal(shape).astype(np.float32)
-        if dtype == np.complex64:
-            x = (x + 1j * rng.standard_normal(shape)).astype(np.complex64)
-        pair.append(x)
-    return pair
+def operands(rng, dtype, *shapes):
+    return [oracles.random_matrix(rng, shape, dtype) for shape in shapes]
 
 
 def check(a, b, mode, **kwargs):
@@ -117,13 +111,7 @@ def test_errors_are_within_the_bound(machine, mode, dtype, rng):
 
 
 @pytest.mark.parametrize("mode", ALL)
-def test_batches_broadcast_and_empty_products_are_zero(mode, rng):
-    a, b = operands(rng, np.float32, (3, 1, 5, 16), (2, 16, 4))
-    found = lowprec.matmul(a, b, math_mode=mode)
-    np.testing.assert_allclose(found, a.astype(np.float64) @ b, rtol=0, atol=1e-3)
-    for i in range(3):
-        one = lowprec.matmul(np.ascontiguousarray(a[i, 0]), b[1], math_mode=mode)
-        np.testing.assert_allclose(found[i, 1], one, rtol=0, atol=1e-4)
+def test_empty_products_are_zero(mode):
     empty = lowprec.matmul(np.ones((4, 0), np.float32), np.ones((0, 3), np.float32), math_mode=mode)
     np.testing.assert_array_equal(empty, np.zeros((4, 3), np.float32))
     none = lowprec.matmul(np.ones((0, 4), np.float32), np.ones((4, 3), np.float32), math_mode=mode)
@@ -239,19 +227,6 @@ def test_fp64_rounds_to_a_narrow_result_once(name, digits):
         np.testing.assert_array_equal(found.astype(np.float32), want.astype(np.float32))
 
 
-@pytest.mark.parametrize("mode", ["bf16x6", "fp16x3", "fp64"])
-def test_out_may_be_the_addend(mode, rng):
-    a, b = operands(rng, np.float32, (9, 40), (40, 7))
-    c = rng.standard_normal((9, 7)).astype(np.float32)
-    want = a.astype(np.float64) @ b + 2.0 * c
-    out = c.copy()
-    assert lowprec.matmul(a, b, c=out, beta=2.0, out=out, math_mode=mode) is out
-    np.testing.assert_allclose(out, want, rtol=0, atol=1e-4)
-    held = np.zeros((9, 14), np.float32)[:, ::2]
-    lowprec.matmul(a, b, out=held, bias=c[0], activation="relu", math_mode=mode)
-    np.testing.assert_allclose(held, np.maximum(a.astype(np.float64) @ b + c[0], 0), atol=1e-4)
-
-
 @pytest.mark.parametrize("machine", machines.MACHINES)
 def test_k_chunk_is_applied_and_shown(machine, rng):
     a, b = (rng.integers(-3, 4, s).astype(np.float32) for s in ((8, 50), (50, 6)))
@@ -298,18 +273,6 @@ def test_the_chunk_keeps_data_of_one_sign_near_fp32(mode, rng):
 
 
 # -- accuracy on demand ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bound", ["guaranteed", "probable"])
-@pytest.mark.parametrize("machine", machines.MACHINES)
-def test_errors_are_within_rtol_on_every_rung(machine, bound, rng):
-    a, b = operands(rng, np.float32, (30, 700), (700, 20))
-    exact = a.astype(np.float64) @ b
-    size = np.linalg.norm(a) * np.linalg.norm(b)
-    with machines.on(machine):
-        for rtol in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7):
-            found = lowprec.matmul(a, b, rtol=rtol, bound=bound)
-            assert np.linalg.norm(found - exact) <= rtol * size
 
 
 #: Each takes a generator and a shape (count, ...), and returns that many matrices. Those of constants round all alike:

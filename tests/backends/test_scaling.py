@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -20,26 +21,9 @@ from support.machines import MACHINES, SOFTWARE_TILES, on
 SHAPES = {"small": (9, 21, 17), "blas": (150, 260, 140), "A @ v": (190, 170, 1), "v @ A": (1, 180, 170)}
 
 
-def tall(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
-    return rng.standard_normal(shape) * 1e30
-
-
-def small(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
-    return rng.standard_normal(shape) * 1e-30
-
-
-def near(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
-    return rng.standard_normal(shape)
-
-
-def spread(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
-    return np.exp(10 * rng.standard_normal(shape))
-
-
 def special(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
     x = rng.standard_normal(shape)
-    x[..., 0, 0], x[..., -1, 0] = 1e-45, np.inf
-    x[..., 0, -1] = np.nan
+    x[..., 0, 0], x[..., -1, 0], x[..., 0, -1] = 1e-45, np.inf, np.nan
     return x
 
 
@@ -49,7 +33,15 @@ def zeros(rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
     return x
 
 
-KINDS = {x.__name__: x for x in (near, tall, small, spread, special, zeros)}
+KINDS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], Any]] = {
+    "near": lambda rng, shape: rng.standard_normal(shape),
+    "tall": lambda rng, shape: rng.standard_normal(shape) * 1e30,
+    "small": lambda rng, shape: rng.standard_normal(shape) * 1e-30,
+    "spread": lambda rng, shape: np.exp(10 * rng.standard_normal(shape)),
+    "special": special,
+    "zeros": zeros,
+}
+near, spread, small = (KINDS[kind] for kind in ("near", "spread", "small"))
 PAIRS = [("near", x) for x in KINDS] + [(x, "near") for x in KINDS] + [("tall", "small"), ("spread", "spread")]
 
 

@@ -324,19 +324,6 @@ def test_a_numba_that_fails_later(rng: np.random.Generator, monkeypatch: pytest.
         casting.has_kernels.cache_clear()
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
-@pytest.mark.parametrize("out_dtype", [None, "float16", "bfloat16"])
-@pytest.mark.parametrize("mode", ["fp64", "fp32", "tf32"])
-def test_a_product_of_two_vectors(
-    mode: str, out_dtype: str | None, activation: str | None, rng: np.random.Generator
-) -> None:
-    """The result has no dimensions."""
-    a, b = numbers(rng, 5), numbers(rng, 5)
-    given = {"math_mode": mode, "out_dtype": out_dtype, "activation": activation}
-    found = both(a, b, **given, bias=numbers(rng, 1), alpha=2.0)
-    assert found.shape == ()
-
-
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "fp16"])
 @pytest.mark.parametrize("stored", [np.float32, BF16])
 def test_a_batch_of_one(mode: str, stored: Any, rng: np.random.Generator) -> None:

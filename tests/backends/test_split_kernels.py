@@ -315,23 +315,6 @@ def test_vector_units_do_not_replace_fp32(n: int) -> None:
     assert plan.kernel == "avx512_bf16_parts"
 
 
-@pytest.mark.parametrize(
-    ("shape", "kernel"),
-    [
-        ((8, 8), "avx512_bf16_parts"),
-        ((110, 110), "avx512_bf16_parts"),
-        ((64, 20, 20), "numpy"),
-        ((64, 110, 110), "avx512_bf16_parts"),
-    ],
-)
-def test_vector_units_take_products_of_parts_except_of_the_smallest_batches(
-    shape: tuple[int, ...], kernel: str
-) -> None:
-    spec = OperandSpec.contiguous(DType.FLOAT32, shape)
-    plan = plan_gemm(GemmProblem(spec, spec), machines.AVX512, MathMode.BF16X3)
-    assert plan.kernel == kernel
-
-
 # -- AMX, read by an interpreter ------------------------------------------------------------------
 
 

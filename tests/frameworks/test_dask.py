@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -78,22 +79,11 @@ def test_the_order_of_the_sum_is_that_of_the_chunks() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((2, 40, 40), dtype=np.float32)
     found = matmul(da.from_array(x, chunks=10), da.from_array(y, chunks=10))
-    chain: Any = None
-    for k in range(0, 40, 10):
-        more = {} if chain is None else {"c": chain, "beta": 1.0}
-        chain = np.block(
-            [
-                [
-                    lowprec.matmul(
-                        x[i : i + 10, k : k + 10],
-                        y[k : k + 10, j : j + 10],
-                        **{n: v[i : i + 10, j : j + 10] if n == "c" else v for n, v in more.items()},
-                    )
-                    for j in range(0, 40, 10)
-                ]
-                for i in range(0, 40, 10)
-            ]
-        )
+    chain = np.empty((40, 40), np.float32)
+    for i, j, k in itertools.product(range(0, 40, 10), repeat=3):
+        rows, columns, inner = (slice(at, at + 10) for at in (i, j, k))
+        more = {"c": chain[rows, columns].copy(), "beta": 1.0} if k else {}
+        chain[rows, columns] = lowprec.matmul(x[rows, inner], y[inner, columns], **more)
     for scheduler in ("sync", "threads"):
         np.testing.assert_array_equal(found.compute(scheduler=scheduler), chain)
 

@@ -24,6 +24,7 @@ import lowprec
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from lowprec import linalg
 from lowprec.linalg import routes
+from support import oracles
 from support.cpu_units import imitated_units, medium_lowers
 
 Array = NDArray[Any]
@@ -52,23 +53,18 @@ def need_scipy(xp: ArrayNamespace) -> None:
 
 
 def make(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> Array:
-    x = rng.standard_normal(shape)
-    if dtype.startswith("complex"):
-        x = x + 1j * rng.standard_normal(shape)
-    return x.astype(dtype)
+    return oracles.random_matrix(rng, shape, dtype)
+
+
+wide = oracles.widen
 
 
 def adjoint(x: Array) -> Array:
     return x.swapaxes(-1, -2).conj()
 
 
-def wide(x: Array) -> Array:
-    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
-
-
 def gamma(k: float, dtype: str) -> float:
-    k = 6 * k if dtype.startswith("complex") else k
-    return k * 2.0**-24 / (1 - k * 2.0**-24)
+    return oracles.gamma(6 * k if dtype.startswith("complex") else k, 2.0**-24)
 
 
 def householder(k: float, dtype: str) -> float:
@@ -409,20 +405,31 @@ def call(function: str, xp: ArrayNamespace, arrays: tuple[Array, ...]) -> Any:
     return getattr(linalg, function)(*map(xp.asarray, arrays), *more)
 
 
-def ready(function: str, xp: ArrayNamespace) -> bool:
-    """Whether the library computes this function; skip where SciPy is missing."""
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_library_is_called_inside_the_guard_and_its_results_are_named(
+    function: str, xp: ArrayNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if function in SCIPYS:
         need_scipy(xp)
-    return (function, xp.name) not in routes.LACKING
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_results_are_named_tuples_of_the_library(function: str, xp: ArrayNamespace) -> None:
-    if not ready(function, xp):
+    if (function, xp.name) in routes.LACKING:
         with pytest.raises(lowprec.UnsupportedError, match=f"{xp.name} has no {function}; take"):
             call(function, xp, operands(function))
         return
-    result = call(function, xp, operands(function))
+    library = {"dlpack_only": "numpy"}.get(xp.name, xp.name)
+    route = routes.ROUTES[function][library]
+    routes.find(function, library)  # loads the module
+    module, seen = sys.modules[route.module], []
+    original: Callable[..., Any] = getattr(module, route.name)
+
+    def spy(*args: Any, **keywords: Any) -> Any:
+        seen.append(str(lowprec.get_math_mode()))
+        return original(*args, **keywords)
+
+    monkeypatch.setattr(module, route.name, spy)
+    with lowprec.math_mode("bf16"):
+        result = call(function, xp, operands(function))
+        assert str(lowprec.get_math_mode()) == "bf16"
+    assert seen == ["fp32"]
     fields = FIELDS.get(function)
     assert getattr(result, "_fields", None) == fields
     kinds = (xp.result_type, np.generic) if xp.name == "numpy" else xp.result_type
@@ -445,30 +452,6 @@ def test_wide_types_are_the_librarys_own_result(function: str, dtype: str, xp: A
     pairs = zip(result, own, strict=True) if function in FIELDS else [(result, own)]
     for got, want in pairs:
         np.testing.assert_array_equal(xp.to_numpy(got), host.to_numpy(want))
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_library_is_called_inside_the_guard(
-    function: str, xp: ArrayNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not ready(function, xp):
-        return
-    library = {"dlpack_only": "numpy"}.get(xp.name, xp.name)
-    route = routes.ROUTES[function][library]
-    routes.find(function, library)  # loads the module
-    module = sys.modules[route.module]
-    original: Callable[..., Any] = getattr(module, route.name)
-    seen = []
-
-    def spy(*args: Any, **keywords: Any) -> Any:
-        seen.append(lowprec.get_math_mode())
-        return original(*args, **keywords)
-
-    monkeypatch.setattr(module, route.name, spy)
-    with lowprec.math_mode("bf16"):
-        call(function, xp, operands(function))
-        assert str(lowprec.get_math_mode()) == "bf16"
-    assert [str(mode) for mode in seen] == ["fp32"]
 
 
 @pytest.mark.parametrize("function", ["solve", "lstsq"])

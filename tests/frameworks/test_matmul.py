@@ -24,13 +24,7 @@ every_mode = pytest.mark.parametrize("mode", oracles.ALL_MODES)
 
 
 def make(rng: np.random.Generator, *shape: int, dtype: Any = "float32") -> NDArray[Any]:
-    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
-    if dtype == np.int8:
-        return rng.integers(-128, 128, shape, dtype=np.int8)
-    x = rng.standard_normal(shape)
-    if dtype.kind == "c":
-        x = x + 1j * rng.standard_normal(shape)
-    return x.astype(dtype)
+    return oracles.random_matrix(rng, shape, dtype)
 
 
 @pytest.fixture(params=MACHINES)

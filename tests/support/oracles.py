@@ -470,9 +470,12 @@ def nans(dtype: Any) -> np.ndarray:
 
 
 def random_matrix(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return normal numbers of a floating-point dtype."""
+    """Return normal numbers of a floating-point dtype, or any of an integer one; names of ml_dtypes are known."""
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+    if dtype.kind == "i":
+        return rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, shape, dtype, endpoint=True)
     x = rng.standard_normal(shape)
-    return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
+    return (x + 1j * rng.standard_normal(shape) if dtype.kind == "c" else x).astype(dtype)
 
 
 def _within(x: np.ndarray, *step: slice) -> np.ndarray:
