@@ -101,7 +101,7 @@ def software() -> Iterator[device_fixture.SoftwareGpu]:
 def cache(software: device_fixture.SoftwareGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache on disk, and no plans or choices in memory."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    executors.forget()
+    executors.clear_caches()
     reset()
     return tmp_path
 

@@ -175,7 +175,7 @@ def test_the_plan_and_the_descriptor_follow_the_mode_row(
     for compute_type in (ComputeType.COMPUTE_32F_FAST_TF32, ComputeType.COMPUTE_32F_PEDANTIC):
         row = replace(modes.row(MathMode.TF32), compute_type=compute_type)
         monkeypatch.setitem(modes._ROWS, MathMode.TF32, row)
-        executors.forget()
+        executors.clear_caches()
         made.clear()
         lowprec.matmul(a, b, math_mode="tf32")
         assert lowprec.plan(a, b, math_mode="tf32").compute_type.startswith(compute_type.name)
