@@ -6,6 +6,7 @@ The library's wheels have some hundred megabytes, which is too much for every ru
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import lowprec
 import software_cuda
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import SoftwareGpu
+from cuda_backend.device_fixture import SoftwareGpu, draw
 from lowprec.core import executors
 from lowprec.modes import available_modes
 from software_cuda import Software, tables
@@ -195,27 +196,18 @@ def test_descriptors_of_products_of_lowprec(real: Real, monkeypatch: pytest.Monk
 
 
 def _multiply_everything(gpu: SoftwareGpu) -> None:
-    rng = np.random.default_rng(0)
     for name in TYPES:
         dtype = np.dtype(getattr(ml_dtypes, name, name))
-        x = rng.integers(-3, 4, (16, 32)).astype(dtype)
-        y = rng.integers(-3, 4, (32, 16)).astype(dtype)
-        a, b = gpu.put(x), gpu.put(y)
-        modes = available_modes() if name in ("float32", "complex64") else ["fp32"]
-        for mode in modes:
-            try:
+        x, y = draw(0, 16, 32, dtype=dtype), draw(1, 32, 16, dtype=dtype)
+        a, b, stacks = gpu.put(x), gpu.put(y), [gpu.put(np.stack([z] * 3)) for z in (x, y)]
+        for mode in available_modes() if name in ("float32", "complex64") else ["fp32"]:
+            with contextlib.suppress(lowprec.UnsupportedError):
                 lowprec.matmul(a, b, math_mode=mode)
-            except lowprec.UnsupportedError:
-                continue
-            lowprec.matmul(gpu.transpose(b), gpu.transpose(a), math_mode=mode)
-            stacks = (gpu.put(np.stack([z] * 3)) for z in (x, y))
-            lowprec.matmul(*stacks, math_mode=mode)
-        if name == "int8":
-            continue
-        addends = {"c": gpu.put((x @ y).astype(dtype)), "beta": 0.5}
-        lowprec.matmul(a, b, **addends)
-        lowprec.matmul(a, b, out=gpu.put(np.zeros((16, 16), dtype)))
+                lowprec.matmul(gpu.transpose(b), gpu.transpose(a), math_mode=mode)
+                lowprec.matmul(*stacks, math_mode=mode)
+        if name != "int8":
+            lowprec.matmul(a, b, c=gpu.put((x @ y).astype(dtype)), beta=0.5)
+            lowprec.matmul(a, b, out=gpu.put(np.zeros((16, 16), dtype)))
         if name in ("float32", "float16", "bfloat16"):
-            bias = gpu.put(y[0])
             for activation in (None, "relu", "gelu"):
-                lowprec.matmul(a, b, bias=bias, activation=activation)
+                lowprec.matmul(a, b, bias=gpu.put(y[0]), activation=activation)

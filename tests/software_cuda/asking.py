@@ -108,21 +108,16 @@ class Prepared:
             data = np.array([number], getattr(self.lt, f"get_{kind}_attribute_dtype")(member))
             getattr(self.lt, f"{kind}_set_attribute")(target, int(member), data.ctypes.data, data.nbytes)
 
-    def search(self, workspace: int = 1 << 20, **preferred: int) -> list[tuple[bytes, int]]:
+    def search(self, workspace: int = 1 << 20) -> list[tuple[bytes, int]]:
         """Return algorithms and their workspaces."""
-        asked = self.asked
+        lt, asked = self.lt, self.asked
+        wanted = lt.matmul_preference_create()
         alignments = {f"MIN_ALIGNMENT_{x}_BYTES": asked.alignment for x in "ABCD"}
         values = {"MAX_WORKSPACE_BYTES": workspace, "REDUCTION_SCHEME_MASK": asked.mask, **alignments}
-        return self.found(asked.count, **values, **preferred)
-
-    def found(self, count: int, **preferred: int) -> list[tuple[bytes, int]]:
-        """Return so many algorithms for a preference, and their workspaces."""
-        lt, wanted = self.lt, self.lt.matmul_preference_create()
-        self.set("matmul_preference", wanted, **preferred)
-        results, returned = np.zeros(max(count, 1), lt.matmul_heuristic_result_dtype), ctypes.c_int()
-        lt.matmul_algo_get_heuristic(
-            self.handle, self.operation, *self.layouts, wanted, count, results.ctypes.data, ctypes.addressof(returned)
-        )
+        self.set("matmul_preference", wanted, **values)
+        results, returned = np.zeros(asked.count, lt.matmul_heuristic_result_dtype), ctypes.c_int()
+        pointers = results.ctypes.data, ctypes.addressof(returned)
+        lt.matmul_algo_get_heuristic(self.handle, self.operation, *self.layouts, wanted, asked.count, *pointers)
         lt.matmul_preference_destroy(wanted)
         return [(x["algo"].tobytes(), int(x["workspace_size"])) for x in results[: returned.value]]
 
