@@ -178,6 +178,7 @@ def test_info_as_json_is_info(command: Command) -> None:
         "libraries",
         "blas",
         "mode",
+        "cache",
         "available_modes",
         "environment",
         "frameworks",
@@ -189,14 +190,26 @@ def test_info_as_json_is_info(command: Command) -> None:
 def test_info_as_text_has_everything(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_MATH_MODE", "tf32")
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    out = command("info").out
+    out = command("info", "--all").out
     found = _json(command("info", "--json"))
     assert "fp32 (LOWPREC_MATH_MODE; tf32 was asked for)" in out
     assert "NVIDIA_TF32_OVERRIDE=0 turns tf32 into fp32." in out
     for entry in found["libraries"] + found["environment"]:
         assert entry["name"] in out
-    for words in (found["devices"][0]["name"], found["gpu"]["reason"], *found["warnings"]):
-        assert words in out
+    for words in (found["devices"][0]["name"], found["cache"], found["gpu"]["reason"], *found["warnings"]):
+        assert words in " ".join(out.split())
+
+
+def test_info_lists_the_variables_that_are_set(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for entry in lowprec.info()["environment"]:
+        monkeypatch.delenv(entry["name"], raising=False)
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", "cache")
+    out = command("info").out
+    count = len(lowprec.info()["environment"]) - 1
+    assert f"environment ({count} variables are not set: --all lists them)" in out
+    shown = out.partition("\nenvironment")[2].partition("\n\n")[0].splitlines()[2:]
+    assert [line.split() for line in shown] == [["LOWPREC_CACHE_DIR", "cache", "cache"]]
+    assert "  cache  cache\n" in out
 
 
 # -- check ----------------------------------------------------------------------------------------
@@ -211,6 +224,7 @@ ROW_KEYS = {
     "spread",
     "samples",
     "speedup",
+    "noisy",
     "error",
     "scaled_error",
     "bound",
