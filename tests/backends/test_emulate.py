@@ -1,4 +1,4 @@
-"""``emulate`` around ``matmul``, and ``emulation.mma``: what they act on, how far they reach, what they refuse."""
+"""``emulate`` around ``matmul``, and ``emulation.mma``: products, scopes, refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def operands(rng: np.random.Generator) -> tuple[Any, Any]:
     return rng.random((M, K), np.float32), rng.random((K, N), np.float32)
 
 
-# -- what it acts on ------------------------------------------------------------------------------
+# -- products -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -236,7 +236,7 @@ def test_bounds_hold_on_data_of_all_magnitudes(mode: MathMode, rng: np.random.Ge
         assert (np.abs(found - x @ y) <= allowed + k * 2.0**-53 * (np.abs(x) @ np.abs(y))).all()
 
 
-# -- who says so ----------------------------------------------------------------------------------
+# -- plans, modes and the guard -------------------------------------------------------------------
 
 
 def test_the_plan_shows_it(operands: Any) -> None:
@@ -271,17 +271,12 @@ def test_it_leaves_the_mode_and_the_guard_alone() -> None:
     with lowprec.math_mode("bf16"), emulate("ada"):
         assert str(lowprec.get_math_mode()) == "bf16"
         with lowprec.math_mode("tf32"):
-            assert emulated() is Architecture.ADA
-    with lowprec.fp32_guard(frameworks=False), emulate("ada"):
+            assert (str(lowprec.get_math_mode()), emulated()) == ("tf32", Architecture.ADA)
+    with lowprec.fp32_guard(frameworks=False), emulate("ada"), lowprec.math_mode("fp16"):
         assert str(lowprec.get_math_mode()) == "fp32"
-    with emulate("ada"):
-        assert str(lowprec.get_math_mode()) == "fp32"
-        with lowprec.math_mode("fp16"):
-            # A guard would not let it.
-            assert str(lowprec.get_math_mode()) == "fp16"
 
 
-# -- how far it reaches ---------------------------------------------------------------------------
+# -- scopes ---------------------------------------------------------------------------------------
 
 
 def test_the_innermost_counts_and_scopes_may_close_out_of_order() -> None:

@@ -64,6 +64,17 @@ def test_in_fp32(layout: str, count: int, rng: np.random.Generator) -> None:
     oracles.assert_within_bound(lowprec.matmul(b.T, a.T).T, a, b)
 
 
+def test_epilogues(rng: np.random.Generator) -> None:
+    """Whole numbers, so that all sums are exact."""
+    for count in (1, 4):
+        rows, matrix = (rng.integers(-8, 9, s).astype(np.float32) for s in ((count, 250), (250, 300)))
+        c, bias = (rng.integers(-8, 9, s).astype(np.float32) for s in ((count, 300), (300,)))
+        assert_runs(rows, matrix, "tf32")
+        found = lowprec.matmul(rows, matrix, c=c, alpha=2.0, beta=-1.0, bias=bias, activation="relu", math_mode="tf32")
+        want = np.maximum(2 * (rows @ matrix) - c + bias, 0)
+        np.testing.assert_array_equal(found, want)
+
+
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_special_values_meet_only_their_row(order: Any, count: int) -> None:

@@ -17,13 +17,12 @@ from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
 from lowprec.backends.execution import Arguments
 from lowprec.formats import DType, dtype_from_name
 from lowprec.planning.layout import OperandSpec, gemm_layout
-from support import interrupts
-from support.cpu_units import needs
+from support import cpu_units, interrupts
 from support.programs import in_threads
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8), "float32": np.dtype(np.float32)}
 
-kernels = pytest.mark.parametrize("kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in MICRO_KERNELS])
+kernels = cpu_units.kernels(*MICRO_KERNELS)
 
 
 def whole_numbers(rng: np.random.Generator, kernel: MicroKernel, *shape: int) -> np.ndarray:

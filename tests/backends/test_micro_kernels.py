@@ -162,17 +162,9 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.n
 # --- shapes and strides -----------------------------------------------------------------------
 
 SHAPES = [
-    (1, 1, 1),
-    (1, 40, 7),
-    (40, 1, 33),
-    (16, 16, 32),
-    (31, 33, 65),
-    (64, 96, 32),
-    (65, 31, 2),
-    (100, 70, 1030),
-    (33, 300, 2100),
-    (300, 33, 4100),
-]
+    (1, 1, 1), (1, 40, 7), (40, 1, 33), (16, 16, 32), (31, 33, 65), (64, 96, 32), (65, 31, 2), (100, 70, 1030),
+    (33, 300, 2100), (300, 33, 4100),
+]  # fmt: skip
 
 
 @kinds
@@ -360,28 +352,6 @@ def test_results_are_rounded_once(kernel: MicroKernel, rng: np.random.Generator,
 
 
 # --- infinities and NaN -----------------------------------------------------------------------
-
-
-@of_kinds("kernel dtype rounding", [kind[:3] for kind in KINDS if kind[3] == 1])
-@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
-def test_one_part_passes_nonfinite_values(kernel: MicroKernel, dtype: str, rounding: str, out_dtype: str) -> None:
-    # A signalling NaN with its payload in the low bits: truncating it would make an infinity.
-    nan = np.array([0x7F800001], np.uint32).view(np.float32)[0]
-    with np.errstate(invalid="ignore", over="ignore"):
-        column = np.array([[np.inf], [-np.inf], [np.nan], [nan], [3e38], [2.0]], np.float32)
-        a, b = column.astype(DTYPES[dtype]), np.array([[1.0, -1.0, 0.0]], DTYPES[dtype])
-    if dtype == "bfloat16":
-        a[3] = np.array([0x7F81], np.uint16).view(BFLOAT16)[0]
-    got = multiply(kernel, a, b, rounding, out_dtype)
-    assert got is not None
-    got = got.astype(np.float64)
-    np.testing.assert_array_equal(got[:2], [[np.inf, -np.inf, np.nan], [-np.inf, np.inf, np.nan]])
-    assert np.isnan(got[2:4]).all()
-    np.testing.assert_array_equal(got[5], [2, -2, 0])
-    if out_dtype == dtype == "float16":  # where 3e38 is infinite already
-        np.testing.assert_array_equal(got[4], [np.inf, -np.inf, np.nan])
-    elif out_dtype == "float16":
-        np.testing.assert_array_equal(got[4], [np.inf, -np.inf, 0])
 
 
 TWO_PARTS = [kind[:3] for kind in KINDS if kind[3] == 2]

@@ -71,14 +71,9 @@ def test_vectors_with_gaps(dtype: str, order: str, rng: np.random.Generator, mon
 
 # Some have other bits if they are cut into three: float32 with kernels for Haswell, float64 with those for SkylakeX.
 SHAPES = [
-    (331, 275, 380),
-    (467, 482, 945),
-    (430, 563, 119),
-    (1000, 90, 300),
-    (48, 2000, 400),
-    (700, 1, 900),
+    (331, 275, 380), (467, 482, 945), (430, 563, 119), (1000, 90, 300), (48, 2000, 400), (700, 1, 900),
     (1, 1200, 700),
-]
+]  # fmt: skip
 
 
 @needs_openblas

@@ -22,7 +22,7 @@ from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, Mic
 from lowprec.formats import DType
 from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm
-from support import machines, oracles
+from support import cpu_units, machines, oracles
 from support.cpu_units import needs
 
 pytest.importorskip("numba")
@@ -30,9 +30,7 @@ pytest.importorskip("numba")
 MODES = ["bf16x3", "bf16x6", "bf16x9", "tf32x3"]
 TOP = np.float32(3.4028235e38)
 
-kernels = pytest.mark.parametrize(
-    "kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in (AMX_BF16, AVX512_BF16)]
-)
+kernels = cpu_units.kernels(AMX_BF16, AVX512_BF16)
 
 
 def test_a_mode_is_packed_as_another_with_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import lowprec
 from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.packed import jobs, run
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
+from support import cpu_units
 from support.cpu_units import needs
 
 LINE = 64
@@ -84,7 +85,7 @@ def test_rows_begin_anywhere_in_a_line(kernel: MicroKernel, dtype: str, n: int, 
         assert_exact(kernel, dtype, (37, n, 5), gap, first, adds=False)
 
 
-kernels = pytest.mark.parametrize("kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in MICRO_KERNELS])
+kernels = cpu_units.kernels(*MICRO_KERNELS)
 
 
 @kernels

@@ -8,12 +8,11 @@ import ml_dtypes
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 import lowprec
-from frameworks.backends import ArrayNamespace, Backend
+from frameworks.backends import Backend
 from support import oracles
-from support.machines import MACHINES, SOFTWARE_TILES, on
+from support.machines import MACHINES, SOFTWARE_TILES
 
 AVAILABLE = [b for b in Backend if b.skip_reason() is None]
 DTYPES = ["float32", "complex64", "float64", "complex128", "float16", "bfloat16"]
@@ -31,33 +30,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def numbers(seed: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return seeded numbers over a few binades, with zeros among them."""
-    rng = np.random.default_rng(seed)
-    x = np.ldexp(rng.standard_normal(shape), rng.integers(-6, 6, shape)) * (rng.random(shape) > 0.05)
-    if dtype.kind == "c":
-        x = x + 1j * rng.standard_normal(shape)
-    return x.astype(dtype)
-
-
-@st.composite
-def views(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Draw an array of this shape that lies in memory in any way that slices and transposes can make."""
-    strides = [draw(steps) for _ in shape]
-    margins = [draw(st.integers(0, 2)) for _ in shape]
-    order = draw(st.permutations(range(len(shape))))
-    whole = [n * abs(s) + margin for n, s, margin in zip(shape, strides, margins, strict=True)]
-    base = numbers(draw(seeds), tuple(whole[i] for i in order), dtype).transpose(np.argsort(order))
-    cut = tuple(slice(margin, None) for margin in margins)
-    stepped = base[cut][tuple(slice(None, None, s) for s in strides)][tuple(slice(0, n) for n in shape)]
-    assert stepped.shape == shape
-    if shape and draw(st.integers(0, 7)) == 0:
-        axis = draw(st.integers(0, len(shape) - 1))
-        if shape[axis]:
-            stepped = np.broadcast_to(np.take(stepped, [0], axis), shape)
-    return stepped
-
-
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Draw two shapes that multiply."""
@@ -69,46 +41,6 @@ def shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     b = [1 if one else size for one, size in zip(ones_b, batch, strict=False)][skip_b:]
     left, right = (draw(st.sampled_from([(m, k), (m, k), (k,)])), draw(st.sampled_from([(k, n), (k, n), (k,)])))
     return (*(a if len(left) > 1 else ()), *left), (*(b if len(right) > 1 else ()), *right)
-
-
-@st.composite
-def products(draw: st.DrawFn) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Draw two operands."""
-    shape_a, shape_b = draw(shapes())
-    name = draw(st.sampled_from(DTYPES))
-    other = draw(st.sampled_from([name, name, name, *DTYPES]))
-    return draw(views(shape_a, numpy_dtype(name))), draw(views(shape_b, numpy_dtype(other)))
-
-
-def promoted(a: NDArray[Any], b: NDArray[Any]) -> np.dtype[Any]:
-    """Return the dtype of the product: NumPy's rule, with ml_dtypes' for bfloat16."""
-    pair = {a.dtype.name, b.dtype.name}
-    if pair == {"bfloat16", "float16"}:
-        return np.dtype("float32")
-    if "bfloat16" in pair and len(pair) == 2:
-        (name,) = pair - {"bfloat16"}
-        return np.dtype(name)
-    return np.promote_types(a.dtype, b.dtype)
-
-
-@given(products(), modes, namespaces, machines)
-@settings(max_examples=300)
-def test_a_product_is_within_its_bound(
-    operands: tuple[NDArray[Any], NDArray[Any]], mode: str, xp: ArrayNamespace, machine: str
-) -> None:
-    a, b = operands
-    if a.dtype != b.dtype:
-        mode = "fp32"  # what a mode does to 16-bit numbers beside float32 is told elsewhere
-    before = a.tobytes(), b.tobytes()
-    x, y = xp.asarray(a), xp.asarray(b)
-    with on(machine):
-        result = xp.to_numpy(lowprec.matmul(x, y, math_mode=mode))
-        plan = lowprec.plan(x, y, math_mode=mode)
-    assert result.dtype == promoted(a, b)
-    assert (result.shape, result.dtype.name) == (plan.out_shape, str(plan.out_dtype))
-    assert str(plan.mode) == mode
-    oracles.assert_within_bound(result, a, b, mode)
-    assert (a.tobytes(), b.tobytes()) == before
 
 
 @given(shapes(), st.sampled_from([*DTYPES, "int8"]), modes, st.booleans())

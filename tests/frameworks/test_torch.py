@@ -21,15 +21,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
 
 SHAPES = [
-    ((3, 4), (4, 2)),
-    ((4,), (4, 2)),
-    ((3, 4), (4,)),
-    ((4,), (4,)),
-    ((2, 3, 4), (4, 2)),
-    ((2, 3, 4), (2, 4, 5)),
-    ((2, 1, 3, 4), (3, 4, 2)),
-    ((3, 4), (2, 4, 2)),
-]
+    ((3, 4), (4, 2)), ((4,), (4, 2)), ((3, 4), (4,)), ((4,), (4,)), ((2, 3, 4), (4, 2)), ((2, 3, 4), (2, 4, 5)),
+    ((2, 1, 3, 4), (3, 4, 2)), ((3, 4), (2, 4, 2)),
+]  # fmt: skip
 
 
 def operands(torch: Any, a: Any, b: Any, dtype: Any = None, grad: bool = True) -> Any:

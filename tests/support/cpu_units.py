@@ -40,6 +40,12 @@ def needs(kernel: MicroKernel) -> pytest.MarkDecorator:
 
 needs_amx = needs(AMX_BF16)
 
+
+def kernels(*some: MicroKernel) -> pytest.MarkDecorator:
+    """Run a test with each of these micro-kernels that can run."""
+    return pytest.mark.parametrize("kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in some])
+
+
 _ASKED = """
 import sys, torch
 for n in map(int, sys.argv[1:]):
