@@ -22,8 +22,9 @@ from lowprec.arrays.namespaces import array_module, cast, dtype_label
 from lowprec.core.dispatch import matmul
 from lowprec.modes import MathMode
 
-#: Columns that are eliminated one by one; rows that stay in the cache; width of a strip of an update.
-_LEAF, _ROWS, _STRIP = 16, 32, 1024
+#: Columns that are eliminated one by one; rows that stay in the cache; width of a strip of an update; largest extent of
+#: products that need not be larger, so that few shapes are planned.
+_LEAF, _ROWS, _STRIP, _EXTENT = 16, 32, 1024, 2048
 
 #: Elements between rows: with a power of two from row to row, all of a column share few lines of the cache.
 _PADDING = 16
@@ -81,7 +82,8 @@ class Operations:
     def panel(self, a: Any) -> tuple[Any, Any, Any, Any]:
         """Factor a panel; return the order of its rows, the inverses on the diagonal, and L below."""
         m, k = a.shape
-        columns = np.empty((k, m + _PADDING), a.dtype)[:, :m]
+        # Rows as far apart as those of the matrix: one stride for all panels.
+        columns = np.empty((k, a.strides[0] // a.itemsize), a.dtype)[:, :m]
         for i in range(0, m, 2 * _ROWS):
             columns[:, i : i + 2 * _ROWS] = a[i : i + 2 * _ROWS].T
         return *_eliminated(columns), columns[:, k:].T
@@ -91,6 +93,16 @@ class Operations:
         moved = np.flatnonzero(order != np.arange(len(order)))
         rows[moved] = rows[order[moved]]
         return rows
+
+    def reduced(self, c: Any, a: Any, b: Any) -> Any:
+        """Return ``c - a @ b``, which may change ``c``."""
+        for i in range(0, len(a), _EXTENT):
+            for k in range(0, len(b), _EXTENT):
+                for j in range(0, b.shape[1], _EXTENT):
+                    rows, inner, columns = (slice(x, x + _EXTENT) for x in (i, k, j))
+                    out = c[rows, columns]
+                    matmul(a[rows, inner], b[inner, columns], c=out, out=out, alpha=-1.0, beta=1.0)
+        return c
 
     def cholesky_inverse(self, a: Any) -> Any:
         """Return the inverse of the Cholesky factor of a block, whose lower triangle is read."""
@@ -108,8 +120,13 @@ def _joined(first: Any, below: Any, second: Any) -> Any:
     h, k = len(first), len(first) + len(second)
     inverse = np.zeros((k, k), first.dtype)
     inverse[:h, :h], inverse[h:, h:] = first, second
-    inverse[h:, :h] = matmul(matmul(second, below), first, alpha=-1.0)
+    inverse[h:, :h] = -_product(_product(second, below), first)
     return inverse
+
+
+def _product(a: Any, b: Any) -> Any:
+    """Return a product of square matrices; the smallest are left to NumPy, which multiplies them in one thread."""
+    return a @ b if len(a) <= 4 * _LEAF else matmul(a, b)
 
 
 def _eliminated(columns: Any) -> tuple[Any, Any, Any]:
@@ -123,8 +140,8 @@ def _eliminated(columns: Any) -> tuple[Any, Any, Any]:
     moved = np.flatnonzero(order != np.arange(m))
     right[:, moved] = right[:, order[moved]]
     corner, rest = right[:, :h], right[:, h:]
-    corner[:] = matmul(corner, lower.T)
-    matmul(corner, left[:, h:], c=rest, out=rest, alpha=-1.0, beta=1.0)
+    corner[:] = _product(corner, lower.T)
+    Operations().reduced(rest, corner, left[:, h:])
     later, second_lower, second_upper = _eliminated(rest)
     left[:, h:] = left[:, h:][:, later]
     order[h:] = order[h:][later]
@@ -203,6 +220,9 @@ class _OnDevice(Operations):
     def permuted(self, rows: Any, order: Any) -> Any:
         return rows[order]
 
+    def reduced(self, c: Any, a: Any, b: Any) -> Any:
+        return matmul(a, b, c=c, alpha=-1.0, beta=1.0)
+
     def cholesky_inverse(self, a: Any) -> Any:
         if self._name != "torch":
             return self._inverse(self._xp.linalg.cholesky(a), True)
@@ -238,6 +258,8 @@ def lu(rest: Any, ops: Operations, mode: MathMode, width: int) -> tuple[Block, .
             return (*blocks, Block(order, lower, upper))
         rows = ops.permuted(rest[:, width:], order)
         right = matmul(lower, rows[:width])
+        if ops.in_place:
+            rows[:width], right = right, rows[:width]
         blocks.append(Block(order, lower, upper, below, right))
         rest = _updated(rows[width:], below, right, mode, ops)
 
@@ -269,10 +291,9 @@ def solved(blocks: tuple[Block, ...], b: Any, ops: Operations) -> Any:
         k = len(block.lower_inverse)
         parts.append(matmul(block.lower_inverse, b[:k]))
         if block.below is not None:
-            b = matmul(block.below, parts[-1], c=b[k:], alpha=-1.0, beta=1.0)
+            b = ops.reduced(b[k:], block.below, parts[-1])
     x = None
     for block, part in zip(reversed(blocks), reversed(parts), strict=True):
-        rest = part if x is None else matmul(block.right, x, c=part, alpha=-1.0, beta=1.0)
-        part = matmul(block.upper_inverse, rest)
+        part = matmul(block.upper_inverse, part if x is None else ops.reduced(part, block.right, x))
         x = part if x is None else ops.concatenate((part, x))
     return x

@@ -31,8 +31,8 @@ _GMRES_COLUMNS = 8
 #: Random vectors that estimate the norm of the inverse.
 _PROBES = 2
 
-#: Where rows' and columns' largest magnitudes are within this ratio, they stay as they are, as in LAPACK's ``laqge``.
-_EVEN = 0.1
+#: Where rows' and columns' largest magnitudes are within this ratio, they stay as they are.
+_EVEN = 1e-3
 
 
 class Unsolved(Exception):
