@@ -107,6 +107,7 @@ def _guarded(function: _Function) -> _Function:
             head, _, rest = text.partition("Examples\n--------\n")
             rest = f"Examples\n--------\n{rest}"
         own, section, rest = rest.partition("References\n" if "References\n" in rest else "Examples\n")
+        own = f"{own.rstrip()}\n" if own else ""
         function.__doc__ = f"{head}{_RAISES}{own}{_SEE_ALSO.format(routes=routes)}{section}{rest}"
     return function
 
@@ -128,8 +129,8 @@ def solve(
     in lower precision, its updates by :func:`lowprec.matmul` in ``factor_mode``; iterative refinement in the precision
     of the operands (classical, then GMRES with the factor as its preconditioner) reduces the backward error
     ``|b - a x| / (|a| |x| + |b|)``, with the Frobenius norm of ``a``, until steps help no more. The result is accepted
-    where that is at most ``sqrt(n) eps``, as in LAPACK's ``dsgesv``. After 50 steps at most, the library's own
-    solver gives the result of the systems that are left: singular matrices, Inf and NaN are treated as by that.
+    where that is at most ``sqrt(n) eps``, as in LAPACK's ``dsgesv``. Systems that are left after 50 steps of each kind
+    are solved by the library's own solver; so are singular matrices, Inf and NaN, with its result or error.
 
     Parameters
     ----------
