@@ -246,7 +246,7 @@ def test_the_plan_shows_it(operands: Any) -> None:
     assert plan.resolved.emulates is plan.kernel_row.emulates is Architecture.HOPPER
     text = " ".join(str(plan).split())  # however lines are broken
     assert "emulates Hopper's tensor cores" in text
-    assert "hopper_tf32: Hopper's tensor cores, imitated bit by bit: groups of 8 products" in text
+    assert "hopper_tf32: Hopper's tensor cores, emulated bit by bit: groups of 8 products" in text
     assert plan.to_dict()["resolved"]["emulates"] == "hopper"
     # 100 products are 13 groups of 8, of which each counts 9/2 + 2 roundings.
     assert "gamma_85" in plan.bound.formula

@@ -336,7 +336,7 @@ def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: Comp
     path.unlink()
     core.refuses = (code,)
     forget()
-    with pytest.raises(BackendError, match=r"epilogue for sm_90 is not loaded by the driver: CUDA_ERROR_INVALID"):
+    with pytest.raises(BackendError, match=r"cannot load kernel epilogue for sm_90: CUDA_ERROR_INVALID"):
         kernel(A=1)
     assert files(cache) == []
 

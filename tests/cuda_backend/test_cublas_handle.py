@@ -65,7 +65,7 @@ def test_after_a_failed_destruction_the_rest_is_destroyed(software: Gpu) -> None
 
 
 def test_the_device_is_the_current_one(software: Gpu) -> None:
-    with pytest.raises(lowprec.DeviceError, match="cuda:1 is not the current device"):
+    with pytest.raises(lowprec.DeviceError, match="is cuda:0, not cuda:1"):
         lowprec.cublas_handle(1)
     with pytest.raises(lowprec.DeviceError, match="there is no device cuda:7"):
         lowprec.cublas_handle(7)

@@ -172,7 +172,7 @@ def test_unused_memory_is_freed_when_there_is_too_little(cuda: Small) -> None:
             "cudaMemPoolTrimTo", "cudaDeviceGraphMemTrim", "cudaMallocFromPoolAsync",
         ]  # fmt: skip
         assert sorted(cuda.addresses()) == sorted([held.address, address])
-    with pytest.raises(DeviceMemoryError, match=r"cuda:0 has no 12\.0 MiB of memory left"):
+    with pytest.raises(DeviceMemoryError, match=r"cuda:0 has less than 12\.0 MiB of free memory"):
         memory.allocate(12 * MIB, GPU, cuda.first)
 
 
@@ -208,7 +208,7 @@ def test_the_device_is_not_waited_for_while_capturing(cuda: Small, monkeypatch: 
     for _ in range(2):
         memory.allocate(MIB, GPU, cuda.first)
     with cuda.captured() as stream:
-        with cuda.fail("cudaMallocFromPoolAsync"), pytest.raises(DeviceMemoryError, match=r"no 20\.0 MiB"):
+        with cuda.fail("cudaMallocFromPoolAsync"), pytest.raises(DeviceMemoryError, match=r"less than 20\.0 MiB"):
             memory.temporary(20 * MIB, 0, stream)
         memory.allocate(10, GPU, stream)
     assert "cudaFree" not in cuda.names()

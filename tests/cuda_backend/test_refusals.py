@@ -49,7 +49,7 @@ def test_epilogues_not_fused_run_in_a_kernel(software: SoftwareGpu, name: str, s
         found = lowprec.matmul(x, y, **keywords)
     np.testing.assert_array_equal(software.get(found), EPILOGUES[name][1])
     fallback = dict(lowprec.plan(x, y, **keywords).algorithm)["fallback"]
-    assert fallback.startswith("a kernel adds and activates, on a staged product: cuBLASLt 13.1.0 ")
+    assert fallback.startswith("a kernel applies the epilogue to a staged product: cuBLASLt 13.1.0 ")
     assert "float32 (16, 16) @ float32 (16, 16)" in fallback
     assert ("INVALID_VALUE" in fallback) is (status == INVALID_VALUE)
     assert fallback in str(profile.records[0].algorithm)
@@ -140,7 +140,7 @@ def test_few_rows_of_int8_are_padded(
     np.testing.assert_array_equal(software.get(out), oracles.product(a, b))
     assert software.untouched_outside(out, memory, before)
     fallback = dict(lowprec.plan(x, y, out=out).algorithm)["fallback"]
-    assert fallback.startswith("rows are padded, on a staged product: cuBLASLt 13.1.0 has no algorithm")
+    assert fallback.startswith("rows are padded, and a kernel applies the epilogue to a staged product: cuBLASLt 13.1.0 has no algorithm")
 
 
 @pytest.mark.usefixtures("wants_rows")

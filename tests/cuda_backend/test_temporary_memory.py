@@ -162,7 +162,7 @@ def test_cached_memory_is_used_for_results(small: SoftwareGpu) -> None:
     a, b = tall_and_wide(1536)
     found = lowprec.matmul(small.put(a), small.put(b))
     np.testing.assert_array_equal(small.get(found), a @ b)
-    with pytest.raises(lowprec.DeviceMemoryError, match=r"cuda:0 has no 64\.0 MiB of memory left"):
+    with pytest.raises(lowprec.DeviceMemoryError, match=r"cuda:0 has less than 64\.0 MiB of free memory"):
         lowprec.matmul(*(small.put(x) for x in tall_and_wide(4096)))
 
 

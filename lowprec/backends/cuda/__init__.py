@@ -1,1 +1,1 @@
-"""The backend for NVIDIA GPUs, by cuBLASLt; imported with the first array in CUDA memory."""
+"""The backend for NVIDIA GPUs, using cuBLASLt; imported with the first array in CUDA memory."""

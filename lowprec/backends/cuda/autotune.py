@@ -1,7 +1,7 @@
-"""Selection of cuBLASLt's algorithms: the fastest measured one, else the heuristics' first choice.
+"""Selection of cuBLASLt's algorithms: the fastest measured one, or the heuristics' first choice.
 
-Measured choices are cached on disk by model of GPU, versions of driver and cuBLAS, and product. One replaces the first
-choice only if it was faster twice: among all candidates, and in a second comparison of the two.
+Measured choices are cached on disk by GPU model, versions of driver and cuBLAS, and product. An algorithm replaces the
+first choice only if it wins two measurements: among all candidates, and then against the first choice alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORMAT = 1
 
 
 def choose(invocation: Invocation, handle: int, stream: int, operands: Operands) -> Algorithm | None:
-    """Return the algorithm for a product: a measured one, else the heuristics' first choice; None if there is none."""
+    """Return the algorithm for a product, measured or the heuristics' first choice; None if there is none."""
     setting = environment.autotune()
     if setting is not False and (known := _known(invocation, handle)) is not None:
         return known
@@ -43,9 +43,9 @@ def tune(
     candidates: int = CANDIDATES,
     progress: Progress | None = None,
 ) -> tuple[Measured, ...]:
-    """Measure the algorithms of a product that has one, store the choice on disk, and return all, the chosen one first.
+    """Measure the algorithms of a product, store the choice on disk, and return all, the chosen one first.
 
-    The result is written to temporary memory; the stream is synchronised. Raises the first algorithm's error if none
+    Results are written to temporary memory; the stream is synchronised. Raises the first algorithm's error if none
     runs.
     """
     found = invocation.search(handle, candidates)
@@ -55,7 +55,7 @@ def tune(
     return results
 
 
-#: A signal handler may tune a product while its own thread stores the choice for another one.
+#: Re-entrant, because a signal handler may tune a product while its thread stores the choice for another one.
 _lock = threading.RLock()
 
 
@@ -87,7 +87,7 @@ def device_key() -> str:
 
 @functools.cache
 def _stored() -> dict[str, dict[str, Any]]:
-    """Return the choices on disk by device and product, read once; other contents are ignored."""
+    """Return the choices on disk by device and product, read once; invalid contents are ignored."""
     read = disk.read_json(_FILE)
     devices = read.get("devices") if read.get("format") == _FORMAT else None
     choices = devices if isinstance(devices, dict) else {}
@@ -101,14 +101,14 @@ def _known(invocation: Invocation, handle: int) -> Algorithm | None:
         return None
     try:
         data = bytes.fromhex(stored[device_key()][product_key(invocation)]["algorithm"])
-    except (KeyError, TypeError, ValueError):  # there is none, or it is damaged
+    except (KeyError, TypeError, ValueError):  # missing or damaged
         return None
     found = bindings.check_algorithm(handle, invocation.descriptors, data)
     return found if found and found.workspace_bytes <= invocation.workspace_bytes else None
 
 
 def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
-    """Store a choice in this process and on disk, without losing those of other processes."""
+    """Store a choice in this process and on disk, keeping those of other processes."""
     best, first = results[0], min(results, key=lambda x: x.rank)
     entry = {
         "algorithm": best.algorithm.data.hex(),

@@ -1,4 +1,4 @@
-"""Executes plans on NVIDIA GPUs."""
+"""The functions of the CUDA backend; see ``backends.execution.Backend``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowprec.util.strides import contiguous_strides
 
 
 def capabilities(device: Device) -> Capabilities:
-    """Return the capabilities of a GPU; they are queried once per device."""
+    """Return the capabilities of a GPU, queried once per device."""
     return present(runtime.properties(device.index))
 
 
@@ -49,7 +49,7 @@ def _device(index: int) -> dict[str, Any]:
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the function that queues the work of a plan on the stream of its arguments."""
+    """Return the executor of a plan, which queues the work on the stream of its arguments."""
     libraries()
     if 0 in plan.out_shape:
         return lambda _: None
@@ -58,9 +58,9 @@ def prepare(plan: GemmPlan) -> Executor:
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
-    """Return cuBLASLt's description of the algorithm that would run, as rows of names and values.
+    """Return cuBLASLt's description of the algorithm for these arguments, as (name, value) pairs.
 
-    Of the arguments only the alignment of the pointers matters; no element is read.
+    It depends on the alignment of the pointers; no element is read.
     """
     if 0 in plan.out_shape or plan.call is None:
         return ()
@@ -76,7 +76,7 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     if executor.fallback:
         rows.append(("fallback", executor.fallback))
     elif call != plan.call:
-        reason = "a pointer is no multiple of 16 bytes: operands are packed, or the product is staged"
+        reason = "a pointer is not a multiple of 16 bytes: operands are packed, or the product is staged"
         rows.append(("fallback", reason))
     return tuple(rows)
 
@@ -90,7 +90,7 @@ def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
 
 
 def stopwatch(arguments: Arguments) -> Stopwatch:
-    """Start timing a product by events on its stream."""
+    """Start timing a product with events on its stream."""
     with runtime.on_device(arguments.a.device.index):
         return measuring.EventStopwatch(arguments.a.device.index, arguments.stream)
 
@@ -98,9 +98,9 @@ def stopwatch(arguments: Arguments) -> Stopwatch:
 def tune(
     execute: Executor, arguments: Arguments, *, candidates: int, progress: Progress | None = None
 ) -> tuple[AlgorithmTiming, ...]:
-    """Measure the algorithms of a product and use the fastest from now on, in this process and in later ones.
+    """Measure the algorithms of a product, and use the fastest in this and later processes.
 
-    The fastest comes first; the result is empty where cuBLASLt is not called.
+    The fastest comes first; the result is empty if the plan does not call cuBLASLt.
     """
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
@@ -110,28 +110,28 @@ def tune(
 
 
 def release_memory() -> None:
-    """Free the unused memory of all GPUs, once the work queued there is done."""
+    """Free the unused memory of all GPUs, after the work queued there is done."""
     memory.release()
 
 
 @contextlib.contextmanager
 def temporary(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> Iterator[ArrayView]:
-    """Return a new row-major array in temporary memory, for a ``with`` block that queues work on a stream."""
+    """Return a temporary row-major array for a ``with`` block that queues work on a stream."""
     nbytes, index = prod(shape) * dtype.itemsize, device.index
     with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:
         yield ArrayView(dtype, shape, contiguous_strides(shape), device, None, False, address)
 
 
 def staging_dtype(dtype: DType) -> DType:
-    """Return float32 for the 16-bit types, whose sums are float32, and any other type unchanged."""
+    """Return float32 for 16-bit types, whose sums are float32, and other types unchanged."""
     return DType.FLOAT32 if dtype in (DType.FLOAT16, DType.BFLOAT16) else dtype
 
 
 def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
-    """Write the elements of ``source``, row-major, to ``out``, in the order of a stream, rounded to its type."""
+    """Queue a copy of a row-major ``source`` to ``out``, rounded to its type, on a stream."""
     if not out.size:
         return
-    # An array of fewer than two dimensions is a matrix of one row, or one element.
+    # An array of fewer than two dimensions is treated as a matrix with one row.
     missing = max(2 - out.ndim, 0)
     shape, strides = (1,) * missing + out.shape, (0,) * missing + out.strides
     rows, cols = shape[-2:]

@@ -1,4 +1,4 @@
-"""Batches with any strides, split into launches: a kernel has three batch dimensions at most."""
+"""Division of batches with any strides into kernel launches, which have at most three batch dimensions."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _PER_LAUNCH = 3
 
 @dataclass(frozen=True, slots=True)
 class LaunchBatch:
-    """The batch of one launch; offsets and strides are counted in elements."""
+    """The batch of one launch; offsets and strides are in elements."""
 
     count: int  # matrices of this launch
     before: int  # matrices of earlier launches
     offsets: tuple[int, ...]  # of the first matrix of each array
-    extents: tuple[int, int]  # of the inner two of the three dimensions
-    strides: tuple[tuple[int, int, int], ...]  # per array, over the three dimensions
+    extents: tuple[int, int]  # of the two inner dimensions
+    strides: tuple[tuple[int, int, int], ...]  # of each array over the three dimensions
 
 
 def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -> list[Dimension]:
-    """Return a batch whose first array has matrices ``step`` elements apart, and the others these strides."""
+    """Return a batch whose first array is contiguous with matrices of ``step`` elements; others have these strides."""
     found: list[Dimension] = []
     for extent, *others in reversed(list(zip(shape, *strides, strict=True))):
         found.insert(0, (extent, (step, *others)))
@@ -34,7 +34,7 @@ def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -
 
 
 def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:
-    """Yield the launches for a batch of ``arrays`` arrays, none if the batch is empty."""
+    """Yield the launches for a batch of ``arrays`` arrays."""
     dimensions = coalesce(dimensions)
     outer, inner = dimensions[:-_PER_LAUNCH], dimensions[-_PER_LAUNCH:]
     missing: list[Dimension] = [(1, (0,) * arrays)] * (_PER_LAUNCH - len(inner))
@@ -60,5 +60,5 @@ def in_sequence(launches: Sequence[Callable[..., None]]) -> Callable[..., None]:
 
 
 def are_multiples(nbytes: int, itemsize: int, strides: Sequence[int]) -> bool:
-    """Whether all strides, counted in elements, are multiples of so many bytes."""
+    """Whether all strides, given in elements, are multiples of ``nbytes`` bytes."""
     return not any(stride * itemsize % nbytes for stride in strides)

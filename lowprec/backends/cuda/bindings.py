@@ -21,24 +21,24 @@ from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, Unsupp
 # ``cublasStatus_t``.
 _ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED = 3, 7, 8, 15
 
-#: Errors by status; every other status is a :class:`BackendError`. An unsupported product is an "invalid value" in some
+#: Errors by status; all others are a :class:`BackendError`. An unsupported product has status "invalid value" in some
 #: versions of cuBLASLt, "not supported" in others.
 _REFUSALS = (_INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED)
 _ERRORS = {_ALLOC_FAILED: DeviceMemoryError, **dict.fromkeys(_REFUSALS, UnsupportedError)}
 
 
 def translate(error: Exception, doing: str) -> LowprecError:
-    """Return lowprec's error for one of the bindings'; ``doing`` names the failed action."""
+    """Return lowprec's error for an error of the bindings; ``doing`` is the failed action."""
     kind = _ERRORS.get(int(getattr(error, "status", -1)), BackendError)
     return kind(f"cuBLASLt {cublas_version_text()} cannot {doing}: {error}")
 
 
 @contextlib.contextmanager
 def translated(doing: Callable[[], str]) -> Iterator[None]:
-    """Raise the errors of a block as lowprec's."""
+    """Translate the errors of a block to lowprec's."""
     try:
         yield
-    except (LowprecError, Warning):  # warnings are raised where a filter turns them into errors
+    except (LowprecError, Warning):  # a filter may turn warnings into errors
         raise
     except Exception as error:
         raise translate(error, doing()) from error
@@ -53,19 +53,19 @@ def cublas_version_text() -> str:
     """Return cuBLASLt's version as text."""
     try:
         version = cublas_version()
-    except Exception:  # noqa: BLE001 - part of the message of another error, which must not be lost
+    except Exception:  # noqa: BLE001 - called while another error is being raised
         return "(of an unknown version)"
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 class Descriptor:
-    """An object of cuBLASLt's, some hundred bytes of host memory, destroyed with this one."""
+    """A cuBLASLt object in host memory, destroyed with this object."""
 
     __slots__ = ("__weakref__", "pointer")
 
     def __init__(self, pointer: int, destroy: Callable[[int], None]) -> None:
         self.pointer = pointer
-        # At the end of the process the library may be unloaded already.
+        # Not at exit, when the library may already be unloaded.
         weakref.finalize(self, _quietly, destroy, pointer).atexit = False
 
 
@@ -81,14 +81,14 @@ def create_handle(library: str = "cublas_lt") -> int:
 
 
 def destroy_handle(handle: int, library: str = "cublas_lt") -> None:
-    """Destroy a handle, once the device has finished all its work."""
+    """Destroy a handle, which synchronises the device."""
     with translated(lambda: f"destroy a handle of {library}"):
         getattr(libraries(), library).destroy(handle)
 
 
 @cached
 def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
-    """Return the number and the C type of an attribute of a kind, for example ``matmul_desc``."""
+    """Return the number and the C type of an attribute of a kind of object, for example ``matmul_desc``."""
     cublas_lt = libraries().cublas_lt
     enumeration = "".join(word.capitalize() for word in kind.split("_")) + "Attribute"
     member = getattr(getattr(cublas_lt, enumeration), name)
@@ -112,7 +112,7 @@ def _get_attribute(kind: str, pointer: int, name: str) -> int:
 
 
 def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -> Descriptor:
-    """Create an object of a kind with these attributes; ``arguments`` are those of its creating function."""
+    """Create an object of a kind with these attributes; ``arguments`` are those of its create function."""
     cublas_lt = libraries().cublas_lt
     pointer = getattr(cublas_lt, f"{kind}_create")(*arguments)
     made = Descriptor(int(pointer), getattr(cublas_lt, f"{kind}_destroy"))
@@ -122,7 +122,7 @@ def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -
 
 
 def matrix_layout(data_type: int, rows: int, cols: int, leading_dimension: int, batch: tuple[int, int]) -> Descriptor:
-    """Return the layout of column-major matrices; ``batch`` is their number and the elements from one to the next."""
+    """Return the layout of column-major matrices; ``batch`` is (count, stride in elements)."""
     attributes = {"BATCH_COUNT": batch[0], "STRIDED_BATCH_OFFSET": batch[1]} if batch[0] > 1 else {}
     return create("matrix_layout", (data_type, rows, cols, leading_dimension), attributes)
 
@@ -130,7 +130,7 @@ def matrix_layout(data_type: int, rows: int, cols: int, leading_dimension: int, 
 def preference(workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]) -> Descriptor:
     """Return the constraints of a search for algorithms.
 
-    All are set, because the library's defaults are no workspace and pointers aligned to 256 bytes.
+    All are set, because the library's defaults are a workspace of 0 and pointers aligned to 256 bytes.
     """
     schemes = libraries().cublas_lt.ReductionScheme
     mask = sum(int(getattr(schemes, name)) for name in reduction_schemes)
@@ -140,14 +140,14 @@ def preference(workspace_bytes: int, alignment_bytes: int, reduction_schemes: Se
 
 
 class Algorithm(NamedTuple):
-    """A ``cublasLtMatmulAlgo_t``: 64 opaque bytes, good for one version of cuBLAS and one model of GPU."""
+    """A ``cublasLtMatmulAlgo_t``: 64 opaque bytes, valid for one version of cuBLAS and one GPU model."""
 
     data: bytes
     workspace_bytes: int
 
 
 class MatmulDescriptors(NamedTuple):
-    """The descriptors of one product, as passed to cuBLASLt."""
+    """The descriptors of one product."""
 
     operation: Descriptor
     a: Descriptor
@@ -157,7 +157,7 @@ class MatmulDescriptors(NamedTuple):
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Pointers in the order of the parameters of cuBLASLt's functions."""
+        """Pointers in the order of the parameters of cuBLASLt functions."""
         return tuple(x.pointer for x in self)
 
 
@@ -178,7 +178,7 @@ def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, 
 
 
 def _supported(found: Any, count: int) -> tuple[Algorithm, ...]:
-    """Return the supported algorithms among the first structs of a ``MatmulHeuristicResult``."""
+    """Return the supported algorithms among the first ``count`` of a ``MatmulHeuristicResult``."""
     dtype = libraries().cublas_lt.matmul_heuristic_result_dtype
     results = np.frombuffer(ctypes.string_at(found.ptr, count * dtype.itemsize), dtype)
     return tuple(Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in results if x["state"] == 0)
@@ -200,19 +200,19 @@ def check_algorithm(handle: int, descriptors: MatmulDescriptors, algorithm: byte
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmInfo:
-    """An algorithm as cuBLASLt describes it, by the names of its enumerations."""
+    """Properties of an algorithm as reported by cuBLASLt, by the names of its enumerations."""
 
     id: int
     tile: str
     stages: str
-    split_k: int  # parts of the inner dimension, 1 if it is not split
-    reduction: str  # of these parts
+    split_k: int  # number of parts of the inner dimension
+    reduction: str  # reduction scheme of these parts
     workspace_bytes: int
-    # From the numerical implementation flags: the instruction that multiplies, its operands and its sums.
+    # From the numerical implementation flags: instruction, operands and sums.
     units: str
     input_type: str
     accumulator: str
-    uses_tensor_cores: bool | None  # None where the flags name no instruction
+    uses_tensor_cores: bool | None  # None if the flags do not include an instruction
 
     @property
     def text(self) -> str:
@@ -234,7 +234,7 @@ _INPUTS = {
     16: "float16", 17: "bfloat16", 18: "tf32", 19: "float32", 20: "float64", 21: "int8",
     22: "float8_e4m3fn", 23: "float8_e5m2",
 }  # fmt: skip
-#: All bits of instructions, and those of the tensor cores', newer ones included.
+#: Bits of all instructions, and of tensor-core instructions, including unknown newer ones.
 _INSTRUCTIONS, _TENSOR_CORES = 0xFF, 0xFE
 
 
@@ -264,7 +264,7 @@ def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
 
 
 def _member(enumeration: Any, value: int, prefix: str) -> str:
-    """Return the name of an enumeration's value, or the number of one that only a newer library has."""
+    """Return the name of an enumeration's value, or its number if it is unknown."""
     try:
         name: str = enumeration(value).name
     except ValueError:

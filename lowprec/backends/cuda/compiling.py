@@ -1,7 +1,7 @@
-"""Kernels compiled at first use by NVRTC, one for each combination of macros and architecture.
+"""Kernels compiled by NVRTC at first use, for each combination of macros and architecture.
 
-Compiled kernels are cached in memory and on disk, by a digest of source, options and compiler. cuda.core's cache of
-programs is not used, because it checks neither the owner nor the integrity of a file.
+Compiled kernels are cached in memory and on disk, by a digest of source, options and compiler. cuda.core's program
+cache is not used, because it checks neither the owner nor the integrity of a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import BackendError
 from lowprec.formats import DType
 
-#: The kernels' names of the element types; 8-bit types are only copied, or read as integers.
+#: Names of the element types in kernels; 8-bit types are only copied, or read as integers.
 ELEMENT: Mapping[DType, str] = {
     DType.FLOAT64: "double",
     DType.FLOAT32: "float",
@@ -36,7 +36,7 @@ ELEMENT: Mapping[DType, str] = {
     DType.FLOAT8_E5M2: "Byte",
 }
 
-#: Without contraction, so that results equal those of the CPU backend; the kernels are limited by memory.
+#: Without FMA contraction, so that results equal those of the CPU backend; the kernels are memory-bound.
 _OPTIONS: Mapping[str, Any] = {"std": "c++17", "fma": False}
 
 #: The first compute capability that CUDA 13 supports.
@@ -47,26 +47,26 @@ NEEDS_CUDA_12 = (
 )
 
 _NEEDS_NVRTC = (
-    "NVRTC, CUDA's run-time compiler, must be installed and know this device: pip install -U "
+    "NVRTC, CUDA's run-time compiler, must be installed and support this device: pip install -U "
     '"lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
 )
 
-#: Lines of the compiler's log that a message shows.
+#: Lines of the compiler's log in a message.
 _LOG_LINES = 8
 
-#: Length of the digest of the code at the start of a file, by which damage is detected.
+#: Length of the digest at the start of a file, which detects damage.
 _DIGEST_BYTES = 32
 
-#: Larger grids are limited to this, and each thread loops.
+#: Largest grid; the threads of larger problems loop.
 _BLOCKS_PER_MULTIPROCESSOR = 32
 
-#: A signal handler may need a kernel while its own thread compiles one.
+#: Re-entrant, because a signal handler may need a kernel while its thread compiles one.
 _lock = threading.RLock()
 _kernels: dict[tuple[Any, ...], Any] = {}
 
 
 class _Arguments(NamedTuple):
-    """The arguments of one launch, 8 bytes each, and the address of the array of their addresses."""
+    """The arguments of one launch, 8 bytes each, and the address of the array of pointers to them."""
 
     memory: array[int]
     pointers: array[int]
@@ -74,10 +74,10 @@ class _Arguments(NamedTuple):
 
 
 class Launch:
-    """A kernel with its grid and its arguments, of which a call sets only the addresses and factors.
+    """A kernel with its grid and its arguments; a call sets only the addresses and factors.
 
-    The kernel is compiled at the first call. Its parameters are ``addresses`` pointers, the ``constants``, which are
-    integers, and ``factors`` numbers in float64.
+    The kernel is compiled at the first call. Its parameters are ``addresses`` pointers, the integer ``constants``, and
+    ``factors`` float64 numbers.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Launch:
         self._factors = (addresses, addresses + factors)
         # Addresses and factors come first in memory, so that one call sets them.
         self._set = struct.Struct(f"{addresses}Q{factors}d").pack_into
-        #: Arguments that no thread is using.
+        #: Arguments that are not in use by a thread.
         self._idle: list[_Arguments] = []
         self._kernel: Any = None
         self._function: Any = None
@@ -113,14 +113,14 @@ class Launch:
         except IndexError:
             arguments = self._new_arguments()
         self._set(arguments.memory, 0, *varying)
-        # The driver has copied the arguments when it returns.
+        # The driver copies the arguments before it returns.
         (status,) = self._queue(self._function, *self._extents, stream, arguments.address, 0)
         self._idle.append(arguments)
         if status != 0:
             raise BackendError(f"kernel {self._made_of[0]} cannot be launched: {status.name}")
 
     def _load(self) -> None:
-        with runtime.relaxed_capture():  # loading is no part of a graph
+        with runtime.relaxed_capture():  # loading is not part of a captured graph
             found = kernel(*self._made_of)
         driver = libraries().driver
         self._function, self._queue = driver.CUfunction(int(found.handle)), driver.cuLaunchKernel
@@ -131,19 +131,19 @@ class Launch:
         memory = array("q", [0] * end + list(self._constants))
         base, size = memory.buffer_info()[0], memory.itemsize
         order = [*range(first), *range(end, len(memory)), *range(first, end)]
-        # The driver knows the number; tests find a wrong one by the zero.
+        # The driver knows the number of arguments; the zero lets tests detect a wrong one.
         pointers = array("Q", [*(base + size * i for i in order), 0])
         return _Arguments(memory, pointers, pointers.buffer_info()[0])
 
 
 def pick_blocks(wanted: int, device: int) -> int:
-    """Return the size of a grid for which ``wanted`` blocks would need no loop."""
+    """Return the size of a grid for ``wanted`` blocks of work, limited by the device."""
     most = runtime.properties(device).multiprocessors * _BLOCKS_PER_MULTIPROCESSOR
     return max(1, min(wanted, most))
 
 
 def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: int) -> Any:
-    """Return a function of a file in ``kernels/``, compiled with these macros for the architecture of a device."""
+    """Return a kernel of a file in ``kernels/``, compiled with these macros for the architecture of a device."""
     core = libraries().core
     major, minor = runtime.properties(device).capability
     key = (core, f"sm_{major}{minor}", name, file, tuple(definitions.items()))
@@ -165,7 +165,7 @@ def _text(file: str) -> str:
 
 
 def _load(core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]) -> Any:
-    """Return a kernel from the disk, else from the compiler."""
+    """Return a kernel from the cache on disk or from the compiler."""
     source = source_text(file, definitions)
     path = _file_name(core, arch, name, source)
     data = disk.read_bytes(path)
@@ -175,7 +175,7 @@ def _load(core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[s
         try:
             if hashlib.sha256(code).digest() == digest:
                 return core.ObjectCode.from_cubin(code).get_kernel(name)
-        except Exception as error:  # noqa: BLE001 - refusals of the driver have several classes
+        except Exception as error:  # noqa: BLE001 - the driver raises several classes
             reason = f"the driver does not load it: {error}"
         disk.set_aside(path, reason)
     code = _compiled(core, arch, name, source)
@@ -183,8 +183,8 @@ def _load(core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[s
         loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
     except Exception as error:
         raise BackendError(
-            f"kernel {name} for {arch} is not loaded by the driver: {error}; NVRTC, CUDA's run-time compiler, must not "
-            "be of a later version of CUDA than the driver supports"
+            f"the driver cannot load kernel {name} for {arch}: {error}; NVRTC, CUDA's run-time compiler, must not be "
+            "of a later version of CUDA than the driver supports"
         ) from error
     disk.write_bytes(path, hashlib.sha256(code).digest() + code)
     return loaded
@@ -192,7 +192,7 @@ def _load(core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[s
 
 def _file_name(core: Any, arch: str, name: str, source: str) -> str:
     """Return the name of a kernel's file, with a digest of everything that determines its code."""
-    # The tests' replacement of cuda.core is no module.
+    # In tests cuda.core is replaced by an object that is not a module.
     maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"
     words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
     return f"kernels/{name}_{arch}_{hashlib.sha256(words.encode()).hexdigest()[:32]}.cubin"
@@ -203,7 +203,7 @@ def _nvrtc_version() -> str:
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         status, major, minor = nvrtc.nvrtcVersion()
-    except Exception:  # noqa: BLE001 - missing, broken or too old: the compilation raises the error
+    except Exception:  # noqa: BLE001 - missing, broken or too old; compilation then raises the error
         return ""
     return "" if status else f"{major}.{minor}"
 

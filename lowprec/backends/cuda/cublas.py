@@ -1,4 +1,4 @@
-"""Handles of cuBLAS for users' own calls, and the controller of their math mode.
+"""cuBLAS handles for users' own calls, and the controller of their math mode.
 
 The math mode of a cuBLAS handle applies to functions without a compute type, such as ``cublasSgemm`` and the solvers
 built on it; cuBLASLt has no math mode. Source: the cuBLAS documentation, ``cublasMath_t``.
@@ -20,10 +20,10 @@ from lowprec.policy.protocol import Tier
 #: ``cublasMath_t`` by math mode.
 _MATH = {MathMode.FP32: 0, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 3}
 
-#: Flag that may be or-ed to each: sums of split products stay in FP32.
+#: Flag that may be set in addition: sums of split products stay in FP32.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
-#: The ``cublasMath_t`` of new handles: that of the open block.
+#: The ``cublasMath_t`` of new handles.
 _at_start = 0
 
 
@@ -45,12 +45,12 @@ def cublas_handle(device: int | None = None) -> int:
     """Return lowprec's cuBLAS handle of this thread, for direct calls of cuBLAS.
 
     ``fp32_guard`` and ``math_mode(..., frameworks=True)`` save, set and restore its math mode. The caller may set its
-    stream, workspace and math mode, and must not destroy it.
+    stream, workspace and math mode, but must not destroy it.
 
     Parameters
     ----------
     device : int, optional
-        Index of the thread's current GPU, which is the default; another one is an error.
+        Index of the GPU, which must be the thread's current device (the default).
 
     Returns
     -------
@@ -60,9 +60,9 @@ def cublas_handle(device: int | None = None) -> int:
     Raises
     ------
     DeviceError
-        If there is no driver or no such device, or it is not the current one.
+        There is no driver or no such device, or the device is not the current one.
     BackendError
-        If cuBLAS or its Python bindings are missing.
+        cuBLAS or its Python bindings are missing.
 
     Examples
     --------
@@ -70,13 +70,13 @@ def cublas_handle(device: int | None = None) -> int:
     >>> try:
     ...     handle = lowprec.cublas_handle()
     ... except (lowprec.DeviceError, lowprec.BackendError):
-    ...     handle = None  # there is no GPU, or no library for it
+    ...     handle = None  # no GPU, or no library for it
     """
-    current = max(runtime.current_device(), 0)  # the first one until the thread has set one
+    current = max(runtime.current_device(), 0)  # device 0 if the thread has not set one
     if device is not None and device != current:
         runtime.properties(device)
         raise DeviceError(
-            f"cuda:{device} is not the current device of this thread, cuda:{current} is; make it the current one first"
+            f"the current device of this thread is cuda:{current}, not cuda:{device}; make cuda:{device} current first"
         )
     return _pool.handle(current)
 
@@ -100,7 +100,7 @@ class CublasController:
         return {_AT_START: _at_start, **self.describe()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        """Set each handle's math mode; the flag about reductions is unchanged."""
+        """Set each handle's math mode, keeping the flag for reductions."""
         global _at_start
         _at_start = _MATH[mode]
         for handle in tuple(_pool.devices):
@@ -109,7 +109,7 @@ class CublasController:
         return self.save()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore each handle's ``cublasMath_t``; handles made inside the block get that of new handles."""
+        """Restore each handle's ``cublasMath_t``; handles created in the block get the value for new handles."""
         global _at_start
         _at_start = saved[_AT_START]
         for handle in tuple(_pool.devices):

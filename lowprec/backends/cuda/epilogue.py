@@ -1,4 +1,4 @@
-"""The epilogue of a product in temporary memory: ``out = activation(alpha * product + beta * c + bias)``.
+"""The epilogue of a staged product: ``out = activation(alpha * product + beta * c + bias)``.
 
 The kernel, ``kernels/epilogue.cu``, computes in the product's type, undoes the scaling of operands, and rounds once.
 """
@@ -28,23 +28,23 @@ EpilogueLauncher: TypeAlias = Callable[[int, int, int, int, int, int, complex, c
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """An epilogue with element types and an activation that planning has checked.
+    """Parameters of an epilogue; element types and activation have been checked by planning.
 
-    int32 has no factors, and ``c`` is not read where ``beta`` is 0.
+    int32 has no factors. ``c`` is not read if ``beta`` is 0.
     """
 
-    product_dtype: DType  # of the arithmetic, too
-    leading_dimension: int  # of the product, which is row-major, matrix after matrix
+    product_dtype: DType  # also the type of the arithmetic
+    leading_dimension: int  # of the product, which is row-major with contiguous matrices
     out: MatrixStack  # with the product's extents
-    c: MatrixStack | None = None  # with the shape of ``out``; strides are zero where it is broadcast
+    c: MatrixStack | None = None  # with the shape of ``out``; zero strides broadcast
     bias: OperandSpec | None = None  # one addend per column
     activation: Activation | None = None
-    #: Whether the product is divided by 2^e, the sum of two int32 exponents, one per row, one per column.
+    #: Whether the product is divided by 2^e, with e the sum of an int32 exponent per row and one per column.
     scaled: bool = False
-    product_rows: int = 0  # of each matrix, with padding; 0 for those of ``out``
+    product_rows: int = 0  # of each matrix, including padding; 0: those of ``out``
 
 
-#: Index of each array among the launcher's arguments; of the first three also in the strides of a dimension.
+#: Index of each array in the launcher's arguments; for the first three also in the strides of a dimension.
 _PRODUCT, _OUT, _C, _BIAS, _ROW_EXPONENTS, _COL_EXPONENTS = range(6)
 
 
@@ -74,7 +74,7 @@ def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     if spec.scaled:  # exponents are indexed by matrix, row and column
         return coalesce(batch), rows, cols
     every = coalesce([*batch, rows, cols])
-    # A last dimension with the strides of the columns begins with them: all columns, or the only one.
+    # A last dimension with the strides of the columns is that of the columns; otherwise there is a single column.
     cols = every.pop() if every and every[-1][1] == cols[1] else (1, cols[1])
     rows = every.pop() if every else (1, rows[1])
     return every, rows, cols
@@ -88,7 +88,7 @@ class _EpilogueLaunch:
         self._device = device
         sizes = [spec.product_dtype.itemsize, spec.out.dtype.itemsize]
         c_size = spec.c.dtype.itemsize if spec.c else 0
-        #: Index among the launcher's arguments, and bytes, of each array.
+        #: Index in the launcher's arguments, and offset in bytes, of each array.
         self._offsets = [(_PRODUCT, batch.offsets[0] * sizes[0]), (_OUT, batch.offsets[1] * sizes[1])]
         if spec.c:
             self._offsets.append((_C, batch.offsets[_C] * c_size))
@@ -100,7 +100,7 @@ class _EpilogueLaunch:
         vector = max(1, _VECTOR_BYTES // min(sizes))
 
         def rows_aligned(array: int, nbytes: int, itemsize: int) -> bool:
-            """Whether rows are contiguous and all of them as aligned as the first."""
+            """Whether rows are contiguous and all as aligned as the first."""
             strides = [rows[1][array] if rows[0] > 1 else 0, *batch.strides[array]]
             return cols[1][array] == 1 and are_multiples(nbytes, itemsize, strides)
 
@@ -161,11 +161,12 @@ Recomputer: TypeAlias = Callable[[int, int, int, int], None]
 def prepare_recomputing(
     dtype: DType, leading_dimension: int, a: MatrixStack, b: MatrixStack, device: int
 ) -> Recomputer:
-    """Return the function that recomputes the non-finite elements of a sum of products of parts from ``a`` and ``b``.
+    """Return the function that recomputes non-finite elements of a product of parts from ``a`` and ``b``.
 
-    An infinity, a NaN, or a number that overflows in the parts' format makes NaN of every element it enters. The
-    kernel, ``kernels/recompute.cu``, always runs and reads the product once, so that the host need not wait. The
-    product, float32 or complex64, is row-major, matrix after matrix; the operands have batches of one shape.
+    Infinities, NaN, and numbers that overflow in the parts' format give NaN in every element of the result that depends
+    on them. The kernel, ``kernels/recompute.cu``, always runs and reads the product once, so that the host does not
+    wait. The product, float32 or complex64, is row-major with contiguous matrices; the operands have the same batch
+    shape.
     """
     step = a.rows * leading_dimension
     batch = batch_dimensions(a.batch_shape, step, a.batch_strides, b.batch_strides)

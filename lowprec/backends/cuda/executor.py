@@ -1,7 +1,7 @@
-"""A plan ready to run on a GPU: packed operands, the products, and the epilogue.
+"""Execution of a plan on a GPU: packing of operands, the products, and the epilogue.
 
-The plan decides everything but two things that only a call shows: the alignment of its pointers, and whether cuBLASLt
-supports the call. An invocation is made for each alignment and cached with the plan.
+Two properties are known only in a call: the alignment of its pointers, and whether cuBLASLt supports it. An invocation
+is created for each alignment and cached with the plan.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from lowprec.planning.rendering import title
 
 _T = TypeVar("_T")
 
-#: Of ``a``, ``b`` and the product.
+#: Addresses of ``a``, ``b`` and the product.
 Pointers: TypeAlias = tuple[int, int, int]
 
 #: Pointers of 8-bit types, and those of a fused bias, must be multiples of this.
 _STEP_BYTES = 16
 
-#: Options of the lowering, tried in this order where cuBLASLt refuses, each with its description.
+#: Options of the lowering with descriptions, tried in this order until cuBLASLt supports the product.
 _LOWERINGS: tuple[tuple[dict[str, bool], str], ...] = (
     ({}, ""),
-    ({"fuse": False}, "a kernel adds and activates, on a staged product"),
-    ({"fuse": False, "pad_rows": True}, "rows are padded, on a staged product"),
+    ({"fuse": False}, "a kernel applies the epilogue to a staged product"),
+    ({"fuse": False, "pad_rows": True}, "rows are padded, and a kernel applies the epilogue to a staged product"),
 )
 
-#: By plan, the index of the supported lowering, and the refusal of those before; for every executor of the plan.
+#: By plan: the index of the supported lowering, and cuBLASLt's error for the first one.
 _refused: dict[GemmPlan, tuple[int, str]] = {}
 _MOST_REFUSED = 4096
 
@@ -60,7 +60,7 @@ _ITS_ALGORITHM = "an algorithm of cuBLASLt's"
 
 
 class GemmExecutor:
-    """Executes a plan whose result has elements; safe to call from several threads at once."""
+    """Executor of a plan with a non-empty result; safe to call from several threads at once."""
 
     def __init__(self, plan: GemmPlan) -> None:
         self.plan = plan
@@ -90,9 +90,9 @@ class GemmExecutor:
         self.use(arguments, run)
 
     def use(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
-        """Call ``use`` with the first lowering that cuBLASLt supports, which is then the executor's.
+        """Call ``use`` with the first lowering that cuBLASLt supports, and remember it.
 
-        The device is the current one.
+        The device must be current.
         """
         tried: list[CublasLtCall | None] = []
         refusal: UnsupportedError | None = None
@@ -120,18 +120,18 @@ class GemmExecutor:
 
     @property
     def fallback(self) -> str:
-        """Description of the lowering and cuBLASLt's refusal of the plan's own; empty without a refusal."""
+        """Description of the lowering, and cuBLASLt's error for the plan's own; empty if that is supported."""
         return f"{_LOWERINGS[self._lowering][1]}: {self._refusal}" if self._lowering else ""
 
     @property
     def last(self) -> Invocation | None:
-        """The last call of cuBLASLt by this thread, None if there was none."""
+        """The last invocation by this thread, None if there is none."""
         if self._plain is not None:
             return self._plain.last
         return getattr(self._last, "invocation", None)
 
     def lowered(self, arguments: Arguments, lowering: int | None = None) -> _LoweredPlan:
-        """Return the plan lowered for pointers of this alignment, by the executor's lowering or another."""
+        """Return the plan lowered for pointers of this alignment, by the executor's lowering or a given one."""
         bits = arguments.bias.address if arguments.bias is not None else 0
         if self._reads_8_bits:
             bits |= arguments.a.address | arguments.b.address | arguments.out.address
@@ -146,35 +146,35 @@ class GemmExecutor:
 
 class _Term(NamedTuple):
     call: CublasLtCall
-    #: Bytes from the addresses of the first and the second operand.
+    #: Offsets in bytes in the first and the second operand.
     first: int
     second: int
     #: Alpha and beta of a staged product.
     factor: Number
     kept: Number
-    #: By the alignment of the pointers; terms of one length share them.
+    #: By alignment of the pointers; shared by terms of the same length.
     invocations: dict[int, Invocation]
 
 
 class _LoweredPlan:
-    """A plan as calls of cuBLASLt, with the invocations for the alignments seen so far."""
+    """A plan as calls of cuBLASLt, with cached invocations by alignment."""
 
     def __init__(self, plan: GemmPlan, device: int, aligned: bool, lowering: int) -> None:
         self._plan = plan
         call = plan.call
         if call is not None and not (aligned and not lowering):
             call = lower(plan, aligned=aligned, **_LOWERINGS[lowering][0])
-        #: None where the inner dimension is 0.
+        #: None if the inner dimension is 0.
         self.call = call
         self._terms: list[_Term] = []
-        #: None where cuBLASLt reads and writes the caller's arrays.
+        #: None if cuBLASLt reads and writes the caller's arrays directly.
         self._staging: Staging | None = None
-        #: Whether a staged product has run, which loads its kernels.
+        #: Whether a staged product has run before, so that its kernels are loaded.
         self._has_run = False
         self.last: Invocation | None = None
-        #: Allocated together with the staging.
+        #: Workspace that is allocated together with the staging buffer.
         self._workspace_bytes = 0
-        #: Whether only the addresses of two operands and a result vary, and whether these are the caller's.
+        #: is_alone: only the addresses of operands and result vary. is_plain: these are also the caller's arrays.
         self._is_alone = self.is_plain = False
         if call is None or call.staged or call.pack_a or call.pack_b:
             self._staging = Staging(plan, call, device)
@@ -184,7 +184,7 @@ class _LoweredPlan:
         for product in plan.schedule:
             known = by_length.setdefault(_length(call, product), {})
             self._terms.append(_term(call, plan.layout.k, product, known))
-        #: All byte offsets, or-ed.
+        #: Bitwise or of all byte offsets, for alignment.
         self._offset_bits = reduce(or_, chain(*byte_offsets(call)))
         self._fuses_bias = "BIAS" in call.epilogue
         self._swapped = call.swapped
@@ -198,7 +198,7 @@ class _LoweredPlan:
         self.is_plain = self._is_alone and self._staging is None
 
     def run(self, device: int, arguments: Arguments) -> Invocation | None:
-        """Queue the work on the stream of the arguments and return its last call; the device is current."""
+        """Queue the work on the stream of the arguments, and return its last invocation; the device is current."""
         staging = self._staging
         if staging is None:
             return self._multiply(device, arguments, _pointers(arguments))
@@ -218,7 +218,7 @@ class _LoweredPlan:
         return ran
 
     def _check_warm(self, device: int, arguments: Arguments) -> None:
-        """Refuse a captured product that would create something after its packing was queued."""
+        """Raise during a capture if the product would create objects after its packing is queued."""
         if self._terms:
             handles.handle(device, arguments.stream)
         is_warm = self._has_run
@@ -244,7 +244,7 @@ class _LoweredPlan:
     def multiply_alone(
         self, device: int, stream: int, pointers: Pointers, index: int = 0, workspace: Workspace = NO_WORKSPACE
     ) -> Invocation | None:
-        """Queue a product of which only the three addresses vary; return None for the first of its alignment."""
+        """Queue a product of which only the addresses vary; return None if its alignment has no invocation yet."""
         (a, b, d), term = pointers, self._terms[index]
         first, second = (b, a) if self._swapped else (a, b)
         first += term.first
@@ -264,7 +264,7 @@ class _LoweredPlan:
         return self._prepared(arguments, self._aligned_pointers(arguments), self._terms[0])[-1]
 
     def _aligned_pointers(self, arguments: Arguments) -> Pointers:
-        """Return addresses with the alignment of those of the product: temporary memory is fully aligned."""
+        """Return addresses with the alignment of the product's pointers; temporary memory is fully aligned."""
         call, (a, b, d) = self._terms[0].call, _pointers(arguments)
         return 0 if call.pack_a else a, 0 if call.pack_b else b, 0 if call.staged else d
 
@@ -304,7 +304,7 @@ class _LoweredPlan:
         return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
 
     def _prepared(self, arguments: Arguments, pointers: Pointers, term: _Term) -> tuple[int, Operands, Invocation]:
-        """Return the handle, the operands, and the invocation for pointers of their alignment."""
+        """Return the handle, the operands, and the invocation for their alignment."""
         plan, stream = self._plan, arguments.stream
         handle = handles.handle(arguments.a.device.index, stream)
         operands = self._operands(arguments, pointers, term)
@@ -312,7 +312,7 @@ class _LoweredPlan:
         found = term.invocations.get(alignment)
         if found is None:
             runtime.refuse_capture(stream, _ITS_ALGORITHM)
-            # Several threads at once prepare one each, and use the first.
+            # Concurrent threads each prepare one and use the first.
             made = Invocation(
                 term.call, alignment, plan.capabilities.workspace_bytes, operands,
                 lambda x: autotune.choose(x, handle, stream, operands),
@@ -323,7 +323,7 @@ class _LoweredPlan:
 
 
 def _term(whole: CublasLtCall, k: int, product: Product, invocations: dict[int, Invocation]) -> _Term:
-    """Return a product of the schedule of a plan whose inner dimension is ``k``."""
+    """Return a product of the schedule, for a plan with inner dimension ``k``."""
     pack_a, pack_b = whole.pack_a, whole.pack_b
     # The parts of ``a`` are in descending order.
     parts = [
@@ -344,7 +344,7 @@ def _term(whole: CublasLtCall, k: int, product: Product, invocations: dict[int, 
 
 
 def _length(whole: CublasLtCall, product: Product) -> int:
-    """Return the length of a product along the inner dimension, with the padding between its parts."""
+    """Return the length of a product along the inner dimension, including padding between parts."""
     length = product.k_stop - product.k_start
     if product.terms > 1:
         assert whole.pack_a is not None, "operands of several parts are packed"
@@ -357,7 +357,7 @@ def _pointers(arguments: Arguments) -> Pointers:
 
 
 def _scale_pointer(scale: ArrayView | float | None) -> int:
-    """Return the address of a scale in device memory; a number is multiplied into alpha."""
+    """Return the address of a scale in device memory, 0 for a number, which is multiplied into alpha."""
     return scale.address if isinstance(scale, ArrayView) else 0
 
 

@@ -1,7 +1,7 @@
 """Handles of NVIDIA's libraries, one per thread and device, created at first use.
 
-They are never destroyed, which would synchronise the device; the handles of a finished thread are reused. Source: the
-cuBLAS documentation on thread safety.
+They are never destroyed, because that would synchronise the device; the handles of a finished thread are reused.
+Source: the cuBLAS documentation on thread safety.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowprec.errors import DeviceMemoryError
 
 
 class _Lease(dict[int, int]):
-    """The handles of one thread by device, free for other threads when it ends."""
+    """The handles of one thread by device, returned to the pool when the thread ends."""
 
     def __init__(self, free: dict[int, list[int]]) -> None:
         self._free = free
@@ -34,7 +34,7 @@ class _Local(threading.local):
 class HandlePool:
     """Handles of one library; ``create`` returns a new one on the current device.
 
-    There is no lock, since the end of a thread, a signal handler or a fork could find it taken: each step is atomic.
+    There is no lock, which the end of a thread, a signal handler or a fork could find held; all steps are atomic.
     """
 
     def __init__(self, create: Callable[[], int]) -> None:
@@ -45,7 +45,7 @@ class HandlePool:
         self._local = _Local(self._free)
 
     def handle(self, device: int, stream: int = LEGACY_STREAM) -> int:
-        """Return this thread's handle on the current device, ``device``; none is made while ``stream`` is captured."""
+        """Return this thread's handle on ``device``, which is current; none is created during a capture."""
         handles = self._local.handles
         found = handles.get(device)
         return found if found is not None else self._lease(device, stream, handles)
@@ -63,14 +63,14 @@ class HandlePool:
                     found = self._create()
             self.devices[found] = device
         kept = handles.setdefault(device, found)
-        if kept != found:  # a signal handler has made one meanwhile
+        if kept != found:  # a signal handler has created one meanwhile
             self._free[device].append(found)
         return kept
 
 
 _cublas_lt = HandlePool(bindings.create_handle)
 
-#: This thread's cuBLASLt handle on a device, the current one.
+#: Return this thread's cuBLASLt handle on the current device.
 handle = _cublas_lt.handle
 
 

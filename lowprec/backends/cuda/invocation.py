@@ -1,4 +1,4 @@
-"""One prepared ``cublasLtMatmul``: descriptors and algorithm are made once; a warm call is one call of the library."""
+"""A prepared ``cublasLtMatmul``: descriptors and algorithm are created once; a later call is one library call."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lowprec.errors import UnsupportedError
 from lowprec.formats import DType
 from lowprec.planning.calls import CublasLtCall, LtMatrix
 
-#: Larger alignments make no difference.
+#: Largest alignment that matters.
 ALIGNMENT_BYTES = 256
 
-#: Address and bytes of memory for the workspace of a product; a product that needs more allocates its own.
+#: Address and bytes of a workspace; a product that needs more allocates its own.
 Workspace: TypeAlias = tuple[int, int]
 NO_WORKSPACE: Workspace = (0, 0)
 
-#: Attributes of the operation that hold addresses.
+#: Attributes of the operation that are addresses.
 _POINTERS = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
 
 #: ``cublasOperation_t``.
@@ -31,9 +31,9 @@ _OPERATIONS = {"N": 0, "T": 1}
 
 
 class Operands(NamedTuple):
-    """Addresses of the matrices and vectors of a call, in cuBLASLt's order, and its factors.
+    """Addresses of a call in cuBLASLt's order, and its factors.
 
-    ``bias``, ``scale_first`` and ``scale_second`` are 0 where there is none; alpha and beta are numbers.
+    ``bias``, ``scale_first`` and ``scale_second`` are 0 for none; alpha and beta are numbers.
     """
 
     first: int
@@ -48,7 +48,7 @@ class Operands(NamedTuple):
 
     @property
     def attributes(self) -> tuple[int, int, int]:
-        """Pointers that are attributes of the operation, 0 for none."""
+        """Pointers that are attributes of the operation."""
         return self.bias, self.scale_first, self.scale_second
 
 
@@ -70,7 +70,7 @@ class Number(NamedTuple):
 
 def number(value: complex, dtype: DType) -> Number:
     """Return a factor for a call, cached."""
-    # 0.0 and -0.0 are equal, and so are complex numbers that differ in the sign of a zero.
+    # Numbers that differ in the sign of a zero compare equal.
     differ = not value or type(value) is complex
     return _cached_number(value, dtype, repr(value) if differ else "")
 
@@ -86,9 +86,8 @@ def _cached_number(value: complex, dtype: DType, text: str) -> Number:
 class Invocation:
     """A product ready to run on one device, for pointers of one alignment.
 
-    ``operands`` are those of the first call; the search uses their alignment and reads no element. ``choose`` returns
-    the algorithm for this invocation, or None, which raises UnsupportedError. ``describe`` returns the product as text,
-    for errors.
+    ``operands`` are those of the first call, whose alignment the search for algorithms uses. ``choose`` returns the
+    algorithm; None raises UnsupportedError. ``describe`` returns the product as text for errors.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Invocation:
         self._offsets = byte_offsets(call)
         with bindings.translated(lambda: f"prepare {describe()}"):
             self.descriptors = _descriptors(call, operands)
-            #: Descriptors of the operation that no thread is using, with the pointers that are set in them.
+            #: Descriptors of the operation that are not in use by a thread, with the pointers set in them.
             self._idle = [(self.descriptors.operation, operands.attributes)]
             algorithm = choose(self)
             if algorithm is None:
@@ -117,7 +116,7 @@ class Invocation:
         self.use(algorithm)
 
     def use(self, algorithm: Algorithm) -> None:
-        """Run this algorithm from now on."""
+        """Use this algorithm from now on."""
         data = np.frombuffer(algorithm.data, np.uint8).copy()
         self._pointers = self.descriptors.pointers
         self._chosen = (data.ctypes.data, algorithm.workspace_bytes, data)
@@ -126,7 +125,7 @@ class Invocation:
 
     @functools.cached_property
     def info(self) -> AlgorithmInfo:
-        """The properties of the algorithm."""
+        """Properties of the algorithm."""
         return bindings.describe_algorithm(self.algorithm)
 
     def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
@@ -135,8 +134,8 @@ class Invocation:
         alpha, beta = number(operands.alpha, scale_dtype), number(operands.beta, scale_dtype)
         a, b, c, d = operands[:4]
         pointers = [(a + x, b + y, c + z, d + w) for x, y, z, w in self._offsets]
-        # Bias and scales are part of the descriptor, which matmul reads before it returns: until then no other call
-        # uses it. If the call fails, the descriptor is destroyed.
+        # Bias and scales are part of the descriptor, so no other thread may use it until cublasLtMatmul returns. If the
+        # call fails, the descriptor is destroyed.
         attributes = operands.attributes
         try:
             operation, found = self._idle.pop()
@@ -163,7 +162,7 @@ class Invocation:
     ) -> None:
         """Queue calls for these addresses of the first and second operand, c and d.
 
-        ``operation`` is a descriptor that only the caller uses; 0 where it has no pointers as attributes.
+        ``operation`` is a descriptor in use by this thread only; 0 if it has no pointers as attributes.
         """
         algorithm, needed_bytes, _ = self._chosen
         address, nbytes = workspace
@@ -186,10 +185,10 @@ class Invocation:
             raise bindings.translate(error, f"run {self._describe()}") from error
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
-        """Return up to ``count`` algorithms as ranked by cuBLASLt's heuristics, the most promising first."""
+        """Return up to ``count`` algorithms in the order of cuBLASLt's heuristics."""
         schemes = ["COMPUTE_TYPE"]
         if self.call.d.dtype is self.call.scale_dtype:
-            # Sums "in place" are rounded to D's own element type.
+            # "INPLACE" reductions are rounded to D's element type.
             schemes.append("INPLACE")
         wanted = bindings.preference(self.workspace_bytes, self.alignment_bytes, schemes)
         with runtime.relaxed_capture():
@@ -214,13 +213,13 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
         return bindings.matrix_layout(*stored, (call.batch_count, x.batch_stride))
 
     d = layout(call.d)
-    # Without an addend D is passed as C, which is then not read. cuBLASLt 13 refuses one matrix by two descriptors.
+    # Without an addend D is passed as C, which is not read; with one descriptor, because cuBLASLt 13 rejects two.
     c = layout(call.c) if call.c not in (None, call.d) else d
     return MatmulDescriptors(_operation(call, operands), layout(call.first), layout(call.second), c, d)
 
 
 def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the start of each call of cuBLASLt, in bytes of the first, the second, c (d where there is none) and d."""
+    """Return the offsets of each call of cuBLASLt in bytes, in first, second, c (d if there is none) and d."""
     c = call.c or call.d
     sizes = [matrix.dtype.itemsize for matrix in (call.first, call.second, c, call.d)]
     return tuple(

@@ -1,7 +1,7 @@
-"""Third-party modules of the backend, loaded with the first array on a GPU; ``import lowprec`` needs none of them.
+"""Third-party modules of the backend, loaded with the first array on a GPU.
 
-Of cuda.core only the compiler is used. Its streams, events and memory resources are compiled against the driver, so
-tests cannot replace it below them, and its buffers free memory in finalisers, which here call no function of CUDA.
+Only the compiler of cuda.core is used. Its streams, events and memory resources are compiled against the driver, so
+tests cannot replace the driver, and its buffers free memory in finalisers, where lowprec avoids calls of CUDA.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12
 class Libraries(NamedTuple):
     """Modules by purpose.
 
-    ``runtime`` has devices, memory, streams and events; ``core`` compiles kernels; ``driver`` launches them and has the
+    ``runtime``: devices, memory, streams and events. ``core``: compilation of kernels. ``driver``: launches, and the
     current context of each thread.
     """
 
@@ -40,7 +40,7 @@ _loaded: Libraries | None = None
 
 
 def libraries() -> Libraries:
-    """Return the modules; raises BackendError if one is missing, DeviceError without a usable driver or device."""
+    """Return the modules; raise BackendError if one is missing, DeviceError without a usable driver or device."""
     return _loaded if _loaded is not None else _load()
 
 
@@ -60,7 +60,7 @@ def cached(function: Callable[..., _T]) -> functools._lru_cache_wrapper[_T]:
 
 
 def use(replacement: Libraries | None) -> Libraries | None:
-    """Replace NVIDIA's modules, and return those that were in use; None loads them again when they are needed."""
+    """Replace NVIDIA's modules, and return the old ones; None loads them again at the next use."""
     global _loaded
     before, _loaded = _loaded, replacement
     for cache in _caches:
@@ -93,21 +93,21 @@ def _no_device(runtime: Any, status: Any) -> str:
     if status in (errors.cudaSuccess, errors.cudaErrorNoDevice):
         return "no usable NVIDIA GPU: none is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if status == errors.cudaErrorInsufficientDriver:
-        # The version of a missing driver is 0.
+        # A missing driver has version 0.
         driver = _version(runtime.cudaDriverGetVersion())
         wanted = _version(runtime.cudaRuntimeGetVersion())
         if driver is None:
             return "no NVIDIA driver was found; install one (a container must be started with access to the GPUs)"
         return (
-            f"the NVIDIA driver is too old: it supports CUDA {driver}, and the installed packages are for CUDA "
+            f"the NVIDIA driver is too old: it supports CUDA {driver}, but the installed packages are for CUDA "
             f'{wanted}; update the driver, or install packages for it: pip install "lowprec[cuda12]"'
         )
     _, words = runtime.cudaGetErrorString(status)
     text = f"{status.name}: {words.decode() if isinstance(words, bytes) else words}"
     if status == errors.cudaErrorInitializationError:
         return (
-            f"CUDA cannot be initialised ({text}), as in a process forked from one that had used CUDA; start "
-            'processes by multiprocessing\'s "spawn", check nvidia-smi'
+            f"CUDA cannot be initialised ({text}), as in a process forked after CUDA was used; start processes with "
+            'multiprocessing\'s "spawn", or check nvidia-smi'
         )
     return f"the NVIDIA GPUs cannot be used ({text}); check nvidia-smi"
 
@@ -117,12 +117,12 @@ def _version(result: tuple[Any, Any]) -> str | None:
     return f"{number // 1000}.{number % 1000 // 10}" if not int(status) and number else None
 
 
-#: Earlier versions have no FP8 types, and their descriptors lack attributes that are set here.
+#: Earlier versions lack FP8 types and some attributes of descriptors.
 _OLDEST_CUBLAS = 120000
 
 
 def _check_cublas(cublas_lt: Any) -> None:
-    """Load cuBLASLt, which the bindings defer to the first call of a function."""
+    """Load cuBLASLt, which the bindings load at the first call of a function."""
     try:
         version = int(cublas_lt.get_version())
     except Exception as error:

@@ -1,8 +1,8 @@
 """Timing of cuBLASLt's algorithms for one product on the device.
 
-A short product would wait for the host, which takes microseconds to queue it: each measurement is queued behind a
-kernel that spins for twice the host's time, and repeated if that was too short. Operands would be in the L2 cache: the
-runs rotate over copies that are together larger than the cache.
+The host takes microseconds to queue a product, during which a short product would leave the device idle. So each
+measurement is queued behind a kernel that spins for twice the host's time, and repeated if that was too short. To keep
+operands out of the L2 cache, the runs rotate over copies that are together larger than the cache.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.runtime import call
 from lowprec.errors import DeviceMemoryError, LowprecError
 
-#: Unused events by the runtime, which tests replace, and the device.
+#: Unused events by runtime module, which tests replace, and device.
 _idle: dict[tuple[Any, int], list[Any]] = {}
 
 
 class EventStopwatch:
-    """Two events around a product, the first of them recorded now, on the current device.
+    """Two events around a product; the first is recorded now, on the current device.
 
-    They are reused once this object is destroyed. A product that is captured into a CUDA graph does not run, so it has
-    no events and no time.
+    The events are reused after this object is destroyed. A product that is captured into a CUDA graph does not run and
+    has no time.
     """
 
     __slots__ = ("_device", "_events", "_idle", "stream")
@@ -45,7 +45,7 @@ class EventStopwatch:
             self._record()
 
     def _record(self) -> None:
-        # The caller's device need not be the array's, and stream 1 is the default one of the current device.
+        # The current device may not be the array's, and stream 1 is the default stream of the current device.
         with runtime.on_device(self._device):
             try:
                 event = self._idle.pop()
@@ -60,13 +60,13 @@ class EventStopwatch:
             self._record()
 
     def abandon(self) -> None:
-        """Release the events."""
+        """Discard the measurement."""
         events, self._events = self._events, []
         self._idle.extend(events)
 
     @property
     def has_begun(self) -> bool:
-        """Whether the device has reached the product."""
+        """Whether the device has started the product."""
         with runtime.relaxed_capture():
             return runtime.event_is_done(self._events[0])
 
@@ -82,24 +82,24 @@ class EventStopwatch:
         self.abandon()
 
 
-#: Rounds of all candidates, and of the fastest against the first choice.
+#: Rounds with all candidates, and with the fastest and the first choice.
 _ROUNDS, _FINAL_ROUNDS = 5, 15
-#: Shortest measurement, so that the resolution of events (half a microsecond) does not matter.
+#: Shortest measurement, long enough for the resolution of events (half a microsecond).
 _MEASUREMENT_MS = 0.2
 _MAX_REPEATS = 200
-#: Relative gain for which the first choice is replaced.
+#: Least relative gain over the first choice.
 _MARGIN = 0.01
 
-#: First estimate of the host's time for one product; spinning time over the host's, per attempt; longest spin.
+#: Initial estimate of the host's time per product; factors of the spinning time in each attempt; longest spin.
 _HOST_MS = 0.01
 _LONGER = (2, 4, 8)
 _MOST_SPIN_MS = 20.0
-#: Where the driver does not report the clock.
+#: Clock if the driver does not report it.
 _CLOCK_KHZ = 2_000_000
-#: Size of all copies of the operands over that of the L2 cache.
+#: Total size of the copies of the operands, in sizes of the L2 cache.
 _CACHES = 2
 
-#: Called with the number of measurements done, and that of all.
+#: Called with the number of finished measurements and their total number.
 Progress: TypeAlias = Callable[[int, int], None]
 
 
@@ -119,7 +119,7 @@ class Measured:
 
 
 class Contest:
-    """Measures algorithms of one product in turn; ``turns`` yields the operands of each run."""
+    """Measures algorithms of one product in turns; ``turns`` yields the operands of each run."""
 
     def __init__(self, invocation: Invocation, handle: int, stream: int, turns: Iterator[Operands]) -> None:
         self._invocation, self._handle, self._stream = invocation, handle, stream
@@ -130,17 +130,17 @@ class Contest:
         self._host_ms = _HOST_MS
 
     def results(self, found: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
-        """Return the algorithms that run, the chosen one first and the others by their time.
+        """Return the algorithms that run, the chosen one first and the others by time.
 
         Raises the first one's error if none runs.
         """
-        self._spin(self._stream, 0)  # compiles it here, so that its error is not a candidate's
+        self._spin(self._stream, 0)  # compile the kernel here, so that an error is not attributed to a candidate
         candidates: list[Measured] = []
         errors: list[LowprecError] = []
         for rank, algorithm in enumerate(found):
             candidate = Measured(rank, algorithm)
             try:
-                self._attempt(candidate, 0)  # loads the kernel, and waits for it
+                self._attempt(candidate, 0)  # load the kernel
                 self._host_ms = _HOST_MS
                 once = self._measure(candidate)
             except LowprecError as error:
@@ -164,7 +164,7 @@ class Contest:
         return tuple(candidates)
 
     def _wins(self, best: Measured, first: Measured) -> bool:
-        """Whether the best is also faster in a second comparison with the first choice."""
+        """Whether the best algorithm also wins a second comparison with the first choice."""
         times = [(self._measure(first), self._measure(best)) for _ in range(_FINAL_ROUNDS)]
         old, new = (statistics.median(x) for x in zip(*times, strict=True))
         return bool(new < old * (1 - _MARGIN))
@@ -192,16 +192,16 @@ class Contest:
 
 
 class _Offsets(NamedTuple):
-    pointer: int  # from the start of the set
-    lowest: int  # of the first byte from the pointer
+    pointer: int  # offset of the address from the start of the set
+    lowest: int  # offset of the first byte from the address
     nbytes: int
 
 
 @contextlib.contextmanager
 def rotated(invocation: Invocation, operands: Operands, device: int, stream: int) -> Iterator[Iterator[Operands]]:
-    """Yield an iterator over copies of ``operands`` with the same alignment; ``operands`` themselves are only read.
+    """Yield an iterator over copies of ``operands`` with the same alignment.
 
-    Where one product's arrays exceed the cache, or memory is short, only D is a copy.
+    If the arrays exceed the cache, or memory is short, only D is copied.
     """
     read = ("first", "second", *(("c",) if operands.beta else ()))
     layout, nbytes = _set_layout(invocation, operands, (*read, "d"))
@@ -219,7 +219,7 @@ def rotated(invocation: Invocation, operands: Operands, device: int, stream: int
             start = first + copy.pointer + copy.lowest
             runtime.copy_async(start, source + copy.lowest, copy.nbytes, stream)
         done = 1
-        while read and done < count:  # twice as many each time
+        while read and done < count:  # double the number of copies
             more = min(done, count - done)
             runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
             done += more
@@ -240,7 +240,7 @@ def _set_layout(invocation: Invocation, operands: Operands, names: tuple[str, ..
     layout, nbytes = {}, 0
     for name in names:
         x = matrices[name]
-        # Calls may begin at negative offsets.
+        # Offsets of calls may be negative.
         starts = [offsets[list(matrices).index(name)] for offsets in call.offsets]
         end = max(starts) + (call.batch_count - 1) * x.batch_stride
         end += (x.cols - 1) * x.leading_dimension + x.rows

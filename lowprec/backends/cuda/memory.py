@@ -1,10 +1,10 @@
-"""Memory and streams of NVIDIA GPUs for results of JAX and temporary buffers: a provider of ``arrays.device_memory``.
+"""Memory and streams of NVIDIA GPUs for temporary buffers and results of JAX; see ``arrays.device_memory``.
 
 Each device has one pool with stream-ordered allocation; allocations during a capture become part of the graph. The call
-that allocated temporary memory frees it in the order of its stream. A result may be in use on streams of other
-libraries: it is freed after a synchronisation of the device, shared by many of them. Finalisers call no function of
-CUDA; they leave a note for the next call. Source: the CUDA Runtime API reference, *Stream Ordered Memory Allocator*,
-*Stream synchronization behavior* and *Event Management*, and the CUDA C++ Programming Guide, *Graph Memory Nodes*.
+that allocated temporary memory frees it on the same stream. A result may be in use on streams of other libraries, so it
+is freed after a synchronisation of the device, together with many others. Finalisers do not call CUDA; they record the
+memory for the next call. Source: the CUDA Runtime API reference, *Stream Ordered Memory Allocator*, *Stream
+synchronization behavior* and *Event Management*, and the CUDA C++ Programming Guide, *Graph Memory Nodes*.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from lowprec.backends.cuda.runtime import call
 from lowprec.backends.cuda.waiting import Waiter
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
 
-#: Unused memory that a device's pool may keep, and the limit of results that wait to be freed: the larger of bytes and
-#: share.
+#: Limit of unused memory in a device's pool, and of results waiting to be freed: the larger of these bytes and this
+#: fraction (1/16) of the device's memory.
 _LIMIT_BYTES = 128 << 20
 _LIMIT_SHARE = 16
 
-#: Results that may wait to be freed, whatever their size.
+#: Largest number of results waiting to be freed.
 _MAX_DEAD = 4096
 
-#: Products of a stream that may hold their operands; the next one waits for the first.
+#: Largest number of products of a stream that keep their operands alive; the next one waits for the first.
 _MAX_KEPT = 64
 
 
 class Block:
-    """Memory of a device for the work of one stream, freed in its order at the end of a ``with`` block.
+    """Memory of a device for the work of one stream, freed on that stream at the end of a ``with`` block.
 
-    Blocks that are finalised otherwise, and those of no pool (``stream`` is None), are noted in ``dead``.
+    Blocks that are finalised otherwise, and those without a pool (``stream`` is None), are recorded in ``dead``.
     """
 
     __slots__ = ("__weakref__", "_dead", "_stream", "address", "nbytes")
@@ -57,11 +57,11 @@ class Block:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._stream is None:
             return
-        address, self.address = self.address, 0  # first, so that it is never freed twice
+        address, self.address = self.address, 0  # first, so that it is not freed twice
         try:
             call("cudaFreeAsync", address, self._stream)
         except BackendError:
-            # Memory of a graph may be another allocation's once the capture has failed.
+            # After a failed capture, memory of the graph may belong to another allocation.
             is_captured = False
             with contextlib.suppress(BackendError):
                 is_captured = runtime.is_capturing(self._stream)
@@ -71,28 +71,28 @@ class Block:
                 raise
 
     def __del__(self) -> None:
-        # May run in any thread, inside any other call, and while the interpreter ends.
+        # May run in any thread, inside any call, and during interpreter exit.
         if self.address:
             self._dead.append((self.address, self.nbytes))
 
 
 class _Pool:
-    """Memory and events of one device, and the objects that its work needs. The device is current in all calls."""
+    """Memory and events of one device, and the objects kept alive for its work. The device is current in all calls."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._limit = max(_LIMIT_BYTES, runtime.properties(device).memory_bytes // _LIMIT_SHARE)
         self._pool = runtime.create_pool(device, self._limit)
-        # A signal handler may allocate, too, in the thread that holds the lock.
+        # Re-entrant, because a signal handler may allocate in the thread that holds the lock.
         self.lock = threading.RLock()
-        #: Addresses and bytes of dead results, as noted by finalisers, and those read from the notes.
+        #: Addresses and bytes of dead results recorded by finalisers, and those already collected from it.
         self._noted: deque[tuple[int, int]] = deque()
         self._dead: list[int] = []
         self._dead_bytes = 0
         self.events: list[Any] = []
-        #: By stream: events, and the objects in use until then.
+        #: By stream: events, and the objects in use until each.
         self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
-        #: Objects in use that have no event yet.
+        #: Objects in use without an event yet.
         self.held: dict[int, Sequence[Any]] = {}
         self._captured: list[Sequence[Any]] = []
         self.stream: int | None = None
@@ -100,30 +100,30 @@ class _Pool:
     # -- memory -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
-        """Return memory; raises DeviceMemoryError if there is too little after all unused memory was freed."""
+        """Return memory; raise DeviceMemoryError if there is too little after unused memory has been freed."""
         pool = self._pool
         if pool is None or not is_temporary:
             if not runtime.is_capturing(stream):
                 self._collect(self._limit)
             elif is_temporary:
                 raise BackendError(
-                    f"cuda:{self._device} allocates no memory in the order of streams (cudaDevAttrMemoryPoolsSupported "
-                    "is 0), so a product that needs temporary memory cannot be captured into a graph there"
+                    f"cuda:{self._device} has no stream-ordered allocation (cudaDevAttrMemoryPoolsSupported is 0), so "
+                    "a product that needs temporary memory cannot be captured into a graph there"
                 )
             else:
-                pool = None  # stream-ordered memory would be the graph's, and freed before the array is
+                pool = None  # stream-ordered memory would belong to the graph, and be freed before the array
         block = Block(nbytes, stream if pool is not None else None, self._noted)
         try:
             block.address = runtime.allocate(nbytes, pool, stream)
         except DeviceMemoryError:
-            if runtime.is_capturing(stream):  # waiting for the device would end the capture
+            if runtime.is_capturing(stream):  # synchronising the device would invalidate the capture
                 raise
             release()
             block.address = runtime.allocate(nbytes, pool, stream)
         return block
 
     def _collect(self, limit: int) -> None:
-        """Wait for the device and free dead results, if they are larger than a limit."""
+        """Wait for the device and free dead results, if they exceed a limit."""
         if limit >= 0 and not self._noted:
             return
         with self.lock:
@@ -134,7 +134,7 @@ class _Pool:
                     self._dead_bytes += nbytes
             if self._dead_bytes <= limit and len(self._dead) <= _MAX_DEAD:
                 return
-            # Results that die from here on may still be in use after the wait.
+            # Results that are recorded from here on may still be in use after the wait.
             (dead, nbytes), self._dead, self._dead_bytes = (self._dead, self._dead_bytes), [], 0
             try:
                 runtime.wait_for_device()
@@ -162,7 +162,7 @@ class _Pool:
         return event
 
     def keep(self, owners: Sequence[Any], stream: int) -> None:
-        """Hold objects that are in :attr:`held` until the queued work of a stream is done."""
+        """Keep objects in :attr:`held` alive until the queued work of a stream is done."""
         if runtime.is_capturing(stream):  # the graph reads them at every launch
             self._captured.append(owners)
             self.held.pop(id(owners), None)
@@ -181,10 +181,10 @@ class _Pool:
         return any(list(self._kept.values()))
 
     def release_finished(self) -> bool:
-        """Release the objects of finished work; return whether more are held."""
+        """Release the objects of finished work; return whether others are kept."""
         if not self._is_keeping():
             return False
-        done = []  # released outside the lock, since that runs other libraries' code
+        done = []  # released outside the lock, because it runs code of other libraries
         with self.lock, runtime.relaxed_capture():
             for queue in list(self._kept.values()):
                 while queue:
@@ -198,7 +198,7 @@ class _Pool:
         return self._is_keeping()
 
     def wait(self) -> None:
-        """Wait for all work that uses held objects, and release them."""
+        """Wait for all work that uses kept objects, and release them."""
         for queue in list(self._kept.values()):
             for event, _ in list(queue):
                 runtime.wait_for_event(event)
@@ -206,7 +206,7 @@ class _Pool:
 
     def release(self) -> None:
         """Free all unused memory."""
-        failed = list(self.held)  # these have no event, as their calls failed
+        failed = list(self.held)  # objects of failed calls have no event
         self.wait()
         self._collect(-1)
         for key in failed:
@@ -217,12 +217,12 @@ class _Pool:
             call("cudaDeviceGraphMemTrim", self._device)
 
 
-#: By the runtime, which tests replace, and the device.
+#: By runtime module, which tests replace, and device.
 _pools: dict[tuple[Any, int], _Pool] = {}
 
 
 def _pool(device: int, stream: int = LEGACY_STREAM) -> _Pool:
-    """Return a device's pool; none is made while the stream is being captured."""
+    """Return a device's pool; none is created while the stream is being captured."""
     key = (libraries().runtime, device)
     found = _pools.get(key)
     if found is None:
@@ -247,19 +247,19 @@ def temporary(nbytes: int, device: int, stream: int) -> Block:
 
 
 def allocate(nbytes: int, device: Device, stream: int) -> Block:
-    """Return new memory for an array, for work on a stream, aligned to 256 bytes or more; also for 0 bytes."""
+    """Return new memory for an array and work on a stream, aligned to 256 bytes or more; also for 0 bytes."""
     with runtime.on_device(device.index):
         return _pool(device.index, stream).allocate(nbytes, stream, is_temporary=False)
 
 
 def own_stream(device: Device) -> int:
-    """Return lowprec's stream of a device, always the same one; it does not wait for the default stream."""
+    """Return lowprec's stream of a device, which does not wait for the default stream."""
     pool = _pool(device.index)
     if pool.stream is None:
         with runtime.on_device(device.index), pool.lock:
             flags = libraries().runtime.cudaStreamNonBlocking
             made = pool.stream or int(call("cudaStreamCreateWithFlags", flags))
-            pool.stream = pool.stream or made  # a signal handler may have made one meanwhile
+            pool.stream = pool.stream or made  # a signal handler may have created one meanwhile
     return pool.stream
 
 
@@ -273,17 +273,17 @@ def order(before: int, after: int, device: Device) -> None:
         try:
             call("cudaStreamWaitEvent", after, event, 0)
         finally:
-            pool.events.append(event)  # free: the wait is for the event as it was recorded
+            pool.events.append(event)  # reusable: the stream waits for the event as recorded before
 
 
 def synchronize(stream: int, device: Device) -> None:
-    """Wait on the host for the queued work of a stream."""
+    """Block the host until the queued work of a stream is done."""
     with runtime.on_device(device.index), runtime.relaxed_capture():
         call("cudaStreamSynchronize", stream)
 
 
 def check_captures(streams: Sequence[int], device: Device) -> None:
-    """Raise a BackendError if work that joins these streams of a device would end a capture."""
+    """Raise BackendError if ordering these streams of a device would invalidate a capture."""
     try:
         runtime.properties(device.index)
     except LowprecError:  # reported by the product; viewing an array needs no device
@@ -293,28 +293,28 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
         ends = len(captured) > 1 or (LEGACY_STREAM in streams and runtime.is_capturing(LEGACY_STREAM))
     if ends:
         raise BackendError(
-            "this would end the capture of a CUDA graph: it joins streams of several libraries, or the legacy "
+            "this would invalidate the capture of a CUDA graph: it orders streams of several libraries, or the legacy "
             "default stream, which are not all being captured; convert the arrays to the library of a before "
-            "capturing, as by torch.from_dlpack(array)"
+            "capturing, for example with torch.from_dlpack(array)"
         )
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
-    """Copy bytes between two addresses of the device, in the order of a stream."""
+    """Queue a copy between two addresses of the device on a stream."""
     if nbytes:
         with runtime.on_device(device.index):
             runtime.copy_async(target, source, nbytes, stream)
 
 
 def hold(owners: Sequence[Any], device: Device) -> None:
-    """Hold objects before work that uses them: an interrupt may come between the work and :func:`keep`."""
+    """Keep objects alive before work that uses them, in case an interrupt prevents the call of :func:`keep`."""
     _pool(device.index).held[id(owners)] = owners
 
 
 def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
-    """Hold objects until the queued work of a stream is done; a thread or a later call releases them.
+    """Keep objects alive until the queued work of a stream is done; a thread or a later call releases them.
 
-    Objects of a captured stream are never released; those of a call that raises, by :func:`release`.
+    Objects of a captured stream are never released, those of a call that raises by :func:`release`.
     """
     hold(owners, device)
     with runtime.on_device(device.index):
@@ -323,7 +323,7 @@ def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
 
 
 def release_finished() -> bool:
-    """Release the objects of finished work; return whether more are held."""
+    """Release the objects of finished work; return whether others are kept."""
     return any(_each(_Pool.release_finished))
 
 
@@ -336,7 +336,7 @@ _waiter = Waiter(release_finished)
 
 
 def _renew_locks() -> None:
-    # In a child of a fork, the thread that held one does not exist.
+    # In a forked child, the thread that held a lock does not exist.
     for pool in _pools.values():
         pool.lock = threading.RLock()
 
@@ -347,7 +347,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Release other libraries' arrays while these libraries are intact."""
+    """Release arrays of other libraries at exit, before these libraries are shut down."""
     _waiter.stop()
     with contextlib.suppress(LowprecError):
         _each(_Pool.wait)

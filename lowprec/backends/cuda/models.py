@@ -1,4 +1,4 @@
-"""Capabilities of GPUs for planning: of a device that is present, or of a model by published figures."""
+"""Capabilities of GPUs for planning: of a device, or of a model by published figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def present(found: DeviceProperties) -> Capabilities:
     peaks: tuple[tuple[str, float], ...] = ()
     model = model_of(found.name)
     if model and found.clock_khz:
-        # Cards of a model differ in clocks and in multiprocessors (PCIe).
+        # Cards of a model differ in clocks and multiprocessors (PCIe).
         here = found.multiprocessors * found.clock_khz / 1e3
         share = here / (model.multiprocessors * model.clock_mhz)
         peaks = tuple((fmt, rate * share) for fmt, rate in model.peak_tflops.items())
@@ -55,7 +55,7 @@ def present(found: DeviceProperties) -> Capabilities:
 
 
 def predicted(device: str) -> Capabilities:
-    """Return the capabilities of a model; raises DeviceError if it is unknown."""
+    """Return the capabilities of a model; raise DeviceError if it is unknown."""
     model, capability = parse_model(device), parse_capability(device)
     stands_for = "" if capability is None else ", for compute capability {}.{}".format(*capability)
     return Capabilities(

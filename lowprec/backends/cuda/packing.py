@@ -1,7 +1,7 @@
-"""Operands packed for cuBLASLt: rounded, scaled, transposed, padded, complex numbers as real ones, all in one pass.
+"""Packing of operands for cuBLASLt in one pass: rounding, scaling, transposition, padding, complex as real numbers.
 
-The kernel of ``kernels/pack.cu`` is selected once per packing by the strides of the source: contiguous columns that are
-aligned (16 bytes at a time), contiguous rows (through tiles), or any; and per call by the alignment of the pointers.
+The kernel of ``kernels/pack.cu`` is selected by the strides of the source (contiguous and aligned columns, 16 bytes at
+a time; contiguous rows, through tiles; or any), and in each call by the alignment of the pointers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lowprec.planning import MatrixStack
 from lowprec.planning.batches import Dimension, coalesce
 from lowprec.planning.calls import ComplexAs
 
-#: Queues the work: addresses of source, destination and exponents (0 without a scale), and a stream.
+#: Queues the work: addresses of source, destination and exponents (0 without scaling), and a stream.
 Packer: TypeAlias = Callable[[int, int, int, int], None]
 
 _THREADS = 256
 _VECTOR_BYTES = 16
-#: Extents of a matrix from which tiles are worth their barriers.
+#: Least extents of a matrix for which tiles are used.
 _TILED = 8
-#: Threads of a block that share a row, at least.
+#: Least number of threads of a block per row.
 _LEAST_ACROSS = 4
 #: Words of a tile each way, and the threads that read and write it.
 _TILE, _TILE_BLOCK, _WORD_BYTES = 32, (32, 8), 4
@@ -38,29 +38,29 @@ _SPAN = 512
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A packing: each matrix and part becomes ``padded_rows`` lines of ``leading_dimension`` elements.
+    """Parameters of a packing: each matrix and part is ``padded_rows`` lines of ``leading_dimension`` elements.
 
-    Row r and column c of the source go to line r and element c, the padding is zero. Numbers are rounded to nearest,
-    ties to even; NaN stays NaN, overflow gives infinity. There is a kernel for all element types of a plan.
+    Row r and column c of the source are written to line r and element c; padding is zero. Numbers are rounded to
+    nearest, ties to even; NaN stays NaN, overflow gives infinity.
     """
 
     source: MatrixStack
     dtype: DType  # of the packed elements
     leading_dimension: int
     padded_rows: int
-    #: Whether row r is multiplied by 2^e (exactly, before it is rounded to float16) so that its largest finite
-    #: magnitude is in [2^14, 2^15); e is written to the exponents, int32, one per row and batch; 0 for a row of zeros.
+    #: Whether row r is multiplied by 2^e (exactly, before rounding to float16) such that its largest finite magnitude
+    #: is in [2^14, 2^15); e is written to the exponents, one int32 per row and batch; 0 for a row of zeros.
     scaled: bool = False
-    #: "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r holds (re, -im)
-    #: and line 2r + 1 holds (im, re); a zero keeps its sign. Real sources have imaginary parts of zero.
+    #: "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r has (re, -im)
+    #: and line 2r + 1 has (im, re); a zero keeps its sign. Real sources have an imaginary part of zero.
     complex_as: ComplexAs = "no"
-    #: Number of parts of each number: the number rounded, then each remainder times 2^part_exponent, rounded; where
-    #: ``summed``, the last part is the sum of the two before it, rounded.
+    #: Number of parts of each number: the rounded number, then each remainder times 2^part_exponent, rounded. With
+    #: ``summed`` the last part is the rounded sum of the two before it.
     parts: int = 1
     part_exponent: int = 0
     summed: bool = False
     as_tf32: bool = False  # float32 numbers are rounded to TF32, ties away from zero
-    side_by_side: bool = False  # the parts of a line are adjacent; else those of a matrix
+    side_by_side: bool = False  # the parts of a line are adjacent; otherwise those of a matrix
     descending: bool = False  # the last part comes first
 
     @property
@@ -95,7 +95,7 @@ def _shape(packing: Packing) -> _Shape:
     dimensions: list[Dimension] = [
         (extent, (stride,)) for extent, stride in zip(source.batch_shape, source.batch_strides, strict=True)
     ]
-    # Without padding the target is contiguous, so the source alone decides which dimensions coalesce.
+    # Without padding the target is contiguous, so dimensions coalesce by the strides of the source.
     if out_rows == rows and packing.parts == 1:
         dimensions = coalesce([*dimensions, (rows, (row_stride,))])
         if out_cols == cols and not packing.scaled and packing.complex_as != "rotated":
@@ -143,7 +143,7 @@ class _PackingLaunch:
         batch_stride = shape.out_cols * parts * lines
         part_step = shape.out_cols * (1 if side_by_side else lines)
         first_part = part_step * (parts - 1) if packing.descending else 0
-        #: Between lines, matrices and parts of the target, in numbers of the source.
+        #: Strides between lines, matrices and parts of the target, in numbers of the source.
         self._steps = (line_stride, batch_stride, -part_step if packing.descending else part_step)
         self._offsets = (
             batch.offsets[0] * self._source_bytes,
@@ -151,7 +151,7 @@ class _PackingLaunch:
             batch.before * shape.rows * _EXPONENT_BYTES,
         )
         self._lines = lines * batch.count
-        #: Computes the exponents, which must be zero, before the kernel that reads them.
+        #: Kernel that computes the exponents (zero before) for the next kernel.
         self.maxima: Launch | None = None
         self._fast: Launch | None
         transposed = 0 < abs(shape.row_stride) < abs(shape.col_stride)
@@ -175,7 +175,7 @@ class _PackingLaunch:
             launch(stream, source, target)
 
     def _launch(self, name: str, wanted: int, block: tuple[int, ...], last: tuple[int, ...]) -> Launch:
-        """Return a kernel with ``last`` after the arguments that all of them have."""
+        """Return a kernel with ``last`` after the common arguments."""
         packing, shape, batch = self._packing, self._shape, self._batch
         definitions: dict[str, str | int] = {
             "SOURCE": ELEMENT[packing.source.dtype],
@@ -199,7 +199,7 @@ class _PackingLaunch:
         return Launch(name, "pack.cu", definitions, self._device, blocks, block, addresses, constants)
 
     def _by_lines(self) -> None:
-        """Adjacent threads take adjacent columns."""
+        """Prepare kernels whose adjacent threads process adjacent columns."""
         shape, batch = self._shape, self._batch
         vector = max(1, _VECTOR_BYTES // min(self._source_bytes, self._out_bytes))
         strides = [shape.row_stride if shape.rows > 1 else 0, *batch.strides[0]]
@@ -226,7 +226,7 @@ class _PackingLaunch:
         self._fast = self._launch(*fast) if regular else None
 
     def _by_tiles(self) -> None:
-        """Adjacent threads read adjacent rows and write adjacent columns."""
+        """Prepare kernels whose adjacent threads read adjacent rows and write adjacent columns."""
         shape, batch = self._shape, self._batch
         source_word = max(_WORD_BYTES, self._source_bytes)
         target_word = max(_WORD_BYTES, self._out_bytes)

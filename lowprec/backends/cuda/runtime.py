@@ -1,7 +1,7 @@
-"""The CUDA runtime, and the driver's contexts, with status codes turned into exceptions.
+"""The CUDA runtime and the driver's contexts, with status codes raised as exceptions.
 
-Single functions are called by name, ``call("cudaEventRecord", event, stream)``. Streams are integers: 1 is the legacy
-default stream. Source: the CUDA Runtime API and Driver API references.
+Functions are called by name: ``call("cudaEventRecord", event, stream)``. Streams are integers; 1 is the legacy default
+stream. Source: the CUDA Runtime API and Driver API references.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MIB = 1 << 20
 
 
 def call(function: str, *arguments: Any) -> Any:
-    """Call a function of the runtime or the driver and return its value, None if it has none."""
+    """Call a function of the runtime or the driver, and return its value or None."""
     found = libraries()
     module = found.runtime if function.startswith("cuda") else found.driver
     status, *values = getattr(module, function)(*arguments)
@@ -32,7 +32,7 @@ def _fail(function: str, status: Any) -> NoReturn:
     runtime, driver = libraries().runtime, libraries().driver
     if function.startswith("cuda"):
         _, text = runtime.cudaGetErrorString(status)
-        runtime.cudaGetLastError()  # clears it, so that other libraries do not report it
+        runtime.cudaGetLastError()  # clear the error, so that other libraries do not report it
     else:
         _, text = driver.cuGetErrorString(status)
     words = text.decode() if isinstance(text, bytes) else str(text)
@@ -40,7 +40,7 @@ def _fail(function: str, status: Any) -> NoReturn:
 
 
 def _restore(function: str, before: Any) -> None:
-    """Restore a setting of the thread, with a second try, since other libraries' work would run under it."""
+    """Restore a setting of the thread, with a second attempt, because it would affect other libraries."""
     try:
         call(function, before)
     except BackendError:
@@ -49,7 +49,7 @@ def _restore(function: str, before: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """Properties of a GPU; ``clock_khz`` is the highest rate of a multiprocessor, 0 if it is not reported."""
+    """Properties of a GPU; ``clock_khz`` is the peak clock of a multiprocessor, 0 if it is not reported."""
 
     index: int
     name: str
@@ -61,10 +61,10 @@ class DeviceProperties:
 
 @cached
 def properties(index: int) -> DeviceProperties:
-    """Return the properties of a device; raises DeviceError if there is no such device."""
+    """Return the properties of a device; raise DeviceError if there is no such device."""
     count = call("cudaGetDeviceCount")
     if not 0 <= index < count:
-        raise DeviceError(f"there is no device cuda:{index}; this process sees {count}")
+        raise DeviceError(f"there is no device cuda:{index}; this process has {count}")
     found = call("cudaGetDeviceProperties", index)
     name = found.name.decode() if isinstance(found.name, bytes) else str(found.name)
     return DeviceProperties(
@@ -84,14 +84,14 @@ def attribute(name: str, index: int) -> int:
 
 
 def driver_version() -> str:
-    """Return the newest version of CUDA that the driver supports."""
+    """Return the latest version of CUDA that the driver supports."""
     version = int(call("cudaDriverGetVersion"))
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def current_device() -> int:
-    """Return the device of this thread's context, -1 where the thread has none yet."""
-    # Called for every product, therefore directly; the next call raises other errors.
+    """Return the device of this thread's context, -1 if it has none yet."""
+    # Called for every product, so without the overhead of `call`; the next call raises other errors.
     status, device = libraries().driver.cuCtxGetDevice()
     return int(device) if status == 0 else -1
 
@@ -103,10 +103,10 @@ def _primary_context(index: int) -> Any:
 
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Make the primary context of a device the current one of this thread during a block.
+    """Make the primary context of a device current in this thread for a ``with`` block.
 
-    All copies of the CUDA runtime in a process use the driver's current context. ``cudaSetDevice`` would create a
-    context on the device that it restores.
+    All copies of the CUDA runtime in a process use the driver's current context. ``cudaSetDevice`` is not used, because
+    restoring the old device would create a context there.
     """
     if current_device() == index:
         yield
@@ -121,7 +121,7 @@ def on_device(index: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Allow calls that are no part of a graph which this or another thread is capturing."""
+    """Allow calls that are not part of a graph while this or another thread is capturing one."""
     relaxed = libraries().runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed
     mode = call("cudaThreadExchangeStreamCaptureMode", relaxed)
     try:
@@ -131,7 +131,7 @@ def relaxed_capture() -> Iterator[None]:
 
 
 def create_pool(device: int, keeps_bytes: int) -> Any:
-    """Return a new pool that keeps this much unused memory; None if the device does not support pools."""
+    """Return a new pool that keeps up to this much unused memory; None if the device does not support pools."""
     runtime = libraries().runtime
     if not attribute("cudaDevAttrMemoryPoolsSupported", device):
         return None
@@ -146,7 +146,7 @@ def create_pool(device: int, keeps_bytes: int) -> Any:
     pool = call("cudaMemPoolCreate", wanted)
     threshold = runtime.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold
     call("cudaMemPoolSetAttribute", pool, threshold, libraries().driver.cuuint64_t(keeps_bytes))
-    # Unlike that of cudaMalloc, memory of a pool is accessible from its own device only by default.
+    # By default, memory of a pool is accessible only from its own device, unlike memory of cudaMalloc.
     allowed = []
     for peer in range(call("cudaGetDeviceCount")):
         if peer != device and call("cudaDeviceCanAccessPeer", peer, device):
@@ -160,8 +160,8 @@ def create_pool(device: int, keeps_bytes: int) -> Any:
 def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
     """Return the address of new memory on the current device, aligned to 256 bytes or more.
 
-    Memory of a pool is for work on a stream, and the graph's if the stream is being captured; memory of no pool is
-    never a graph's.
+    Memory of a pool is for work on a stream, and belongs to the graph if the stream is being captured; memory without a
+    pool never does.
     """
     runtime = libraries().runtime
     if pool is not None:
@@ -172,9 +172,8 @@ def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
     if status == runtime.cudaError_t.cudaErrorMemoryAllocation:
         runtime.cudaGetLastError()
         raise DeviceMemoryError(
-            f"cuda:{current_device()} has no {nbytes / _MIB:.1f} MiB of memory left for lowprec; free some (frameworks "
-            "release their caches with torch.cuda.empty_cache() or "
-            "cupy.get_default_memory_pool().free_all_blocks())"
+            f"cuda:{current_device()} has less than {nbytes / _MIB:.1f} MiB of free memory; free some, for example "
+            "caches of frameworks with torch.cuda.empty_cache() or cupy.get_default_memory_pool().free_all_blocks()"
         )
     if status != 0:
         _fail("cudaMalloc", status)
@@ -182,17 +181,17 @@ def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
 
 
 def free(address: int) -> None:
-    """Free memory that no work uses; memory of no pool after the device has finished all its work."""
+    """Free memory that is not in use; memory without a pool is freed after a synchronisation of the device."""
     with relaxed_capture():
         call("cudaFree", address)
 
 
 def wait_for_device() -> None:
-    """Wait for all work on all streams of the current device, without ending any capture.
+    """Wait for all work on all streams of the current device, without invalidating captures.
 
-    ``cudaDeviceSynchronize`` ends every capture on the device. ``cudaFree`` of memory of ``cudaMalloc`` synchronises
-    all streams, too, and is allowed. Source: the CUDA C++ Programming Guide, *Stream Ordered Memory Allocator*, and
-    ``cudaThreadExchangeStreamCaptureMode`` in the CUDA Runtime API reference.
+    ``cudaDeviceSynchronize`` invalidates every capture on the device. ``cudaFree`` of memory of ``cudaMalloc`` also
+    synchronises all streams, and is allowed. Source: the CUDA C++ Programming Guide, *Stream Ordered Memory Allocator*,
+    and ``cudaThreadExchangeStreamCaptureMode`` in the CUDA Runtime API reference.
     """
     try:
         address = allocate(1)
@@ -204,13 +203,13 @@ def wait_for_device() -> None:
 
 
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Copy bytes, between host and device too, in the order of a stream."""
+    """Queue a copy on a stream, also between host and device."""
     kind = libraries().runtime.cudaMemcpyKind.cudaMemcpyDefault
     call("cudaMemcpyAsync", target, source, nbytes, kind, stream)
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether a stream is being captured; for the legacy default stream, whether its work would end a capture."""
+    """Whether a stream is being captured; for the legacy default stream, whether work would invalidate a capture."""
     runtime = libraries().runtime
     status, found = runtime.cudaStreamIsCapturing(stream)
     if status == runtime.cudaError_t.cudaErrorStreamCaptureImplicit:
@@ -222,11 +221,11 @@ def is_capturing(stream: int) -> bool:
 
 
 def refuse_capture(stream: int, lacking: str) -> None:
-    """Raise BackendError if a stream is being captured; ``lacking`` is forbidden during a capture."""
+    """Raise BackendError if a stream is being captured, during which ``lacking`` cannot be created."""
     if stream != LEGACY_STREAM and is_capturing(stream):
         raise BackendError(
-            f"the product cannot be captured into a CUDA graph yet: it needs {lacking}, which cannot be made during a "
-            "capture; run it once before capturing, in the same thread, with the same arguments and arrays like these"
+            f"the product cannot be captured into a CUDA graph yet: it needs {lacking}, which cannot be created during "
+            "a capture; run it once before capturing, in the same thread, with the same arguments and similar arrays"
         )
 
 

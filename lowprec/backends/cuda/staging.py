@@ -1,4 +1,4 @@
-"""Temporary memory for products that cuBLASLt cannot read or write in place, and the kernels that fill and empty it."""
+"""Temporary memory for products that cuBLASLt cannot read or write in place, and its packing and epilogue."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lowprec.planning.layout import addend_layout
 from lowprec.planning.prepared import kept_modes
 
 _INT32_BYTES = 4
-#: Of the arrays in a block.
+#: Alignment of the arrays in a block.
 _ALIGNMENT_BYTES = 256
 
 
 class KeptPacking(NamedTuple):
-    """A prepared operand, packed: its memory, which begins with the elements, and the exponents, 0 without."""
+    """A packed prepared operand: its memory, which begins with the elements, and the address of exponents or 0."""
 
     block: Any
     exponents: int
@@ -38,16 +38,16 @@ class _Operand(NamedTuple):
 class Staging:
     """The packing of a plan's operands and its epilogue, prepared once for all calls.
 
-    One block of temporary memory holds the packed operands, their exponents and the product. The device is the current
-    one; ``call`` is None where the inner dimension, and the product with it, is 0.
+    One block of temporary memory contains the packed operands, their exponents and the product. The device must be
+    current; ``call`` is None if the inner dimension is 0.
     """
 
     def __init__(self, plan: GemmPlan, call: CublasLtCall | None, device: int) -> None:
         layout = plan.layout
         self._kept_modes = kept_modes(plan)
-        #: Of the block; ``b`` is at its end.
+        #: Sizes of the block, with and without ``b``, which is at its end.
         self.nbytes = self.bytes_without_b = 0
-        #: Starts and bytes of the ranges that are set to zero.
+        #: Starts and sizes of the ranges that are set to zero.
         self._zeros: list[tuple[int, int]] = []
         self._operands: list[_Operand | None] = [None, None]
         self._exponents = [0, 0]
@@ -81,7 +81,7 @@ class Staging:
                 self._recompute = prepare_recomputing(*product, layout.a, layout.b, device)
 
     def _allocate(self, nbytes: int) -> int:
-        """Return the start in the block of an array of so many bytes."""
+        """Reserve ``nbytes`` in the block, and return their start."""
         start = self.nbytes
         self.nbytes += _aligned(nbytes)
         return start
@@ -92,9 +92,10 @@ class Staging:
         return start
 
     def packed_b(self, arguments: Arguments) -> KeptPacking | None:
-        """Return a prepared ``b`` packed with the first product; None where each product packs its own.
+        """Return the packed form of a prepared ``b``; None if each product packs its own.
 
-        Nothing is made during a capture, since it would be the graph's. A packing that a graph reads is never released.
+        It is not created during a capture, because it would belong to the graph. If a graph reads it, it is never
+        released.
         """
         view, operand = arguments.b, self._operands[1]
         if type(view) is not PreparedView or operand is None or view.mode not in self._kept_modes:
@@ -110,7 +111,7 @@ class Staging:
             start = _aligned(operand.nbytes)
             block = memory.allocate(start + exponents, view.device, stream)
             operand.pack(view.address, block.address, block.address + start, stream)
-            memory.synchronize(stream, view.device)  # other streams may read it
+            memory.synchronize(stream, view.device)  # because other streams may read it
             address = block.address + start if exponents else 0
             return PackedOperand(KeptPacking(block, address), start + exponents)
 
@@ -136,7 +137,7 @@ class Staging:
         return pointers[0], pointers[1], product
 
     def apply_epilogue(self, block: int, arguments: Arguments, alpha: complex, packed_b: KeptPacking | None) -> None:
-        """Queue the writing of the result, where the product is staged; ``alpha`` includes the operands' scales."""
+        """Queue the epilogue of a staged product; ``alpha`` includes the operands' scales."""
         if self._write is None or self._product is None:
             return
         if self._recompute is not None:

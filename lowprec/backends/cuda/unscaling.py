@@ -1,4 +1,4 @@
-"""Gradients divided by a loss scale and searched for Inf and NaN in one pass: one kernel per element type."""
+"""Division of gradients by a loss scale and detection of Inf and NaN in one pass, with a kernel per element type."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lowprec.errors import BackendError, DeviceError
 from lowprec.formats import DType
 
 _THREADS = 256
-#: Elements of a block at a time.
+#: Elements per chunk of a block.
 _CHUNK = 1 << 14
 
 
 class Run(NamedTuple):
-    """Contiguous elements: their address, that of the result, which may be the same, and their number."""
+    """Contiguous elements: their address, the address of the result (may be the same), and their number."""
 
     source: int
     target: int
@@ -39,10 +39,10 @@ def is_usable() -> bool:
 def unscale(
     runs: Mapping[DType, Sequence[Run]], inverse: float, device: int, stream: int, upload: Callable[[Any], Any]
 ) -> Any:
-    """Queue a kernel for each element type; return a device array whose first number is 1 if Inf or NaN was found.
+    """Queue a kernel per element type; return a device array whose first number is 1 if Inf or NaN is found.
 
-    Elements, float32, float64 or bfloat16, are multiplied by ``inverse``. ``upload`` copies int64 numbers to a CuPy
-    array in the order of the stream. The array that is returned must be kept until the kernels are done.
+    Elements (float32, float64 or bfloat16) are multiplied by ``inverse``. ``upload`` copies int64 numbers to a CuPy
+    array on the stream. The returned array must be kept alive until the kernels are done.
     """
     numbers = [0]
     begins, totals = [], []

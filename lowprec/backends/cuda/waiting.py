@@ -1,10 +1,10 @@
-"""A thread that releases operands once the work that reads them is done, without another call of lowprec.
+"""A thread that releases operands soon after the work that reads them is done.
 
-A library pays for operands that are held too long: JAX copies where it would have reused a donated array.
+Otherwise they would be kept until the next call of lowprec, and JAX would copy donated arrays instead of reusing them.
 
-The thread polls events. ``cudaLaunchHostFunc`` is unsafe: its function would need the interpreter's lock, whose holder
-may be waiting for the same stream, and may call no function of CUDA, as deleters of other libraries' arrays do.
-``cudaEventSynchronize`` would occupy a core, and keep the event from being reused meanwhile.
+The thread polls events. ``cudaLaunchHostFunc`` is unsafe: its function needs the GIL, whose holder may be waiting for
+the same stream, and must not call CUDA, as deleters of other libraries' arrays do. ``cudaEventSynchronize`` occupies a
+core, and prevents reuse of the event meanwhile.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-#: Between two calls; each pause is twice as long as the one before.
+#: Pauses between two calls: each is twice as long as the previous one.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
 
 
 class Waiter:
-    """Calls ``look`` on its own thread for as long as that returns that more is pending.
+    """Calls ``look`` in a thread until it returns False.
 
-    The thread starts with the first :meth:`wake`; the child of a fork starts its own. Between two calls it holds no
-    lock, so that the interpreter can exit while it runs.
+    The thread starts at the first :meth:`wake`; a forked child starts its own. It holds no lock between two calls, so
+    that the interpreter can exit while it runs.
     """
 
     def __init__(self, look: Callable[[], bool]) -> None:
@@ -35,10 +35,10 @@ class Waiter:
             os.register_at_fork(after_in_child=self._renew)
 
     def _renew(self) -> None:
-        # A signal handler may interrupt :meth:`wake` and call it, too; a SimpleQueue allows that.
+        # A SimpleQueue is re-entrant: a signal handler may interrupt :meth:`wake` and call it.
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._looking = threading.Lock()
-        self._unstarted = [True]  # removed by the thread that starts the waiter
+        self._unstarted = [True]  # removed by the caller that starts the thread
 
     def wake(self) -> None:
         """Start polling."""
@@ -52,13 +52,13 @@ class Waiter:
     def _start(self) -> None:
         try:
             self._unstarted.pop()
-            # Without the locks of the threading module, which a signal handler could find taken.
+            # Without the locks of the threading module, which a signal handler could find held.
             _thread.start_new_thread(self._run, (self._wakes, self._looking))
         except IndexError:  # another thread was faster
             pass
-        except RuntimeError:  # there are too many threads, or the interpreter is exiting
+        except RuntimeError:  # too many threads, or the interpreter is exiting
             self._unstarted.append(True)
-        except BaseException:  # a second thread, if this one runs already, does no harm
+        except BaseException:  # a second thread is harmless
             self._unstarted.append(True)
             raise
 
@@ -74,7 +74,7 @@ class Waiter:
         with looking:
             try:
                 return not self._is_stopped and self._look()
-            except Exception:  # noqa: BLE001 - the next call of lowprec raises the same error
+            except Exception:  # noqa: BLE001 - raised again by the next call of lowprec
                 return False
 
     def stop(self) -> None:

@@ -17,14 +17,14 @@ FORMATS: dict[str, NumberFormat] = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16,
 
 
 class Arithmetic(NamedTuple):
-    """How ``c + a_1 b_1 + ... + a_g b_g`` is computed for one group of ``g`` products.
+    """Computation of ``c + a_1 b_1 + ... + a_g b_g`` for one group of ``g`` products.
 
-    1. The products are exact. The exponent of one is the sum of its factors' exponents, where a subnormal factor has
-       that of the smallest normal number: it is not normalised.
-    2. The nonzero terms, c among them, are aligned to the largest of their exponents, at least ``least_exponent``: bits
-       more than ``fraction_bits`` below it are cut off.
-    3. The remaining sum is exact and rounded toward zero to float32, subnormal numbers included; infinite beyond the
-       largest float32. An exact zero is +0.
+    1. The products are exact. The exponent of a product is the sum of its factors' exponents; a subnormal factor is not
+       normalised and has the exponent of the smallest normal number.
+    2. The nonzero terms, including c, are aligned to their largest exponent, at least ``least_exponent``, and truncated
+       to ``fraction_bits`` below it.
+    3. The sum of these is exact, and rounded toward zero to float32, subnormal numbers included; it is infinite beyond
+       the largest float32. An exact zero is +0.
 
     A NaN in a product or in c, infinities of both signs, and an infinity times zero give the NaN 0x7fffffff.
     """
@@ -36,7 +36,7 @@ class Arithmetic(NamedTuple):
 
 
 def formats_of(architecture: Architecture) -> tuple[str, ...]:
-    """Return the names of the formats that are emulated for an architecture.
+    """Return the names of the emulated formats of an architecture.
 
     Examples
     --------
@@ -48,9 +48,9 @@ def formats_of(architecture: Architecture) -> tuple[str, ...]:
 
 @functools.cache
 def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
-    """Return the arithmetic of an architecture's tensor cores on numbers of a format, by its name.
+    """Return the arithmetic of an architecture's tensor cores for a format, by name.
 
-    Raises UnsupportedError if they do not multiply such numbers.
+    Raises UnsupportedError if they do not support the format.
 
     Examples
     --------
@@ -60,7 +60,7 @@ def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
     model = accumulation(fmt, architecture.capability) if fmt in FORMATS else None
     if model is None:
         raise UnsupportedError(
-            f"the tensor cores of {architecture.label} do not multiply {fmt} numbers; emulated are: "
+            f"the tensor cores of {architecture.label} do not support {fmt}; emulated formats: "
             f"{', '.join(formats_of(architecture))}"
         )
     return Arithmetic(model.group, model.fraction_bits, model.least_exponent, FORMATS[fmt].emin)
@@ -85,7 +85,7 @@ def _kernel(architecture: Architecture, fmt: str) -> KernelRow:
     return NUMPY._replace(
         name=f"{architecture}_{fmt}",
         units=(
-            f"{architecture.label}'s tensor cores, imitated bit by bit: groups of {model.group} products, "
+            f"{architecture.label}'s tensor cores, emulated bit by bit: groups of {model.group} products, "
             f"{model.fraction_bits} fraction bits, rounded toward zero"
         ),
         executor=f"{_BLAS}:prepare",
@@ -93,6 +93,6 @@ def _kernel(architecture: Architecture, fmt: str) -> KernelRow:
         formats=frozenset({fmt}),
         summation=Summation.TENSOR_CORES,
         emulates=architecture,
-        # 512 x 512 x 512 with numba, one thread against one of numpy.matmul.
+        # Measured for 512 x 512 x 512 with numba against numpy.matmul, one thread each.
         cost_per_flop=4.0,
     )

@@ -1,4 +1,4 @@
-"""Blocks of a result with NumPy: the twin for machines without numba."""
+"""Emulation with NumPy, for machines without numba."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import numpy as np
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
 from lowprec.formats import FLOAT32
 
-#: Exponent of a zero, which is never the largest term; the sum of two of them is also below all others.
+#: Exponent of a zero; it, and the sum of two of them, is below all others.
 NOWHERE = -(2**20)
 
-#: A tensor core's result for every NaN.
+#: The NaN that tensor cores return.
 NAN = np.uint32(0x7FFFFFFF)
 
 
 class Operand(NamedTuple):
     """A matrix of numbers of one format."""
 
-    values: Any  # float64; zero where a number is not finite
-    exponents: Any  # int32; ``NOWHERE`` where the value is zero
-    raw: Any  # float32: the numbers as they are
-    is_finite: bool  # whether all are
+    values: Any  # float64; non-finite numbers are zero
+    exponents: Any  # int32; ``NOWHERE`` for zeros
+    raw: Any  # float32: the numbers themselves
+    is_finite: bool  # whether all numbers are finite
 
     @classmethod
     def of(cls, x: Any, emin: int) -> Operand:
-        """Return the operand of a float32 matrix of numbers whose smallest normal exponent is ``emin``."""
+        """Return a float32 matrix of numbers of a format with exponent ``emin`` as an operand."""
         raw = np.array(x, np.float32, order="C")
         finite = np.isfinite(raw)
         values = np.where(finite, raw, 0).astype(np.float64)
@@ -40,7 +40,7 @@ _BEYOND_FLOAT32 = np.int64((1 << 29) - 1)
 
 
 def accumulate(a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic) -> None:
-    """Compute ``c += a @ b`` for a block of c (float32), in place and group by group as a tensor core does."""
+    """Compute ``c += a @ b`` for a block of c (float32) in place, group by group as a tensor core."""
     total = c[rows, columns].astype(np.float64)
     for first in range(0, a.values.shape[1], arithmetic.group):
         inner = slice(first, first + arithmetic.group)
@@ -62,11 +62,11 @@ def _add_group(a: Operand, b: Operand, c: Any, arithmetic: Arithmetic) -> Any:
     largest = np.maximum(exponents.max(axis=1), exponent)
     shift = arithmetic.fraction_bits - np.maximum(largest, arithmetic.least_exponent)
     scale = np.ldexp(1.0, shift)
-    # Integers below 2^33: their sum is exact.
+    # Integers below 2^33, whose sum is exact.
     total = np.trunc(value * scale)
     for i in range(a.values.shape[1]):
         total += np.trunc(a.values[:, i, None] * b.values[i, :] * scale)
-    # Adding +0 leaves no -0 of terms that were cut to nothing.
+    # Adding +0 removes a -0 from terms that were truncated to zero.
     total = _toward_zero(np.ldexp(total + 0.0, -shift))
     special = np.where(finite, 0, c)
     if not (a.is_finite and b.is_finite):

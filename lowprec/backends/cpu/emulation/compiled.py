@@ -1,7 +1,7 @@
-"""Blocks of a result with numba, the fast implementation. Importing this module imports numba and compiles.
+"""Emulation with numba, the fast implementation. Importing this module imports numba and compiles.
 
-A term, aligned and cut, is an integer below 2^27 (products are below 4, and at most 25 fraction bits are kept), so
-that converting to int32 cuts it, and the sum of 17 of them in float64 is exact.
+An aligned and truncated term is an integer below 2^27 (products are below 4, with at most 25 fraction bits). So
+conversion to int32 truncates it, and the sum of 17 terms in float64 is exact.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lowprec.backends.cpu.packed import native  # noqa: F401 - makes numba's tar
 from lowprec.backends.cpu.packed.stored_code import sources_digest
 from lowprec.policy.interrupts import raised_in
 
-# numba compiles constants of a module into the code.
-_LEAST = np.int32(-126)  # of a float32, normal or not
+# Module constants, which numba compiles into the code.
+_LEAST = np.int32(-126)  # least exponent of a float32, normal or subnormal
 _NOWHERE = np.int32(NOWHERE)
 _BIAS = 1023
 _BEYOND_FLOAT32 = np.int64((1 << 29) - 1)
@@ -30,7 +30,7 @@ _SMALLEST_NORMAL = 2.0**-126
 
 @numba.njit(error_model="numpy")
 def _align(total, largest, scale_bits, unscale_bits, fraction_bits, least):
-    """Find the exponents to which c is aligned, as float64 scales, once ``largest`` holds those of the products."""
+    """Compute the exponents of alignment, as float64 scales, from c and the largest exponents of the products."""
     bits = total.view(np.int64)
     for j in range(total.size):
         exponent = max(np.int32(((bits[j] >> 52) & 0x7FF) - _BIAS), _LEAST)
@@ -42,7 +42,7 @@ def _align(total, largest, scale_bits, unscale_bits, fraction_bits, least):
 
 @numba.njit(error_model="numpy")
 def _round(sums, unscale, total, special):
-    """Round the sums of a group toward zero to float32; an overflow is noted in ``special``."""
+    """Round the sums of a group toward zero to float32; overflows are recorded in ``special``."""
     bits = total.view(np.int64)
     for j in range(total.size):
         total[j] = sums[j] * unscale[j]
@@ -62,7 +62,7 @@ def _round(sums, unscale, total, special):
 
 @numba.njit(error_model="numpy")
 def _note_special(a_row, b, first, last, start, special):
-    """Add the products of a group that are not finite, in the order in which the chain meets them."""
+    """Add the non-finite products of a group, in order."""
     for i in range(first, last):
         for j in range(special.size):
             product = np.float64(a_row[i]) * np.float64(b[i, start + j])
@@ -71,7 +71,7 @@ def _note_special(a_row, b, first, last, start, special):
 
 
 def _block_function() -> Any:
-    """Return the function to compile; numba's key of its cache includes the digest that it closes over."""
+    """Return the function to compile; its closure contains a digest, which is part of numba's cache key."""
     sources = sources_digest()
 
     def block(

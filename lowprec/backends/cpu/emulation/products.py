@@ -1,4 +1,4 @@
-"""Products of arrays in the arithmetic of a tensor core: batches, complex numbers, threads."""
+"""Products of arrays by an emulated tensor core: batches, complex numbers, threads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowprec.backends.execution import Executor
 from lowprec.planning import GemmPlan
 from lowprec.policy import environment
 
-#: Rows and columns of a block of the result: 16 rows of 512 columns of b are read from the second-level cache.
+#: Rows and columns of a block of the result; b's part of a block is read from the L2 cache.
 _ROWS, _COLUMNS = 16, 512
 
 _Accumulate = Callable[[Operand, Operand, Any, slice, slice, Arithmetic], None]
@@ -30,7 +30,7 @@ class Emulation(NamedTuple):
 
 
 def __getattr__(name: str) -> Emulation:
-    """Return the emulation that a kernel's row names, such as ``hopper_tf32``."""
+    """Return the emulation of a kernel's row by name, such as ``hopper_tf32``."""
     architecture, _, fmt = name.partition("_")
     if architecture not in [x.value for x in Architecture]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Emulation:
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the executor of a plan whose kernel imitates tensor cores."""
+    """Return the executor of a plan whose kernel emulates tensor cores."""
     return functools.partial(fp32_units.execute, plan)
 
 
@@ -47,7 +47,7 @@ def _multiply_into(model: Arithmetic, a: Any, b: Any, out: Any) -> None:
     if out.dtype.kind != "c":
         out[...] = multiply(a, b, None, model)
         return
-    # One chain for each component: k products, then k more.
+    # One chain of 2k products per component.
     out.real = multiply(-a.imag, b.imag, multiply(a.real, b.real, None, model), model)
     out.imag = multiply(a.imag, b.real, multiply(a.real, b.imag, None, model), model)
 
@@ -81,7 +81,7 @@ def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
     queue = iter(blocks)
 
     def work() -> None:
-        # NumPy's error state belongs to the thread. Taking the next element of a list's iterator is atomic.
+        # NumPy's error state is thread-local. `next` of a list iterator is atomic.
         with np.errstate(all="ignore"):
             for rows, columns in queue:
                 accumulate(x, y, c, rows, columns, model)

@@ -1,7 +1,7 @@
-"""Compiling kernels by numba's private interfaces, which only this file uses.
+"""Compilation of kernels by numba's private interfaces, which only this file uses.
 
-To load one cached function, the public interface (``cfunc(cache=True)``) sets up numba's typing of NumPy, which takes
-0.33 s; the machine code of `stored_code` is linked in milliseconds. If numba changes one of these interfaces,
+The public interface (``cfunc(cache=True)``) takes 0.33 s to load a cached function, because it sets up numba's typing
+of NumPy; the machine code of `stored_code` is linked in milliseconds. If numba changes one of these interfaces,
 `numba_import.fails` reports it before the first product, and products run without kernels.
 """
 
@@ -24,22 +24,22 @@ from lowprec.backends.cpu.cpuinfo import llvm_features
 from lowprec.backends.cpu.packed import stored_code
 from lowprec.util import forking
 
-llvmlite.binding.initialize_native_asmparser()  # LLVM assembles inline assembly itself
+llvmlite.binding.initialize_native_asmparser()  # for inline assembly
 
 if numba.config.CPU_FEATURES is None:
     numba.config.CPU_FEATURES = llvm_features()
 
-# numba makes its target with the first function, under a lock of its own, and then takes the compiler's. A thread that
-# compiles takes them the other way round, so two first uses at once could deadlock.
+# numba creates its target under one lock and then acquires the compiler's lock, while a compiling thread acquires them
+# in the other order: two concurrent first uses could deadlock. So the target is created here, under the second lock.
 with global_compiler_lock:
     _TARGET = cpu_target.target_context
-forking.register_lock(global_compiler_lock)  # a child could not release that of another thread
+forking.register_lock(global_compiler_lock)
 
 compiled_here: list[Any] = []  # the libraries of functions that this process has compiled
 
 
 def _flags() -> compiler.Flags:
-    """Return how functions are compiled: for callers that are native code, too, and without errors of arithmetic."""
+    """Return numba's flags: functions callable from native code, without arithmetic errors."""
     flags = compiler.Flags()
     flags.no_cpython_wrapper = flags.no_cfunc_wrapper = flags.no_compile = flags.nrt = True
     flags.error_model = "numpy"
@@ -49,7 +49,7 @@ def _flags() -> compiler.Flags:
 def inlined(result: Any) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function into the kernels that call it; ``result`` is its return type, integers are 64-bit words.
 
-    ``njit`` would type it for each literal argument and compile it separately, which takes twice the time.
+    ``njit`` would type it for each literal argument and compile it separately, which takes twice as long.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -72,14 +72,14 @@ def inlined(result: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def compile_kernel(function: Callable[..., Any], arity: int) -> int:
-    """Compile a Python function of integers that raises nothing, or load it from disk; return its address."""
+    """Return the address of a function of integers that does not raise, compiled or loaded from disk."""
     with global_compiler_lock:
         name = f"{stored_code.made_of(function)} {arity}"
         return stored_code.address(name, lambda: _machine_code(function, arity))
 
 
 def _machine_code(function: Callable[..., Any], arity: int) -> bytes:
-    """Return an object file with the symbol `stored_code.SYMBOL`, which calls the function and nothing of Python."""
+    """Return an object file with the symbol `stored_code.SYMBOL`, which does not depend on Python."""
     how: Any = (types.intp,) * arity, types.intp, _flags(), {}
     result = compiler.compile_extra(cpu_target.typing_context, _TARGET, function, *how)
     described, library, word = result.fndesc, result.library, ir.IntType(64)
@@ -92,7 +92,7 @@ def _machine_code(function: Callable[..., Any], arity: int) -> bytes:
     _, value = convention.call_function(builder, inner, *signature, outer.args, attrs=("noinline",))
     builder.ret(value)
     library.add_ir_module(module)
-    library.enable_object_caching()  # keeps the machine code that linking makes
+    library.enable_object_caching()  # to read the machine code after linking
     library.finalize()
     compiled_here.append(library)
     return bytes(library._get_compiled_object())

@@ -1,12 +1,11 @@
-"""From a finished block of accumulators to the caller's output.
+"""The epilogue of the packed kernels: from a block of accumulators to the output.
 
 An accumulator block is 32 x 32 float32 (int32 for int8 operands) as four 16 x 16 tiles of 1 KiB:
 top left, top right, bottom left, bottom right. The epilogue computes in float32, in this order,
 
     v = alpha * acc;  v = v + beta * c;  v = v + bias;  v = activation(v)
 
-each operation rounded once, and then rounds `v` to the output's type, once, to nearest even, with
-subnormals and overflow to infinity as the type has them; a NaN stays a NaN.
+each operation rounded once, and then rounds `v` once to the output's type, to nearest even. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def _exp(x):
 
 @inlined(types.float32)
 def _gelu(x):
-    # The limits in _exp would swallow a NaN; the division of x brings it back.
+    # The limits in _exp drop a NaN; dividing x restores it.
     y = gelu.OUTER * (x + gelu.INNER * x * x * x)
     return _MINUS_ZERO if y < gelu.LEAST else x / (_ONE + _exp(-_TWO * y))
 
@@ -110,7 +109,7 @@ def _activate(acc, activation):
     values = carray(_floats(acc), (1024,))
     if activation == J.RELU:
         for i in range(1024):
-            # Written so that a NaN passes.
+            # A comparison that keeps NaN.
             values[i] = np.float32(0) if values[i] < np.float32(0) else values[i]
     else:
         for i in range(1024):
@@ -134,10 +133,10 @@ def _read_row(source, stride, kind, end, target):
 
 @inlined(types.void)
 def _add_array(acc, rows, end, factor, source, row_stride, col_stride, kind, scratch):
-    """Add rows of any kind and strides; columns after their end are added, but never written."""
+    """Add rows of any kind and strides. Columns beyond `end` are added too, but not written."""
     addend = carray(_floats(scratch), (32,))
     for i in range(rows):
-        # The rows of a bias are one row, read once.
+        # A bias has row stride 0 and is read once.
         if i == 0 or row_stride != 0:
             _read_row(source + i * row_stride, col_stride, kind, end, scratch)
         left, right = (carray(_floats(at(acc, i, 0)), (16,)), carray(_floats(at(acc, i, 16)), (16,)))
@@ -202,7 +201,7 @@ def _epilogue_function(kind: int, computes: bool) -> Any:
 def epilogue_kernel(dtype: str, computes: bool) -> int:
     """Return the address of the epilogue that writes `dtype`; without `computes` it only writes.
 
-    Its arguments, `EPILOGUE_ARITY` integers: address of the accumulator block (which it may overwrite), of the job,
+    It takes `EPILOGUE_ARITY` integers: address of the accumulator block (which it may overwrite), address of the job,
     first row, first column, address of 256 bytes of scratch; the last two are those of ``result_rows.writer``.
     """
     return compile_kernel(_epilogue_function(J.KINDS[dtype], computes), EPILOGUE_ARITY)
@@ -212,7 +211,7 @@ def epilogue_kernel(dtype: str, computes: bool) -> int:
 def rows_kernel() -> Any:
     """Return the kernel that applies a job's epilogue to a row-major float32 product.
 
-    Its arguments: addresses of the product, of the job, and of `BLOCK_SCRATCH_BYTES` of memory at a multiple of 64.
+    It takes the addresses of the product, the job, and `BLOCK_SCRATCH_BYTES` of memory at a multiple of 64.
     """
 
     def apply(product, job, acc):

@@ -1,17 +1,17 @@
 """The fields of a GEMM job, an array of 64-bit words that Python passes to the macro-kernel.
 
-Strides are in bytes; `ALPHA` and `BETA` are float64. The counters shared by threads come first, each on a cache line
-of its own.
+Strides are in bytes; `ALPHA` and `BETA` are float64. The counters shared by threads come first, each on its own cache
+line.
 """
 
 from __future__ import annotations
 
 # --- written by the threads ---
 PACK_NEXT = 0  # the next task of the packing phase
-PACK_DONE = 8  # how many of those are complete
+PACK_DONE = 8  # number of completed tasks of the packing phase
 TASK_NEXT = 16  # the next block of the result
-NOT_FINITE = 24  # set when a two-part operand holds an infinity or a NaN
-SUM_NOT_FINITE = 25  # set when a sum of split operands is one
+NOT_FINITE = 24  # set if a two-part operand contains Inf or NaN
+SUM_NOT_FINITE = 25  # set if a sum of split operands is Inf or NaN
 
 # --- set up once ---
 (
@@ -32,32 +32,32 @@ SUM_NOT_FINITE = 25  # set when a sum of split operands is one
 
 WORDS = 96
 
-# STREAM: the result is written past the caches, whole lines at a time; the rest of a row may be kept for the next
-# block, in scratch memory at KEPT_OFFSET.
+# STREAM: the result is written with non-temporal stores of whole cache lines. The incomplete line at the end of a row
+# may be kept for the next block, in scratch memory at KEPT_OFFSET.
 
-# CHUNK_OFFSET: where operands are split, each chunk of k is summed separately, in a scratch block, and added to the
-# sums before it, which are checked for non-finite numbers. Else it is 0.
+# CHUNK_OFFSET: for split operands, the offset of a scratch block in which each chunk of k is summed separately, before
+# it is added to the other sums and checked for non-finite numbers. Otherwise 0.
 
-# A_PACKED: A is short, so all of it is packed before the first task, in PACK_A_TASKS, and each task packs its strips of
-# B, B_TASK_STRIP_BYTES each; 0 where B was prepared. Without it each task packs its strips of A.
+# A_PACKED: set if A is short. All of A is then packed before the first task, in PACK_A_TASKS, and each task packs its
+# strips of B, B_TASK_STRIP_BYTES each (0 if B was prepared). Otherwise each task packs its strips of A.
 
-#: Codes of element types, as `C_KIND` and `BIAS_KIND` hold them.
+#: Codes of element types in `C_KIND` and `BIAS_KIND`.
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}
 
 RELU, GELU = 1, 2
 ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU}
 
-# --- a batch: the words that each of its products changes in a copy of one job ---
+# --- a batch: its products are copies of one job with other addresses ---
 BATCH_NEXT = 0  # the next product; written by the threads
-BATCH_NOT_FINITE = 1  # set when NOT_FINITE or SUM_NOT_FINITE of a product is
+BATCH_NOT_FINITE = 1  # set if NOT_FINITE or SUM_NOT_FINITE of a product is set
 BATCH_JOB, BATCH_COUNT, BATCH_FIELD_A, BATCH_FIELD_B, BATCH_MACRO_KERNEL, BATCH_SCRATCH = range(8, 8 + 6)
-BATCH_TABLE = 14  # the addresses of a, b, out and c for each product
+BATCH_TABLE = 14  # addresses of a, b, out and c of each product
 BATCH_WORDS = 16
 
 #: Bytes of an accumulator block and of the scratch memory of its epilogue.
 BLOCK_SCRATCH_BYTES = 4096 + 256
 
-#: Arguments of a micro-kernel, and the cache lines of the next piece of B that it prefetches in each step: a strip
-#: within eight calls.
+#: Number of arguments of a micro-kernel; cache lines of the next piece of B that it prefetches per step, which is a
+#: strip in eight calls.
 MICRO_ARITY = 6
 PREFETCH_LINES = 4

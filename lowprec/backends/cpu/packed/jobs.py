@@ -1,6 +1,6 @@
 """Jobs of the macro-kernel without addresses and factors: packing, micro-kernel, blocking.
 
-A job follows from types, shapes and strides, so it is made with the plan; a product copies its words.
+A job depends on types, shapes and strides only, so it is created with the plan; a product copies its words.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lowprec.planning.bounds import CHUNK_STEPS
 if TYPE_CHECKING:
     from lowprec.backends.cpu.packed.tile_rows import Scheme
 
-#: A larger result is written past the caches.
+#: Size from which a result is written with non-temporal stores.
 STREAM_BYTES = 1 << 20
 
-# Strides that are a power of two put the same line of every strip into one set of the caches.
+# Padding that avoids power-of-two strides between strips, which would map to the same cache sets.
 _STRIP_PAD = 192
 
 
@@ -38,17 +38,17 @@ class Operand(NamedTuple):
     address: int  # of element (0, 0)
     #: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"`` or, for a result, ``"int32"``.
     dtype: str
-    #: In elements, of either sign; 0 repeats a row or column.
+    #: In elements, also negative; 0 broadcasts a row or column.
     row_stride: int
     col_stride: int
 
     @property
     def transposed(self) -> Operand:
-        """The transpose, in place."""
+        """The transpose, on the same memory."""
         return Operand(self.address, self.dtype, self.col_stride, self.row_stride)
 
     def words(self, at: int) -> dict[int, int]:
-        """Return the strides as words of a job, which follow that of the address."""
+        """Return the strides as words of a job, after the word of the address at ``at``."""
         item = dtype_from_name(self.dtype).itemsize
         return {at + 1: self.row_stride * item, at + 2: self.col_stride * item}
 
@@ -79,9 +79,9 @@ class Kernels(NamedTuple):
     step: int  # elements of k in a step
     parts_a: int
     parts_b: int
-    is_split: bool  # whether a part is the rounded rest of those before
-    sums_chunks: bool  # whether calls of the micro-kernel sum separately, so that bits depend on the chunks of k
-    words: dict[int, int]  # packing and micro-kernel
+    is_split: bool  # whether operands are split into parts
+    sums_chunks: bool  # whether each call of the micro-kernel sums separately, so that bits depend on the chunks of k
+    words: dict[int, int]  # words of a job for packing and micro-kernel
     macro_kernel: int  # its address
     run: Callable[[int, int], int]  # the macro-kernel, for one thread
 
@@ -96,7 +96,7 @@ def _tile_config() -> Any:
     return (ctypes.c_char * 64).from_buffer_copy(config)
 
 
-#: Jobs hold its address alone, so it is never freed.
+#: Never freed, because jobs contain only its address.
 _TILE_CONFIG = _tile_config()
 
 
@@ -106,7 +106,7 @@ def _scheme(dtype: str, rounding: str, storage: str, offset: int) -> Scheme:
         return every[dtype, "offset"]
     of_fp32 = imported("lowprec.backends.cpu.packed.tile_rows:FP32_SCHEMES")
     table = of_fp32 if storage == "float32" else every
-    # A mode may have the parts of another; 16-bit storage is packed as it is in any mode.
+    # Modes may share their parts; 16-bit storage is packed unchanged in any mode.
     made = {r.mode.value: (r.operand_format, r.parts) for r in TABLE}
     alike = [mode for mode, parts in made.items() if parts == made.get(rounding)]
     for name in (rounding, *alike, "exact"):
@@ -120,7 +120,7 @@ def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
         pairs = [(i, j) for i in range(a.parts) for j in range(b.parts)]
         return tuple(sorted(pairs, key=sum, reverse=True))
     found = row(MathMode(rounding))
-    # A part in TF32 is packed as the exact sum of two.
+    # A TF32 part is packed as the exact sum of two bfloat16 parts.
     each = (1, 0) if found.operand_format is TF32 else (0,)
     count = len(each)
     return tuple(
@@ -134,7 +134,7 @@ def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
 
 @lru_cache(maxsize=256)
 def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str, rows: int = 32) -> Kernels:
-    """Return the compiled kernels for these types; the last strip of A has ``rows`` rows."""
+    """Return the compiled kernels for these types, for a last strip of A with ``rows`` rows."""
     from lowprec.backends.cpu.packed import macro_kernel, native, packing
 
     if (a_dtype == "int8") != (micro_kernel.storage == "int8"):
@@ -157,11 +157,11 @@ def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: 
 
 
 class Blocking(NamedTuple):
-    """A job for some number of threads."""
+    """The words of a job for a number of threads, and its memory."""
 
     words: bytes
-    packed_bytes: int  # of packed B, or of packed A where that is packed whole
-    workspace_bytes: int  # of each thread
+    packed_bytes: int  # of packed B, or of packed A if it is short
+    workspace_bytes: int  # per thread
     tasks: int
 
 
@@ -169,18 +169,18 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-#: Strips of A up to which it is packed whole, and each task packs its strips of B: so many, and so many bytes.
+#: Strips up to which A is short and packed whole; strips, and bytes, of B that each task then packs.
 _SHORT_STRIPS, _GROUP_STRIPS, _GROUP_BYTES = 8, 8, 256 << 10
 
 
-#: Most strips of A in a task: larger tasks took 7 % longer at 2048 x 2048 x 2048 on a Zen 4.
+#: Largest number of strips of A in a task: larger tasks took 7 % longer at 2048 x 2048 x 2048 on a Zen 4.
 _MOST_STRIPS = 8
 
 
 def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tuple[int, int]:
-    """Return the strips of A and of B in a task that leave the least work to the busiest thread.
+    """Return the strips of A and of B per task that minimise the work of the busiest thread.
 
-    The cost of a task: one for each block and for packing each strip of A, a quarter for each strip of B.
+    The cost of a task is 1 per block and per packed strip of A, and a quarter per strip of B.
     """
     wanted = 1 if workers == 1 else 2 * workers
 
@@ -203,12 +203,12 @@ class _Sizes(NamedTuple):
     m: int
     n: int
     k: int
-    is_short: bool  # whether A is packed whole, and each task packs its strips of B
+    is_short: bool  # A is packed whole, and each task packs its strips of B
     workers: int
 
 
 def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tuple[dict[int, int], int, int]:
-    """Return the words for the sizes of blocks, and the bytes of the packed operand and of a thread's workspace."""
+    """Return the words of the block sizes, and the bytes of the packed operand and of a thread's workspace."""
     m, n, k, is_short, workers = sizes
     parts_a, parts_b, longest = kernels.parts_a, kernels.parts_b, micro_kernel.chunk_steps
     parts = max(parts_a, parts_b)
@@ -251,7 +251,7 @@ def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tup
         J.TASK_STRIPS_M: task_m, J.TASK_STRIPS_N: task_n,
         J.TASKS_N: tasks_n, J.TASKS: _ceil_div(strips_m, task_m) * tasks_n,
         J.CHUNK_STEPS: chunk,
-        # With several products to a load the second-level cache is fast enough.
+        # With several products per load the L2 cache is fast enough.
         J.INNER_STEPS: micro_kernel.inner_bytes // 2048 if parts_a * parts_b == 1 else chunk,
         J.ACC_OFFSET: acc_offset, J.SCRATCH_OFFSET: scratch_offset, J.KEPT_OFFSET: kept_offset,
         J.CHUNK_OFFSET: chunk_offset if kernels.is_split else 0,
@@ -260,7 +260,7 @@ def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tup
 
 
 def words_of(fields: dict[int, int]) -> bytes:
-    """Return the words of a job, of which the others are 0."""
+    """Return the words of a job with these fields, all others 0."""
     words = (ctypes.c_int64 * J.WORDS)()
     for index, value in fields.items():
         words[index] = value
@@ -268,14 +268,14 @@ def words_of(fields: dict[int, int]) -> bytes:
 
 
 def float_bits(value: float) -> int:
-    """Return a float64 as the word that a job holds."""
+    """Return the bits of a float64 as a word of a job."""
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
 def epilogue_words(
     c: Operand | None, bias: Vector | None, activation: str | None, *, transposed: bool = False
 ) -> dict[int, int]:
-    """Return the words of an epilogue without addresses, with 1 for alpha and 0 for beta."""
+    """Return the words of an epilogue without addresses, with alpha = 1 and beta = 0."""
     words = {J.ALPHA: float_bits(1.0), J.ACTIVATION: J.ACTIVATIONS[activation]}
     if c is not None:
         words |= {**c.words(J.C), J.C_KIND: J.KINDS[c.dtype]}
@@ -288,26 +288,26 @@ def epilogue_words(
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A product of two matrices without its addresses and factors."""
+    """A product of two matrices without addresses and factors."""
 
     micro_kernel: MicroKernel
     kernels: Kernels
     shape: tuple[int, int, int]  # m, n, k
     words: dict[int, int]  # kernels, strides and epilogue
-    checks_a: bool  # whether A is looked at before c, which may be the result, is overwritten
-    #: Whether this is the transpose of the caller's product, whose operands change places.
+    checks_a: bool  # A is checked for Inf and NaN before the result, which may be c, is written
+    #: This is the transposed product, with exchanged operands.
     transposed: bool
-    is_shared: bool  # whether threads share it
-    is_short: bool  # whether A is packed whole, and each task packs its strips of B
-    #: The result is written past the caches if it begins at a multiple of so many bytes; 0 for never.
+    is_shared: bool  # several threads share the product
+    is_short: bool  # A is packed whole, and each task packs its strips of B
+    #: Alignment of the result in bytes that permits non-temporal stores; 0 for never.
     stream_bytes: int
-    #: Columns of the result that are computed at a time, so that packed B stays within `_MOST_PACKED`; 0 for all.
+    #: Columns of the result computed at a time, so that packed B does not exceed `_MOST_PACKED`; 0 for all.
     block_columns: int
     blockings: dict[int, Blocking]  # by number of threads
     blocks: dict[int, Job]  # by number of columns
 
     def block(self, columns: int) -> Job:
-        """Return the job of so many columns, which is kept."""
+        """Return the cached job of so many columns."""
         m, _, k = self.shape
         found = self.blocks.get(columns)
         if found is None:
@@ -315,7 +315,7 @@ class Job:
         return self.blocks.setdefault(columns, found)
 
     def blocking(self, workers: int) -> Blocking:
-        """Return the job for a number of threads, which is kept."""
+        """Return the cached job for a number of threads."""
         sizes = _Sizes(*self.shape, self.is_short, workers)
         words, packed_bytes, workspace_bytes = _blocking(self.micro_kernel, self.kernels, sizes)
         if self.checks_a:
@@ -325,10 +325,10 @@ class Job:
         return self.blockings.setdefault(workers, found)
 
 
-#: Bytes of B that are packed at a time, in strips of 32 columns, one at least.
+#: Bytes of B packed at a time, at least one strip of 32 columns.
 _MOST_PACKED = 32 << 20
 
-#: Columns of B up to which the transposed product is computed.
+#: Number of columns of B up to which the transposed product is computed.
 _NARROW = 16
 
 #: Modes whose operands are split.
@@ -336,7 +336,7 @@ _SPLIT = frozenset(r.mode.value for r in TABLE if r.parts > 1)
 
 
 def _last_rows(micro_kernel: MicroKernel, m: int, rounding: str) -> int:
-    """Return how many rows of the last strip are multiplied; blocks of split operands are looked at whole."""
+    """Return the rows of the last strip that are multiplied; all for split operands, whose blocks are checked whole."""
     rows = m % 32
     if micro_kernel.has_tiles or rounding in _SPLIT or not 0 < rows <= 16:
         return 32
@@ -358,13 +358,13 @@ def job_of(
     activation: str | None = None,
     has_alpha: bool = False,
 ) -> Job:
-    """Return the job of a product of operands whose addresses are ignored; see `run.gemm`."""
+    """Return the job of a product; addresses of the operands are ignored. See `run.gemm`."""
     transposed = out.row_stride == 1 and out.col_stride != 1
-    # Of a narrow B, which is not prepared, the transpose has a short A.
+    # The transpose of a product with a narrow B, which is not prepared, has a short A.
     is_narrow = n <= _NARROW < m and bool(b.row_stride or b.col_stride)
     if not transposed and is_narrow and not micro_kernel.has_tiles and rounding not in _SPLIT:
         transposed = True
-    if transposed:  # its rows are contiguous in the transpose, which is written whole
+    if transposed:  # the rows of the transposed result are contiguous
         a, b, m, n, out = b.transposed, a.transposed, n, m, out.transposed
         c = c and c.transposed
     if len({a.dtype == "int8", b.dtype == "int8", out.dtype == "int32"}) > 1:
@@ -382,7 +382,7 @@ def job_of(
     item = dtype_from_name(out.dtype).itemsize
     strip_bytes = 2048 * kernels.parts_b * _ceil_div(k, kernels.step)
     block = 32 * max(1, _MOST_PACKED // strip_bytes)
-    # Non-finite numbers in B must be found before c, which may be the result, is overwritten.
+    # Non-finite numbers in B must be found before the result, which may be c, is written.
     is_divisible = c is None or kernels.parts_b == 1 or kernels.is_split
     return Job(
         micro_kernel, kernels, (m, n, k), words,
@@ -398,7 +398,7 @@ def job_of(
 
 
 def packing_job(kernels: Kernels, micro_kernel: MicroKernel, n: int, k: int, b: Operand) -> Blocking:
-    """Return a job that packs ``b`` and multiplies nothing."""
+    """Return a job that only packs ``b``."""
     sizes = _Sizes(1, n, k, is_short=False, workers=1)
     words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, sizes)
     made = words_of(kernels.words | words | b.words(J.B) | {J.TASKS: 0})

@@ -1,22 +1,21 @@
 """The macro-kernel: the loops around a micro-kernel, the same for all units.
 
-A micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. Its arguments, `MICRO_ARITY`
+A micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. It takes `MICRO_ARITY`
 integers: packed A, packed B, accumulators (four 16 x 16 tiles of float32 or int32), number of steps (at least 1),
 whether to add to the accumulators, and the address from which to prefetch `PREFETCH_LINES` cache lines of the next
-piece of B for each step and part of B.
+piece of B per step and part of B.
 
-The loops, from the inside:
+The loops, from inside to outside:
 
-- `INNER_STEPS` steps of one strip of B stay in the first-level cache, for all strips of A of the task.
-- `CHUNK_STEPS` steps of `TASK_STRIPS_M` strips of A stay in the second-level cache, for all strips of B of the task.
-- Chunks of k: accumulators are kept in scratch memory as float32, so chunks change no bit. A micro-kernel that sums
-  each call separately (FP32) sums pieces that follow from k alone. Chunks of split operands are summed separately:
-  their length keeps the roundings of several products of parts below those of one product in FP32.
-- Tasks: rectangles of the result, taken by the threads from a shared counter. All threads pack B before the first
-  task; each task packs its strips of A. A short A is packed first instead, and each task packs the strips of B that it
-  alone multiplies.
+- `INNER_STEPS` steps of one strip of B stay in the L1 cache, for all strips of A of the task.
+- `CHUNK_STEPS` steps of `TASK_STRIPS_M` strips of A stay in the L2 cache, for all strips of B of the task.
+- Chunks of k: accumulators are stored as float32 in scratch memory, so chunks do not change the bits. A micro-kernel
+  that sums each call separately (FP32) sums pieces that depend on k only. Chunks of split operands are summed
+  separately, with a length that keeps the roundings of all products of parts below those of one product in FP32.
+- Tasks: rectangles of the result, which threads take from a shared counter. All threads pack B before the first task,
+  and each task packs its strips of A. If A is short, it is packed first instead, and each task packs its strips of B.
 
-The result does not depend on the threads that compute it or on their number.
+The result does not depend on the number of threads or their schedule.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _configure_tiles(builder, config):
 
 
 _release_tiles = instruction("tilerelease")
-#: Makes all streamed writes visible before anything that follows.
+#: Orders non-temporal stores before later ones.
 _fence = instruction("sfence")
 
 _BLOCK = ir.VectorType(F32, 16)
@@ -115,7 +114,7 @@ def _pack_b(job, first_strip, end_strip, first_step, end_step, target, strip_byt
 
 @inlined(types.intp)
 def _pack_shared_b(job, index, scratch):
-    """One task of the packing phase: some strips of B over some steps."""
+    """Run one task of the packing phase: some strips of B over some steps."""
     strips, steps = field(job, J.PACK_B_STRIPS), field(job, J.PACK_B_STEPS)
     groups = -(-field(job, J.STRIPS_N) // strips)
     strip, step = (index % groups) * strips, (index // groups) * steps
@@ -165,7 +164,7 @@ def _packing_phase(job, scratch):
         if flags != 0:
             atomic_store(job + 8 * J.NOT_FINITE, 1)
         atomic_add(job + 8 * J.PACK_DONE, 1)
-    # The others are busy with their last task: a wait of microseconds, unless a thread lost its CPU.
+    # Wait for the last tasks of other threads: microseconds, unless a thread was descheduled.
     spins = 0
     while atomic_load(job + 8 * J.PACK_DONE) < tasks:
         spins += 1
@@ -198,12 +197,12 @@ def _multiply_chunk(
     strip_bytes_a = field(job, J.A_STRIP_BYTES)
     steps, inner = field(job, J.STEPS), field(job, J.INNER_STEPS)
     accumulators = scratch + field(job, J.ACC_OFFSET)
-    # With a single chunk one column of accumulators is enough.
+    # One column of accumulators suffices for a single chunk.
     acc_column = 0 if field(job, J.CHUNK_STEPS) >= steps else (end_m - strip_m) * 4096
-    # A block's epilogue waits until the next block has been multiplied: by then its accumulators
-    # are in memory, and its instructions fill the time in which the other's last sums are made.
+    # The epilogue of a block runs after the next block has been multiplied: its accumulators are then in memory, and
+    # its instructions overlap with the last sums of the next block.
     pending, pending_m, pending_n, kept, place = 0, 0, 0, 0, 0
-    # Separate sums take the whole chunk in one call.
+    # A chunk that is summed separately is one call.
     separate = 0 if step == 0 else field(job, J.CHUNK_OFFSET)
     for n in range(strip_n, end_n):
         b = packed_b + (n - strip_n) * strip_bytes_b - step * step_b
@@ -239,7 +238,7 @@ def _multiply_chunk(
 
 @inlined(types.intp)
 def _task(job, index, scratch):
-    """One rectangle of the result; returns nonzero if A is not finite there."""
+    """Compute one rectangle of the result; return nonzero if A is not finite there."""
     tasks_n = field(job, J.TASKS_N)
     strip_m = (index // tasks_n) * field(job, J.TASK_STRIPS_M)
     strip_n = (index % tasks_n) * field(job, J.TASK_STRIPS_N)
@@ -276,8 +275,8 @@ def _copy_job(source, target):
 def batch_kernel() -> int:
     """Return the address of the kernel that runs the macro-kernel for each product of a batch.
 
-    Its arguments, `MACRO_ARITY` integers: address of the batch, address of the thread's memory, which holds a copy of
-    the job (4096 bytes), packed B, and scratch.
+    It takes `MACRO_ARITY` integers: address of the batch, address of the thread's memory, for a copy of the job (4096
+    bytes), packed B, and scratch.
     """
 
     def share_batch(batch, memory):
@@ -285,7 +284,7 @@ def batch_kernel() -> int:
         scratch, one = memory + field(batch, J.BATCH_SCRATCH), field(batch, J.BATCH_MACRO_KERNEL)
         field_a = 8 * field(batch, J.BATCH_FIELD_A)
         field_b = 8 * field(batch, J.BATCH_FIELD_B)
-        before = 0  # B of the product before, which is packed already
+        before = 0  # B of the previous product, which is packed already
         while True:
             index = atomic_add(batch + 8 * J.BATCH_NEXT, 1)
             if index >= count:
@@ -312,7 +311,7 @@ def batch_kernel() -> int:
 def macro_kernel() -> int:
     """Return the address of the macro-kernel, which each thread of a job calls once.
 
-    Its arguments, `MACRO_ARITY` integers: address of the job, address of the thread's scratch.
+    It takes `MACRO_ARITY` integers: address of the job, address of the thread's scratch.
     """
 
     def share_product(job, scratch):

@@ -1,8 +1,8 @@
-"""Machine-level operations that numba does not offer, as intrinsics for kernels. Importing this module imports numba.
+"""Machine-level operations that numba lacks, as intrinsics for kernels. Importing this module imports numba.
 
 A kernel is a function of integers (addresses, strides in bytes, counts), called through ctypes without the GIL. It
-reads and writes memory by `load` and `store`, without the index checks of arrays, and calls other kernels by function
-pointers (`call`), so that each is compiled once.
+accesses memory by `load` and `store`, without index checks, and calls other kernels by function pointers (`call`), so
+that each is compiled once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pointer(builder: Any, address: Any, pointee: Any) -> Any:
 
 
 def shuffle(builder: Any, a: Any, b: Any, mask: Sequence[int]) -> Any:
-    """Elements of `a` followed by `b`, picked by position."""
+    """Select elements of `a` followed by `b`, by position."""
     return builder.shuffle_vector(a, b, vector(I32, mask))
 
 
@@ -54,10 +54,10 @@ def inline_asm(builder: Any, text: str, constraints: str, result: Any, args: Seq
 
 
 def emitted(result: Any = types.void, *, of: Any = types.intp, literals: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Make an intrinsic of a function that takes LLVM's builder and the arguments of a call.
+    """Turn a function of LLVM's builder and the arguments of a call into an intrinsic.
 
-    ``result`` is its type and ``of`` that of the arguments; those named in ``literals`` must be literals in the calling
-    code, and are passed as Python's numbers.
+    ``result`` is the return type and ``of`` the type of the arguments; those in ``literals`` must be literals in the
+    calling code, and are passed as Python numbers.
     """
 
     def decorate(emit: Any) -> Any:
@@ -111,7 +111,7 @@ def field(builder, words, index):
 
 @emitted(types.intp)
 def lesser(builder, a, b):
-    """Return the lesser of two integers. Python's own is compiled again for each literal."""
+    """Return the lesser of two integers; ``min`` would be compiled for each literal argument."""
     return builder.select(builder.icmp_signed("<", a, b), a, b)
 
 
@@ -142,7 +142,7 @@ def atomic_exchange(builder, address, value):
 
 @emitted(types.intp)
 def exchange_if(builder, address, expected, value):
-    """Write an int64 if it is as expected; return whether it was."""
+    """Write an int64 if it has the expected value; return whether it had."""
     at = pointer(builder, address, I64)
     found = builder.cmpxchg(at, expected, value, "seq_cst", "seq_cst")
     return builder.zext(builder.extract_value(found, 1), I64)
@@ -150,28 +150,28 @@ def exchange_if(builder, address, expected, value):
 
 @emitted(types.intp)
 def atomic_load(builder, address):
-    """Read an int64 that other threads write; their earlier writes are visible as well."""
+    """Read an int64 that other threads write, with acquire semantics."""
     return builder.load_atomic(pointer(builder, address, I64), "acquire", 8)
 
 
 @emitted()
 def atomic_store(builder, address, value):
-    """Write an int64 for other threads to see, after all that was written before."""
+    """Write an int64 that other threads read, with release semantics."""
     builder.store_atomic(value, pointer(builder, address, I64), "release", 8)
 
 
 def instruction(text: str, clobbers: str = "~{memory}") -> Any:
-    """Return a function that is an instruction without operands and result."""
+    """Return a function for an instruction without operands and result."""
     return emitted()(lambda builder: inline_asm(builder, text, clobbers, ir.VoidType(), []))
 
 
-#: For a loop that spins; and ``sched_yield``, as a system call.
+#: The instruction for spin loops, and ``sched_yield`` as a system call.
 pause = instruction("pause")
 yield_cpu = instruction("movl $$24, %eax\nsyscall", "~{rax},~{rcx},~{r11},~{memory},~{flags}")
 
 
 def try_compiler() -> None:
-    """Compile a function with another inlined, which fails if numba lacks an interface that kernels need."""
+    """Compile a test function, which fails if numba lacks an interface that kernels need."""
 
     @inlined(types.intp)
     def same(x):

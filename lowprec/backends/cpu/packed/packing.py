@@ -1,15 +1,15 @@
-"""Packing an operand of any layout into the tiles that a micro-kernel multiplies.
+"""Packing of an operand of any layout into the tiles of a micro-kernel.
 
-An operand is *lanes* (rows of A, columns of B) times *k*. A strip has 32 lanes; a step along k fills a tile row of 64
-bytes: 32 elements of 16 bits, or 64 of 8 bits. A block, 32 lanes of one step, becomes two tiles (lanes 0 to 15 and 16
-to 31) of 16 rows of 64 bytes for each part::
+An operand has *lanes* (rows of A, columns of B) and *k*. A strip has 32 lanes; a step along k fills a tile row of 64
+bytes: 32 elements of 16 bits, or 64 of 8 bits. A block, 32 lanes of one step, is packed into two tiles per part (lanes
+0 to 15 and 16 to 31), each of 16 rows of 64 bytes::
 
     strip -> step -> part -> tile -> 16 rows x 64 bytes
 
-A tile of A has a lane in each row. A tile of B has a dword of k in each row: two (16 bits) or four (8 bits) values of k
-for each of 16 lanes. Each is the other's transpose as a 16 x 16 matrix of dwords. An operand is read *along* k or
-*across* lanes, whichever is contiguous, and transposed in registers where the other layout is needed. Blocks at the
-edge, and operands contiguous in neither direction, are first copied to a zero-padded block.
+A row of a tile of A is one lane. A row of a tile of B is one dword of k (two values of 16 bits, or four of 8 bits) for
+each of 16 lanes. As 16 x 16 matrices of dwords, the two layouts are transposes of each other. An operand is read
+*along* k or *across* lanes, whichever is contiguous, and transposed in registers if the other layout is needed. Blocks
+at the edge, and operands that are contiguous in neither direction, are first copied to a zero-padded block.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 from lowprec.backends.cpu.packed.native import I8, I32, I64, emitted, inline_asm, lesser, load, pointer, store
 from lowprec.backends.cpu.packed.tile_rows import Scheme, pack_row, transpose
 
-#: Bytes of scratch that a packing kernel needs: a padded block and the tiles to be transposed.
+#: Scratch memory of a packing kernel: a padded block, and the tiles to be transposed.
 SCRATCH_BYTES = 16 << 10
 _TILES_AT = 8 << 10
 
 PACK_ARITY = 13
 
-#: Steps by which reading along k is ahead: 32 lanes are more streams than processors prefetch themselves.
+#: Prefetch distance in steps, for reading along k: hardware prefetchers do not follow 32 streams.
 _AHEAD = 4
 
 
@@ -42,7 +42,7 @@ def _pad_function(scheme: Scheme) -> Any:
 
     @inlined(types.void)
     def pad(source, lane_stride, k_stride, lanes, steps, target):
-        """Copy some lanes of some steps to a block of 32 x step, contiguous along k, padded with zeros."""
+        """Copy lanes and steps to a block of 32 x step, contiguous along k, padded with zeros."""
         for lane in range(lanes):
             from_, to = source + lane * lane_stride, target + lane * step * item
             for i in range(steps):
@@ -53,7 +53,7 @@ def _pad_function(scheme: Scheme) -> Any:
 
 @emitted()
 def _copy_line(builder, source, target, count):
-    """Copy so many bytes, 64 at most, and fill up to 64 with zeros; nothing else is read."""
+    """Copy ``count`` bytes, at most 64, and pad them with zeros to 64, without reading beyond them."""
     line, bits = ir.VectorType(I8, 64), ir.VectorType(ir.IntType(1), 64)
     from_, to = (pointer(builder, address, line) for address in (source, target))
     ones, whole = ir.Constant(I64, -1), ir.Constant(I64, 64)
@@ -68,7 +68,7 @@ def _copy_line(builder, source, target, count):
 
 @inlined(types.void)
 def _pad_rows(source, stride, rows, row_bytes, target, target_stride):
-    """Copy rows of contiguous bytes; gaps in the target become zero, or are zero already."""
+    """Copy rows of contiguous bytes to rows padded with zeros."""
     for row in range(rows):
         from_, to = source + row * stride, target + row * target_stride
         for at in range(0, row_bytes, 64):
@@ -136,7 +136,7 @@ def _pack_function(scheme: Scheme) -> Any:
     # fmt: on
         flags = 0
         tiles = scratch + _TILES_AT
-        # Along the lanes memory order is step by step, along k it is strip by strip.
+        # In memory order: strip by strip if k is contiguous, otherwise step by step.
         steps_inner = end_step - first_step if k_stride == item else 1
         for outer in range(first_step, end_step, steps_inner):
             for strip in range(first_strip, end_strip):
@@ -172,8 +172,8 @@ def _pack_function(scheme: Scheme) -> Any:
 def pack_kernel(scheme: Scheme) -> int:
     """Return the address of the packing kernel of a scheme.
 
-    Its arguments, `PACK_ARITY` integers: address, lane stride and k stride in bytes, lanes, k; strips and steps to pack
+    It takes `PACK_ARITY` integers: address, lane stride and k stride in bytes, lanes, k; strips and steps to pack
     (first, end); target and its strip stride in bytes; 1 for the layout of B, 0 for that of A; address of
-    `SCRATCH_BYTES` of scratch. It returns 0, or in two parts another number if a rounded value was not finite.
+    `SCRATCH_BYTES` of scratch. For operands in two parts it returns nonzero if a rounded value is not finite.
     """
     return compile_kernel(_pack_function(scheme), PACK_ARITY)

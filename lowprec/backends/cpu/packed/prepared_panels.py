@@ -1,7 +1,7 @@
-"""The packed panels of a prepared operand, which every product with it multiplies.
+"""The packed panels of a prepared operand.
 
-The layout of packed B depends on k, n, the element types and the micro-kernel: strips of 32 columns, one after the
-other. All matrices of a stack are packed with the first product.
+The layout of packed B, contiguous strips of 32 columns, depends on k, n, the element types and the micro-kernel. All
+matrices of a stack are packed in the first product.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SHARED_FROM = 1 << 20
 
 
 class Panels(NamedTuple):
-    """Matrices of B as a micro-kernel reads them, one after the other."""
+    """Packed matrices of B, one after the other."""
 
-    memory: Any  # their owner, which the operand may release while a product reads it
-    #: Of the first panel of the first, and bytes from each to the next.
+    memory: Any  # owner of the memory, because the operand may release it during a product
+    #: Address of the first matrix, and bytes between matrices.
     address: int
     step: int
-    offsets: Any  # by how many bytes each is behind the first matrix of the operand, ascending
-    finite: tuple[bool, ...]  # whether no value became infinite or NaN, where operands have two parts
-    dtype: str  # in which they were packed
+    offsets: Any  # of the operand's matrices in bytes, ascending
+    finite: tuple[bool, ...]  # for operands in two parts: whether all rounded values are finite
+    dtype: str  # element type when packed
 
     def panels_at(self, offset: int) -> Panels:
         """Return the panels of the matrix at an offset."""
@@ -56,13 +56,13 @@ class PackedAs(NamedTuple):
     component: int = 0  # 0 for the number or its real part, 1 for the imaginary part
 
     def key(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return that by which an operand keeps its panels; its transpose has others."""
+        """Return the cache key of the panels; it differs for the transpose."""
         return (
             self.micro_kernel.name, self.a_dtype, self.b_dtype, self.rounding, self.component, shape, strides,
         )  # fmt: skip
 
 
-#: Returns a matrix in the type in which it is multiplied.
+#: Casts a matrix to the type in which it is multiplied.
 Convert = Callable[[Any, buffers.Workspace], Any]
 
 
@@ -73,7 +73,7 @@ def panels_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Pane
 
 
 def stack_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panels:
-    """Return the panels of a prepared operand, made with the first product."""
+    """Return the panels of a prepared operand, packed in the first product."""
 
     def make() -> PackedOperand:
         made = _pack(packed_as, dict(_matrices(view)), convert)

@@ -1,8 +1,8 @@
-"""Rows of a finished block: rounded to the output's type and written, large results past the caches.
+"""Rounding and writing of the rows of a block; large results with non-temporal stores.
 
-A cache line that is written as a whole need not be read before, which is half of the traffic, and does not displace
-packed operands. Where the rows of a block do not begin with a line, the rest at their end waits for the block to
-the right of it, which the same task computes later. Without AVX-512, such rows go through the caches.
+A non-temporal store of a whole cache line saves reading the line, half of the traffic, and does not evict packed
+operands. If the rows of a block do not begin at a cache line, the incomplete line at their end waits for the block to
+the right, which the same task computes later. Without AVX-512 such rows are written with ordinary stores.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lowprec.backends.cpu.packed.compilation import inlined
 from lowprec.backends.cpu.packed.native import F16, I16, I32, I64, emitted, field, load, pointer, shuffle, store, vector
 from lowprec.backends.cpu.packed.vector_arithmetic import floats_of, narrowed_bfloat16
 
-#: For each strip of rows of results that are written past the caches: the last vector of each row.
+#: Memory for the last vector of each row of a strip, for non-temporal stores.
 KEPT_BYTES = 32 * 64
-#: Where a block is in its task: bits.
+#: Bits for the position of a block in its task.
 LAST, FIRST = 1, 2
 
 FLOAT32, BFLOAT16, FLOAT16, INT32 = (J.KINDS[name] for name in ("float32", "bfloat16", "float16", "int32"))
@@ -53,7 +53,7 @@ def _stream(builder: Any, line: Any, address: Any) -> None:
 
 @emitted(literals=("kind", "stream"))
 def _put_row(builder, source, target, kind, stream):
-    """Write a row of a block, 32 elements in sequence; past the caches if `stream`, then it begins a cache line."""
+    """Write a row of a block, 32 contiguous elements; with `stream` by non-temporal stores, aligned to a cache line."""
     for i, value in enumerate(_converted_row(builder, source, kind)):
         address = builder.add(target, ir.Constant(I64, 64 * i))
         if stream:
@@ -64,9 +64,9 @@ def _put_row(builder, source, target, kind, stream):
 
 @emitted(literals=("kind",))
 def _put_across(builder, source, target, kind, behind, kept):
-    """Write whole cache lines past the caches: the last elements that were `kept`, and all but the last of a row.
+    """Write whole cache lines by non-temporal stores: elements `kept` from the block before, then those of this row.
 
-    `behind` says how many: so many elements before the target a line begins. The row's last vector is kept then.
+    The line begins `behind` elements before the target. The row's last vector is kept for the next block.
     """
     values = _converted_row(builder, source, kind)
     line, item = values[0].type, ITEM_BYTES[kind]
@@ -95,7 +95,7 @@ def _keep(builder, source, kind, kept):
 
 @emitted(literals=("kind",))
 def _put_some(builder, source, target, kind, mask):
-    """Write those of 16 elements in sequence whose bit in `mask` is set."""
+    """Write those of 16 contiguous elements whose bit in `mask` is set."""
     value, some = _converted(builder, source, kind), ir.VectorType(ir.IntType(1), 16)
     at, width = pointer(builder, target, value.type), value.type.element.width
     signature = ir.FunctionType(ir.VoidType(), [value.type, at.type, I32, some])
@@ -117,10 +117,10 @@ def _put_lines_function(kind: int, put_some: Any) -> Any:
 
     @inlined(types.void)
     def put_lines(acc, target, row_stride, rows, end, kept, place):
-        """Write the rows of a block past the caches, in whole lines; rows that cross lines as the module describes."""
+        """Write the rows of a block by non-temporal stores of whole cache lines."""
         for i in range(rows):
             source, to, from_ = at(acc, i, 0), target + i * row_stride, kept + 64 * i
-            # Elements since a line began; and those, as bits, that are left to go through the caches.
+            # Elements since the start of a cache line; mask of the elements for ordinary stores.
             behind, rest = (to & 63) // item, (1 << end) - 1
             if end == 32 and behind == 0:
                 _put_row(source, to, kind, 1)
@@ -147,9 +147,9 @@ def _put_lines_function(kind: int, put_some: Any) -> Any:
 def writer(kind: int) -> Any:
     """Return the function that writes a block to a result of this kind.
 
-    Its arguments: the accumulators, the job, where the first row begins, number of rows, of columns; address of 256
-    bytes of scratch, of the `KEPT_BYTES` that belong to the rows, and whether the block is the `FIRST` or the `LAST` of
-    them in its task.
+    It takes the accumulators, the job, the address of the first row, numbers of rows and columns, the addresses of 256
+    bytes of scratch and of the rows' `KEPT_BYTES`, and whether the block is the `FIRST` or the `LAST` of these rows in
+    its task.
     """
     item = ITEM_BYTES[kind]
     element = "u16" if item == 2 else "u32"

@@ -1,4 +1,4 @@
-"""The epilogue of the packed kernels on the rows of a float32 product that another library has computed."""
+"""The epilogue of the packed kernels, applied to a float32 product of another library."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _KERNELS = "lowprec.backends.cpu.packed.epilogue"
 
 _Words = ctypes.c_int64 * J.WORDS
 
-#: Takes the addresses of product, result, c and bias (0 for none), alpha and beta, and the address of
+#: Function of the addresses of product, result, c and bias (0 for none), alpha, beta, and the address of
 #: `J.BLOCK_SCRATCH_BYTES` of memory at a multiple of 64.
 Epilogue = Callable[[int, int, int, int, float, float, int], None]
 
 
 @functools.cache
 def is_usable() -> bool:
-    """Whether the epilogue can be compiled; without F16C, LLVM aborts, since it finds no conversion of float16."""
+    """Whether the epilogue can be compiled; without F16C, LLVM aborts for lack of a float16 conversion."""
     return "f16c" in cpuinfo.cpu_flags()
 
 
@@ -32,9 +32,9 @@ def epilogue_of(
 ) -> Epilogue:
     """Return the epilogue of m contiguous rows of n numbers; addresses of the operands are ignored.
 
-    Without ``computes`` it only writes them. It requires numba and :func:`is_usable`.
+    Without ``computes`` it only casts and writes. It requires numba and :func:`is_usable`.
     """
-    # Imported once: at the exit of Python nothing can be imported.
+    # Imported here, because imports fail during the exit of Python.
     write: int = imported(f"{_KERNELS}:epilogue_kernel")(out.dtype, computes)
     words = {J.M: m, J.N: n, J.EPILOGUE: write, **out.words(J.OUT)}
     kernel: Callable[[int, int, int], int] = imported(f"{_KERNELS}:rows_kernel")()

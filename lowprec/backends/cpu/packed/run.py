@@ -1,16 +1,15 @@
 """Matrix products by the macro-kernel and a micro-kernel of x86-64 CPUs: any strides, any epilogue.
 
-A product copies the words of its job, sets addresses and factors, and calls the macro-kernel in one thread, in several,
-or for each product of a batch. The threads of a batch take products from a shared counter; a matrix of B that two
-consecutive products share is packed once.
+A product copies the words of its job, sets addresses and factors, and calls the macro-kernel in one or more threads, or
+for each product of a batch. The threads of a batch take products from a shared counter; if two consecutive products
+share a matrix of B, it is packed once.
 
-A float16 or TF32 value has 11 significant bits and is the exact sum of two bfloat16 values, so on units for bfloat16
-`fp16`, `tf32` and float16 storage run as four bfloat16 products that share one accumulator. So do all products of the
-parts into which a mode such as `bf16x6` splits the operands: three, six or nine, and four for each of TF32 parts.
+A float16 or TF32 value has 11 significant bits and is the exact sum of two bfloat16 values, so on bfloat16 units
+`fp16`, `tf32` and float16 storage run as four bfloat16 products that share one accumulator. So do the products of parts
+of a mode such as `bf16x6`: three, six or nine products, or four for each product of TF32 parts.
 
-Sums are rounded to nearest even, whatever the processor's rounding mode, and the result does not depend on the number
-of threads. ``TDPBF16PS`` and the conversion to bfloat16 flush subnormal numbers to zero; `planning.bounds` has the
-bounds.
+Sums are rounded to nearest even in any rounding mode of the processor, and the result does not depend on the number of
+threads. ``TDPBF16PS`` and the conversion to bfloat16 flush subnormal numbers to zero. Bounds: `planning.bounds`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Words = ctypes.c_int64 * J.WORDS
 _BatchWords = ctypes.c_int64 * J.BATCH_WORDS
 _JOB_BYTES = 4096
 
-#: Returns the panels of a prepared ``b``; None where the product packs it.
+#: Returns the panels of a prepared ``b``; None if the product packs it.
 FindPanels = Callable[[PreparedView], "Panels | None"]
 
 
@@ -58,16 +57,15 @@ def gemm(
 ) -> bool:
     """Compute ``out = activation(alpha * a @ b + beta * c + bias)``; see `lowprec.matmul`.
 
-    ``a`` (m, k) and ``b`` (k, n), of positive extents, are float32, bfloat16 or float16 in any combination, or both
-    int8, which take no epilogue. ``out`` is float32, bfloat16 or float16, or int32 for int8; it may be ``c``, element
-    by element. ``rounding`` of float32 operands: "bf16", "tf32", "fp16" (digits of float16, without its range), or the
-    parts of "bf16x3", "bf16x6", "bf16x9" or "tf32x3"; "exact" on FP32 units and for operands of 16 or 8 bits.
-    ``panels`` replace the elements of ``b``; then the columns of ``out`` must not be contiguous, unless its rows are.
+    ``a`` (m, k) and ``b`` (k, n), with positive extents, are float32, bfloat16 or float16 in any combination, or both
+    int8 (without epilogue). ``out`` is float32, bfloat16 or float16, or int32 for int8; it may be ``c`` itself.
+    ``rounding`` of float32 operands is "bf16", "tf32", "fp16" (digits of float16, without its range), or the parts of
+    "bf16x3", "bf16x6", "bf16x9" or "tf32x3"; "exact" on FP32 units and for 16- or 8-bit operands. ``panels`` replace
+    the elements of ``b``; then the columns of ``out`` must not be contiguous, unless its rows are.
 
-    Returns False if an operand in two parts holds a value that is not finite after rounding: ``c`` is unchanged then,
-    and without ``c`` the contents of ``out`` are undefined. It also returns False if operands were split and a sum is
-    not finite: all is computed, and these elements are NaN or infinite before alpha, c, bias and activation. Raises
-    ValueError for types that do not go together.
+    Returns False if an operand in two parts has a non-finite value after rounding: ``c`` is then unchanged, and without
+    ``c`` the contents of ``out`` are undefined. Also returns False if operands are split and a sum is not finite: the
+    result is complete, with NaN or Inf in these elements. Raises ValueError for unsupported types.
     """
     (m, k), n = a.shape, b.shape[1]
     x, to, other = operand_of(a), operand_of(out), operand_of(c) if beta else None
@@ -87,7 +85,7 @@ def gemm(
 
 
 def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: int = 0) -> bool:
-    """Run a job; return whether it is done, as :func:`gemm`. ``packed_b`` is the address of panels, 0 for none."""
+    """Run a job with the result of :func:`gemm`. ``packed_b`` is the address of packed panels, 0 for none."""
     a, b, out, c, bias, alpha, beta = arguments[:7]
     if find is not None and type(b) is PreparedView:
         panels = find(b)
@@ -112,7 +110,7 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
     if job.stream_bytes and not to % job.stream_bytes:
         words[J.STREAM] = 1
     if packed_b:
-        assert not job.transposed, "panels of b are no panels of its transpose"
+        assert not job.transposed, "the panels of b are not those of its transpose"
         words[J.PACK_TASKS] -= words[J.PACK_B_TASKS]
         words[J.PACK_B_TASKS] = words[J.B_TASK_STRIP_BYTES] = 0
         packed_bytes *= job.is_short
@@ -148,7 +146,7 @@ def _execute_blocks(job: Job, arguments: Arguments) -> bool:
     return done
 
 
-#: Multiplications from which threads share each product of a batch, and not the batch.
+#: Multiplications per product from which threads share each product of a batch instead of the batch.
 _LARGE = 1 << 25
 
 
@@ -156,10 +154,10 @@ class Batch(NamedTuple):
     """The matrices of a batch."""
 
     matrices: stacks.Matrices  # of a, b, out and c
-    #: Shape (count, 4), in bytes; None where they are not kept.
+    #: Precomputed offsets in bytes, shape (count, 4), or None.
     offsets: Any
     batch_count: int
-    is_shared: bool  # whether waking a thread pays
+    is_shared: bool  # whether several threads are used
 
 
 def prepare(
@@ -169,7 +167,7 @@ def prepare(
     problem: GemmProblem | None = None,
     find: FindPanels | None = None,
 ) -> functools.partial[Any] | None:
-    """Return the function that runs the products of a layout and returns whether they are done; see :func:`gemm`.
+    """Return the function that runs the products of a layout, with the result of :func:`gemm`.
 
     It is None for a batch of products that are each large enough for several threads.
     """
@@ -185,7 +183,7 @@ def prepare(
         micro_kernel, layout.m, layout.n, layout.k, a, b, out, rounding,
         None if c is None else matrix_of(c), bias, activation, has_alpha,
     )  # fmt: skip
-    if job.transposed:  # panels of b are no panels of its transpose
+    if job.transposed:  # the panels of b are not those of its transpose
         find = None
     count = layout.batch_count
     if count == 1:
@@ -201,7 +199,7 @@ def prepare(
 
 
 def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, MatrixStack | None]:
-    """Return a layout, collapsed only if the addend can be, and the matrices of that."""
+    """Return a layout, collapsed only if the addend can be collapsed too, and the addend's matrices."""
     if problem.c is None or not problem.has_beta:
         return layout, None
     c = addend_layout(problem.c, problem.a, problem.b, layout)
@@ -212,7 +210,7 @@ def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, 
 
 
 def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Arguments) -> bool:
-    """Run the products of a plan, each by one thread; return whether all are done."""
+    """Run the products of a batch, each in one thread; return whether all are complete."""
     panels = None
     if find is not None and type(arguments.b) is PreparedView:
         panels = find(arguments.b)
@@ -232,7 +230,7 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
     of_batch[J.BATCH_FIELD_A], of_batch[J.BATCH_FIELD_B] = a, b
     of_batch[J.BATCH_SCRATCH] = _JOB_BYTES + blocking.packed_bytes
     if panels is not None:
-        # No product packs then: each has the b, none at all, that the one before had.
+        # No product packs: all have the same b, the null address.
         table[:, 1] = panels.addresses(table[:, 1] - arguments.b.address)
         of_batch[J.BATCH_FIELD_B] = J.B_PACKED
     nbytes = _JOB_BYTES + blocking.packed_bytes + blocking.workspace_bytes

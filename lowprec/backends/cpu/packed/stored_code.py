@@ -1,6 +1,6 @@
-"""Machine code of kernels, stored on disk and linked into the process by LLVM in milliseconds.
+"""Machine code of kernels: stored on disk, linked into the process by LLVM in milliseconds.
 
-An object file has no external references. Its name is a digest of the processor and of the versions that made it.
+An object file has no external references. Its name is a digest of processor, versions and source.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lowprec.backends import disk
 #: The function of an object file.
 SYMBOL = "lowprec_kernel"
 
-#: Of each kernel: the owner of its code, and its address.
+#: Owner and address of the code of each kernel.
 _loaded: dict[str, tuple[Any, int]] = {}
 
 
 def made_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function and all that it closes over; an inline function is named so, too."""
+    """Return an identifier of a function: its name and the values in its closure."""
     names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     made_of = [f"{name}={cell.cell_contents!r}" for name, cell in names]
     found = " ".join([function.__module__, function.__qualname__, *made_of])
@@ -35,12 +35,12 @@ def made_of(function: Callable[..., Any]) -> str:
 
 
 def address(name: str, compile_: Callable[[], bytes]) -> int:
-    """Return the address of a kernel; one thread at a time. ``name`` is all that it is made of."""
+    """Return the address of a kernel, compiled if it is not cached; ``name`` identifies its source. Not thread-safe."""
     if name not in _loaded:
         made_of = hashlib.sha256(f"{_maker()} {name}".encode())
         file = f"kernels/{made_of.hexdigest()[:32]}.o"
         data = disk.read_bytes(file)
-        # Before the code its digest, and that of its name, by which a damaged or exchanged file is noticed.
+        # A digest of code and name precedes the code, to detect damaged or exchanged files.
         code = b"" if data is None else data[32:]
         if data is None or data[:32] != hashlib.sha256(made_of.digest() + code).digest():
             if data is not None:
@@ -53,13 +53,13 @@ def address(name: str, compile_: Callable[[], bytes]) -> int:
 
 _PACKAGE = Path(__file__).parents[3]
 
-#: Sources outside ``backends/cpu`` that kernels are compiled from, or take constants from.
+#: Sources outside ``backends/cpu`` that determine kernels.
 _OTHER_SOURCES = ("formats.py", "modes.py", "planning/bounds.py")
 
 
 @functools.cache
 def sources_digest(package: Path = _PACKAGE) -> str:
-    """Return a digest of all sources that kernels are compiled from, part of the key of each cached function."""
+    """Return a digest of all sources that determine kernels, part of the key of each cached function."""
     files = sorted((package / "backends" / "cpu").rglob("*.py"))
     digest = hashlib.sha256()
     for file in (*files, *(package / name for name in _OTHER_SOURCES)):
@@ -69,7 +69,7 @@ def sources_digest(package: Path = _PACKAGE) -> str:
 
 @functools.cache
 def _maker() -> str:
-    """Return all that determines a function's machine code."""
+    """Return everything besides a function's source that determines its machine code."""
     config, binding = numba.config, llvmlite.binding
     cpu = config.CPU_NAME or binding.get_host_cpu_name()
     features = config.CPU_FEATURES

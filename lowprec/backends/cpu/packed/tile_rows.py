@@ -1,8 +1,8 @@
-"""One tile row: runs of 16 elements, rounded, split and interleaved as a micro-kernel reads them.
+"""Packing of one tile row: runs of 16 elements, rounded, split and interleaved.
 
-The high part of a pair is the value *truncated* to bfloat16, since rounding could carry into an infinity. Inf and NaN
-would meet zero parts of the other operand, so packing in two parts reports values that are not finite after rounding.
-Parts of a mode such as ``bf16x3`` turn the affected elements of the result into NaN instead.
+The high one of two bfloat16 parts is the value *truncated*, because rounding could overflow to infinity. Inf and NaN
+times a zero part of the other operand would give NaN, so packing in two parts reports non-finite rounded values. The
+parts of a mode such as ``bf16x3`` give NaN in the affected elements of the result instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lowprec.backends.cpu.packed.vector_arithmetic import (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How one kind of operand is packed."""
+    """Packing scheme for a storage type and a rounding."""
 
     index: int
     storage: str
@@ -39,7 +39,7 @@ class Scheme:
 
     @property
     def per_dword(self) -> int:
-        """Elements of k in four bytes of a tile."""
+        """Elements of k per dword of a tile."""
         return self.step // 16
 
     @property
@@ -49,7 +49,7 @@ class Scheme:
 
     @property
     def is_split(self) -> bool:
-        """Whether each part is the rounded rest of those before."""
+        """Whether an operand is split into parts, each the rounded rest of the previous ones."""
         return self.rounding in ("bf16x3", "bf16x6", "tf32x3")
 
 
@@ -57,8 +57,7 @@ def _by_kind(*schemes: Scheme) -> dict[tuple[str, str], Scheme]:
     return {(scheme.storage, scheme.rounding): scheme for scheme in schemes}
 
 
-#: For units that multiply bfloat16 or int8, by storage and rounding. A float16 or TF32 number is the sum of two
-#: bfloat16: 11 bits are 8 and 3.
+#: Schemes for bfloat16 and int8 units. A float16 or TF32 number is the sum of two bfloat16 (11 bits as 8 and 3).
 SCHEMES = _by_kind(
     Scheme(0, "bfloat16", "exact", 2, 1, 32),
     Scheme(1, "float16", "exact", 2, 2, 32),
@@ -66,13 +65,13 @@ SCHEMES = _by_kind(
     Scheme(3, "float32", "tf32", 4, 2, 32),  # rounded to a 10-bit fraction, ties away from zero
     Scheme(4, "float32", "fp16", 4, 2, 32),  # rounded to a 10-bit fraction, ties to even
     Scheme(5, "int8", "exact", 1, 1, 64),
-    Scheme(6, "int8", "offset", 1, 1, 64),  # x + 128, for instructions that want A unsigned
-    Scheme(7, "float32", "bf16x3", 4, 2, 32),  # rounded to bfloat16, and the rest
-    Scheme(8, "float32", "bf16x6", 4, 3, 32),  # the same in three parts, exact
-    Scheme(9, "float32", "tf32x3", 4, 4, 32),  # the same in two TF32 parts, each a sum of two
+    Scheme(6, "int8", "offset", 1, 1, 64),  # x + 128, for instructions with an unsigned operand
+    Scheme(7, "float32", "bf16x3", 4, 2, 32),  # two bfloat16 parts
+    Scheme(8, "float32", "bf16x6", 4, 3, 32),  # three bfloat16 parts, exact
+    Scheme(9, "float32", "tf32x3", 4, 4, 32),  # two TF32 parts, each a sum of two bfloat16
     Scheme(10, "float16", "tf32x3", 2, 2, 32),
 )
-#: For units that multiply float32: widened, or rounded with subnormals kept.
+#: Schemes for FP32 units: widened, or rounded with subnormals kept.
 FP32_SCHEMES = _by_kind(
     Scheme(11, "float32", "exact", 4, 1, 16),
     Scheme(12, "bfloat16", "exact", 2, 1, 16),
@@ -81,15 +80,15 @@ FP32_SCHEMES = _by_kind(
     Scheme(15, "float32", "tf32", 4, 1, 16),
     Scheme(16, "float32", "fp16", 4, 1, 16),
 )
-#: By the number that kernels know them by.
+#: Schemes by their index in kernels.
 BY_INDEX = {scheme.index: scheme for scheme in (*SCHEMES.values(), *FP32_SCHEMES.values())}
 
-# The least float32 that rounds to an infinity in 11 digits; every NaN compares above it as an integer.
+# Bits of the least float32 that rounds to infinity with 11 digits; those of every NaN are larger.
 _OVERFLOW = 0x7F7FF000
 
 
 def _rounded(builder: Any, x: Any, *, ties_away: bool) -> tuple[Any, Any]:
-    """Bits of 16 float32 rounded to a 10-bit fraction, and a mask of those that are not finite then."""
+    """Round 16 float32, given by their bits, to a 10-bit fraction; return the bits and a mask of non-finite ones."""
     bad = builder.icmp_unsigned(">=", magnitude_of(builder, x), splat(_OVERFLOW))
     return nearest(builder, x, 13, ties_away=ties_away), bad
 
@@ -100,7 +99,7 @@ def _widened_float16(builder: Any, halves: Any) -> tuple[Any, Any]:
 
 
 def _low_part(builder: Any, bits: Any) -> Any:
-    """What truncation to bfloat16 cuts off, as bits of a float32 that is itself a bfloat16."""
+    """Return the remainder of truncation to bfloat16, itself a bfloat16, as bits of a float32."""
     return _rest(builder, bits, builder.and_(bits, splat(0xFFFF0000)))
 
 
@@ -114,9 +113,9 @@ def _load_run(builder: Any, address: Any, element: Any, count: int) -> Any:
 
 
 def _words(interleave: bool, odd: bool) -> list[int]:
-    """Return the 16-bit words of two vectors, numbered through both, that make a tile row.
+    """Return the indices of the 16-bit words of two vectors that form a tile row.
 
-    With `odd` the vectors hold 16 float32 and only the high words count; else 16 words each.
+    With `odd` the vectors are 16 float32, of which the high words are used; otherwise 16 words each.
     """
     stride, first, second = (2, 1, 33) if odd else (1, 0, 16)
     a = [first + stride * i for i in range(16)]
@@ -130,7 +129,7 @@ def _odd_words(builder: Any, runs: list[Any], interleave: bool) -> Any:
 
 
 def _bfloat16_words(builder: Any, runs: list[Any]) -> Any:
-    """Two runs of 16 float32 as bfloat16, one after the other; the instruction takes them the other way round."""
+    """Return two runs of 16 float32 as bfloat16; the instruction takes its operands in reverse order."""
     text, words = "vcvtne2ps2bf16 $1, $2, $0", ir.VectorType(I16, 32)
     return inline_asm(builder, text, "=v,v,v", words, runs)
 
@@ -184,7 +183,7 @@ def _wide_row(builder: Any, scheme: Scheme, run: Any) -> Any:
 
 
 def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) -> tuple[Any, Any]:
-    """One tile row for each part from `per_dword` runs of 16 elements; and flags of non-finites."""
+    """Return one tile row per part from `per_dword` runs of 16 elements, and flags of non-finite values."""
     none = ir.Constant(I16, 0)
     if scheme.is_wide:
         return [_wide_row(builder, scheme, runs[0])], none
@@ -204,7 +203,7 @@ def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) 
     order = [16 * (i % 4) + i // 4 for i in range(64)] if interleave else list(range(64))
     row = shuffle(builder, a, b, order)
     if scheme.rounding == "offset":
-        # Adding 128 modulo 2^8 is turning the sign over.
+        # Adding 128 modulo 2^8 flips the sign bit.
         row = builder.xor(row, vector(I8, [-128] * 64))
     return [row], none
 
@@ -214,9 +213,9 @@ _ELEMENT = {"bfloat16": I16, "float16": F16, "int8": I8}
 
 @emitted(types.intp, literals=("index", "interleave"))
 def pack_row(builder, index, interleave, source, run_stride, target, part_stride):
-    """Read runs of 16 elements `run_stride` bytes apart, write a tile row per part; flags."""
+    """Read runs of 16 elements `run_stride` bytes apart, write a tile row per part, and return flags."""
     scheme = BY_INDEX[index]
-    # TF32 rounds bits; bfloat16 conversions want floats of the same 16 lanes.
+    # TF32 is rounded on bits; the conversion to bfloat16 takes floats.
     by_bits = scheme.is_wide or scheme.rounding in ("tf32", "fp16", "tf32x3")
     element = _ELEMENT.get(scheme.storage, I32 if by_bits else F32)
     runs = []

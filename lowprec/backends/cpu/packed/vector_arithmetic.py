@@ -1,4 +1,4 @@
-"""Rounding, widening and narrowing of 16 float32, given by their bits, in operations of any vector units."""
+"""Rounding, widening and narrowing of 16 float32, given by their bits, for any vector units."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bits_of(builder: Any, floats: Any) -> Any:
 
 
 def magnitude_of(builder: Any, bits: Any) -> Any:
-    """Return bits without the sign; magnitudes are ordered as their bits are."""
+    """Return the bits without the sign, which are ordered like the magnitudes."""
     return builder.and_(bits, splat(SIGN - 1))
 
 
@@ -38,7 +38,7 @@ def widened_bfloat16(builder: Any, words: Any) -> Any:
 
 
 def nearest(builder: Any, bits: Any, dropped: int, *, ties_away: bool = False) -> Any:
-    """Round away so many low bits; a carry may go into the exponent, a NaN may become any number."""
+    """Round off the ``dropped`` low bits; a carry may increment the exponent, and NaN gives an arbitrary number."""
     half = splat(1 << dropped - 1)  # ties away from zero, as cvt.rna.tf32.f32
     if not ties_away:
         odd = builder.and_(builder.lshr(bits, splat(dropped)), splat(1))
@@ -47,18 +47,18 @@ def nearest(builder: Any, bits: Any, dropped: int, *, ties_away: bool = False) -
 
 
 def unless_nan(builder: Any, bits: Any, result: Any, of_nan: Any) -> Any:
-    """Return a result where the bits are no NaN."""
+    """Return ``result``, or ``of_nan`` where the bits are NaN."""
     floats = floats_of(builder, bits)
     return builder.select(builder.fcmp_unordered("uno", floats, floats), of_nan, result)
 
 
 def rounded(builder: Any, bits: Any, dropped: int, *, ties_away: bool = False) -> Any:
-    """Round as :func:`nearest`; a NaN stays as it is."""
+    """Round as :func:`nearest`; NaN is unchanged."""
     return unless_nan(builder, bits, nearest(builder, bits, dropped, ties_away=ties_away), bits)
 
 
 def narrowed_bfloat16(builder: Any, bits: Any) -> Any:
-    """Round to 16 bfloat16, ties to even; keeps subnormals, which the AVX-512 instruction does not."""
+    """Round to 16 bfloat16, ties to even; subnormals are kept, unlike by the AVX-512 instruction."""
     quiet = builder.or_(bits, splat(0x00400000))
     result = unless_nan(builder, bits, nearest(builder, bits, 16), quiet)
     return builder.trunc(builder.lshr(result, splat(16)), ir.VectorType(I16, LANES))

@@ -1,7 +1,7 @@
 """The micro-kernels as data: instruction sets, element type, module that emits the code, and availability.
 
-A micro-kernel multiplies a strip of 32 rows of A by a strip of 32 columns of B over some steps of k, as
-``macro_kernel`` calls it. Its row names the emitting module, so that numba is imported with the first product.
+A micro-kernel multiplies a strip of 32 rows of A by a strip of 32 columns of B over some steps of k; see
+``macro_kernel``. The emitting module is given by name, because it imports numba.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from lowprec.policy import environment
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
 
-#: Which part of A is multiplied with which part of B, in the order in which the products are summed.
+#: Indices of parts of A and B that are multiplied, in the order of summation.
 Pairs = tuple[tuple[int, int], ...]
 
 
 def format_pairs(pairs: Pairs) -> str:
-    """Return pairs as a text, which a kernel's code can hold as a constant."""
+    """Return pairs as text, which can be a constant in a kernel's code."""
     return " ".join(f"{i}{j}" for i, j in pairs)
 
 
@@ -34,30 +34,30 @@ def parse_pairs(text: str) -> Pairs:
 
 @dataclass(frozen=True, slots=True)
 class MicroKernel:
-    """What one micro-kernel is and needs."""
+    """Properties and requirements of one micro-kernel."""
 
-    name: str  # also that of the feature which kernels' rows require
-    unit: str  # the units it runs on, for people
-    cpu_flags: frozenset[str]  # as the system calls them; packing and epilogue need theirs as well
-    storage: str  # the element type it multiplies: ``"bfloat16"``, ``"int8"`` or ``"float32"``
-    module: str  # whose ``emit`` returns its address by its name and the products of parts
-    #: Packed A of a task: half of the second-level cache of processors with AMX and of those with AVX-512 (measured on
-    #: a Zen 5), three quarters of that of others.
+    name: str  # also the name of the feature in ``KernelRow.requires``
+    unit: str  # description of the hardware units
+    cpu_flags: frozenset[str]  # operating system's names, including those for packing and epilogue
+    storage: str  # multiplied element type: ``"bfloat16"``, ``"int8"`` or ``"float32"``
+    module: str  # its ``emit`` returns the address for a name and the products of parts
+    #: Packed A of a task: half of the L2 cache of processors with AMX and with AVX-512 (measured on a Zen 5), three
+    #: quarters of that of others.
     block_bytes: int = 1 << 20
-    #: A piece of a strip of B that several strips of A run past: as large as the first-level cache, or twice that where
-    #: the second-level cache feeds the units and fewer visits to the accumulators are worth more.
+    #: Piece of a strip of B that is reused for several strips of A: the size of the L1 cache, or twice that if the L2
+    #: cache is fast enough, which saves loads and stores of accumulators.
     inner_bytes: int = 32 << 10
-    #: Steps of k for which A is packed at a time where there are more than `CHUNK_STEPS`.
+    #: Steps of k per chunk of packed A, if there are more than `CHUNK_STEPS`.
     chunk_steps: int = CHUNK_STEPS
-    #: Products of numbers from which threads share the work: handing it over takes 1 to 10 us.
+    #: Multiplications from which several threads are used; the hand-over takes 1 to 10 us.
     shared_from: int = 1 << 20
-    has_tiles: bool = False  # whether tiles are to be configured, which the system must permit
+    has_tiles: bool = False  # tiles must be configured, with permission of the system
     offset_a: int = 0  # added to each element of A while packing, so that it is unsigned
-    #: Flags of processors that leave its products to OpenBLAS, because the two have not been compared there.
+    #: CPU flags with which OpenBLAS is used instead, because the two have not been compared there.
     unmeasured_with: frozenset[str] = frozenset()
 
     def is_for(self, flags: frozenset[str]) -> bool:
-        """Whether a processor with these flags has the units, and products are to run on them."""
+        """Whether this micro-kernel is used on a processor with these flags."""
         return self.cpu_flags <= flags and not self.unmeasured_with & flags
 
 
@@ -75,14 +75,14 @@ AVX512_VNNI = MicroKernel(
     "avx512_vnni", "int8 vector units (AVX512-VNNI)", frozenset({"avx512_vnni"}) | _AVX512, "int8", "vectors",
     block_bytes=512 << 10, inner_bytes=64 << 10, offset_a=128,
 )  # fmt: skip
-#: Pieces of B are as long as a BLAS sums, 384 products, so that errors are as large; where k is long, A is packed in
-#: shorter chunks, over more rows for each reading of B, because the numbers are twice as wide.
+#: Pieces of B have 384 steps, as in a BLAS, for errors of the same size. If k is long, A is packed in shorter chunks of
+#: more rows, because float32 numbers are twice as wide as bfloat16.
 AVX512_FP32 = MicroKernel(
     "avx512_fp32", "FP32 vector units (AVX-512)", _AVX512, "float32", "vectors",
     block_bytes=512 << 10, inner_bytes=48 << 10, chunk_steps=8,
     unmeasured_with=frozenset({"amx_bf16"}),
 )  # fmt: skip
-#: Of processors that have no AVX-512.
+#: For processors without AVX-512.
 AVX_VNNI = MicroKernel(
     "avx_vnni", "int8 vector units (AVX-VNNI)", frozenset({"avx2", "fma", "avx_vnni"}), "int8", "vectors",
     block_bytes=768 << 10, offset_a=128,
@@ -92,7 +92,7 @@ MICRO_KERNELS = (AMX_BF16, AMX_INT8, AVX512_BF16, AVX512_VNNI, AVX512_FP32, AVX_
 
 
 def _request_permission() -> bool:
-    """Ask the kernel to let this process use tile data; it is off until asked for."""
+    """Request permission from the operating system to use tile data."""
     arch_prctl, req_xcomp_perm, xtiledata = 158, 0x1023, 18
     libc = ctypes.CDLL(None, use_errno=True)
     return int(libc.syscall(arch_prctl, req_xcomp_perm, xtiledata)) == 0
@@ -100,9 +100,9 @@ def _request_permission() -> bool:
 
 @lru_cache(maxsize=len(MICRO_KERNELS))
 def unsupported_reason(kernel: MicroKernel) -> str:
-    """Return the reason why a micro-kernel does not run here, or an empty string; cached.
+    """Return the reason why a micro-kernel cannot run here, or an empty string; cached.
 
-    It needs Linux on x86-64, its instruction sets, numba, and for tiles the kernel's permission, which is requested
+    It needs Linux on x86-64, its instruction sets, numba, and for tiles the system's permission, which is requested
     here.
     """
     if sys.platform != "linux" or not is_x86_64():
@@ -113,7 +113,7 @@ def unsupported_reason(kernel: MicroKernel) -> str:
     if absent:
         return f"this CPU has no {kernel.unit}: {absent[0]} is missing"
     reason = numba_import.failure()
-    # Whether numba is there, not whether it can be imported: a product that does not need it should not pay 0.3 s.
+    # numba is not imported here, which takes 0.3 s.
     if not numba_import.is_installed():
         reason = 'numba is not installed (pip install "lowprec[cpu]")'
     elif not reason and environment.numba_is_off():

@@ -1,9 +1,9 @@
 """The AMX micro-kernel: ``TDPBF16PS`` and ``TDPBSSD`` on 16 x 16 tiles.
 
-The assembly follows a list of products of parts: ``(i, j)`` multiplies part i of A by part j of B. All products add to
-the same four accumulator tiles, step by step, and a tile is loaded only where the part changes: four products of two
-parts take 10 loads for 16 multiplications, six of three parts 14 for 24. A is loaded with the non-temporal hint
-(``TILELOADDT1``), so that it does not evict B from the first-level cache; this gains 35 % for one product per pair.
+The assembly is generated from a list of products of parts: ``(i, j)`` multiplies part i of A by part j of B. All
+products add to the same four accumulator tiles, step by step, and a tile is loaded only if the part changes: four
+products of two parts take 10 loads for 16 multiplications, six of three parts 14 for 24. A is loaded with the
+non-temporal hint (``TILELOADDT1``), so that it does not evict B from the L1 cache; this gains 35 % for one product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowprec.backends.cpu.packed.native import inline_asm
 
 
 def in_tile_order(products: Pairs) -> Pairs:
-    """Return products of parts so that each has a part of the one before, where it can; small parts of A first.
+    """Sort products of parts so that consecutive ones share a part if possible; small parts of A first.
 
     Examples
     --------
@@ -41,7 +41,7 @@ _A_TILES, _B_TILES = ("%tmm4", "%tmm5"), ("%tmm6", "%tmm7")
 
 
 def _step_text(multiply: str, products: Pairs, at: int) -> list[str]:
-    """One step of k; `at` counts steps from where the registers point."""
+    """Return one step of k; `at` is its distance, in steps, from the registers' addresses."""
     parts_a, parts_b = (max(pair[side] for pair in products) + 1 for side in (0, 1))
     lines, loaded = [], [-1, -1]
     prefetches = [PREFETCH_LINES * parts_b * at + i for i in range(PREFETCH_LINES * parts_b)]
@@ -81,7 +81,7 @@ def micro_kernel_text(multiply: str, products: Pairs) -> str:
     lines += ["movq $$64, %r11", "testq $4, $4", "jz 2f"]
     lines += [f"tileloadd {1024 * t}(%r8,%r11,1), %tmm{t}" for t in range(4)]
     lines += ["jmp 3f", "2:"] + [f"tilezero %tmm{t}" for t in range(4)] + ["3:"]
-    # An odd step first, so that the loop takes two at a time.
+    # An odd step first, because the loop is unrolled twice.
     lines += ["testq $$1, %r9", "jz 1f", *_step_text(multiply, products, 0)]
     lines += [*_advance_text(products, 1), "subq $$1, %r9", "jz 4f"]
     lines += ["1:", *_step_text(multiply, products, 0), *_step_text(multiply, products, 1)]

@@ -1,7 +1,7 @@
-"""Assembly of micro-kernels on vector units: a dword of A for all columns, multiplied by a row of a tile of B.
+"""Assembly of micro-kernels on vector units: a broadcast dword of A times a row of a tile of B.
 
-An instruction multiplies dwords (pairs of bfloat16, fours of int8, or a float32) lane by lane and adds the products to
-32-bit lanes. A row of a tile of B is a dword of k for 16 columns; the dwords of a row of A are contiguous, and each is
+An instruction multiplies dwords (two bfloat16, four int8, or one float32) lane by lane and adds the products to 32-bit
+lanes. A row of a tile of B is a dword of k for 16 columns; the dwords of a row of A are contiguous, and each is
 broadcast. A 32 x 32 block is computed in groups of a few rows and two registers of columns, whose accumulators stay in
 registers. Products of parts are summed one after the other, each over all steps, the smallest first.
 
@@ -30,19 +30,19 @@ from lowprec.backends.cpu.packed.native import inline_asm
 
 @dataclass(frozen=True)
 class Registers:
-    """The use of the registers of an instruction set, and its instructions."""
+    """Register allocation and instructions of an instruction set."""
 
-    name: str  # ``"zmm"`` or ``"ymm"``; accumulators are the first of them
-    #: Two for a row of B, two that take turns for the dwords of A, two for the sums of B's columns.
+    name: str  # ``"zmm"`` or ``"ymm"``; the first registers are accumulators
+    #: Registers for a row of B, for the dwords of A (used in turn), and for the sums of B's columns.
     b: tuple[int, int]
     a: tuple[int, int]
     sums: tuple[int, int]
     offset: int  # for the number added to A, in the first group
-    #: Where the two registers of a group's columns are in a block of B, and of accumulators, in bytes.
+    #: Offsets in bytes of a group's two registers of columns in a block of B and of accumulators.
     columns: tuple[tuple[int, int], ...]
-    #: Of the groups. The accumulators should hide the latency of the instruction.
+    #: Rows of the groups, enough accumulators to hide the latency of the instruction.
     rows: tuple[int, ...]
-    few_rows: dict[int, tuple[int, ...]]  # of the groups of micro-kernels for fewer rows
+    few_rows: dict[int, tuple[int, ...]]  # the same for micro-kernels of fewer rows
     move: str
     zero: str
 
@@ -75,7 +75,7 @@ class _Group:
 
     @property
     def accumulators(self) -> list[tuple[str, str]]:
-        """Registers, and where they are in memory."""
+        """Registers and their memory operands."""
         return [
             (self.registers[2 * (i - self.first) + t], f"{(i >> 4) * 2048 + (i & 15) * 64 + self.columns[t]}(%r8)")
             for i in range(self.first, self.end)
@@ -87,7 +87,7 @@ class _Group:
         r = self.registers
         zeros = [f"{r.zero} {x}, {x}, {x}" for x, _ in self.accumulators]
         if self.adds_sums:
-            # The accumulators may have left the cache.
+            # The accumulators may have been evicted.
             return [f"prefetcht0 {memory}" for _, memory in self.accumulators] + zeros
         loads = [f"{r.move} {memory}, {register}" for register, memory in self.accumulators]
         return ["testq $4, $4", "jz 2f", *loads, "jmp 3f", "2:", *zeros, "3:"]
@@ -132,7 +132,7 @@ class _Group:
             lines += take_off
         is_first = self.first == 0 and self.columns[0] == 0
         for number, (i, j) in enumerate(products):
-            # Each takes a part of B's share.
+            # Each product prefetches the share of one part of B.
             lines += self.product(i, j, parts, is_first and number < parts[1])
         if self.sums_columns:
             lines += take_off
@@ -169,7 +169,7 @@ def micro_kernel_text(
     return "\n".join([*lines, "vzeroupper"])
 
 
-#: By micro-kernel: registers, instruction, the number added to A, and whether each call sums separately.
+#: Registers, instruction, number added to A, and whether each call sums separately, by micro-kernel.
 _INSTRUCTIONS: dict[str, tuple[Registers, str, int, bool]] = {
     "avx512_bf16": (AVX512, "vdpbf16ps", 0, False),  # pairs of bfloat16 into float32
     "avx512_fp32": (AVX512, "vfmadd231ps", 0, True),
@@ -197,7 +197,7 @@ def _micro(typing_context, name, products, rows, a, b, acc, steps, add, followin
 
 @cache
 def emit(name: str, products: Pairs, rows: int = 32) -> int:
-    """Return the address of a micro-kernel for these products of parts and so many rows, 8, 16 or 32."""
+    """Return the address of a micro-kernel for these products of parts and 8, 16 or 32 rows."""
     pairs = format_pairs(products)
 
     def micro(a, b, acc, steps, add, following):
