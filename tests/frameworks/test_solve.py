@@ -193,6 +193,21 @@ def test_special_matrices(name: str, n: int, rng: np.random.Generator) -> None:
     check(a, normal(rng, (n, 2), "float64"))
 
 
+@pytest.mark.parametrize("name", ["huge", "tiny", "rows", "columns", "both"])
+def test_scaling_makes_a_factor_possible(name: str, rng: np.random.Generator) -> None:
+    report = check(SPECIAL[name](12), normal(rng, (12,), "float64"))
+    assert (report.method, report.fallbacks) == ("refine", 0)
+
+
+def test_small_rows_have_to_converge_too(rng: np.random.Generator) -> None:
+    # Normwise, the last rows do not count: a solution that is wrong in them alone has an error of 0.
+    a = np.zeros((201, 201))
+    a[0, 0] = 1e200
+    a[1:, 1:] = conditioned(rng, 200, 1e15, "float64")
+    report = check(a, np.concatenate([[1e200], normal(rng, (200,), "float64")]))
+    assert (report.method, report.reason) == ("direct", Reason.NO_CONVERGENCE)
+
+
 def test_uneven_rows_are_solved_as_well_as_even_ones(rng: np.random.Generator) -> None:
     # Normwise, rows of small numbers hardly count: each row is held to its own error.
     n = 80
