@@ -24,6 +24,9 @@ for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]
     if _name not in _KEPT:
         del os.environ[_name]
 
+# pytest-xdist passes the width of its terminal on.
+os.environ.pop("COLUMNS", None)
+
 # Read when NumPy and PyTorch are first imported, here and in the programs that tests start: threads that spin after
 # their work take a core from the tests beside them.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")

@@ -124,7 +124,10 @@ def test_torch_makes_every_element_type(monkeypatch: pytest.MonkeyPatch, element
 # -- what is shown --------------------------------------------------------------------------------
 
 
-def test_the_table_shows_first_choice_and_taken(command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]]) -> None:
+def test_the_table_shows_first_choice_and_taken(
+    command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     done = command(*WORDS, "8x4x4", "8x4x4", "--mode", "tf32", "--candidates", "9")
     assert (done.code, done.err) == (0, "")
     title, _, first, second = done.out.splitlines()
@@ -154,4 +157,5 @@ def test_a_device_without_a_choice_says_so(
     command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module.tuning, "autotune", lambda a, b, **_: AutotuneResult("a product", "cuda:0", ()))
+    monkeypatch.setenv("COLUMNS", "200")
     assert command(*WORDS).out.splitlines()[-1].endswith("nothing to choose")

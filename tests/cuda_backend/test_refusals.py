@@ -140,7 +140,9 @@ def test_few_rows_of_int8_are_padded(
     np.testing.assert_array_equal(software.get(out), oracles.product(a, b))
     assert software.untouched_outside(out, memory, before)
     fallback = dict(lowprec.plan(x, y, out=out).algorithm)["fallback"]
-    assert fallback.startswith("rows are padded, and a kernel applies the epilogue to a staged product: cuBLASLt 13.1.0 has no algorithm")
+    assert fallback.startswith(
+        "rows are padded, and a kernel applies the epilogue to a staged product: cuBLASLt 13.1.0 has no algorithm"
+    )
 
 
 @pytest.mark.usefixtures("wants_rows")

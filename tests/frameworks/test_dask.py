@@ -264,7 +264,7 @@ def test_a_contraction_is_of_the_callers_mode() -> None:
 def test_the_way_out_is_named_where_there_is_none_here() -> None:
     x = da.ones((4, 4), chunks=2, dtype="float32")
     for refuse in (lowprec.prepare, lowprec.linalg.inv):
-        with pytest.raises(lowprec.ArrayError, match=r"else pass array.compute\(\)"):
+        with pytest.raises(lowprec.ArrayError, match=r"otherwise pass array.compute\(\)"):
             refuse(x)
     with pytest.raises(lowprec.DTypeError, match=r"^b: dtype 'int64'"):
         lowprec.matmul(x, x.astype("int64"))

@@ -763,7 +763,7 @@ def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
         ({"alpha": 1j}, lowprec.DTypeError, "alpha is complex"),
         ({"alpha": "2"}, lowprec.DTypeError, "alpha must be a number"),
         ({"alpha": None}, lowprec.DTypeError, "alpha must be a number, got NoneType"),
-        ({"beta": 2.0}, lowprec.ShapeError, "there is no c"),
+        ({"beta": 2.0}, lowprec.ShapeError, "c is missing"),
         ({"c": np.ones((2, 3, 3), np.float32)}, lowprec.ShapeError, "does not broadcast"),
         ({"c": np.ones((3, 3))}, lowprec.DTypeError, "c has dtype float64"),
         ({"bias": np.ones(4, np.float32)}, lowprec.ShapeError, r"bias has shape \(4,\)"),

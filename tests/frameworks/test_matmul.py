@@ -592,7 +592,7 @@ BAD_CALLS = [
     ("rtol", 1e-12, lowprec.ModeError, "no math mode guarantees"),
     ("alpha", "2", lowprec.DTypeError, "alpha.*str"),
     ("alpha", 1j, lowprec.DTypeError, "alpha is complex"),
-    ("beta", 1.0, lowprec.ShapeError, "no c"),
+    ("beta", 1.0, lowprec.ShapeError, "c is missing"),
 ]
 
 

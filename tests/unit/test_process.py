@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowprec.policy import fp32_guard, math_mode, process
+from lowprec.policy import environment, fp32_guard, math_mode, process
 from lowprec.policy.protocol import Tier
 from support.synthetic_library import Library, WithDefault
 
@@ -47,6 +47,7 @@ def test_a_mode_does_not_lower_below_a_guard(library: Library, guard: str, monke
         monkeypatch.setitem(sys.modules, library.module, module)
         if guard == "variable":
             monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
+            environment.refresh()
         assert "nothing lowers it" in str(process.set_library("one", "tf32"))
         assert library.is_as_before
 
