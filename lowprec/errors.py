@@ -66,7 +66,7 @@ class LowprecError(Exception):
 
 
 class ArrayError(LowprecError, TypeError):
-    """An argument is not an array that can be read in place: no DLPack, a tracer, a tensor with grad."""
+    """An argument that is not an array readable in place, such as a tracer."""
 
 
 class DelegateError(ArrayError):

@@ -40,11 +40,11 @@ def predicted(device: str) -> Capabilities:
 
 
 def release_memory() -> None:
-    """Free memory that is cached for later products: buffers on the CPU, memory pools on GPUs.
+    """Free memory that is cached for later products.
 
-    Memory in use is kept. The call waits for all work queued on the GPUs that lowprec has used. lowprec itself calls it
-    when an allocation fails, and tries again. It does not free the caches of other libraries; call, for example,
-    ``torch.cuda.empty_cache()``.
+    These are buffers on the CPU and memory pools on GPUs; memory in use is kept. The call waits for all work queued on
+    the GPUs that lowprec has used. lowprec itself calls it when an allocation fails, and tries again. It does not free
+    the caches of other libraries; call, for example, ``torch.cuda.empty_cache()``.
 
     Raises
     ------

@@ -72,7 +72,7 @@ class math_mode(PolicyScope):
 
 
 class fp32_guard(PolicyScope):
-    """Keep float32 products at full FP32 or above, in a ``with`` block or a decorated function.
+    """Keep float32 products at full FP32 or above in a block or a function.
 
     For lowprec the guard is a floor: no ``math_mode=`` or ``rtol=`` argument, scope, process default or environment
     variable lowers the precision. More precise modes (``fp32_pedantic``, ``fp64``) are unchanged.
@@ -130,7 +130,7 @@ class fp32_guard(PolicyScope):
 
 
 class emulate(PolicyScope):
-    """Emulate the tensor cores of a GPU on the CPU, bit by bit, inside a ``with`` block.
+    """Emulate a GPU's tensor cores on the CPU, bit by bit, in a ``with`` block.
 
     It affects products of float16, bfloat16 and TF32 numbers in host memory: 16-bit operands, and float32 or complex64
     operands in a mode that rounds to these formats (``tf32``, ``bf16``, ``fp16`` and their split schemes). Only the

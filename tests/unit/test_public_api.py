@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from typing import Any
 
@@ -68,6 +69,17 @@ def test_everything_public_is_documented(name: str) -> None:
     text = inspect.getdoc(getattr(lowprec, name))
     assert text
     assert text.splitlines()[0].endswith((".", "``.", ":")), "the first line is a sentence"
+
+
+@pytest.mark.parametrize("module", ["", ".amp", ".linalg", ".emulation", ".profiling"])
+def test_first_lines_are_short(module: str) -> None:
+    public = importlib.import_module(f"lowprec{module}")
+    items = {name: getattr(public, name) for name in public.__all__ if callable(getattr(public, name))}
+    for name, item in list(items.items()):
+        if inspect.isclass(item):
+            items |= {f"{name}.{key}": x for key, x in vars(item).items() if not key.startswith("_") and x.__doc__}
+    long = {name for name, x in items.items() if len((inspect.getdoc(x) or "").partition("\n")[0]) >= 80}
+    assert long == set()
 
 
 @pytest.mark.parametrize("name", CALLABLES)
