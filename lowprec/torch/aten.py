@@ -1,4 +1,4 @@
-"""PyTorch's own operators that multiply matrices: as lowprec's products, or the reasons why PyTorch computes them."""
+"""PyTorch's matrix product operators: their terms for lowprec, or the reason to leave them to PyTorch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _summed(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -
     return Terms(a.transpose(0, 1).flatten(1), b.flatten(0, 1), c, alpha, beta)
 
 
-#: The terms and the numbers of axes of their factors, by name; also for operators in place and with ``out=``.
+#: By operator name: the terms, and the numbers of axes of both factors. In-place and ``out=`` overloads share them.
 _PRODUCTS: dict[str, tuple[Callable[..., Terms], tuple[int, int]]] = {
     "mm": (_plain, (2, 2)),
     "bmm": (_plain, (3, 3)),
@@ -50,7 +50,7 @@ _PRODUCTS: dict[str, tuple[Callable[..., Terms], tuple[int, int]]] = {
     "addbmm": (_summed, (2, 2)),
 }
 
-#: Operators that multiply inside and are left to PyTorch, by prefixes of their names.
+#: Name prefixes of operators that multiply internally and are left to PyTorch.
 _OTHERS: dict[PassedBy, str] = {
     PassedBy.ATTENTION: (
         "_scaled_dot_product_ _flash_attention_ _efficient_attention_ _cudnn_attention_ "
@@ -75,7 +75,7 @@ _OTHERS: dict[PassedBy, str] = {
 }
 
 
-#: Operators on a tensor's state, not its elements, which PyTorch also lists as made of other operators.
+#: Operators on a tensor's state, not its elements; PyTorch lists them as composite too.
 _ON_STATE = (
     *("_backward", "_fw_primal", "_make_dual", "_version", "data", "is_leaf", "output_nr"),
     *("requires_grad_", "retain_grad", "retains_grad", "set_data"),
@@ -91,10 +91,10 @@ class Rule(NamedTuple):
     axes: tuple[int, int] = (0, 0)  # of the factors
     passed_by: PassedBy | None = None  # the reason why PyTorch computes it
     in_place: bool = False  # the first argument receives the result
-    decomposes: bool = False  # PyTorch makes it of other operators
+    decomposes: bool = False  # PyTorch decomposes it into other operators
 
     def accepts(self, terms: Terms, out: Tensor | None) -> bool:
-        """Whether PyTorch's operator, which broadcasts and converts less than lowprec, accepts these arguments."""
+        """Whether PyTorch's operator accepts these arguments; it broadcasts and casts less than lowprec."""
         a, b, c = terms.a, terms.b, terms.c
         alike = all(x.dtype == a.dtype for x in (b, c, out) if x is not None)
         if not alike or (a.ndim, b.ndim) != self.axes or a.shape[:-2] != b.shape[:-2]:

@@ -83,8 +83,8 @@ def matmul(
     c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound
         As for :func:`lowprec.matmul`. A graph in which ``rtol`` selects a mode has static shapes.
     backward_mode : str or MathMode, optional
-        The mode of the two products of the backward pass, by default that of the forward product. A guard that is open
-        during the backward pass overrides it.
+        Mode of the two products of the backward pass; by default the forward product's. A guard that is open during
+        the backward pass overrides it.
 
     Returns
     -------
@@ -126,7 +126,7 @@ def matmul(
         is_named = isinstance(out_dtype, str | torch.dtype)
         dtype = str(out_dtype if is_named else parse_dtype(out_dtype).label).removeprefix("torch.")
     if type(alpha) is not float and not isinstance(alpha, Real):
-        # The operator's factor is real; autograd records this one, and conjugates it.
+        # The operator's alpha is real; autograd records this multiplication and conjugates a complex alpha.
         outer, alpha = (alpha, 1.0) if alpha else (1.0, 0.0)
     if rtol is not None or bound is not None:
         math_mode = _mode_within(x, y, out_dtype, math_mode, rtol, bound)
@@ -151,7 +151,7 @@ def _rounded_last(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype | None:
     """Return the 16-bit type to which a result is rounded after an epilogue in float32; else None."""
     common = result_dtype(a, b, "")
     dtype = _LOW.get(out_dtype) if out_dtype else common
-    # The product refuses any other out_dtype.
+    # The product raises for any other out_dtype.
     return dtype if dtype in _LOW.values() and common in (dtype, torch.float32) else None
 
 
@@ -245,11 +245,11 @@ _SUPPORTED = frozenset(inspect.signature(matmul).parameters)
 def traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
     """Multiply in a function that PyTorch's compiler traces, with the arguments of :func:`lowprec.matmul`.
 
-    After a graph break the compiler would trace the functions below ``lowprec.matmul``, and turn NumPy's arithmetic
-    there into operations of PyTorch's; so it is disabled for them.
+    The compiler is disabled below ``lowprec.matmul``: after a graph break it would replace NumPy's arithmetic there by
+    PyTorch operators.
     """
     given = {name: x for name, x in keywords.items() if x is not None}
-    # To the compiler NumPy's numbers are tensors.
+    # The compiler represents NumPy scalars as tensors.
     numbers = all(isinstance(given.get(name, 1.0), int | float | complex) for name in ("alpha", "beta"))
     tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     if numbers and tensors and _SUPPORTED.issuperset(given):
@@ -303,7 +303,7 @@ def _check_tensors(**arguments: Any) -> None:
 
 def _product(a: Tensor, b: Tensor, math_mode: Any, backward_mode: Any, alpha: float, out_dtype: str) -> Tensor:
     if _is_compiling():
-        # A graph is guarded by the mode: there is one for each.
+        # The compiler guards on the mode: each mode has its own graph.
         is_current = math_mode is None
         mode = current_mode() if is_current else str(math_mode)
         rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)

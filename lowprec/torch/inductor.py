@@ -25,13 +25,13 @@ _aten = torch.ops.aten
 def inductor_options(math_mode: ModeName | MathMode) -> dict[str, Any]:
     """Return options of ``torch.compile`` by which lowprec computes the products.
 
-    They are those of :class:`intercept`, without products that PyTorch turns into sums: those with an inner dimension
-    of 1, or with a result of one element.
+    They cover the products of :class:`intercept`, except those that Inductor turns into sums: k = 1, or a result of
+    one element.
 
     Parameters
     ----------
     math_mode : str or MathMode
-        Of the products; an ``fp32_guard`` that is open when the compiled model runs overrides it.
+        Mode of the products; an ``fp32_guard`` that is open when the compiled model runs overrides it.
 
     Returns
     -------
@@ -42,12 +42,12 @@ def inductor_options(math_mode: ModeName | MathMode) -> dict[str, Any]:
     Raises
     ------
     ModeError
-        If there is no such mode.
+        ``math_mode`` is unknown.
 
     Warns
     -----
     LowprecWarning
-        While a graph is compiled that holds products in fused kernels, which are left to PyTorch.
+        At compilation, if the graph has fused kernels, whose products are left to PyTorch.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Every product of an unmodified model by lowprec: a mode of PyTorch's that sees its operators below autograd."""
+"""``intercept``: lowprec computes the products of an unmodified model, by a PyTorch mode below autograd."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lowprec.torch.aten import ACTED_ON, Rule, Terms, rule_of
 from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-#: Errors that are raised before any work is done: PyTorch multiplies then.
+#: Errors raised before any computation; PyTorch then computes the product.
 _REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,9 +42,9 @@ _FAST_PATH = "mha fast path"
 
 
 class _AttentionController:
-    """PyTorch's switches for attention, of which fused kernels hide their products.
+    """PyTorch's process-wide switches for attention, whose fused kernels hide their products.
 
-    They belong to the process: as a controller, overlapping blocks of several threads restore them once, in any order.
+    Overlapping blocks of several threads restore them once, in any order.
     """
 
     name = "torch attention"
@@ -75,8 +75,8 @@ class _AttentionController:
 _ATTENTION = _AttentionController()
 
 
-#: PyTorch's compiler compiles nothing while these are set. They belong to the process, and overlapping modes of several
-#: threads leave them wrong, so they are restored here.
+#: Process-wide flags that disable PyTorch's compiler. Overlapping modes of several threads restore them wrongly, so
+#: this module restores them.
 _FLAGS = [
     name
     for name in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
@@ -109,7 +109,7 @@ class _Block(Entry):
         while _len_torch_dispatch_stack() > self._depth:
             try:
                 self.scope._mode.__exit__(None, None, None)
-            except IndexError:  # the mode's own stack of flags is one short if this was interrupted
+            except IndexError:  # after an interrupt the mode's stack of flags lacks an entry
                 _python_dispatch._pop_mode()
         _open.pop(self, None)
         for name, value in _outside.items():
@@ -135,12 +135,12 @@ class intercept(Scope):
     Parameters
     ----------
     math_mode : str or MathMode
-        Of the products; an ``fp32_guard`` overrides it.
+        Mode of the products; an ``fp32_guard`` overrides it.
 
     Raises
     ------
     ModeError
-        If there is no such mode.
+        ``math_mode`` is unknown.
 
     Examples
     --------
@@ -175,7 +175,7 @@ class intercept(Scope):
         return cast(F, decorated(self, function))
 
     def report(self) -> InterceptionReport:
-        """Return the products so far: those taken, and those passed by with the reasons."""
+        """Return the products so far, with the reason for each that PyTorch computed."""
         return self._mode.report()
 
     def __repr__(self) -> str:
@@ -191,7 +191,7 @@ class _Intercepting(TorchDispatchMode):
         self._records_grad = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # PyTorch excludes these keys here, and kernels that conjugate lazily, as pinv's, would not conjugate.
+        # PyTorch excludes these keys here; kernels with lazy conjugation (pinv) would then omit the conjugation.
         with _exclude(DispatchKey.Conjugate, False), _exclude(DispatchKey.Negative, False):
             return self._dispatch(func, types, args, kwargs or {})
 

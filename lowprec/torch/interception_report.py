@@ -1,4 +1,4 @@
-"""Reports of an interception: products that lowprec multiplied, and those that passed by it."""
+"""Report of an interception: products computed by lowprec, and those left to PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InterceptedProduct:
     operator : str
         PyTorch's name: ``"addmm"``.
     shapes : tuple of tuple of int
-        Of the two operands; of all tensors where PyTorch computed it.
+        Shapes of the two operands; of all tensors where PyTorch computed it.
     dtype : str
     backward : bool
         Whether it was part of a backward pass.
@@ -43,7 +43,7 @@ class InterceptedProduct:
     passed_by : PassedBy or None
         The reason why PyTorch computed it; None where lowprec did.
     detail : str
-        The message, where lowprec refused.
+        The error message, where lowprec raised one.
     """
 
     operator: str

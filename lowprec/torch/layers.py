@@ -20,11 +20,11 @@ class Linear(torch.nn.Linear):
     in_features, out_features, bias, device, dtype
         As for ``torch.nn.Linear``.
     math_mode : str or MathMode, optional
-        Of the forward product; the current mode by default.
+        Mode of the forward product; by default the current mode.
     rtol, bound
-        Instead of a mode: each forward product has the cheapest mode within ``rtol``.
+        Instead of ``math_mode``: each forward product uses the cheapest mode within ``rtol``.
     backward_mode : str or MathMode, optional
-        Of the backward pass; the forward product's by default.
+        Mode of the backward pass; by default the forward product's.
 
     Examples
     --------
@@ -55,7 +55,7 @@ class Linear(torch.nn.Linear):
 
     @classmethod
     def sharing(cls, layer: torch.nn.Linear, **modes: Any) -> Linear:
-        """Return a layer that shares another one's parameters; ``modes`` as here."""
+        """Return a layer that shares the parameters of ``layer``; ``modes`` as for the class."""
         made = cls(layer.in_features, layer.out_features, layer.bias is not None, "meta", **modes)
         made.weight, made.bias = layer.weight, layer.bias
         return made.train(layer.training)

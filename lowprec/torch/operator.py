@@ -32,7 +32,7 @@ _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exac
 #: PyTorch's modes, tracers and transforms see its calls.
 OPERATOR = torch.ops.lowprec.matmul.default
 
-#: An ``out_dtype`` of 16-bit operands: float32, with a gradient of the operands' type, as that of the final result.
+#: An ``out_dtype`` for 16-bit operands: a float32 result whose gradient has the operands' type.
 ACCUMULATOR = "accumulator"
 
 
@@ -63,7 +63,7 @@ def multiply_plain(a: Tensor, b: Tensor, mode: Any, alpha: float, out_dtype: str
     """Multiply tensors that PyTorch neither records nor traces."""
     dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
     if a.dtype in _DOUBLE or b.dtype in _DOUBLE:
-        mode = None  # it has no effect, of which a scope's gives no warning
+        mode = None  # without effect here; only an argument would give a warning
     found: Tensor = dispatch.matmul(a, b, alpha=alpha, out_dtype=dtype, math_mode=mode)
     return found
 
