@@ -1,7 +1,7 @@
 """The current modes as part of JAX's key for compiled functions.
 
-The key has values of threads and of the process, and no ``ContextVar``. So each change of a scope is stored in it for
-its thread, and each ``set_math_mode``. Tasks switch without such a change; :func:`resolve` checks for that.
+JAX's key holds values of the thread and of the process, but no ``ContextVar``: each change of a scope is stored in it
+for the thread, each ``set_math_mode`` for the process. :func:`resolve` detects a switch between ``asyncio`` tasks.
 """
 
 from __future__ import annotations

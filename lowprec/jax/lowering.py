@@ -1,8 +1,8 @@
 """The primitive as operations of XLA, which fuses, partitions and exports them.
 
-On the CPU, where XLA ignores ``DotAlgorithmPreset``, operands are rounded and split here and multiplied in FP32. On
-NVIDIA GPUs the mode's preset is used, with operands that are rounded here where there is one product; float16 parts are
-split here. Complex operands are split on both, and multiplied in FP32.
+On the CPU, where XLA ignores ``DotAlgorithmPreset``, operands are rounded and split here and multiplied in FP32. NVIDIA
+GPUs use the mode's preset; operands of modes with one product are rounded here, float16 parts are split here. Complex
+operands are split here on both, and multiplied in FP32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowprec.jax.rounding import round_to, scaled, split, times_power_of_two
 from lowprec.modes import MathMode, ModeRow, row
 from lowprec.planning.schedule import make_schedule
 
-#: As of ``lax.dot_general``: the contracted axes of each operand, and those of the batch.
+#: As for ``lax.dot_general``: the contracted axes of each operand, and the batch axes of each.
 Dimensions = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
 #: By the name of the format of 16-bit data.
@@ -29,7 +29,7 @@ _PRESETS_16_BIT = {"float16": "F16_F16_F32", "bfloat16": "BF16_BF16_F32"}
 
 
 def kept(ndim: int, contracted: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the axes of an operand that are neither contracted nor of the batch."""
+    """Return an operand's free axes: neither contracted nor batch."""
     return tuple(axis for axis in range(ndim) if axis not in contracted and axis not in batch)
 
 
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 def multiply(
     a: Any, b: Any, *, dimensions: Dimensions, out_sharding: Any, mode: str, out_dtype: str, on_gpu: bool, **_: Any
 ) -> Any:
-    """Multiply by algorithms of XLA for NVIDIA GPUs, or for every platform."""
+    """Multiply by XLA's algorithms for NVIDIA GPUs, or by those for every platform."""
     shape = Shape(dimensions, out_sharding)
     storage, found = dtype_from_name(str(a.dtype)), row(MathMode(mode))
     if storage is DType.INT8:

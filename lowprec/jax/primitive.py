@@ -1,7 +1,7 @@
 """``lowprec_dot_general``: the product as a primitive of JAX, with the rules of its transformations.
 
-Its dimensions are those of ``lax.dot_general``, so that transformed products are such products, too. ``mode`` is the
-mode of the product and of its tangents, ``backward_mode`` that of the two products of a transposition.
+Its dimensions are those of ``lax.dot_general``, so a transformed product is again this primitive. ``mode`` applies to
+the product and its tangents, ``backward_mode`` to the two products of the transpose.
 """
 
 from __future__ import annotations
@@ -105,20 +105,20 @@ def _gradient(
     backward_mode: str,
     **_: Any,
 ) -> Any:
-    """Return the gradient of an operand: the product with the other one over the axes that only that one has.
+    """Return an operand's gradient: ``gradient`` times ``other``, contracted over the free axes of ``other``.
 
-    ``aval`` is the operand's shape and type; ``contracted`` and ``batch`` are the axes of the operand and ``other`` in
-    the forward product.
+    ``aval`` is the operand's shape and type; ``contracted`` and ``batch`` are the axes of the operand and of ``other``
+    in the forward product.
     """
     mode = policy.resolve(backward_mode).mode.value
     dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
     x, y = (v.astype(dtype.label) for v in (gradient, other))
     free = kept(aval.ndim, contracted[0], batch[0])
     of_other = kept(other.ndim, contracted[1], batch[1])
-    # The axes of the forward product are those of the batch, of ``a``, of ``b``.
+    # Axes of the forward product: batch, free axes of ``a``, free axes of ``b``.
     start = len(batch[0]) + (len(free) if is_a else 0)
     summed = (tuple(range(start, start + len(of_other))), of_other)
-    # The remaining axes of the other operand are the contracted ones, in that one's order.
+    # The remaining axes of ``other`` are its contracted ones, in ascending order.
     in_order = [mine for _, mine in sorted(zip(contracted[1], contracted[0], strict=True))]
     axes = [*batch[0], *free, *in_order]
     found = dot_general(
@@ -130,10 +130,7 @@ def _gradient(
 
 
 def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
-    """Return the sharding of an operand with its axes in this order, by which JAX sums a gradient over devices.
-
-    None where its mesh has no explicit axes.
-    """
+    """Return an operand's sharding with permuted axes, by which JAX sums its gradient; None without explicit axes."""
     mesh = aval.sharding.mesh
     if AxisType.Explicit not in mesh.axis_types:
         return None

@@ -19,7 +19,7 @@ from lowprec.jax.primitive import dot_general
 from lowprec.modes import ActivationName, MathMode, ModeName, parse_mode
 from lowprec.planning import Activation, GemmPlan
 
-#: The first of the sizes by which symbolic sizes are replaced in checks.
+#: Checks replace symbolic sizes by numbers from this one on.
 _UNKNOWN = 1009
 
 
@@ -51,8 +51,8 @@ def matmul(
     c, alpha, beta, bias, activation, out_dtype, math_mode
         As for :func:`lowprec.matmul`; ``alpha`` and ``beta`` may also be traced numbers.
     backward_mode : str or MathMode, optional
-        The mode of the two products of the backward pass, by default that of the forward product. A guard that is open
-        while the backward pass is traced overrides it.
+        Mode of the two products of the backward pass; by default the forward product's. A guard that is open while the
+        backward pass is traced overrides it.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def matmul(
     Raises
     ------
     ArrayError, ModeError, ShapeError, DTypeError, UnsupportedError
-        As :func:`lowprec.matmul`.
+        As for :func:`lowprec.matmul`.
 
     Examples
     --------
@@ -123,7 +123,7 @@ def _checked(arrays: dict[str, jax.Array | None], alpha: Any, beta: Any, activat
     described: dict[str, Any] = {
         name: None if x is None else ShapeDtype(tuple(map(size, x.shape)), x.dtype) for name, x in arrays.items()
     }
-    # A traced factor is replaced by a number other than one of its type.
+    # Checks replace a traced factor by a number of its type other than 1.
     alpha, beta = (
         (2j if jnp.iscomplexobj(x) else 2.0) if isinstance(x, jax.Array) and x.ndim == 0 else x for x in (alpha, beta)
     )
@@ -149,7 +149,7 @@ def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str) -> A
 
 def _with_epilogue(out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None) -> Any:
     if type(alpha) is float and alpha == 0.0:
-        out = jnp.zeros_like(out)  # as specified by BLAS, whatever the product is
+        out = jnp.zeros_like(out)  # as in BLAS: with alpha = 0 the product is ignored, also Inf and NaN
     elif type(alpha) is not float or alpha != 1.0:
         out = (alpha * out).astype(out.dtype)
     if c is not None and not (isinstance(beta, (int, float, complex)) and beta == 0):

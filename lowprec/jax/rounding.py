@@ -32,7 +32,7 @@ def _float(bits: Any) -> Any:
 
 
 def _unless_nan(rounded: Any, bits: Any) -> Any:
-    """Return the rounded numbers, NaN where it was NaN: a carry of its payload reaches the exponent or the sign."""
+    """Return the rounded numbers, but keep NaN: a carry from its payload changes exponent or sign."""
     return _float(jnp.where((bits & _MAGNITUDE) > _INFINITY, 0x7FC00000, rounded))
 
 
@@ -85,9 +85,9 @@ def each_component(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 def split(x: Any, row: ModeRow) -> list[Any]:
-    """Return the parts of an operand for a mode, and their sum last where the mode multiplies that, too.
+    """Return the parts of an operand for a mode, followed by their sum if the mode also multiplies the sum.
 
-    The second part of infinities and NaN is NaN, so that every sum they enter is NaN.
+    The second part of Inf and NaN is NaN, so every sum that contains it is NaN.
     """
     parts = [round_to(x, row.operand_format)]
     rest = x
@@ -100,7 +100,7 @@ def split(x: Any, row: ModeRow) -> list[Any]:
 
 
 def times_power_of_two(x: Any, exponent: Any, steps: int) -> Any:
-    """Return ``x * 2**exponent`` by so many factors, each within the range of float32."""
+    """Return ``x * 2**exponent``, computed in ``steps`` factors within float32's range."""
 
     def multiplied(real: Any) -> Any:
         done = jnp.int32(0)
@@ -113,9 +113,9 @@ def times_power_of_two(x: Any, exponent: Any, steps: int) -> Any:
 
 
 def scaled(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return ``x`` times 2^e, exactly, and the exponents e, which are shared along ``axes``; 0 for zeros alone.
+    """Return ``x * 2**e``, exact, and the exponents e, shared along ``axes`` (kept, length 1).
 
-    Non-finite elements are ignored. The exponents keep ``axes`` with length one.
+    e is 0 where all elements are zero; non-finite elements are ignored.
     """
 
     def size(part: Any) -> Any:
