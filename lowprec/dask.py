@@ -1,8 +1,8 @@
 """Matrix products of Dask arrays: lazy, chunk by chunk, each sum over the chunks of k in one fixed order.
 
-``dask.array.matmul`` makes an array of all partial products and lets Dask add them. Here they form a chain, each added
-by the epilogue of the next (``c=acc, beta=1``) in the accumulator's type. No partial product is stored, 16-bit chunks
-are summed in FP32, and the order of the sum is independent of scheduling.
+``dask.array.matmul`` stores all partial products and lets Dask add them. Here each product's epilogue adds the sum so
+far (``c=acc, beta=1``), in the accumulator's type: no partial product is stored, 16-bit chunks are summed in FP32, and
+the order of the sum is independent of scheduling.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ def matmul(
     Returns
     -------
     dask.array.Array, shape (..., m, n)
-        In the chunks of ``a`` along m, of ``b`` along n.
+        Chunked as ``a`` along m and as ``b`` along n.
 
     Raises
     ------
     ArrayError, DTypeError
-        An operand is not an array, or of an unsupported type.
+        An operand is not an array, or its type is unsupported.
     ShapeError
         The shapes do not match, or are unknown.
     ModeError
-        There is no such mode, or no mode meets ``rtol``.
+        ``math_mode`` is unknown, or no mode meets ``rtol``.
 
     Examples
     --------
@@ -87,7 +87,7 @@ def matmul(
         warn_without_effect(plan)
     accumulator, out = plan.compute_dtype.accumulator.label, plan.out_dtype.label
     if plan.mode_has_effect and row(plan.mode).widens:
-        # Summed in FP64 over all chunks, and rounded once.
+        # The sum over all chunks is in FP64 and rounded once.
         wide = row(plan.mode).accumulator(plan.compute_dtype).label
         product = _product(x.astype(wide), y.astype(wide), mode, wide, wide, k_chunk)
         product = product.astype(_numpy_dtype(out))
@@ -107,9 +107,9 @@ def _plan(a: da.Array, b: da.Array, math_mode: Any, rtol: float | None, bound: A
     summed = made.compute_dtype.accumulator.format  # None: integers, whose sums are exact
     if rtol is None or links == 1 or not made.candidates or summed is None:
         return made
-    # With e the error of each partial product, relative to its |A||B|, and g that of adding them up, in any order and
-    # whatever their sizes, |C - AB| <= (e + g (1 + e)) |A||B|: by Cauchy and Schwarz, the norms of chunks add up to
-    # no more than those of the whole. A chain of n products has n roundings: g = n u / (1 - n u).
+    # |C - AB| <= (e + g (1 + e)) |A||B|, with e the error of a partial product relative to its |A||B|, and g that of
+    # the summation, in any order: by Cauchy and Schwarz, the chunks' |A||B| add up to at most the whole one.
+    # A chain of n products has n roundings: g = n u / (1 - n u).
     u = summed.unit_roundoff
     growth = links * u / (1 - links * u)
     with contextlib.suppress(ModeError):
@@ -150,7 +150,7 @@ def _product(
     a, b, batch = _alike_in_chunks(a, b)
     chunks = (*batch, a.chunks[-2], b.chunks[-1])
     emulates = None if resolved.emulates is None else str(resolved.emulates)
-    # Workers warn of an argument without effect.
+    # An argument without effect would make the workers warn.
     mode = None if accumulator in ("float64", "complex128") else str(resolved.mode)
     name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out, k_chunk)}"
     depth = a.numblocks[-1]
@@ -182,7 +182,7 @@ def _alike_in_chunks(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array, tupl
     axes = [*range(count), "m", "k", "n"]
     names_a = [*axes[count - (a.ndim - 2) : count], "m", "k"]
     names_b = [*axes[count - (b.ndim - 2) : count], "k", "n"]
-    if a.numblocks[-1] == 1:  # else every task would need the whole of k
+    if a.numblocks[-1] == 1:  # otherwise every task would need all of k
         a = a.rechunk({a.ndim - 1: b.chunks[-2]})
     if b.chunks[-2] != a.chunks[-1]:
         b = b.rechunk({b.ndim - 2: a.chunks[-1]})

@@ -1,8 +1,8 @@
 """Contractions on top of :func:`lowprec.matmul`: einsum, tensordot, vecdot and linear, in the caller's library.
 
-Each function arranges axes by the library's own functions (permute, reshape, diagonal), and every sum is a matrix
-product: a sum over an axis of one operand alone is a product with ones, so that 16-bit numbers are added in FP32 as
-everywhere in lowprec. The library traces and differentiates these functions as its own.
+Axes are arranged by the library's own functions (permute, reshape, diagonal), so that it traces and differentiates the
+result. Every sum is a matrix product: a sum over one operand alone is a product with ones, which adds 16-bit numbers in
+FP32.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def tensordot(
     Parameters
     ----------
     a : array, shape (...)
-        Of any library that :func:`~lowprec.matmul` takes.
+        Of any library that :func:`~lowprec.matmul` supports.
     b : array, shape (...)
     axes : int or pair of sequences of int
-        How many of the last axes of ``a`` are summed against the first of ``b``, in order; or the axes of ``a`` and
-        those of ``b``, paired in order.
+        Number of last axes of ``a`` and first axes of ``b`` to sum over; or the axes of ``a`` and the axes of ``b``,
+        paired in order.
     out_dtype, math_mode, rtol, bound, k_chunk
-        As :func:`~lowprec.matmul` takes them.
+        As for :func:`~lowprec.matmul`.
 
     Returns
     -------
@@ -72,7 +72,7 @@ def tensordot(
     Raises
     ------
     ShapeError
-        If an axis does not exist, is named twice, or differs in length from its partner.
+        An axis does not exist, is listed twice, or differs in length from its counterpart.
 
     Examples
     --------
@@ -157,9 +157,9 @@ def vecdot(
     b : array, shape (..., k)
         The other axes broadcast.
     axis : int
-        The axis of the vectors, counted from the end: -1 to -N, N being the smaller number of axes.
+        The axis of the vectors, counted from the end: -N to -1, where N is the smaller number of axes.
     out_dtype, math_mode, rtol, bound, k_chunk
-        As :func:`~lowprec.matmul` takes them.
+        As for :func:`~lowprec.matmul`.
 
     Returns
     -------
@@ -168,7 +168,7 @@ def vecdot(
     Raises
     ------
     ShapeError
-        If there is no such axis, or the shapes do not fit together.
+        The axis does not exist, or the shapes do not match.
 
     Examples
     --------
@@ -226,7 +226,7 @@ def linear(
     weight : array or PreparedOperand, shape (n, k)
     bias : array, shape (n,), optional
     activation, out_dtype, math_mode, rtol, bound, k_chunk
-        As :func:`~lowprec.matmul` takes them.
+        As for :func:`~lowprec.matmul`.
 
     Returns
     -------
@@ -235,7 +235,7 @@ def linear(
     Raises
     ------
     ShapeError
-        If the weight has not two axes, or the shapes do not fit together.
+        ``weight`` does not have two axes, or the shapes do not match.
 
     Examples
     --------
@@ -281,23 +281,22 @@ def einsum(
 ) -> Any:
     """Return a sum of products in Einstein's notation, as ``numpy.einsum``.
 
-    opt_einsum finds the order of the products (``pip install "lowprec[einsum]"``); each step is one matrix product, a
-    batched one where operands share an axis that is kept. The order and the steps of a call are kept for the next one
-    with the same shapes.
+    opt_einsum (``pip install "lowprec[einsum]"``) finds the order of the products. Each step is one matrix product,
+    batched over the axes that both operands have and the result keeps. The steps are cached by shapes.
 
     Parameters
     ----------
     subscripts : str
         For example ``"bij,bjk->bik"``; "..." denotes axes that broadcast.
     *operands : array
-        Of any libraries that :func:`~lowprec.matmul` takes together.
+        Of libraries that :func:`~lowprec.matmul` accepts together.
     optimize : str, bool or sequence of sequences of int
-        How the order is found, as ``opt_einsum.contract_path`` takes it.
+        Search for the order of the products, as for ``opt_einsum.contract_path``.
     out_dtype
-        As :func:`~lowprec.matmul` takes it. The operands are first promoted to their common type, which intermediate
-        results have too; float32 for 16-bit operands makes them float32.
+        As for :func:`~lowprec.matmul`. Operands are promoted to their common type. Intermediate results have the same
+        type, or float32 if that is the ``out_dtype`` of 16-bit operands.
     math_mode, rtol, bound, k_chunk
-        As :func:`~lowprec.matmul` takes them, for each product; ``rtol`` bounds each product by itself.
+        As for :func:`~lowprec.matmul`; ``rtol`` bounds the error of each product separately.
 
     Returns
     -------
@@ -307,11 +306,11 @@ def einsum(
     Raises
     ------
     ShapeError
-        If the subscripts do not fit the shapes.
+        The subscripts do not match the shapes.
     DTypeError
-        If the operands have no common type, or are int8 and need more than one product.
+        The operands have no common type, or are int8 and need more than one product.
     UnsupportedError
-        If opt_einsum is not installed.
+        opt_einsum is not installed.
 
     Examples
     --------
@@ -369,12 +368,12 @@ def einsum(
     return result if dtype_label(result.dtype) == out else cast(result, out)
 
 
-#: Pairs of these are multiplied as they are.
+#: Two operands of these types are multiplied without promotion.
 _8_BITS = frozenset(d.label for d in OPERAND_DTYPES if d.bits == 8)
 
 
 def _types(labels: tuple[str, ...], out_dtype: Any) -> tuple[str, str, str, str, str]:
-    """Return the operands' common type, its products' type, that between steps, that of the result and of sums."""
+    """Return five types: of the promoted operands, default result, intermediate results, result, and accumulator."""
     dtypes = []
     for i, label in enumerate(labels):
         try:
@@ -399,7 +398,7 @@ _types._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _sizes(operand: Any) -> tuple[int, ...]:
-    """Return a shape in numbers; in a graph of PyTorch's they may be symbols, which int() would leave as they are."""
+    """Return a shape as integers, also in a PyTorch graph, where sizes may be symbols that int() keeps."""
     try:
         return tuple([len(range(n)) for n in operand.shape])
     except TypeError:

@@ -1,4 +1,4 @@
-"""How an einsum runs: its steps, each one product, with the axes arranged before and after; kept per shapes."""
+"""The steps of an einsum, cached by shapes: each is one product, with the arrangement of axes before and after."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lowprec.arrays.namespaces import dtype_label, namespace_of
 from lowprec.errors import ShapeError, UnsupportedError, quoted
 
-#: Recipes that are kept.
+#: Size of the cache of recipes.
 _RECIPES = 1024
 
 
@@ -19,11 +19,11 @@ class _Side(NamedTuple):
     diagonals: tuple[tuple[int, int], ...]
     order: tuple[int, ...]
     rows: int  # elements left when the last axes are summed
-    terms: int | None  # how many elements each sum has; None where nothing is summed
+    terms: int | None  # elements of each sum; None without a sum
     shape: tuple[int, ...]
 
     def made_ready(self, x: Any, multiply: Any, dtype: str) -> Any:
-        """Return the operand arranged; where axes are summed, of this element type."""
+        """Return the operand with its axes arranged; sums are of this element type."""
         xp = namespace_of(x)
         for first, second in self.diagonals:
             x = xp.diagonal(x, first, second)
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
     takes: tuple[int, ...]
     sides: tuple[_Side, ...]  # two, or one operand that is summed and arranged alone
-    elementwise: bool  # no axis is summed, and none is the one operand's alone
+    elementwise: bool  # no axis is summed, and both operands have every axis
     shape: tuple[int, ...]
     order: tuple[int, ...]
 
@@ -48,7 +48,7 @@ class Step(NamedTuple):
         return any(side.terms is not None for side in self.sides)
 
     def run(self, values: dict[int, Any], multiply: Any, dtype: str, wide: str) -> Any:
-        """Return the product, of type ``dtype``, of values, which are removed.
+        """Remove the operands from ``values`` and return their product, of type ``dtype``.
 
         ``multiply`` takes two arrays and the type of the result; ``wide`` is the type of sums of one operand.
         """
