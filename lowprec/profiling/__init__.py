@@ -1,4 +1,4 @@
-"""What ran, how fast, on which units."""
+"""Profiles: the products that ran, their times and the units used."""
 
 from lowprec.profiling.recorder import profile
 from lowprec.profiling.records import ProductRecord, RangeRecord

@@ -2,8 +2,8 @@
 
 Source of the time line: *Trace Event Format*, Google (complete events ``X``, metadata events ``M``; microseconds).
 
-There is no lock, which a signal handler or a forked child could find taken: lists and dictionaries change by atomic
-operations.
+Lists and dictionaries change by atomic operations, without a lock: a signal handler or a forked child could find a lock
+held.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIRST_STREAM_ROW = 0x7FFF0000
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write a JSON file, so that no reader finds half of it."""
+    """Write a JSON file atomically."""
     text = json.dumps(finite(value), allow_nan=False)
     write_file(path, lambda file: file.write(text.encode()))
 
@@ -101,24 +101,24 @@ class profile:
     """Record the products in a ``with`` block: their kind, speed and units.
 
     ``print`` shows a table with a row for each kind of product, and totals. Profiles may be nested and may overlap;
-    each records for itself. One that is entered again goes on recording.
+    each has its own records. Entering a profile again continues it.
 
-    A product counts when it runs: a call that is refused (shapes that do not fit) is none, one that fails while it
-    runs is recorded with its error, which goes on to the caller. On a GPU recording waits for nothing; reading
-    times (``records``, ``table``, ``totals``, the files) waits for the products. Products that are captured into a
-    CUDA graph are recorded without a time.
+    Products that run are recorded; calls that raise before (shapes that do not match) are not. A product that fails
+    while it runs is recorded with its error, which the caller also gets. Recording never waits for a GPU; reading times
+    (``records``, ``table``, ``totals``, the files) waits for the products. Products captured into a CUDA graph are
+    recorded without a time.
 
     Parameters
     ----------
     label : str
         Title of the table and of the files.
     threads : {"all", "current"}
-        Whose products: those of all threads of the process, or of the thread that entered the block.
+        Record the products of all threads of the process, or of the thread that entered the block.
 
     Raises
     ------
     UnsupportedError
-        If ``threads`` is neither, or ``label`` no text.
+        ``threads`` is neither, or ``label`` is not a str.
 
     Examples
     --------
@@ -146,8 +146,8 @@ class profile:
         self._threads = threads
         self._thread: int | None = None
         self._origin_ns = 0
-        self._entered: list[int] = []  # when, in ns, of each entry that has not been left
-        self._left: list[tuple[int, int]] = []  # from when to when the others were open
+        self._entered: list[int] = []  # start times of the open entries, in ns
+        self._left: list[tuple[int, int]] = []  # start and end of the closed entries, in ns
         self._measured: list[tuple[Measurement, str]] = []
         self._records: dict[int, ProductRecord] = {}
         self._ranges: list[RangeRecord] = []
@@ -212,7 +212,7 @@ class profile:
 
     @property
     def wall_ms(self) -> float:
-        """How long the profile has been open."""
+        """Time during which the profile was open, in ms."""
         now = time.perf_counter_ns()
         total = reached = 0
         for start, end in sorted([*self._left, *((entered, now) for entered in self._entered[:1])]):
@@ -226,10 +226,10 @@ class profile:
         Returns
         -------
         dict
-            ``products``, ``failed`` and ``untimed`` count; ``elapsed_ms`` and ``flops`` are sums over the products
-            with a time, ``tflops`` their quotient; ``wall_ms`` is how long the profile was open. ``units``: how many
-            products were ``eligible`` for tensor units (tile units of a CPU, or its vector units for bfloat16 and
-            int8), ``used`` them, or are ``unknown``, and the ``share_of_flops`` that ran on them. ``by_mode`` and
+            ``products``, ``failed`` and ``untimed`` are counts; ``elapsed_ms`` and ``flops`` are sums over the products
+            with a time, ``tflops`` is their quotient; ``wall_ms`` is the time the profile was open. ``units``: numbers
+            of products that were ``eligible`` for tensor units (tile units of a CPU, or its vector units for bfloat16
+            and int8), ``used`` them, or are ``unknown``, and the ``share_of_flops`` on them. ``by_mode`` and
             ``by_kernel``: products, time and flops of each.
         """
         return totals(self.records, self.wall_ms)
@@ -240,14 +240,14 @@ class profile:
         Parameters
         ----------
         by : {"product", "range"}
-            A row for each kind of product, or for each range.
+            One row per kind of product, or per range.
         width : int
             Characters of a line; a narrow table omits columns.
 
         Raises
         ------
         UnsupportedError
-            If ``by`` is neither.
+            ``by`` is neither.
         """
         return to_text(self.label, self.records, self.wall_ms, by, width)
 
@@ -263,7 +263,7 @@ class profile:
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_dict` to a file, which is replaced as a whole or not at all.
+        """Write :meth:`to_dict` to a file, atomically.
 
         Parameters
         ----------
@@ -295,16 +295,16 @@ class profile:
         return f"<lowprec.profile {self.label!r}: {len(self)} products, {state}>"
 
 
-#: Open ranges of this thread and task, with the profile that each belongs to.
+#: Open ranges of this thread and task, each with its profile.
 _ranges: ContextVar[tuple[tuple[profile, str], ...]] = ContextVar("lowprec_ranges", default=())
 
-#: An entry for each time that a profile was entered and not yet left.
+#: Open profiles, once per entry.
 _listening: list[profile] = []
 
 
 def _attach() -> None:
     attached = None
-    # Another thread, or a signal handler, may come or go in between.
+    # Another thread or a signal handler may enter or exit a profile in between.
     while attached is not bool(_listening):
         attached = bool(_listening)
         observe(_observer if attached else None)

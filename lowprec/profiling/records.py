@@ -23,7 +23,7 @@ _EMPTY = "the product is empty"
 
 
 class Units(NamedTuple):
-    """Whether a product could run on such units by its numbers, whether it did, and why."""
+    """Whether a product's format allows tensor units, whether they were used, and the reason."""
 
     eligible: bool
     used: bool | None
@@ -74,11 +74,11 @@ class ProductRecord:
     """A product that ran."""
 
     index: int  #: Position in the profile, from 0, in the order in which the calls returned.
-    label: str  #: The ranges around it, ``"step/layer 1"``; empty outside of any.
-    start_ms: float  #: When its execution began on the host, since the profile was entered first.
-    host_ms: float  #: How long the host was busy with its execution.
-    #: How long it ran, conversions and epilogue included. On a GPU by events on its stream. None where it failed, or
-    #: was captured into a CUDA graph instead of run.
+    label: str  #: The enclosing ranges, ``"step/layer 1"``; empty without any.
+    start_ms: float  #: Start of execution on the host, since the profile was first entered.
+    host_ms: float  #: Time of the execution call on the host.
+    #: Execution time, copies and epilogue included; on a GPU by events on its stream. None if it failed or was captured
+    #: into a CUDA graph.
     elapsed_ms: float | None
     a_shape: tuple[int, ...]
     b_shape: tuple[int, ...]
@@ -86,30 +86,30 @@ class ProductRecord:
     a_dtype: str
     b_dtype: str
     out_dtype: str
-    m: int  #: As multiplied; a batch with one ``b`` may have become the rows of a single product.
+    m: int  #: As multiplied; a batch with a single ``b`` may have been folded into m.
     n: int
     k: int
     batch_count: int
-    mode: str  #: In force; see ``mode_has_effect``.
+    mode: str  #: The resolved mode; see ``mode_has_effect``.
     source: str  #: The source of the mode.
     mode_has_effect: bool  #: False for element types on which no mode acts.
-    number_format: str  #: Of the multiplied numbers, once rounded.
+    number_format: str  #: Format of the operands after rounding.
     kernel: str
-    algorithm: str | None  #: The library's description of its choice, where it reports one.
+    algorithm: str | None  #: The library's description of its algorithm, if any.
     device: str
     stream: int | None  #: CUDA stream; None where there are none.
     flops: int  #: 2 m n k per real product, 8 m n k per complex one.
     tflops: float | None  #: Flops over ``elapsed_ms``, in 1e12 per second.
     #: ``tflops`` over the device's highest rate for ``number_format``; None where that is not known.
     peak_share: float | None
-    #: Whether there are tensor units (on a CPU tile units, or vector units for bfloat16 and int8) for such numbers.
+    #: Whether the device has tensor units (on a CPU tile units, or vector units for bfloat16 and int8) for the format.
     units_eligible: bool
-    units_used: bool | None  #: Whether they multiplied them; None where the library does not report it.
-    units_reason: str  #: Which units, or why not.
-    copies: tuple[str, ...]  #: Operands that were copied or rewritten before, and why.
+    units_used: bool | None  #: Whether these units were used; None where the library does not report it.
+    units_reason: str  #: The units, or the reason why none were used.
+    copies: tuple[str, ...]  #: Operands that were copied or rewritten before the product, with the reason.
     thread: str  #: Name of the calling thread.
     thread_id: int
-    error: str | None  #: The error, where the product failed.
+    error: str | None  #: The error, if the product failed.
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -120,9 +120,9 @@ class ProductRecord:
 class RangeRecord:
     """A named range of a program, by the host's clock."""
 
-    name: str  #: With the names around it, ``"step/layer 1"``.
-    start_ms: float  #: When it began since the profile was entered first.
-    elapsed_ms: float  #: How long it took.
+    name: str  #: With the enclosing names, ``"step/layer 1"``.
+    start_ms: float  #: Start, since the profile was first entered.
+    elapsed_ms: float  #: Duration.
     thread: str
     thread_id: int
 
@@ -132,11 +132,11 @@ class RangeRecord:
 
 
 class Measurement:
-    """An execution as it was observed, shared by the profiles that were open."""
+    """The measurement of one execution, shared by the open profiles."""
 
     def __init__(self, plan: GemmPlan, resolved: ResolvedMode, a: ArrayView, b: ArrayView) -> None:
         self._plan, self._resolved, self._device = plan, resolved, a.device
-        # Not the views, which hold the caller's arrays.
+        # The views would keep the caller's arrays alive.
         copied = (f"{name}: {view.copied}" for name, view in (("a", a), ("b", b)) if view.copied)
         self._copies = (*(f"{c.operand}: {c.reason}" for c in plan.copies), *copied)
         self._thread = threading.current_thread().name, threading.get_native_id()
@@ -175,10 +175,10 @@ class Measurement:
         if stopwatch is not None:
             try:
                 self._elapsed_ms = stopwatch.elapsed_ms()
-            except Exception:  # reported once; an interrupt leaves the time to be read again
+            except Exception:  # given up after one failure; after an interrupt the time is read again
                 self._stopwatch = None
                 raise
-            # After the time, not before: another thread, or a signal handler, may be reading it as well.
+            # Cleared after the time is stored: another thread or a signal handler may read it concurrently.
             self._stopwatch = None
         return self._elapsed_ms
 

@@ -15,23 +15,23 @@ from lowprec.util.tables import Table, fill, plain_text
 
 @dataclass
 class Group:
-    """Products that count as one."""
+    """Products with equal keys."""
 
     records: list[ProductRecord] = field(default_factory=list)
 
     @property
     def timed(self) -> list[ProductRecord]:
-        """Those with a time."""
+        """The products with a time."""
         return [r for r in self.records if r.elapsed_ms is not None]
 
     @property
     def elapsed_ms(self) -> float:
-        """Their time together."""
+        """Total time of the products."""
         return sum(r.elapsed_ms or 0.0 for r in self.records)
 
     @property
     def flops(self) -> int:
-        """Of those with a time."""
+        """Flops of the products with a time."""
         return sum(r.flops for r in self.timed)
 
     @property
@@ -41,7 +41,7 @@ class Group:
 
     @property
     def peak_share(self) -> float | None:
-        """Time that the device needs at its highest rate, over the time that it took; None unless known of all."""
+        """Time at the device's peak rate over the measured time; None if a peak is unknown."""
         if not self.elapsed_ms or any(r.peak_share is None for r in self.timed):
             return None
         return sum((r.peak_share or 0.0) * (r.elapsed_ms or 0.0) for r in self.timed) / self.elapsed_ms
@@ -104,7 +104,7 @@ def _units(r: ProductRecord) -> str:
     return "used" if r.units_used else "not used" if r.units_eligible else "-"
 
 
-#: The keys by which products are grouped, by ``by``.
+#: Keys of the groups, for each value of ``by``.
 _KEYS: dict[str, dict[str, Callable[[ProductRecord], str]]] = {
     "product": {
         "m x n x k": lambda r: extents(r.m, r.n, r.k, r.batch_count),
@@ -118,7 +118,7 @@ _KEYS: dict[str, dict[str, Callable[[ProductRecord], str]]] = {
     "range": {"range": lambda r: r.label or "(outside of ranges)"},
 }
 
-#: The other columns, which have a time or a rate of each group.
+#: The other columns: times and rates.
 _NUMBERS = (">calls", ">total ms", ">median ms", ">share", ">TFLOP/s", ">of peak")
 
 #: Columns omitted from a table that is too wide, in this order.
@@ -126,7 +126,7 @@ _OPTIONAL = ("chosen by", "units", "of peak", "dtypes", "median ms", "TFLOP/s")
 
 
 def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: str, width: int) -> str:
-    """Return the table with its totals; ``wall_ms`` is how long the profile was open."""
+    """Return the table with its totals; ``wall_ms`` is the time the profile was open."""
     if by not in _KEYS:
         raise UnsupportedError(f"by={quoted(by)} is not supported; choose one of: {', '.join(map(repr, _KEYS))}")
     devices = ", ".join(dict.fromkeys(r.device for r in records))
