@@ -1,4 +1,4 @@
-"""``check``: the math modes side by side on one's own operands: time, error, guaranteed bound."""
+"""``check``: compare the math modes on given operands: time, error, guaranteed bound."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ def check(
 ) -> Comparison:
     """Multiply two arrays in each math mode; compare times, errors and bounds.
 
-    The error is measured against a float64 product of the operands as they are stored. The modes take turns, and an
-    untimed call goes before each timed one; each time is the median of its samples. This is what ``lowprec check``
-    does on the command line.
+    Errors are measured against a float64 product of the operands as stored. The modes take turns, with an untimed call
+    before each timed one; each time is the median of its samples. ``lowprec check`` does the same on the command line.
 
     Parameters
     ----------
@@ -41,24 +40,24 @@ def check(
     modes : sequence of str or MathMode, optional
         Modes to compare with ``fp32``; by default all.
     rounds : int, optional
-        Samples of each mode's time; by default 7, and more while the times of a mode spread by more than 10%.
+        Timed calls of each mode; by default 7, and more while the times of a mode spread by more than 10%.
     budget : float
-        Seconds after which no new round of samples begins, once three are done.
+        Seconds after which no new round begins, once three are done.
 
     Returns
     -------
     Comparison
-        Frozen; ``print`` shows it as a table, and so do notebooks; ``to_dict()`` gives plain values. ``rows`` holds
-        one row of each mode, with its ``plan``, ``timing``, ``speedup`` and ``errors``.
+        ``print`` and notebooks show a table, ``to_dict()`` returns plain values. ``rows`` has one row per mode, with
+        ``plan``, ``timing``, ``speedup`` and ``errors``.
 
     Raises
     ------
     LowprecError
-        The same errors as ``matmul``.
+        As for ``matmul``.
     DTypeError
-        If an operand is float64 or complex128: no mode acts on these, and there is no wider reference.
+        An operand is float64 or complex128: no mode acts on these, and there is no wider reference.
     UnsupportedError
-        If an operand is not in host memory, or ``rounds`` or ``budget`` is out of range.
+        An operand is not in host memory, or ``rounds`` or ``budget`` is out of range.
 
     Examples
     --------

@@ -23,25 +23,25 @@ class Verdict(StrEnum):
 
     WITHIN = "within"
     ABOVE = "ABOVE"
-    OVERFLOW = "overflow"  # to Inf, as the plan announces
+    OVERFLOW = "overflow"  # to Inf, as reported by the plan
     NO_NUMBERS = "Inf or NaN"  # in the operands
 
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a product is off."""
+    """Errors of a product."""
 
-    relative: float  #: ``|C - AB| / |AB|`` in the Frobenius norm, which counts the digits of the result.
-    normalised: float  #: ``|C - AB| / (|A| |B|)``, which a bound can promise; it does not grow where terms cancel.
-    bound: float  #: The guaranteed largest ``normalised``.
+    relative: float  #: ``|C - AB| / |AB|`` in the Frobenius norm: the correct digits of the result.
+    normalised: float  #: ``|C - AB| / (|A| |B|)``, limited by the bound; independent of cancellation.
+    bound: float  #: Guaranteed upper bound of ``normalised``.
     verdict: Verdict
 
 
 class Reference:
     """The float64 product of two operands, shapes (..., m, k) or (k,), and (..., k, n) or (k,), as stored.
 
-    A product of two numbers of at most single precision is exact in float64, and a sum of k of them is off by k 2^-53
-    of its terms, negligible against the measured errors.
+    Products of two numbers of at most single precision are exact in float64. The relative error of a sum of k of them
+    is at most k 2^-53, negligible against the measured errors.
     """
 
     def __init__(self, a: Array, b: Array) -> None:
@@ -58,7 +58,7 @@ class Reference:
         self._norm_ab = float(np.sqrt(np.sum((self._norms_a * self._norms_b) ** 2)))
 
     def compare(self, result: Array, plan: GemmPlan) -> Errors:
-        """Return the errors of a result that this plan has produced."""
+        """Return the errors of a result of this plan."""
         bound = self._bound(plan)
         if not math.isfinite(self._norm_ab):
             return Errors(math.nan, math.nan, bound, Verdict.NO_NUMBERS)
@@ -79,7 +79,7 @@ class Reference:
         return _ratio(math.sqrt(squares), self._norm_ab)
 
     def _may_overflow(self, plan: GemmPlan) -> bool:
-        """Whether the plan announces an Inf: a format without the range, or sums beyond the result's."""
+        """Whether Inf is possible: a format's range is too small, or sums exceed that of the result."""
         out = plan.out_dtype.format or FLOAT32
         return not plan.bound.unconditional or self._norm_ab > min(out.largest, FLOAT32.largest)
 

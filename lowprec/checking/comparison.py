@@ -1,4 +1,4 @@
-"""The math modes side by side on the same operands: time, error, bound."""
+"""Comparison of the math modes on the same operands: time, error, bound."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowprec.util.tables import Table, html, plain_text
 
 Pair = tuple[Array, Array]
 
-#: Element types for which there is no wider reference, and the types to round them to.
+#: Element types without a wider reference, and the types to cast them to.
 _SINGLE = {"float64": "float32", "complex128": "complex64"}
 
 #: Columns omitted from a table that is too wide, in this order; ``plan`` and the plots show them.
@@ -30,7 +30,7 @@ _OPTIONAL = ("kernel", "error", "spread", "time", "verdict", "bound")
 
 @dataclass(frozen=True)
 class Case:
-    """Operands of one kind that take turns. Errors are those of the first pair."""
+    """Pairs of operands, used in rotation; errors are measured on the first pair."""
 
     name: str
     words: str
@@ -38,7 +38,7 @@ class Case:
 
     @classmethod
     def of(cls, name: str, words: str, a: Array, b: Array) -> Case:
-        """Return a case of one pair of arrays, with as many copies as to keep them out of the caches."""
+        """Return a case of one pair of arrays, with enough copies to keep them out of the caches."""
         copies = range(rotation(a.nbytes + b.nbytes) - 1)
         sets = [(a, b), *((a.copy(order="K"), b.copy(order="K")) for _ in copies)]
         return cls(name, words, sets)
@@ -46,7 +46,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to multiply a case's operands: in a mode, or (None) as their element type decides."""
+    """The product of a case's operands in a mode; None where the element types alone decide."""
 
     name: str
     sets: list[Pair]
@@ -59,24 +59,24 @@ class Variant:
         return result
 
     def plan(self) -> GemmPlan:
-        """Return how that runs."""
+        """Return the plan of the product."""
         return plan_call.plan(*self.sets[0], math_mode=self.mode)
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came out for one way to multiply."""
+    """Time and errors of one variant."""
 
-    name: str  #: The mode that was asked for; where no mode acts, the element types.
+    name: str  #: The requested mode; where no mode acts, the element types.
     plan: GemmPlan
     timing: Timing
-    speedup: float  #: Over the first row.
+    speedup: float  #: Relative to the first row.
     errors: Errors
-    is_noisy: bool  #: Whether the speed-up is that of a busy machine, or of times that spread widely.
+    is_noisy: bool  #: Whether the machine was busy or the times spread widely.
 
     @property
     def label(self) -> str:
-        """The mode that was asked for, and the one that ran where that is another."""
+        """The requested mode, and the one that ran if it differs."""
         requested = self.plan.resolved.requested if self.plan.resolved else None
         overruled = self.plan.mode_has_effect and requested is not None
         return f"{self.name}, ran {self.plan.mode}" if overruled else self.name
@@ -109,8 +109,8 @@ class Comparison:
     description: str
     a: ShapeDtype
     b: ShapeDtype
-    rows: tuple[Row, ...]  #: Of each mode, the baseline first.
-    load: Load  #: How busy the machine was before.
+    rows: tuple[Row, ...]  #: One per mode, the baseline first.
+    load: Load  #: Load of the machine before the measurement.
 
     @property
     def within(self) -> bool:
@@ -119,11 +119,11 @@ class Comparison:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Remarks on the table, to go below it; that of a busy machine goes above it."""
+        """Remarks below the table; a remark on a busy machine is above it."""
         plans = [row.plan for row in self.rows]
         reasons = [reason for p in plans if p.resolved for reason in p.resolved.reasons]
         notes = [p.note for p in plans if p.note]
-        # Where the data made the product fall back, another kernel than the table's ran.
+        # After a fallback caused by the data, the kernel that ran is not the table's.
         fallbacks = [
             f"{row.name}: {text}"
             for row in self.rows
@@ -139,7 +139,7 @@ class Comparison:
 
     @property
     def table(self) -> Table:
-        """The rows, for people."""
+        """The rows as a text table."""
         title = f"{self.name}: {_spec(self.a)} @ {_spec(self.b)}"
         columns = (
             "mode", "kernel", ">time", ">spread", ">speed-up", ">error", ">scaled", ">bound", "verdict",
@@ -233,8 +233,8 @@ def compare(
 ) -> Comparison:
     """Return the comparison of the variants, the first of which is the baseline.
 
-    ``step`` is called with a few words before each variant's first product, and by :func:`take_turns`, of which
-    ``rounds`` and ``budget`` are; ``load`` was measured before.
+    ``step`` receives a description before each variant's first product; with ``rounds`` and ``budget`` it is passed to
+    :func:`take_turns`. ``load`` was measured before.
     """
     reference = Reference(*case.sets[0])
     plans, errors = {}, {}

@@ -1,8 +1,7 @@
 """Comparable times: variants take turns in one process, and medians decide.
 
-Slow phases of a machine affect all variants alike when they take turns. Each timed call follows an untimed one of the
-same variant, because caches hold another variant's data. Operands are rotated, so that
-none is in the cache.
+Slow phases of the machine then affect all variants alike. Each timed call follows an untimed one of the same variant,
+since the caches hold another variant's data. Operands are rotated, so that none is in the cache.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-#: A median of fewer is no median.
+#: Fewest samples for a median.
 MIN_ROUNDS = 3
-#: Rounds where none are given: so many, and more while a spread is above the largest that counts as small.
+#: Default number of rounds; more are run while a spread is above ``SMALL_SPREAD``.
 USUAL_ROUNDS, SMALL_SPREAD = 7, 0.1
 
-#: The clock and the call of a closure cost a microsecond; short calls are repeated until this much is timed.
+#: Shortest timed interval, in seconds, by repetition: the clock and a closure cost a microsecond.
 _SHORTEST_SAMPLE = 1e-3
 _MOST_CALLS_PER_SAMPLE = 200
 
-#: Sets of operands that are rotated, and the bytes that they may take together.
+#: Most sets of operands in rotation, and most bytes of all sets.
 _MOST_SETS, _MOST_BYTES = 3, 2**28
 
-#: Of the CPUs: others' work that is felt.
+#: Share of the CPUs used by other processes above which times are disturbed.
 _BUSY_SHARE = 0.25
 
 
@@ -39,7 +38,7 @@ class Load(NamedTuple):
 
     @property
     def remark(self) -> str:
-        """What to know about times that were measured meanwhile; empty if nothing."""
+        """Warning about times measured under this load; empty if it is low."""
         if self.average is None or self.average <= _BUSY_SHARE * self.cpus:
             return ""
         return (
@@ -49,7 +48,7 @@ class Load(NamedTuple):
 
 
 def load() -> Load:
-    """Return how busy the machine is, to be asked before anything of one's own runs."""
+    """Return the load of the machine; call it before this process does any work."""
     try:
         average = os.getloadavg()[0]
     except (AttributeError, OSError):  # Windows has none
@@ -82,7 +81,7 @@ class Timing:
         return (self.spread or 0.0) > SMALL_SPREAD
 
     def speedup_over(self, other: Timing) -> float:
-        """Return the median of the ratios of each round, in which both ran next to each other."""
+        """Return the median over rounds of the ratio of times, which were measured one after the other."""
         pairs = zip(other.samples, self.samples, strict=True)
         return statistics.median(theirs / mine for theirs, mine in pairs)
 
@@ -94,11 +93,10 @@ def take_turns(
     budget: float,
     step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
-    """Time each variant once per round, in changing order; the argument of a variant selects its operands.
+    """Time each variant once per round, in changing order; a variant's argument selects its operands.
 
-    Without a number of rounds there are ``USUAL_ROUNDS``, and more until no spread is above ``SMALL_SPREAD``. No new
-    round begins ``budget`` seconds after the first, once ``MIN_ROUNDS`` are done; ``step`` is called with the number
-    of a round before each of these.
+    By default there are ``USUAL_ROUNDS``, and more until no spread is above ``SMALL_SPREAD``. After ``MIN_ROUNDS``, no
+    round begins later than ``budget`` seconds after the first. ``step`` receives the number of each round before it.
     """
     names, planned = list(variants), rounds or USUAL_ROUNDS
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -129,5 +127,5 @@ def _sample(call: Callable[[int], Any], number: int) -> float:
 
 
 def rotation(nbytes: int) -> int:
-    """Return how many sets of operands of this size to rotate: caches hold small ones, memory few large ones."""
+    """Return the number of sets of operands of this size: small ones would fit the caches, large ones fill memory."""
     return max(1, min(_MOST_SETS, math.floor(_MOST_BYTES / max(nbytes, 1))))
