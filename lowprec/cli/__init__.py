@@ -1,6 +1,6 @@
 """The command line: ``lowprec info``, ``plan``, ``matmul``, ``check`` and the other modules of ``commands``.
 
-Results go to standard output. A mistake of the user (a missing file, shapes that do not fit, an unknown mode, an
+Results go to standard output. A mistake of the user (a missing file, shapes that do not match, an unknown mode, an
 illegal environment variable) is one line on standard error and exit code 2, without a traceback. Any other exception is
 a defect of the program and keeps its traceback.
 """
@@ -42,7 +42,7 @@ end a command by the signal, with nothing half-written left. After run: those of
 """
 
 
-#: In the order of the help.
+#: Commands in the order of the help.
 COMMANDS = (info, plan, matmul, check, autotune, run, completion)
 
 
@@ -80,12 +80,11 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{similar}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print help and version as results are, so that a failure is reported."""
         print_text(message.rstrip("\n"))
 
 
 def build_parser() -> Parser:
-    """Return the parser of the command line; the parsed options have a ``run``, which by default shows the help."""
+    """Return the parser of the command line; ``run`` of the parsed options is the command, by default the help."""
     shared: dict[str, Any] = {"formatter_class": Help, "allow_abbrev": False}
     parser = Parser(prog="lowprec", description=_DESCRIPTION, epilog=_EPILOG, **shared)
     parser.add_argument("--version", action="version", version=f"lowprec {__version__}")
@@ -117,19 +116,19 @@ _INTERRUPTED, _BROKEN_PIPE = 130, 141
 
 
 class _Terminated(BaseException):
-    """A signal, whose number is the argument, that ends the process."""
+    """A signal that ends the process; the argument is its number."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, the words after ``lowprec`` (by default those of this process), and return its exit code.
+    """Run the command in ``argv`` (by default this process's arguments) and return its exit code.
 
     Returns
     -------
     int
         0; 1 if ``lowprec check`` found an error above its bound; 2 after a mistake of the user; 130 after Ctrl-C;
         141 if the reader of the output closed it. SIGTERM and SIGHUP end the process by the signal, once partial files
-        are removed. ``lowprec run`` ends with the exit code of the program, and does not return where this process can
-        become the program.
+        are removed. ``lowprec run`` returns the exit code of the program, or, where the system can replace a process
+        by a program, does not return.
 
     Examples
     --------
@@ -201,7 +200,6 @@ def _signals_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_in_a_line() -> Iterator[None]:
-    """Show warnings of the block as the command's own messages, without a line of code."""
     usual = warnings.formatwarning
 
     def text(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:

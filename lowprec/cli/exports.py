@@ -30,7 +30,7 @@ class _Theme(NamedTuple):
     hues: tuple[str, ...]
 
 
-#: Two of a theme's hues, ink and muted colour are at least 0.11 apart in OKLab, also as seen with each kind of colour
+#: Any two of a theme's hues, ink and muted colour differ by at least 0.11 in OKLab, also under each kind of colour
 #: blindness (G. M. Machado et al., 2009). Hues have a contrast of at least 3 to the paper.
 _LIGHT = _Theme(
     "#ffffff", "#1f2328", "#b6bac0", "#eceef0",
@@ -42,7 +42,7 @@ _DARK = _Theme(
 )  # fmt: skip
 _MARKERS = "osD^vPX"
 
-#: Places of a name around its point: distances in points, and directions.
+#: Positions of a label around its point: distances in points, and directions.
 _DISTANCES = np.geomspace(4, 160, 12)
 _DIRECTIONS = [np.array([np.cos(turn), np.sin(turn)]) for turn in np.radians(range(0, 360, 20))]
 
@@ -86,7 +86,6 @@ def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
 
 
 def _settings(theme: _Theme) -> dict[str, Any]:
-    """Return matplotlib's settings: thin lines, text in ink, a grid that recedes."""
     inked = ("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor")
     muted = ("xtick.color", "ytick.color", "axes.edgecolor")
     return {
@@ -100,14 +99,13 @@ def _settings(theme: _Theme) -> dict[str, Any]:
 
 
 def _panels(width: float, height: float, rows: int, columns: int) -> tuple[Any, Any]:
-    """Return a figure and its panels by row and column."""
     module: Any = importlib.import_module("matplotlib.figure")
     figure = module.Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, sharex=True, sharey="row", squeeze=False)
 
 
 def _drawn(row: Row) -> float:
-    """Return an error as it is drawn: an exact or an overflowed product has no point on a logarithmic scale."""
+    """Return the error to draw; an exact or an overflowed product has no point on a logarithmic scale."""
     return row.errors.normalised if 0 < row.errors.normalised < math.inf else math.nan
 
 
@@ -138,7 +136,7 @@ def errors_by_speed(found: Sequence[Comparison], theme: _Theme) -> Any:
 
 
 def _name_points(panel: Any, rows: Sequence[Row], theme: _Theme) -> None:
-    """Write each mode near its point, where it covers no mark and no other mode, with a line between the two."""
+    """Label each point where the label covers no mark and no other label; a line connects the two."""
     bbox: Any = importlib.import_module("matplotlib.transforms").Bbox
     path: Any = importlib.import_module("matplotlib.path").Path
     point_size = panel.figure.dpi / 72
@@ -162,7 +160,7 @@ def _name_points(panel: Any, rows: Sequence[Row], theme: _Theme) -> None:
         half, point = text.get_window_extent().size / 2 + point_size, panel.transData.transform(value)
         text.remove()
         middles = [point + (half + away * point_size) * turn for away, turn in product(_DISTANCES, _DIRECTIONS)]
-        # The nearest of the best.
+        # Of the positions with the fewest defects, the nearest.
         name, line = min(((bbox([x - half, x + half]), path([point, x])) for x in middles), key=defects)
         names.append(name)
         lines.append(line)

@@ -2,8 +2,8 @@
 
 Reading never unpickles: a pickle can run any code. A file is written completely or not at all.
 
-The ``.npy`` format has no bfloat16: NumPy writes such an array as raw elements of 2 bytes (``|V2``), so the reader
-passes their dtype. float8_e4m3fn is the same with 1 byte; NumPy cannot read the float8_e5m2 it writes.
+The ``.npy`` format has no bfloat16: NumPy writes raw elements of 2 bytes (``|V2``), whose dtype the caller passes. The
+same holds for float8_e4m3fn, with 1 byte; NumPy cannot read the float8_e5m2 files that it writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowprec.util.atomic import write_file
 def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -> Array:
     """Return the array of an ``.npy`` file, in native byte order.
 
-    Raw elements (bfloat16 and float8 as NumPy writes them) are viewed as ``dtype``, others are rounded to it.
+    Raw elements (bfloat16, float8) are viewed as ``dtype``, other elements are rounded to it.
     ``mapped`` maps the file instead of reading it, for a caller that needs shape, strides and dtype only.
     """
     source = "/dev/stdin" if path == "-" else path
@@ -111,7 +111,7 @@ def is_standard_output(path: str | None) -> bool:
 
 
 def check_output(path: str) -> None:
-    """Raise for an output that cannot be written, before it is computed."""
+    """Raise if the output cannot be written; called before the computation."""
     target, reason = Path(path), ""
     try:
         if _is_written_into(path):
@@ -135,7 +135,7 @@ def write_array(path: str, array: Array) -> None:
     """Write an ``.npy`` file, as :func:`write_output` does."""
 
     def save(file: BinaryIO) -> None:
-        # Hides the real file, whose errors NumPy reports by the number of elements written.
+        # For a real file, NumPy would report an error only as a number of elements written.
         np.save(SimpleNamespace(write=file.write), array, allow_pickle=False)
 
     write_output(path, save)

@@ -14,7 +14,7 @@ from lowprec.checking.accuracy import Array
 from lowprec.checking.measure import rotation
 from lowprec.formats import DType
 
-#: Exponents of the wide distribution reach this far up and down. float16 ends at 2^16 and 2^-24.
+#: Exponents of the wide distribution are between -20 and 20; float16 ranges from 2^-24 to 2^16.
 _WIDE = 20
 
 
@@ -41,7 +41,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 def operand(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType, distribution: str = "normal") -> Array:
     """Return a random array; complex numbers have real and imaginary parts of the distribution.
 
-    int8 has all its values with equal probability, with any distribution.
+    int8 is uniform over all its values, for every distribution.
     """
     if math.prod(shape) > sys.maxsize // 16:  # the bytes of a complex128
         raise MemoryError(f"an array of {'x'.join(map(str, shape))} elements")

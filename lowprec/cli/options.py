@@ -15,7 +15,7 @@ from lowprec.planning.gpus import model_names, parse_capability, parse_model
 
 T = TypeVar("T")
 
-#: Numbers beyond this fit into no 64-bit integer.
+#: A number with more digits may exceed a 64-bit integer.
 _MOST_DIGITS = 18
 
 
@@ -85,7 +85,7 @@ def listed(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
     return lambda text: tuple(dict.fromkeys(read(word.strip()) for word in text.split(",")))
 
 
-#: As argparse takes them.
+#: Arguments of argparse's ``add_argument``, by option.
 _SHARED: dict[str, dict[str, Any]] = {
     "--mode": {
         "type": mode,

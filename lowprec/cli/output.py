@@ -23,7 +23,7 @@ USAGE = 2
 
 
 class CommandError(LowprecError):
-    """A mistake in the command line or in a file that it names; the message is shown as it is."""
+    """A mistake in the command line or in a file named there; the message is printed unchanged."""
 
 
 #: The width where the output is not a terminal.
@@ -68,7 +68,7 @@ def flush() -> None:
 @contextlib.contextmanager
 def _standard_output() -> Iterator[None]:
     """Raise a failure to write as CommandError, except that of a pipe closed by its reader."""
-    if sys.stdout is None:  # Python's value for a closed one
+    if sys.stdout is None:  # closed
         raise CommandError("cannot write to standard output: it is closed")
     try:
         yield
@@ -136,7 +136,6 @@ def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
 
 
 def _console(stream: TextIO) -> Any | None:
-    """Return rich's console on this stream if it is a terminal and rich is installed, else None."""
     if not stream.isatty():
         return None
     try:
