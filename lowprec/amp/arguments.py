@@ -1,4 +1,4 @@
-"""The operands of one call, cast by the list that its function is on, and products in their own type."""
+"""Operands cast by the list of the called function, and scalar factors applied in an array's own type."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lowprec.arrays.namespaces import cast, dtype_name, shape_of
 from lowprec.modes import MathMode
 from lowprec.policy import math_mode, resolve
 
-#: Floating-point types of which the one further right holds less; bfloat16 and float16 do not hold each other.
+#: Floating-point types, from wide to narrow; neither of bfloat16 and float16 includes the other.
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
-#: The math mode that rounds float32 operands as each type holds them.
+#: The math mode that rounds float32 operands to each type.
 _MODES = {"tf32": MathMode.TF32, "bfloat16": MathMode.BF16, "float16": MathMode.FP16}
 
 
@@ -27,9 +27,9 @@ class Operands:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    #: The type that operands were cast to, or the mode that products round to; None if nothing changes.
+    #: The type of the cast operands, or the type to which products round; None if nothing changes.
     to: str | None = None
-    mode: MathMode | None = None  # of products, where the operands' type does not say it all
+    mode: MathMode | None = None  # of products, where the operands' type does not determine it
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return the scope in which products have the mode."""
@@ -39,9 +39,9 @@ class Operands:
 def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None) -> Operands:
     """Return the operands in the type that a list ("allow", "deny", "infer") requires.
 
-    Only floats narrower than 64 bits change. ``compute`` is the policy's type of products, float32 in ``fp32_guard``
-    and where ``LOWPREC_FORCE_MATH_MODE`` decides. Arrays, and lists and tuples of arrays, are cast; ``out`` is not.
-    Where the namespace ``xp`` lacks the type, a math mode replaces it.
+    Arrays, and lists and tuples of arrays, of floats narrower than 64 bits are cast; ``out`` is not. ``compute`` is the
+    policy's type of products, float32 in ``fp32_guard`` and under ``LOWPREC_FORCE_MATH_MODE``. Where the namespace
+    ``xp`` lacks the type, a math mode replaces it.
     """
     if which == "infer":
         names = {dtype_name(x) for x in _arrays(args, kwargs) if is_float(x)}
@@ -85,7 +85,7 @@ def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: b
 
 
 def is_operand(x: Any) -> bool:
-    """Whether something is an array or a scalar of NumPy's; the libraries' classes of element types are neither."""
+    """Whether a value is an array or a NumPy scalar; classes of element types are neither."""
     return is_array(x) or isinstance(x, np.generic)
 
 
@@ -95,7 +95,7 @@ def is_float(array: Any, *, wide: bool = True) -> bool:
 
 
 def times(x: Any, factor: Any) -> Any:
-    """Return a product in the type of the array, rounded once: 16-bit numbers are multiplied in float32."""
+    """Return ``x * factor`` in the type of ``x``, rounded once: 16-bit numbers are multiplied in float32."""
     name = dtype_name(x)
     wide = cast(x, "float32") if name in FLOATS[2:] else x
     product = wide * factor
@@ -103,12 +103,12 @@ def times(x: Any, factor: Any) -> Any:
 
 
 def scaled_loss(x: Any, scale: Any) -> Any:
-    """Return a loss times a scale: in float32 where it has 16 bits and no dimensions, else in its own type."""
+    """Return a loss times a scale: in float32 for a 16-bit scalar, else in the type of the loss."""
     is_narrow = not shape_of(x) and dtype_name(x) in FLOATS[2:]
     return times(cast(x, "float32") if is_narrow else x, scale)
 
 
 def has_type(xp: Any, name: str) -> bool:
-    """Whether a namespace has an element type: by its name, or with NumPy's help, as NumPy has bfloat16."""
+    """Whether a namespace has an element type; NumPy has bfloat16 by ml_dtypes."""
     module = getattr(xp, "__name__", "").split(".")[0]
     return hasattr(xp, name) or (module == "numpy" and name in FLOATS)

@@ -1,6 +1,6 @@
 """A namespace of the Array API whose functions cast by a policy, and whose products are lowprec's.
 
-Only functions are seen: ``xp.matmul(a, b)`` is cast, and ``a @ b`` is the library's own operator.
+Only functions are wrapped: ``xp.matmul(a, b)`` is cast, but ``a @ b`` is the library's own operator.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _PRODUCTS: dict[str, Callable[..., Any]] = {
 #: Namespaces within a namespace.
 _PARTS = ("linalg", "fft", "nn", "functional")
 
-#: Of operands; products of others (integers, booleans) are the library's own.
+#: Element types of lowprec's operands; the library multiplies others (integers, booleans).
 _DTYPES = frozenset(dtype.label for dtype in OPERAND_DTYPES)
 
-#: Names of the standard that PyTorch does not have, or has in another sense.
+#: Functions of the standard that PyTorch lacks or defines differently.
 _TORCH: dict[str, Callable[[Any], Any]] = {
     "astype": lambda torch: lambda x, dtype, copy=True: x.to(dtype, copy=copy),
     "permute_dims": lambda torch: torch.permute,
@@ -52,7 +52,7 @@ _TORCH: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class AutocastRow:
-    """What became of the calls of one function.
+    """Counts of the calls of one function.
 
     Parameters
     ----------
@@ -60,9 +60,9 @@ class AutocastRow:
     list : str
         ``"allow"``, ``"deny"``, ``"infer"``, or ``"-"`` for a function on none.
     calls, cast, by_lowprec : int
-        All calls; those whose operands were cast, or whose products were rounded; those that lowprec multiplied.
+        Numbers of all calls, of those with cast operands or rounded products, and of those computed by lowprec.
     to : str
-        The type of the last cast.
+        Type of the last cast.
     """
 
     function: str
@@ -82,12 +82,12 @@ class AutocastReport:
 
     @property
     def calls(self) -> int:
-        """Of all functions."""
+        """Number of calls of all functions."""
         return sum(row.calls for row in self.rows)
 
     @property
     def cast(self) -> int:
-        """Calls whose operands were cast, or whose products were rounded."""
+        """Number of calls with cast operands or rounded products."""
         return sum(row.cast for row in self.rows)
 
     def _table(self) -> Table:
@@ -173,9 +173,9 @@ class AutocastNamespace:
         product = _PRODUCTS.get(name)
         which = listed if policy.functions else None
         if product is not None and not policy.functions and not has_type(whole, policy.compute):
-            which = "allow"  # the model is in 16 bits, which these arrays have as a math mode alone
+            which = "allow"  # a 16-bit model in a library where 16 bits are only a math mode
 
-        inputs = getattr(function, "nin", None)  # NumPy's functions take `out` without a name, too
+        inputs = getattr(function, "nin", None)  # NumPy's functions also accept a positional `out`
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if inputs is not None and len(args) > inputs:
@@ -197,9 +197,9 @@ class AutocastNamespace:
 
 
 def _are_multiplied(name: str, operands: Operands) -> bool:
-    """Whether lowprec multiplies arrays of these types, or raises the error for other arguments."""
+    """Whether lowprec computes the product; for arguments of other kinds it raises the error."""
     if name == "linear" and (len(operands.args) < 2 or operands.args[1].ndim != 2):
-        return False  # PyTorch takes its own keywords, and a vector
+        return False  # PyTorch accepts keywords of its own, and a vector
     return all(dtype_name(x) in _DTYPES for x in operands.args if is_operand(x))
 
 
@@ -219,30 +219,29 @@ def _multiplied(xp: Any, name: str, operands: Operands) -> Any:
 def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
     """Return a namespace of the Array API whose functions cast by a policy.
 
-    ``matmul``, ``tensordot``, ``vecdot`` and PyTorch's ``nn.functional.linear`` go through lowprec. Where a library has
-    no 16-bit type, float32 operands are multiplied in the math mode of that type. Inside ``fp32_guard`` the functions
-    of the allow list compute in float32. Under ``jax.jit`` and other transformations a call is counted when it is
-    traced.
+    lowprec computes ``matmul``, ``tensordot``, ``vecdot`` and PyTorch's ``nn.functional.linear``. Where a library lacks
+    a 16-bit type, float32 operands are multiplied in the math mode of that type. Inside ``fp32_guard`` the functions on
+    the allow list compute in float32. ``jax.jit`` and other transformations count a call when it is traced.
 
     Parameters
     ----------
     xp : module
-        NumPy, PyTorch, ``jax.numpy``, CuPy, array_api_strict or another namespace; one that :func:`autocast` returned
-        gets the new policy instead of the old one.
+        NumPy, PyTorch, ``jax.numpy``, CuPy, array_api_strict or another namespace. The policy replaces that of a
+        namespace returned by :func:`autocast`.
     policy : Policy or str
-        As :meth:`Policy.parse` takes it.
+        As for :meth:`Policy.parse`.
 
     Returns
     -------
     AutocastNamespace
-        It may be shared by threads. As a ``with`` block it logs, at its end, how many calls were cast.
+        Threads may share it. At the end of a ``with`` block it logs the number of cast calls.
 
     Raises
     ------
     ArrayError
-        If ``xp`` has no ``matmul``.
+        ``xp`` has no ``matmul``.
     SettingError
-        If the policy is none.
+        ``policy`` is not a policy.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Nested containers of arrays: lists, tuples, named tuples and mappings, with None where there is nothing."""
+"""Nested containers of arrays: lists, tuples, named tuples and mappings; None is an empty leaf."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Return the keys that lead to each array, in the order of :func:`leaves`; of lists and tuples the numbers.
+    """Return each array's path of keys, in the order of :func:`leaves`; for lists and tuples, indices.
 
     Examples
     --------
@@ -47,11 +47,10 @@ def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool = False) -> Any:
     """Return a container of the same structure with the function's results in place of the arrays.
 
-    The function takes an array and those at the same place in the other containers. ``numbers`` allows Python numbers
-    as arrays; NumPy's scalars become arrays. Raises ArrayError for a leaf that is no array, ShapeError for another
-    structure.
+    The function receives an array and the corresponding ones of the other containers. ``numbers`` also allows Python
+    numbers; NumPy scalars become arrays. Raises ArrayError for any other leaf, ShapeError if the structures differ.
     """
-    if hasattr(tree, "__dlpack__"):  # most are, so this comes first
+    if hasattr(tree, "__dlpack__"):  # first, since it is the usual case
         return function(tree, *others)
     if tree is None:
         _check(all(other is None for other in others), tree, others)
@@ -83,7 +82,7 @@ def _like(tree: Any, items: dict[Any, Any]) -> Any:
         made = copy.copy(tree)
         for key, item in items.items():
             made[key] = item
-    except TypeError:  # one that cannot be written
+    except TypeError:  # a read-only mapping
         return items
     return made
 
@@ -98,14 +97,14 @@ def _check(same: bool, tree: Any, others: Any) -> None:
         )
 
 
-#: Classes of PyTorch's and of users; those of PyTorch's parametrizations (``_WeightNorm``) are private.
+#: Names of normalization classes, PyTorch's and others; not those of parametrizations (``_WeightNorm``).
 _NORM = re.compile(r"[^_].*Norm(\dd)?")
 
 _STATISTICS = ("running_mean", "running_var")
 
 
 def is_module(value: Any) -> bool:
-    """Whether something is a PyTorch module."""
+    """Whether a value is a PyTorch module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 

@@ -1,7 +1,7 @@
 """Loss scaling as functions, state in and state out, for programs that are traced: ``jax.jit``, ``jax.lax.scan``.
 
-They compute what :class:`~lowprec.amp.LossScaler` does, without a branch on an array's value. With NumPy and PyTorch
-they work as well. Factors that float32 does not hold are rounded to it here, where the scaler rounds their product.
+They compute the same as :class:`~lowprec.amp.LossScaler`, without a branch on an array's value, also in NumPy and
+PyTorch. One difference: factors are rounded to float32 here; the scaler rounds only their product with the scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEFAULT = ScaleRule()
 
 
 class ScalerState(NamedTuple):
-    """Scale and growth tracker: arrays of no axes, float32 and int32. JAX takes it as a container of two arrays."""
+    """Scale (float32) and growth tracker (int32), arrays of no axes; in JAX a container of two arrays."""
 
     scale: Any
     growth_tracker: Any
@@ -40,19 +40,19 @@ def init(xp: Any, init_scale: float = 2.0**16) -> ScalerState:
 
 
 def scale(loss: Any, state: ScalerState) -> Any:
-    """Return a loss, or a container of losses, multiplied by the scale, as :meth:`LossScaler.scale` has it."""
+    """Return a loss, or a container of losses, times the scale, as by :meth:`LossScaler.scale`."""
     return mapped(lambda x: scaled_loss(x, state.scale), loss)
 
 
 def unscale(grads: Any, state: ScalerState) -> tuple[Any, Any]:
-    """Return gradients divided by the scale, and an array of one bool: whether one of them was Inf or NaN.
+    """Return gradients divided by the scale, and whether any was Inf or NaN (array of one bool).
 
     Raises
     ------
     GradientTypeError
-        If gradients are float16.
+        A gradient is float16.
     DTypeError, ArrayError
-        If gradients are of another type than :meth:`LossScaler.unscale` takes, or there is none.
+        A gradient has a type that :meth:`LossScaler.unscale` rejects, or there are no gradients.
     """
     arrays = leaves(grads)
     if not arrays:
@@ -72,21 +72,21 @@ def update(state: ScalerState, found_inf: Any, rule: ScaleRule = _DEFAULT) -> Sc
     ----------
     state : ScalerState
     found_inf : array of one bool
-        Of all processes, where several train together.
+        For all processes together, where several train.
     rule : ScaleRule
-        A constant of the program.
+        A constant of the traced program.
     """
     xp = array_module(state.scale)
     return ScalerState(*rule.next_traced(xp, state.scale, state.growth_tracker, found_inf))
 
 
 def select(found_inf: Any, skipped: Any, stepped: Any) -> Any:
-    """Return the weights after a step: those before it where Inf or NaN was found, else those of the step.
+    """Return ``skipped`` if Inf or NaN was found, else ``stepped``.
 
     Parameters
     ----------
     found_inf : array of one bool
     skipped, stepped : container of arrays
-        Of the same structure.
+        The weights before and after the step, of the same structure.
     """
     return mapped(lambda x, y: array_module(x).where(found_inf, x, y), skipped, stepped)

@@ -1,4 +1,4 @@
-"""The losses of gradients in 16 bits, and the scale that avoids them.
+"""Gradients lost in 16 bits, and the loss scale that avoids it.
 
 Source: P. Micikevicius et al., "Mixed precision training", arXiv 1710.03740, section 3.2 and figure 3: histograms of a
 network's gradients by exponent, of which float16 holds a part.
@@ -26,10 +26,10 @@ from lowprec.util.atomic import write_file
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, html, plain_text
 
-#: In which formats the report counts.
+#: Formats of the report.
 FORMATS = (FLOAT16, BFLOAT16, TF32)
 
-#: Elements that are counted at a time, and the range of float64's exponents.
+#: Elements counted at a time, and float64's smallest exponent.
 _BLOCK, _LEAST = 1 << 18, -1074
 
 
@@ -44,7 +44,7 @@ class FormatShares:
     lost : float
         Rounded to zero.
     subnormal : float
-        Kept, with fewer significant digits than the format has.
+        Rounded to a subnormal number, with fewer significant digits.
     overflow : float
         Rounded to infinity.
     """
@@ -63,11 +63,11 @@ class GradientReport:
     Parameters
     ----------
     elements, zeros, nonfinite : int
-        How many there are in all, how many are zero, how many Inf or NaN.
+        Numbers of all elements, of zeros, and of Inf and NaN.
     smallest, largest : float
-        Magnitudes, of those that are finite and not zero; NaN where there are none.
+        Magnitudes of finite nonzero elements; NaN if there are none.
     suggested_scale : float
-        Of :func:`suggest_scale`.
+        As returned by :func:`suggest_scale`.
     exponents : dict of int to int
         Number of magnitudes in [2^e, 2^(e+1)), by e.
     shares : tuple of FormatShares
@@ -103,25 +103,25 @@ class GradientReport:
         return html(self._table())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as JSON has them: None for NaN, exponents as text."""
+        """Return plain values for JSON: None for NaN, exponents as text."""
         found: dict[str, Any] = finite(asdict(self))
         found["exponents"] = {str(e): n for e, n in self.exponents.items()}
         return found
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to a file, so that no reader finds half of it."""
+        """Write the report to a file, atomically."""
         text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
         write_file(path, lambda file: file.write(text.encode()))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the histogram at both scales; the path's suffix is the image format.
 
-        The file is replaced as a whole or not at all.
+        The file is written atomically.
 
         Raises
         ------
         UnsupportedError
-            If matplotlib is not installed, or has no such format.
+            matplotlib is not installed, or does not support the format.
         """
         try:
             from matplotlib.figure import Figure
@@ -151,7 +151,7 @@ class GradientReport:
 def suggest_scale(grads: Any) -> float:
     """Return the largest power of two that keeps gradients in float16's range.
 
-    Inf and NaN do not count. Without a gradient that is finite and not zero the answer is 1.
+    Inf and NaN are ignored; without finite nonzero gradients the result is 1.
 
     Parameters
     ----------
@@ -161,7 +161,7 @@ def suggest_scale(grads: Any) -> float:
     Raises
     ------
     ArrayError, DTypeError
-        If something is no array, or no array of floats.
+        An element is not an array, or not an array of floats.
 
     Examples
     --------
@@ -183,7 +183,7 @@ def gradient_report(grads: Any) -> GradientReport:
     Raises
     ------
     ArrayError, DTypeError
-        If something is no array, or no array of floats.
+        An element is not an array, or not an array of floats.
 
     Examples
     --------

@@ -24,15 +24,15 @@ class MasterWeights:
     Parameters
     ----------
     params : container of arrays or torch.nn.Module
-        Of any library; float64 and non-float arrays keep their types. They are copied. Of a module, the
-        parameters by their names, and its modules' types decide which are of normalizations.
+        Arrays of any library, which are copied; float64 and non-float arrays keep their types. For a module: its
+        parameters by name, of which the types of its submodules determine the normalizations.
     policy : Policy or str
-        Of the copies: its ``params``, and float32 for normalizations where it says so.
+        Determines the types of the copies: ``params``, and float32 for normalizations with ``norms_float32``.
 
     Raises
     ------
     ArrayError
-        If something in the container is no array.
+        A leaf of the container is not an array.
 
     Examples
     --------
@@ -51,7 +51,7 @@ class MasterWeights:
         self._norms = norms_of(params) if is_module(params) else None
         if self._norms is not None:
             params = dict(params.named_parameters())
-        # One tuple, so that an interrupt never finds masters and copies of different steps.
+        # One tuple, so that after an interrupt masters and copies are of the same step.
         self._held = self._with_copies(mapped(_own, params))
 
     def _with_copies(self, masters: Any) -> tuple[Any, Any]:
@@ -64,12 +64,12 @@ class MasterWeights:
 
     @property
     def params(self) -> Any:
-        """The copies; where the types agree, the masters themselves."""
+        """The copies; where their type is the masters', the masters themselves."""
         return self._held[1]
 
     @property
     def policy(self) -> Policy:
-        """The settings on which the types of copies depend."""
+        """The policy of the copies."""
         return self._policy
 
     @staticmethod
@@ -78,21 +78,21 @@ class MasterWeights:
         return mapped(_widened, grads)
 
     def update(self, rule: Callable[..., Any], grads: Any, *args: Any, **kwargs: Any) -> Any:
-        """Let a rule update the masters, and return the new copies.
+        """Update the masters by a rule, and return the new copies.
 
         Parameters
         ----------
         rule : callable
-            ``rule(masters, grads, *args, **kwargs)`` returns new masters, or writes into those it got and returns None.
+            ``rule(masters, grads, *args, **kwargs)`` returns new masters, or updates them in place and returns None.
         grads : container of arrays
-            Unscaled; they go to the rule in float32.
+            Unscaled; passed to the rule in float32.
         *args, **kwargs
-            Go to the rule.
+            Passed to the rule.
 
         Raises
         ------
         ShapeError
-            If the rule returns another structure or other shapes. The weights are as they were then.
+            The rule returned another structure or other shapes; the weights are unchanged.
         """
         masters = rule(self.masters, mapped(_widened, grads), *args, **kwargs)
         if masters is None:
@@ -109,14 +109,14 @@ class MasterWeights:
         return state if scaler is None else {**state, "scaler": scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], scaler: LossScaler | None = None) -> None:
-        """Take over a checkpoint; a scaler's state goes to ``scaler``.
+        """Restore a checkpoint; a scaler's state is loaded into ``scaler``.
 
         Raises
         ------
         SettingError
-            If the checkpoint lacks an entry, or the scaler's is illegal.
+            The checkpoint lacks an entry, or the scaler's entry is illegal.
         ShapeError
-            If its masters have another structure or other shapes. Nothing has changed then.
+            Its masters have another structure or other shapes; nothing is changed.
         """
         wanted = ["masters", "policy", *(["scaler"] if scaler is not None else [])]
         remedy = "save it with state_dict(), which takes the scaler"

@@ -1,8 +1,8 @@
-"""Which element types a network's weights, products and results have, and which function computes in which.
+"""Policies: element types of a network's weights, products and results, and lists of functions by type.
 
 Sources: NVIDIA apex's optimization levels O0 to O3 and its lists of functions (``apex.amp``); DeepMind's jmp (the three
-types of a policy and their string form); PyTorch's autocast (float64 is left alone, and the widest type wins where
-operands differ).
+types of a policy and their string form); PyTorch's autocast (float64 is not cast; operands of different types get the
+widest).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lowprec.policy import environment
 
 LISTS = ("allow", "deny", "infer")
 
-#: Products; functions that lose most in 16 bits; functions that take the widest type of their operands. Names
-#: are those of the Array API, of its ``linalg``, and of functions that networks define themselves.
+#: Products; functions that lose most in 16 bits; functions that use the widest type of their operands. Names are those
+#: of the Array API, of its ``linalg``, and of functions that networks define.
 DEFAULT_LISTS = {
     "allow": "matmul tensordot vecdot einsum linear conv conv1d conv2d conv3d attention",
     "deny": (
@@ -71,28 +71,28 @@ class Policy:
     Parameters
     ----------
     params : {"float32", "bfloat16", "float16"}
-        Of the weights that the network computes with.
+        Type of the weights that the network computes with.
     compute : {"float32", "tf32", "bfloat16", "float16"}
-        Of the functions on the allow list; ``"tf32"`` is float32 in that math mode.
+        Type of the functions on the allow list; ``"tf32"`` is float32 in that math mode.
     output : {"float32", "bfloat16", "float16"}
-        Of the network's results.
+        Type of the network's results.
     functions : bool
         Whether each function casts its operands, by the lists.
     norms_float32 : bool
-        Whether weights and statistics of normalizations stay float32; :meth:`cast_params` describes which these are.
+        Whether weights and statistics of normalizations (see :meth:`cast_params`) stay float32.
     masters : bool
         Whether an optimizer should keep float32 weights in addition to those in ``params``.
     loss_scale : float or "dynamic", optional
-        ``"dynamic"`` for ``compute="float16"``, else 1, if not given: the other types have float32's exponents.
+        By default ``"dynamic"`` for ``compute="float16"``, and 1 for the other types, which have float32's exponents.
     moves : tuple of (str, str)
-        Functions and the list that each goes to: ``"allow"``, ``"deny"``, ``"infer"`` or ``"none"``.
+        Names of functions, each with its new list: ``"allow"``, ``"deny"``, ``"infer"`` or ``"none"``.
 
     Raises
     ------
     SettingError
-        If a value is none of these.
+        A value is illegal.
     EnvironmentVariableError
-        If a variable ``LOWPREC_AMP_...`` holds something other than names of functions.
+        A variable ``LOWPREC_AMP_...`` contains anything but names of functions.
 
     Examples
     --------
@@ -141,21 +141,21 @@ class Policy:
 
     @classmethod
     def preset(cls, level: str, *, half: str = "float16", **overrides: Any) -> Policy:
-        """Return the policy of one of apex's levels, with properties of your own.
+        """Return the policy of one of apex's levels, with ``overrides``.
 
         Parameters
         ----------
         level : {"O0", "O1", "O2", "O3"}
-            Full float32; functions by the lists; a model in 16 bits with float32 norms and masters; all in 16 bits.
+            O0: float32. O1: functions cast by the lists. O2: a 16-bit model, float32 norms and masters. O3: all 16-bit.
         half : {"float16", "bfloat16", "tf32"}
-            The narrow type; ``"tf32"`` for O1 alone.
+            The narrow type; ``"tf32"`` only for O1.
         **overrides
-            Parameters of the class. One that does not fit to the others warns, and is taken.
+            Parameters of the class; one that contradicts another gives a warning.
 
         Raises
         ------
         SettingError
-            If there is no such level, property or value.
+            The level, a property or a value is unknown.
 
         Examples
         --------
@@ -188,14 +188,14 @@ class Policy:
     def parse(cls, text: str | Policy) -> Policy:
         """Return the policy of a text: a level, ``name=value`` pairs, or both.
 
-        A policy is returned as it is. Lists are given as ``deny=gelu+relu``; ``none=`` takes functions from all lists.
-        Texts of jmp have its meaning, ``"half"`` as well as ``"c=f16"``: ``c`` is ``p`` and ``o`` is ``c`` if not
-        given, and functions cast where ``c`` is not ``p``.
+        A policy is returned unchanged. ``deny=gelu+relu`` moves functions to a list, ``none=`` removes them from all.
+        Texts of jmp (``"half"``, ``"c=f16"``) keep its meaning: ``c`` defaults to ``p``, ``o`` to ``c``, and functions
+        cast if ``c`` differs from ``p``.
 
         Raises
         ------
         SettingError
-            If it is no text, or a part of it is neither.
+            ``text`` is not a str, or a part of it is neither a level nor a pair.
 
         Examples
         --------
@@ -242,7 +242,7 @@ class Policy:
         return self._lists.get(name)
 
     def moved(self, which: str, *names: str) -> Policy:
-        """Return a policy with functions on another list, or on ``"none"``."""
+        """Return a policy with functions moved to a list, or to ``"none"``."""
         _check_list(which, "none")
         moves = {**dict(self.moves), **dict.fromkeys(names, which)}
         return replace(self, moves=tuple(moves.items()))
@@ -254,7 +254,7 @@ class Policy:
         ----------
         fn : callable or str
         which : {"allow", "deny", "infer"}
-            As apex's ``half_function``, ``float_function`` and ``promote_function``.
+            The list, as by apex's ``half_function``, ``float_function`` and ``promote_function``.
 
         Examples
         --------
@@ -281,21 +281,21 @@ class Policy:
         return call
 
     def cast_params(self, params: Any, model: Any = None) -> Any:
-        """Return weights in ``params``, normalizations' as ``norms_float32`` demands.
+        """Return weights in ``params``, those of normalizations by ``norms_float32``.
 
         Parameters
         ----------
         params : container of arrays or torch.nn.Module
-            Of a module the state dictionary is cast and returned; the module itself is not changed.
+            For a module, its state dictionary is cast and returned; the module is unchanged.
         model : torch.nn.Module, optional
-            The module with these names. Its modules' types decide which weights are of normalizations: those of
-            classes whose name ends on "Norm" ("Norm1d" and so on), or that derive from such a class. Without one,
-            names decide: those with "norm" or "bn" in them, and those next to running statistics.
+            The module of these weights. Normalizations are its submodules of classes named "...Norm" ("...Norm1d" and
+            so on) or derived from one. Without ``model`` they are the weights with "norm" or "bn" in their names, and
+            those next to running statistics.
 
         Raises
         ------
         ArrayError
-            If something in the container is no array, or ``model`` no module.
+            A leaf of the container is not an array, or ``model`` is not a module.
         """
         if is_module(params):
             params, model = params.state_dict(), params
@@ -314,7 +314,7 @@ class Policy:
         return mapped(one, params)
 
     def cast_inputs(self, inputs: Any) -> Any:
-        """Return the inputs in ``params``, unchanged where functions cast them."""
+        """Return the inputs in ``params``; unchanged if functions cast them."""
         if self.functions:
             return inputs
         return mapped(lambda x: _cast_float(x, self.params), inputs)
@@ -324,7 +324,7 @@ class Policy:
         return mapped(lambda x: _cast_float(x, self.output), output)
 
     def scaler(self, **keywords: Any) -> LossScaler:
-        """Return a loss scaler as ``loss_scale`` says; ``keywords`` go to it."""
+        """Return a loss scaler for ``loss_scale``; ``keywords`` are passed to it."""
         if self.loss_scale == "dynamic":
             return LossScaler(**keywords)
         return LossScaler(**{"init_scale": self.loss_scale, "dynamic": False, **keywords})
@@ -363,13 +363,13 @@ def _level(level: str, half: str) -> dict[str, Any]:
             "params": half, "compute": half, "output": half, "functions": False, "loss_scale": 1.0,
         },
     }  # fmt: skip
-    if level not in tuple(levels):  # not everything is hashable
+    if level not in tuple(levels):  # also for unhashable values
         raise SettingError(f"a level is one of {', '.join(levels)}, got {quoted(level)}")
     return levels[level]
 
 
 def _contradictions(policy: Policy, overrides: Mapping[str, Any]) -> list[str]:
-    """Return why properties that were chosen do nothing, or harm."""
+    """Return the reasons why chosen properties have no effect or do harm."""
     is_wide = policy.params == "float32"
     checks = {
         "masters": policy.masters and is_wide and "masters=True has no effect: the weights are float32 themselves",

@@ -1,4 +1,4 @@
-"""How a loss scale follows from the one before: one rule, for numbers and for arrays in a traced program.
+"""The update rule of the loss scale, for numbers and for arrays in a traced program.
 
 Sources: PyTorch's ``torch.amp.GradScaler`` (its arguments, defaults and arithmetic: the product of the scale and a
 factor is rounded once, to float32); P. Micikevicius et al., "Mixed precision training", arXiv 1710.03740, section 3.2.
@@ -16,7 +16,7 @@ import numpy as np
 
 from lowprec.errors import DTypeError, LowprecError, quoted
 
-#: Of float32. A scale of 0 has no inverse, and never grows again.
+#: Of float32. The inverse of a scale of 0 is infinite, and 0 never grows.
 _SMALLEST_NORMAL, _LEAST = 2.0**-126, 2.0**-127
 
 
@@ -39,21 +39,21 @@ class ScaleRule:
     Parameters
     ----------
     growth_factor : float
-        The scale is multiplied by it after ``growth_interval`` steps in sequence without Inf or NaN; above 1.
+        Factor after ``growth_interval`` consecutive steps without Inf or NaN; above 1.
     backoff_factor : float
-        The scale is multiplied by it after a step with Inf or NaN; between 0 and 1.
+        Factor after a step with Inf or NaN; between 0 and 1.
     growth_interval : int
         At least 1.
     min_scale, max_scale : float, optional
-        Floor and cap of the scale. The floor is 2^-126 by default, the smallest normal float32; jmp has a floor of 1,
-        MXNet a cap of 2^24.
+        Limits of the scale. The lower one is 2^-126 by default, the smallest normal float32; jmp has a lower limit of
+        1, MXNet an upper limit of 2^24.
     dynamic : bool
-        Whether the scale changes at all.
+        False keeps the scale constant.
 
     Raises
     ------
     SettingError
-        If a number is out of its range.
+        A number is out of its range.
 
     Examples
     --------
@@ -87,15 +87,15 @@ class ScaleRule:
         return _SMALLEST_NORMAL if self.min_scale is None else self.min_scale
 
     def next(self, scale: float, tracker: int, found_inf: bool) -> tuple[float, int]:
-        """Return scale and growth tracker after a step, as float32 and int32 have them.
+        """Return scale and growth tracker after a step, in the ranges of float32 and int32.
 
         Parameters
         ----------
         scale : float
         tracker : int
-            How many steps in sequence were without Inf or NaN since the scale changed last.
+            Number of consecutive steps without Inf or NaN since the last change of the scale.
         found_inf : bool
-            Whether this step's gradients held Inf or NaN.
+            Whether this step's gradients contain Inf or NaN.
         """
         if not self.dynamic:
             return scale, tracker
@@ -107,7 +107,7 @@ class ScaleRule:
         return (self.limited(grown) if math.isfinite(grown) else scale), 0
 
     def next_traced(self, xp: Any, scale: Any, tracker: Any, found_inf: Any) -> tuple[Any, Any]:
-        """Return :meth:`next` of arrays of one element, without a branch on values."""
+        """Return :meth:`next` for arrays of no axes, without a branch on values."""
         if not self.dynamic:
             return scale, tracker
         shrunk = self._limited_traced(xp, scale * self.backoff_factor)
@@ -119,7 +119,7 @@ class ScaleRule:
         return after, xp.where(found_inf, none, xp.where(grows, none, tracker + 1))
 
     def limited(self, scale: float) -> float:
-        """Return the scale within floor and cap, as float32 has it."""
+        """Return the scale within its limits, rounded to float32."""
         if self.max_scale is not None:
             scale = min(scale, self.max_scale)
         return _rounded(max(scale, self._floor))
@@ -136,20 +136,20 @@ def _rounded(value: float) -> float:
 
 
 def check_number(name: str, value: Any, is_legal: Callable[[float], bool], words: str) -> None:
-    """Raise :class:`SettingError` if a value is no number, or not a legal one."""
+    """Raise :class:`SettingError` unless a value is a legal number."""
     if not (isinstance(value, Real) and is_legal(float(value))):
         raise SettingError(f"{name} is {words}, got {quoted(value)}")
 
 
 def check_count(name: str, value: Any, least: int) -> int:
-    """Return an integer; raise :class:`SettingError` if it is none, or too small."""
+    """Return an integer; raise :class:`SettingError` if it is not one, or too small."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise SettingError(f"{name} is an integer from {least} on, got {quoted(value)}")
     return int(value)
 
 
 def check_entries(what: str, state: Any, names: Iterable[str], remedy: str) -> None:
-    """Raise :class:`SettingError` if a state is no mapping, or lacks an entry."""
+    """Raise :class:`SettingError` if a state is not a mapping or lacks an entry."""
     if not isinstance(state, Mapping):
         raise SettingError(f"{what} is a mapping, got {quoted(state)}; {remedy}")
     if lacking := [name for name in names if name not in state]:
@@ -157,7 +157,7 @@ def check_entries(what: str, state: Any, names: Iterable[str], remedy: str) -> N
 
 
 def check_scale(name: str, value: Any, *, zero: bool = False) -> float:
-    """Return a scale as float32 holds it; raise :class:`SettingError` if float32 has no such positive number.
+    """Return a scale rounded to float32; raise :class:`SettingError` unless the result is positive and finite.
 
     ``zero`` also allows 0, which the scale of PyTorch's ``GradScaler`` reaches.
     """

@@ -1,4 +1,4 @@
-"""The loss scaler: small gradients kept above float16's smallest number by a factor on the loss."""
+"""The loss scaler: a factor on the loss keeps small gradients within float16's range."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ class _Optimizer:
     def __init__(self) -> None:
         self.stage = _Stage.READY
         self.flags: list[Any] = []
-        #: Once it was asked for, which waits for the devices of the flags.
+        #: None until it is read, which waits for the devices of the flags.
         self.found_inf: bool | None = None
 
 
 class LossScaler:
     """Scale a loss so that gradients fit float16, and skip steps that overflow.
 
-    Arguments, defaults, arithmetic and state dictionaries are those of PyTorch's ``GradScaler``, whose scale may fall
-    to 0; arrays may be of any library, in nested lists, tuples and dicts. One scaler belongs to one thread.
+    Arguments, defaults, arithmetic and state dictionaries are those of PyTorch's ``GradScaler``, except that its scale
+    can fall to 0. Arrays may be of any library, in nested lists, tuples and dicts. A scaler is for one thread.
 
     Parameters
     ----------
     init_scale : float
-        A positive number; it is rounded to float32.
+        A positive number, rounded to float32.
     growth_factor, backoff_factor, growth_interval, dynamic, min_scale, max_scale
-        As :class:`ScaleRule` takes them. With ``dynamic=False`` steps with Inf or NaN are skipped nevertheless. Floor
-        and cap are no part of the state dictionary.
+        As for :class:`ScaleRule`. With ``dynamic=False``, too, steps with Inf or NaN are skipped. The state dictionary
+        does not include ``min_scale`` and ``max_scale``.
     enabled : bool
-        With False, ``scale`` and ``unscale`` return their argument, and ``step`` always steps.
+        If False, ``scale`` and ``unscale`` return their argument, and ``step`` always steps.
     reduce : callable, optional
-        For training in several processes: takes whether this process found Inf or NaN, returns whether any did. It is
-        called once for each optimizer and update.
+        For training in several processes: receives whether this process found Inf or NaN, and returns whether any did.
+        Called once per optimizer and update.
 
     Raises
     ------
     SettingError
-        If a number is out of its range.
+        A number is out of its range.
 
     Examples
     --------
@@ -95,21 +95,21 @@ class LossScaler:
         return f"LossScaler(scale={self._scale:g}, {kind}, growth_tracker={self._tracker})"
 
     def get_scale(self) -> float:
-        """Return the scale; 1 if the scaler is not enabled."""
+        """Return the scale; 1 if the scaler is disabled."""
         return self._scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
-        """Whether the scaler does anything."""
+        """Whether the scaler is enabled."""
         return self._enabled
 
     @property
     def rule(self) -> ScaleRule:
-        """How the scale changes."""
+        """The update rule of the scale."""
         return self._rule
 
     @property
     def found_inf(self) -> bool:
-        """Whether gradients since the last update held Inf or NaN; synchronizes."""
+        """Whether gradients since the last update contain Inf or NaN; waits for the device."""
         return any(map(self._decide, self._optimizers.values()))
 
     def scale(self, loss: Any) -> Any:
@@ -118,46 +118,45 @@ class LossScaler:
         Parameters
         ----------
         loss : array, number or container of arrays
-            Elements keep their type, and a product with a 16-bit number is rounded once; as in PyTorch, a 16-bit loss
-            of no dimensions becomes float32, whose range includes numbers beyond float16's.
+            The type is kept, with one rounding for 16-bit numbers. As in PyTorch, a 16-bit scalar loss becomes
+            float32, so that it does not overflow.
         """
         if not self._enabled:
             return loss
         return mapped(self._scaled, loss, numbers=True)
 
     def _scaled(self, x: Any) -> Any:
-        if isinstance(x, int | float):  # float64 of NumPy's is one, too
+        if isinstance(x, int | float):  # so is NumPy's float64
             return x * self._scale
         return scaled_loss(x, self._scale)
 
     def unscale(self, grads: Any, *, out: Any = None, optimizer: Hashable = None) -> Any:
-        """Return gradients divided by the scale, checked for Inf and NaN on the way.
+        """Return gradients divided by the scale, and check them for Inf and NaN.
 
         Parameters
         ----------
         grads : container of arrays
-            float32, float64 or bfloat16; None for a missing gradient. Of PyTorch's sparse tensors
-            (COO) the values are divided, as ``GradScaler`` does.
+            float32, float64 or bfloat16; None for a missing gradient. For PyTorch's sparse tensors (COO) the values are
+            divided, as by ``GradScaler``.
         out : container of arrays, optional
-            Receives the results: ``grads`` itself for a division in place. A duplicate, such as the gradient of tied
-            weights does, is divided once; other overlaps are not looked for. An exception from outside (a signal
-            handler's) can leave it half done.
+            Receives the results; ``grads`` itself for in-place division. An array that occurs twice (the gradient of
+            tied weights) is divided once; other overlaps are not detected. An interrupt can leave it half done.
         optimizer : hashable, optional
-            Which optimizer the gradients belong to, where there are several: any name.
+            Name of the optimizer of these gradients, where there are several.
 
         Returns
         -------
         container of arrays
-            ``out`` where that is given.
+            ``out`` if given.
 
         Raises
         ------
         ScalerStateError
-            If this optimizer's gradients were unscaled, or it stepped, since the last update.
+            This optimizer's gradients were unscaled, or it stepped, since the last update.
         GradientTypeError
-            If gradients are float16.
+            A gradient is float16.
         DTypeError, ShapeError, ArrayError
-            If gradients are of another type, do not fit to ``out``, are traced by JAX, or there is none.
+            A gradient has another type, does not match ``out`` or is traced by JAX, or there are no gradients.
         """
         if not self._enabled:
             return grads
@@ -179,7 +178,7 @@ class LossScaler:
     def step(self, fn: Callable[..., Any], *args: Any, optimizer: Hashable = None, **kwargs: Any) -> Any:
         """Call a function if all gradients were finite; return its result, or None.
 
-        This is where the program waits for a GPU, once.
+        The only call in which the program waits for a GPU.
 
         Parameters
         ----------
@@ -193,7 +192,7 @@ class LossScaler:
         Raises
         ------
         ScalerStateError
-            If the gradients were not unscaled, or this optimizer stepped since the last update.
+            The gradients were not unscaled, or this optimizer stepped since the last update.
         """
         if not self._enabled:
             return fn(*args, **kwargs)
@@ -212,19 +211,19 @@ class LossScaler:
         return result
 
     def update(self, new_scale: float | None = None) -> None:
-        """Change the scale: smaller after Inf or NaN, larger after many steps without.
+        """Reduce the scale after Inf or NaN; increase it after many steps without.
 
         Parameters
         ----------
         new_scale : float, optional
-            Set the scale to this instead.
+            The new scale, instead of that of the rule.
 
         Raises
         ------
         ScalerStateError
-            If no gradients were unscaled since the last update.
+            No gradients were unscaled since the last update.
         SettingError
-            If ``new_scale`` is no positive number.
+            ``new_scale`` is not a positive number.
         """
         if not self._enabled:
             return
@@ -237,7 +236,7 @@ class LossScaler:
             )
         else:
             scale, tracker = self._rule.next(self._scale, self._tracker, self.found_inf)
-            # One statement, between whose assignments no signal handler runs.
+            # One statement, so that no signal handler runs between the assignments.
             self._scale, self._tracker, self._optimizers = scale, tracker, {}
 
     def _decide(self, state: _Optimizer) -> bool:
@@ -259,12 +258,12 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state, this class's or that of PyTorch's ``GradScaler``.
+        """Load a state of this class or of PyTorch's ``GradScaler``.
 
         Raises
         ------
         SettingError
-            If it lacks an entry, as the empty one of a scaler that was not enabled, or holds an illegal value.
+            An entry is missing (a disabled scaler has an empty state) or illegal.
         """
         if not self._enabled:
             return

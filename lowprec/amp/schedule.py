@@ -13,7 +13,7 @@ from lowprec.policy import math_mode
 
 
 class _State(NamedTuple):
-    """The state of a schedule; replaced as a whole, so that an interrupt never finds it half changed."""
+    """The state of a schedule, replaced as a whole for the sake of interrupts."""
 
     steps: int = 0
     stage: int = 0
@@ -22,25 +22,25 @@ class _State(NamedTuple):
 
 
 class PrecisionSchedule:
-    """Math modes in sequence, changed at given steps or when the loss stops falling.
+    """A sequence of math modes, changed at given steps or when the loss stops falling.
 
     Parameters
     ----------
     modes : sequence of str or MathMode
-        The first one first.
+        In order of use.
     at : sequence of int, optional
-        After how many steps each next mode begins: one number less than modes, rising.
+        Numbers of steps after which each next mode begins: ascending, one fewer than modes.
     patience : int, optional
-        Instead of ``at``: the next mode begins when this many steps in sequence did not lower the loss.
+        Instead of ``at``: the next mode begins after this many consecutive steps that did not lower the loss.
     threshold : float
-        How much of the lowest loss a step must save, to count as lowering it.
+        Relative decrease below the lowest loss that counts as lowering it.
 
     Raises
     ------
     SettingError
-        If both or neither of ``at`` and ``patience`` are given, or a number is out of its range.
+        Both or neither of ``at`` and ``patience`` are given, or a number is out of its range.
     ModeError
-        If there is no such mode.
+        A mode is unknown.
 
     Examples
     --------
@@ -92,7 +92,7 @@ class PrecisionSchedule:
 
     @property
     def mode(self) -> MathMode:
-        """The mode of the step that comes."""
+        """The mode of the next step."""
         return self._modes[self._state.stage]
 
     def scope(self) -> math_mode:
@@ -105,12 +105,12 @@ class PrecisionSchedule:
         Parameters
         ----------
         loss : number or array of no axes, optional
-            Of the step; needed where ``patience`` drives the schedule. NaN does not lower the loss.
+            Loss of the step; required with ``patience``. NaN does not lower the loss.
 
         Raises
         ------
         SettingError
-            If the loss is needed and missing, or is no number.
+            The loss is required and missing, or is not a number.
         """
         steps, stage, waited, lowest = self._state
         steps += 1
@@ -134,12 +134,12 @@ class PrecisionSchedule:
         return {**self._state._asdict(), "lowest": lowest if math.isfinite(lowest) else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another schedule of the same modes stopped.
+        """Load the state of another schedule of the same modes.
 
         Raises
         ------
         SettingError
-            If an entry is missing or illegal, or there is no such stage.
+            An entry is missing or illegal, or the stage does not exist.
         """
         check_entries("the state of a schedule", state, self.state_dict(), "save it with state_dict()")
         counts = {name: check_count(name, state[name], 0) for name in ("steps", "stage", "waited")}

@@ -1,7 +1,7 @@
-"""Gradients divided by the scale, with the search for Inf and NaN in the same pass, library by library.
+"""Division of gradients by the scale and detection of Inf and NaN, in one pass, for each library.
 
-The flags stay on the device of the arrays: nothing here waits for a GPU. The gradient is checked before the division,
-as in PyTorch.
+Flags stay on the device of the arrays, so nothing waits for a GPU. As in PyTorch, gradients are checked before the
+division.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = ("float32", "float64", "bfloat16")
 def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     """Return gradients divided by the scale, and flags that are true where one was Inf or NaN.
 
-    ``out``, which may be ``grads``, receives the results. There is a flag for each library and device; ``bool`` of it
+    ``out``, which may be ``grads``, receives the results. There is one flag per library and device; ``bool(flag)``
     waits for the device.
     """
     arrays = leaves(grads)
@@ -43,7 +43,7 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     inverse = np.float32(1.0 / scale)
     groups: dict[Any, list[int]] = {}
     names: dict[type, str] = {}
-    first: dict[Any, int] = {}  # by target, the first gradient
+    first: dict[Any, int] = {}  # first gradient by target
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
         name = names.get(type(x)) or names.setdefault(type(x), _library(x))
         if target is not None:
@@ -51,7 +51,7 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
             if first.setdefault(written, i) != i:
                 if _elements(x, name) != _elements(arrays[first[written]], name):
                     raise ArrayError("out holds one array for two gradients; give each its own")
-                continue  # the gradient of weights that are tied, in two places of the container
+                continue  # tied weights: one gradient, twice in the container
         device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
         groups.setdefault((name, device), []).append(i)
     results: list[Any] = [None] * len(arrays)
@@ -70,7 +70,7 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
 
 
 def _elements(array: Any, library: str) -> Any:
-    """Return a key equal for views of the same elements, where the library reveals that, else for one object."""
+    """Return a key that is equal for views of the same elements; by identity where the library hides addresses."""
     if library == "numpy" and array.size:
         return data_pointer(array), array.shape, array.strides
     if library == "torch" and (values := _values(array)).numel():
@@ -79,7 +79,6 @@ def _elements(array: Any, library: str) -> Any:
 
 
 def _values(tensor: Any) -> Any:
-    """Return the elements of a tensor as a dense one; of a sparse one as they are, not coalesced."""
     return tensor._values() if tensor.is_sparse else tensor
 
 
@@ -91,7 +90,7 @@ def _library(array: Any) -> str:
 
 
 def check_gradient(array: Any, *, coo: bool = False) -> str:
-    """Return the element type of a gradient; raise for one, or a layout, that it must not have but PyTorch's COO."""
+    """Return the element type of a gradient; raise for illegal types and layouts (``coo`` allows PyTorch's COO)."""
     name = dtype_name(array)
     if name == "float16":
         raise GradientTypeError(
@@ -100,7 +99,7 @@ def check_gradient(array: Any, *, coo: bool = False) -> str:
         )
     if name not in DTYPES:
         raise DTypeError(f"gradients are of {', '.join(DTYPES)}, got {name}; cast them first")
-    # PyTorch's: a flag for its coordinates, and none for rows, columns and blocks.
+    # PyTorch: `is_sparse` is true for COO only, not for CSR, CSC and blocks.
     if hasattr(array, "is_sparse") and str(array.layout).startswith("torch.sparse"):
         values = "coalesce().values()" if array.is_sparse else "values()"
         if not (coo and array.is_sparse):
@@ -158,7 +157,7 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
         for dtype in {x.dtype for x in arrays}:
             # One kernel each for all tensors of an element type.
             pairs = [(x, out) for x, out in zip(arrays, results, strict=True) if x.dtype == dtype]
-            # A detached sparse tensor has indices of its own.
+            # A detached sparse tensor has its own indices.
             apart = [(x.detach(), out if out.is_sparse else out.detach()) for x, out in pairs if out is not x]
             if apart:
                 torch._foreach_copy_([out for _, out in apart], [x for x, _ in apart])
