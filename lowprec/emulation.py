@@ -1,6 +1,6 @@
-"""Tensor cores in software: their products of small numbers of a format, bit by bit.
+"""Emulate the products of tensor cores, bit by bit.
 
-:class:`lowprec.emulate` puts the same arithmetic behind ``matmul``; :func:`mma` is the instruction itself.
+:func:`mma` is the instruction; :class:`lowprec.emulate` uses the same arithmetic in ``matmul``.
 
 Examples
 --------
@@ -35,22 +35,22 @@ _FORMATS = {"fp16": "float16", "bf16": "bfloat16", **{name: name for name in FOR
 def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any:  # noqa: A002
     """Return the bits of ``c + a @ b`` on an architecture's tensor cores.
 
-    Each element is one chain along k, in ascending order: instruction after instruction (see the table of
-    :doc:`emulation`), each of one or two groups of products, and the result of a group, rounded toward zero to float32,
-    is the c of the next one. The last group is filled up with zeros, which change nothing.
+    Each element is summed along k in ascending order, in groups of products; :doc:`emulation` has the size of a group.
+    The sum of a group, rounded toward zero to float32, is the ``c`` of the next one. The last group is padded with
+    zeros, which change nothing.
 
     Parameters
     ----------
     a : array, shape (..., m, k)
-        float32, holding numbers of the format; in host memory, of any library that speaks DLPack.
+        float32, with values of the format; in host memory, of any library that supports DLPack.
     b : array, shape (..., k, n)
-        float32, holding numbers of the format.
+        float32, with values of the format.
     c : array, shape (..., m, n)
         float32. Batches broadcast.
     arch : {"volta", "ampere", "ada", "hopper", "blackwell"}
-        Whose tensor cores.
+        The architecture.
     format : {"fp16", "bf16", "tf32"}
-        Of the numbers in ``a`` and ``b``.
+        Format of the values of ``a`` and ``b``.
 
     Returns
     -------
@@ -60,11 +60,11 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
     Raises
     ------
     ArrayError
-        ``a`` or ``b`` holds a number that is none of the format, or an argument is no array.
+        A value of ``a`` or ``b`` is not in the format, or an argument is not an array.
     DTypeError, ShapeError, DeviceError
-        An array is not float32, does not fit to the others, or is not in host memory.
+        An array is not float32, its shape does not match, or it is not in host memory.
     UnsupportedError
-        There is no such architecture or format, or the architecture's tensor cores do not multiply the format.
+        ``arch`` or ``format`` is unknown, or the architecture's tensor cores do not support the format.
 
     References
     ----------
@@ -72,7 +72,7 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
 
     Examples
     --------
-    Of a term that is 2^-24 of the largest, Volta keeps nothing, Ampere all:
+    Volta drops terms of 2^-24 times the largest one; Ampere keeps them:
 
     >>> import numpy as np
     >>> from lowprec.emulation import mma

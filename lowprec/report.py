@@ -1,6 +1,6 @@
 """``info``: devices, libraries, the mode in force and the environment, as plain values and as tables.
 
-Nothing is imported for it: loaded libraries are inspected in ``sys.modules``, and of others the metadata is read.
+It imports no library: loaded ones are inspected in ``sys.modules``, others by their metadata.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowprec.policy import environment, resolve
 from lowprec.policy.switch_report import disagreements, switch_rows
 from lowprec.util.tables import Table, html, plain_text
 
-#: Module, distributions that may contain it, role.
+#: Module, distributions that may provide it, role.
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("numpy", ("numpy",), "arrays; products where no faster kernel is"),
     ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
@@ -53,24 +53,28 @@ class Info(dict[str, Any]):
 def info() -> Info:
     """Return the devices, libraries, modes and settings of this process.
 
-    An illegal value of an environment variable is reported under ``warnings``; it does not raise here. The mode in
-    force is resolved, which counts as its first use: variables that are read once are read now.
+    An illegal value of an environment variable is reported under ``warnings``, not raised. Variables that are
+    read once per process are read here, if not before.
 
     Returns
     -------
     dict
-        Ready for JSON; ``print`` shows it as tables, and so do notebooks. ``version``, ``python`` and ``platform``:
-        strings. ``devices``: those that can compute, each with its name, ``cores``, ``affinity`` and ``threads`` (CPUs
-        of the machine, CPUs this process may use, threads of a product) and, on x86-64, ``instruction_sets``, where
-        ``used`` is None if the libraries choose for themselves, and the ``units`` for 16 and 8 bits that are used; of a
-        GPU ``compute_capability``, ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and
-        ``workspace_bytes``. ``gpu``: whether GPUs are used, why not, and versions. ``libraries`` with version and
-        status (``loaded``, ``installed``, ``missing``). ``blas``: NumPy's, with ``core_type``, the processor of an
-        OpenBLAS's kernels. ``mode``: the mode in force, its source and reasons. ``cache``: the folder of the cache on
-        disk, None without one. ``available_modes``. ``environment``: each variable with its value, its effect and its
-        legal values. ``frameworks``: each switch for float32 products of each loaded library, as it is now in this
-        thread, with ``library``, ``switch``, ``value``, ``tier`` (how far it reaches) and ``problem`` (why it cannot be
-        read). ``warnings``: sentences.
+        Plain values for JSON; ``print`` and notebooks show tables. The keys:
+
+        - ``version``, ``python``, ``platform``: strings.
+        - ``devices``: usable devices by name. A CPU has ``cores``, ``affinity`` and ``threads`` (CPUs of the machine,
+          CPUs of this process, threads of a product), on x86-64 also ``instruction_sets`` (``used`` is None if the
+          libraries choose) and the ``units`` used for 16 and 8 bits. A GPU has ``compute_capability``,
+          ``memory_bytes``, ``multiprocessors``, ``clock_khz``, ``peak_tflops`` by format and ``workspace_bytes``.
+        - ``gpu``: whether GPUs are used, the reason if not, versions.
+        - ``libraries``: version and status (``loaded``, ``installed``, ``missing``).
+        - ``blas``: NumPy's BLAS; ``core_type`` is the processor type of OpenBLAS's kernels.
+        - ``mode``: the current mode, its source and reasons; ``available_modes``: all modes.
+        - ``cache``: folder of the cache on disk, or None.
+        - ``environment``: each variable's value, effect and legal values.
+        - ``frameworks``: switches for float32 products in this thread, of each loaded library: ``library``, ``switch``,
+          ``value``, ``tier`` (its scope) and ``problem`` (the reason if it cannot be read).
+        - ``warnings``: sentences.
 
     Examples
     --------
@@ -241,7 +245,7 @@ def _rates(peak: dict[str, float]) -> str:
     return ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items()) or "unknown"
 
 
-#: A backend's facts about a device: key, label, and format.
+#: Properties of a device: key, label, format.
 _DEVICE_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("compute_capability", "compute capability", str),
     ("memory_bytes", "memory", lambda nbytes: f"{nbytes / 2**30:.1f} GiB"),

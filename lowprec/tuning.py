@@ -20,7 +20,7 @@ from lowprec.planning.rendering import title
 from lowprec.policy import environment
 from lowprec.util.tables import Table, plain_text
 
-#: cuBLASLt seldom has more different ones.
+#: cuBLASLt rarely returns more distinct algorithms.
 MOST_CANDIDATES = 256
 
 
@@ -30,8 +30,8 @@ class AutotuneResult:
 
     product: str  #: Element types and shapes.
     device: str
-    #: The algorithms that were measured, the selected one first; each with its ``rank`` in the library's own order,
-    #: ``median_ms`` of one product, and a description, ``algorithm``. Empty where there is only one.
+    #: The measured algorithms, the selected one first: ``rank`` in the library's order, ``median_ms`` of one product,
+    #: and ``algorithm``, a description. Empty where there is only one.
     timed: tuple[AlgorithmTiming, ...]
 
     @property
@@ -75,9 +75,9 @@ def autotune(
     """Measure cuBLASLt's algorithms for a product, and run the fastest from now on.
 
     The choice is stored on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
-    ``LOWPREC_CACHE_DIR``; without a cache it lasts for this process, and a warning gives the reason. It differs from
-    the library's own first choice only where that was slower in two comparisons. Results go to temporary memory, not
-    to ``out``. On a CPU there is nothing to choose.
+    ``LOWPREC_CACHE_DIR``; without a cache it lasts for this process, and a warning gives the reason. An algorithm
+    replaces the library's first choice only if it was faster in two comparisons. Results are written to temporary
+    memory, not to ``out``. On a CPU there is nothing to choose.
 
     Parameters
     ----------
@@ -95,13 +95,13 @@ def autotune(
     Raises
     ------
     LowprecError
-        The same errors as ``matmul``; where no algorithm runs, that of the first.
+        As for ``matmul``; if no algorithm runs, the first one's error.
     UnsupportedError
-        If ``candidates`` is out of range.
+        ``candidates`` is out of range.
     EnvironmentVariableError
-        If ``LOWPREC_AUTOTUNE`` holds an illegal value.
+        ``LOWPREC_AUTOTUNE`` has an illegal value.
     TypeError
-        If ``candidates`` is no integer.
+        ``candidates`` is not an integer.
 
     Examples
     --------
