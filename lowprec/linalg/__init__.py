@@ -1,13 +1,13 @@
 """Solvers and decompositions by the caller's own library, in full FP32.
 
-Each function is that of NumPy, PyTorch, JAX or CuPy, whichever the operands belong to, called inside
-:func:`lowprec.fp32_guard`: float32 products on the way to the result are computed in full FP32. Shapes, algorithms,
-failures (a singular matrix raises in one library and gives NaN in another) and gradients are the library's own. Names,
-arguments and the order of results are those of the Array API standard, 2024.12 (https://data-apis.org/array-api), in
-every library; least squares, which it lacks, are PyTorch's.
+Each function calls that of the operands' library (NumPy, PyTorch, JAX, CuPy) inside :func:`lowprec.fp32_guard`, which
+computes its float32 products in full FP32. Algorithms, failures (a singular matrix raises in one library and gives NaN
+in another) and gradients are the library's own. Names, arguments and the order of results are those of the Array API
+standard, 2024.12 (https://data-apis.org/array-api), in every library; ``lstsq``, which it lacks, follows PyTorch.
 
-float32, float64, complex64 and complex128 are taken; LAPACK has no narrower types. Convert 16-bit operands first, and
-the result back where that is meant.
+Operands are float32, float64, complex64 or complex128, the types of LAPACK; cast 16-bit operands first. Every function
+raises ArrayError for arguments that are not arrays of one library, DTypeError for other element types, and
+UnsupportedError where the library lacks the function or does not accept stacks of matrices.
 
 Examples
 --------
@@ -67,8 +67,8 @@ class SlogdetResult(NamedTuple):
 class LstsqResult(NamedTuple):
     """Solution, squared residual norms per column, rank and singular values.
 
-    Values that the library does not compute are empty: in most libraries the residuals where ``a`` is wide or of
-    deficient rank, in PyTorch on a GPU the rank and the singular values too.
+    Values that the library does not compute are empty: in most libraries the residuals if ``a`` is wide or of deficient
+    rank; in PyTorch on a GPU also the rank and the singular values.
     """
 
     solution: Any
@@ -125,42 +125,45 @@ def solve(
 ) -> Any:
     """Return ``x`` with ``a @ x = b``, by the library's solver or by refinement.
 
-    With ``method="refine"`` the matrix, its rows and columns scaled by powers of two where they are uneven, is factored
-    in lower precision, its updates by :func:`lowprec.matmul` in ``factor_mode``; iterative refinement in the precision
-    of the operands (classical, then GMRES with the factor as its preconditioner) reduces the backward error
-    ``|b - a x| / (|a| |x| + |b|)``, with the Frobenius norm of ``a``, until steps help no more. The result is accepted
-    where that is at most ``sqrt(n) eps``, as in LAPACK's ``dsgesv``. Systems that are left after 50 steps of each kind
-    are solved by the library's own solver; so are singular matrices, Inf and NaN, with its result or error.
+    ``method="refine"`` factors the matrix in lower precision, with the updates by :func:`lowprec.matmul` in
+    ``factor_mode``; uneven rows and columns are scaled by powers of two first. Iterative refinement in the precision of
+    the operands (classical, then GMRES preconditioned by the factor) then reduces the backward error
+    ``|b - a x| / (|a| |x| + |b|)``, with the Frobenius norm of ``a``, as far as it can. As in LAPACK's ``dsgesv``, the
+    result is accepted if that is at most ``sqrt(n) eps``. Systems that do not converge in 50 steps of each kind,
+    singular matrices, and Inf and NaN go to the library's own solver, with its result or error.
 
     Parameters
     ----------
     a : array, shape (..., n, n)
-        Of float32, float64, complex64 or complex128, as every operand here.
+        float32, float64, complex64 or complex128.
     b : array, shape (n,) or (..., n, k)
         Of the library of ``a``. As in the Array API, only a 1-D ``b`` is a vector.
     method : {"direct", "refine", "auto"}
-        ``"direct"`` calls the library's own solver inside the guard. ``"auto"`` refines where that is expected to be
-        faster, by the planner's costs, and is ``"direct"`` for arrays without elements that can be read (under a
-        gradient, in ``jit``). Inside :func:`lowprec.fp32_guard` all are ``"direct"``.
+        ``"direct"`` calls the library's own solver inside the guard. ``"auto"`` refines if the planner's costs predict
+        that it is faster; for arrays whose elements cannot be read (under a gradient, in ``jit``) it is ``"direct"``.
+        Inside :func:`lowprec.fp32_guard` every method is ``"direct"``.
     factor_mode : str or MathMode, optional
-        Math mode of the factor's updates. By default the cheapest on the device with a probable error of at most 1e-5;
-        where another is four times as cheap, that first, kept if the estimated condition allows it.
+        Math mode of the factor's updates. By default the cheapest on the device with a probable error of at most 1e-5.
+        A mode at a quarter of its cost is tried before, and kept if the estimated condition allows it.
     assume : {"gen", "pos"}
         ``"pos"``: the matrices are Hermitian and positive definite, and refinement uses a Cholesky factorization.
     full_output : bool
-        Whether to return the report, too.
+        Whether to return the report as well.
 
     Returns
     -------
     array, shape (..., n) or (..., n, k)
-        With ``full_output`` a pair of it and a :class:`SolveReport`, frozen; ``print`` shows it as a table.
+        With ``full_output`` a pair of this and a :class:`SolveReport`, which ``print`` shows as a table.
 
     Raises
     ------
     ShapeError
-        The matrices are not square, or the shapes do not fit together, where ``method`` or ``full_output`` is given.
+        The matrices are not square, or the shapes do not match. ``method="direct"`` without a report raises the
+        library's own error instead.
     ModeError
-        There is no such ``factor_mode``.
+        ``factor_mode`` is unknown.
+    UnsupportedError
+        ``method`` or ``assume`` is unknown, or ``factor_mode`` is given for ``method="direct"``.
 
     References
     ----------
@@ -192,11 +195,16 @@ def lstsq(a: Any, b: Any, /, *, rtol: float | None = None) -> LstsqResult:
     Parameters
     ----------
     a : array, shape (m, n)
-        A stack of matrices, shape (..., m, n), where the library takes one (PyTorch).
+        PyTorch also accepts stacks, shape (..., m, n).
     b : array, shape (m,) or (m, k)
     rtol : float, optional
-        Singular values below this fraction of the largest count as zero; ``max(m, n)`` times the machine epsilon by
-        default.
+        Singular values below this fraction of the largest count as zero; by default ``max(m, n)`` times the machine
+        epsilon.
+
+    Returns
+    -------
+    LstsqResult
+        ``solution`` has shape (n,) or (n, k).
 
     Examples
     --------
@@ -237,7 +245,7 @@ def pinv(a: Any, /, *, rtol: float | None = None) -> Any:
     a : array, shape (..., m, n)
     rtol : float, optional
         Singular values below this fraction of the largest count as zero. By default ``max(m, n)`` times the machine
-        epsilon, as the Array API has it, in every library (NumPy's own is 1e-15, which counts noise in float32).
+        epsilon in every library, as in the Array API (NumPy's default, 1e-15, is below the rounding errors of float32).
 
     Examples
     --------
@@ -298,7 +306,7 @@ def eigh(a: Any, /) -> EighResult:
     Parameters
     ----------
     a : array, shape (..., n, n)
-        Hermitian, both triangles: which one is read is the library's choice.
+        Hermitian, with both triangles stored: the library reads either one.
 
     Examples
     --------
@@ -317,7 +325,7 @@ def svd(a: Any, /, *, full_matrices: bool = True) -> SVDResult:
     ----------
     a : array, shape (..., m, n)
     full_matrices : bool
-        Whether ``U`` and ``Vh`` are square, or as narrow as ``min(m, n)``.
+        Whether ``U`` and ``Vh`` are square, or have ``min(m, n)`` columns and rows.
 
     Examples
     --------
@@ -387,7 +395,7 @@ def matrix_rank(a: Any, /, *, rtol: float | None = None) -> Any:
 @of_first
 @_guarded
 def matrix_power(a: Any, n: int, /) -> Any:
-    """Return powers of square matrices (..., m, m), of inverses for negative ``n``.
+    """Return powers of square matrices; powers of the inverses for ``n < 0``.
 
     Parameters
     ----------
@@ -412,7 +420,7 @@ def expm(a: Any, /) -> Any:
     Parameters
     ----------
     a : array, shape (..., n, n)
-        CuPy takes a single matrix. For NumPy arrays SciPy does the work, and must be installed.
+        CuPy accepts a single matrix. NumPy arrays require SciPy.
 
     Examples
     --------
@@ -429,14 +437,14 @@ def expm(a: Any, /) -> Any:
 def cdist(a: Any, b: Any, /) -> Any:
     """Return Euclidean distances (..., m, n) between the points of two sets.
 
-    PyTorch works out sets of more than 25 points as ``|x|^2 - 2 x.y + |y|^2``. The error is then that of the squares,
-    so that distances much smaller than the points' norms have few correct digits, even in full FP32. JAX has no such
-    function; for NumPy arrays SciPy does the work, and must be installed.
+    PyTorch computes sets of more than 25 points as ``|x|^2 - 2 x.y + |y|^2``, with the error of the squares: distances
+    much smaller than the points' norms have few correct digits, even in full FP32. JAX lacks the function; NumPy arrays
+    require SciPy.
 
     Parameters
     ----------
     a : array, shape (..., m, k)
-        float32 or float64. One set, without batches, in NumPy and CuPy.
+        float32 or float64. NumPy and CuPy accept no batches.
     b : array, shape (..., n, k)
 
     Examples

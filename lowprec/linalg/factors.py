@@ -1,12 +1,13 @@
 """Blocked factors in lower precision, and their application to right-hand sides.
 
-Right-looking LU with partial pivoting, or Cholesky: panels in float32, and the products that update the rest, almost
-all of the arithmetic, by ``lowprec.matmul`` in the mode of the factor. Blocks on the diagonal are inverted, so that
-solves are products too (J. Du Croz and N. J. Higham, "Stability of methods for matrix inversion", IMA J. Numer. Anal.
-12, 1992: the forward error, which counts in refinement, is that of substitution). In host memory panels are eliminated
-by recursion in NumPy (S. Toledo, "Locality of reference in LU decomposition with partial pivoting", SIAM J. Matrix
-Anal. Appl. 18, 1997), since LAPACK's threads, which spin after their work, would take cores from lowprec's; on a GPU
-by the functions of the array's library.
+Right-looking LU with partial pivoting, or Cholesky. Panels are in float32; the updates, almost all of the arithmetic,
+are by ``lowprec.matmul`` in the mode of the factor. Diagonal blocks are inverted, so that solves are products; their
+forward error, which limits refinement, is that of substitution (J. Du Croz and N. J. Higham, "Stability of methods for
+matrix inversion", IMA J. Numer. Anal. 12, 1992).
+
+On a GPU the array's library factors the panels. In host memory recursion in NumPy does (S. Toledo, "Locality of
+reference in LU decomposition with partial pivoting", SIAM J. Matrix Anal. Appl. 18, 1997): LAPACK's threads spin after
+their work and would take cores from lowprec's.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from lowprec.arrays.namespaces import array_module, cast, dtype_label
 from lowprec.core.dispatch import matmul
 from lowprec.modes import MathMode
 
-#: Columns that are eliminated one by one; rows that stay in the cache; width of a strip of an update; largest extent of
-#: products that need not be larger, so that few shapes are planned.
+#: Columns eliminated one by one; rows that fit the cache; width of a strip of an update; largest extent of a product,
+#: which limits the number of planned shapes.
 _LEAF, _ROWS, _STRIP, _EXTENT = 16, 32, 1024, 2048
 
-#: Elements between rows: with a power of two from row to row, all of a column share few lines of the cache.
+#: Elements between rows: with a power of two as row stride, a column would map to few cache lines.
 _PADDING = 16
 
 
 class Block(NamedTuple):
-    """The part of both factors that one panel gives."""
+    """The part of both factors from one panel."""
 
-    order: Any  # of the rows from the panel's first one on; None: they stay as they are
-    lower_inverse: Any  # of the diagonal block of L, (k, k)
-    upper_inverse: Any  # of the diagonal block of U
+    order: Any  # order of the rows from the panel's first one; None if unchanged
+    lower_inverse: Any  # inverse of the diagonal block of L, (k, k)
+    upper_inverse: Any  # inverse of the diagonal block of U
     below: Any = None  # L below the block, (m - k, k)
     right: Any = None  # U to the right of it, (k, m - k)
 
 
 class Operations:
-    """The operations of a factorization on NumPy's arrays, the form in which all in host memory are read."""
+    """Operations of a factorization on NumPy arrays, as which all arrays in host memory are read."""
 
-    in_place = True  # whether an array can be changed
+    in_place = True  # whether arrays are writable
 
     def from_host(self, x: Any) -> Any:
-        """Return NumPy's array as one where the matrix is."""
+        """Return a NumPy array as an array on the device of the matrix."""
         return x
 
     def to_host(self, x: Any) -> Any:
-        """Return an array as NumPy's."""
+        """Return an array as a NumPy array."""
         return x
 
     def adjoint(self, x: Any) -> Any:
@@ -58,7 +59,7 @@ class Operations:
         return x.conj().T
 
     def concatenate(self, parts: Sequence[Any]) -> Any:
-        """Return rows above rows."""
+        """Return the parts concatenated along the rows."""
         return np.concatenate(parts)
 
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
@@ -72,7 +73,7 @@ class Operations:
         return rows, columns, squares
 
     def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None) -> Any:
-        """Return a copy of a matrix, its rows and columns scaled, in another type."""
+        """Return a copy of a matrix in another type, with rows and columns scaled."""
         work = np.empty((len(a), len(a) + _PADDING), dtype)[:, : len(a)]
         for i in range(0, len(a), _ROWS):
             part = slice(i, i + _ROWS)
@@ -82,20 +83,20 @@ class Operations:
     def panel(self, a: Any) -> tuple[Any, Any, Any, Any]:
         """Factor a panel; return the order of its rows, the inverses on the diagonal, and L below."""
         m, k = a.shape
-        # Rows as far apart as those of the matrix: one stride for all panels.
+        # The row stride of the matrix, so that all panels have one stride.
         columns = np.empty((k, a.strides[0] // a.itemsize), a.dtype)[:, :m]
         for i in range(0, m, 2 * _ROWS):
             columns[:, i : i + 2 * _ROWS] = a[i : i + 2 * _ROWS].T
         return *_eliminated(columns), columns[:, k:].T
 
     def permuted(self, rows: Any, order: Any) -> Any:
-        """Return rows in this order, which may change the array."""
+        """Return rows in this order; may change the array."""
         moved = np.flatnonzero(order != np.arange(len(order)))
         rows[moved] = rows[order[moved]]
         return rows
 
     def reduced(self, c: Any, a: Any, b: Any) -> Any:
-        """Return ``c - a @ b``, which may change ``c``."""
+        """Return ``c - a @ b``; may change ``c``."""
         for i in range(0, len(a), _EXTENT):
             for k in range(0, len(b), _EXTENT):
                 for j in range(0, b.shape[1], _EXTENT):
@@ -105,7 +106,7 @@ class Operations:
         return c
 
     def cholesky_inverse(self, a: Any) -> Any:
-        """Return the inverse of the Cholesky factor of a block, whose lower triangle is read."""
+        """Return the inverse of a block's Cholesky factor; reads the lower triangle."""
         if len(a) <= 4 * _LEAF:
             return np.linalg.inv(np.linalg.cholesky(a))
         h = len(a) // 2
@@ -116,7 +117,7 @@ class Operations:
 
 
 def _joined(first: Any, below: Any, second: Any) -> Any:
-    """Return the inverse of a lower triangle from those of its blocks on the diagonal."""
+    """Return the inverse of a lower triangle from the inverses of its diagonal blocks."""
     h, k = len(first), len(first) + len(second)
     inverse = np.zeros((k, k), first.dtype)
     inverse[:h, :h], inverse[h:, h:] = first, second
@@ -125,12 +126,12 @@ def _joined(first: Any, below: Any, second: Any) -> Any:
 
 
 def _product(a: Any, b: Any) -> Any:
-    """Return a product of square matrices; the smallest are left to NumPy, which multiplies them in one thread."""
+    """Return a product of square matrices; NumPy computes the smallest ones, in one thread."""
     return a @ b if len(a) <= 4 * _LEAF else matmul(a, b)
 
 
 def _eliminated(columns: Any) -> tuple[Any, Any, Any]:
-    """Factor a panel, whose columns are the rows of the array, in place; return order and inverses on the diagonal."""
+    """Factor a transposed panel in place; return the order of its rows and the inverses of the diagonal blocks."""
     k, m = columns.shape
     if k <= _LEAF:
         return _eliminated_one_by_one(columns)
@@ -167,20 +168,18 @@ def _eliminated_one_by_one(columns: Any) -> tuple[Any, Any, Any]:
     return order, lower, upper
 
 
-#: Where libraries other than PyTorch have what SciPy has.
+#: SciPy's counterpart in libraries other than PyTorch.
 _SCIPY = {"cupy": "cupyx.scipy.linalg", "jax": "jax.scipy.linalg"}
 
 
 class _OnDevice(Operations):
-    """The same on a GPU, by the functions of the array's library."""
-
     def __init__(self, a: Any) -> None:
         self._like, self._xp, self._name = a, array_module(a), library_name(a)
         self.in_place = self._name != "jax"
 
     def from_host(self, x: Any) -> Any:
         if self._name == "torch":
-            return self._xp.tensor(x, device=self._like.device)  # a copy: NumPy's may be read-only
+            return self._xp.tensor(x, device=self._like.device)  # a copy: the NumPy array may be read-only
         if self._name == "jax":
             return importlib.import_module("jax").device_put(x, self._like.device)
         with self._like.device:
@@ -250,7 +249,7 @@ def _updated(rest: Any, below: Any, right: Any, mode: MathMode, ops: Operations)
 
 
 def lu(rest: Any, ops: Operations, mode: MathMode, width: int) -> tuple[Block, ...]:
-    """Return the factors of a matrix, whose memory they take."""
+    """Return the factors of a matrix, stored in its memory."""
     blocks: list[Block] = []
     while True:
         order, lower, upper, below = ops.panel(rest[:, :width])
@@ -265,7 +264,7 @@ def lu(rest: Any, ops: Operations, mode: MathMode, width: int) -> tuple[Block, .
 
 
 def cholesky(rest: Any, ops: Operations, mode: MathMode, width: int) -> tuple[Block, ...]:
-    """Return the factors of a Hermitian matrix, whose lower triangle is read and whose memory is changed."""
+    """Return the factors of a Hermitian matrix; reads its lower triangle and overwrites it."""
     blocks: list[Block] = []
     while True:
         lower = ops.cholesky_inverse(rest[:width, :width])
@@ -279,12 +278,12 @@ def cholesky(rest: Any, ops: Operations, mode: MathMode, width: int) -> tuple[Bl
         if not ops.in_place:
             rest = _updated(rest, below, right, mode, ops)
             continue
-        for j in range(0, len(rest), _STRIP):  # about the lower triangle
+        for j in range(0, len(rest), _STRIP):  # little more than the lower triangle
             _updated(rest[j:, j : j + _STRIP], below[j:], right[:, j : j + _STRIP], mode, ops)
 
 
 def solved(blocks: tuple[Block, ...], b: Any, ops: Operations) -> Any:
-    """Return the solution of the factored system for vectors, shape (n, k), which may be changed."""
+    """Return the solution for right-hand sides (n, k), which may be changed."""
     parts = []
     for block in blocks:
         b = b if block.order is None else ops.permuted(b, block.order)

@@ -18,20 +18,20 @@ from lowprec.linalg import factors
 from lowprec.linalg.report import Reason
 from lowprec.modes import MathMode
 
-#: Most applications of the factor to a right-hand side, in classical refinement and in GMRES; after the second number
-#: GMRES ends where the residual is not a tenth.
+#: Limit of the applications of the factor to a right-hand side, in classical refinement and in GMRES; number of them
+#: after which GMRES stops unless the residual has fallen to a tenth.
 MAX_STEPS, _TRIAL_STEPS = 50, 20
 
-#: A step that leaves more of the error is the last one of its kind.
+#: A step that leaves more than this share of the error is the last of its kind.
 _PROGRESS = 0.5
 
-#: Right-hand sides that GMRES solves, one after the other, at most.
+#: Largest number of right-hand sides that GMRES solves.
 _GMRES_COLUMNS = 8
 
 #: Random vectors that estimate the norm of the inverse.
 _PROBES = 2
 
-#: Where rows' and columns' largest magnitudes are within this ratio, they stay as they are.
+#: Rows and columns whose largest magnitudes are within this ratio are not scaled.
 _EVEN = 1e-3
 
 
@@ -44,7 +44,7 @@ class Unsolved(Exception):
 
 
 def norms(x: Any) -> Any:
-    """Return the 2-norm of each column, whose squares may exceed the range."""
+    """Return the 2-norm of each column, without overflow of the squares."""
     largest = np.abs(x).max(axis=0, initial=0.0)
     scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
     return scale * np.sqrt((np.abs(x / scale) ** 2).sum(axis=0))
@@ -61,7 +61,7 @@ def _power(x: Any) -> Any:
 
 
 class System:
-    """A matrix, scaled, and its factor once there is one. Vectors, shape (n, k), are NumPy's."""
+    """A scaled matrix and its factor. Vectors are NumPy arrays, shape (n, k)."""
 
     def __init__(self, a: Any, dtype: np.dtype[Any], ops: factors.Operations, *, is_positive: bool) -> None:
         self.n = int(a.shape[0])
@@ -76,7 +76,7 @@ class System:
             self._scale()
 
     def _scale(self) -> None:
-        """Set the scales and norms of a matrix that is uneven, or beyond float32's range."""
+        """Set scales and norms if the matrix is uneven or exceeds float32's range."""
         ops, a = self._ops, self._a
         rows, columns, _ = ops.magnitudes(a)
         if not np.isfinite(rows.max()):
@@ -96,7 +96,7 @@ class System:
         self._scaled_norm = float(np.sqrt(ops.magnitudes(self._work)[2].sum()))
 
     def factor(self, mode: MathMode, width: int) -> None:
-        """Factor the scaled matrix, again if it was factored before."""
+        """Factor the scaled matrix; replaces an earlier factor."""
         work, self._work = self._work, None
         work = self._ops.lowered(self._a, self._narrow, self._scales) if work is None else work
         try:
@@ -118,7 +118,7 @@ class System:
         return self._ops.to_host(matmul(self._a, self._ops.from_host(np.ascontiguousarray(x))))
 
     def backward_errors(self, r: Any, x: Any, b: Any) -> Any:
-        """Return the larger backward error of each column, of the matrix as it is and as it was scaled."""
+        """Return each column's backward error, the larger of those of the matrix and of the scaled matrix."""
         found = backward_errors(r, self.norm, x, b)
         if self._scales is None:
             return found
@@ -171,7 +171,7 @@ class Refinement:
         self.gmres_steps = max(self.gmres_steps, steps)
 
     def _step(self, columns: Any, d: Any) -> Any:
-        """Add corrections to columns where that reduces the error; return where a further step may help."""
+        """Add corrections to columns whose error they reduce; return the columns that a further step may improve."""
         x, b = self.x[:, columns] + d, self._b[:, columns]
         r = b - self._system.product(x)
         found, before = self._system.backward_errors(r, x, b), self.errors[columns]
@@ -184,7 +184,7 @@ class Refinement:
 def gmres(
     product: Callable[[Any], Any], correction: Callable[[Any], Any], r: Any, reduction: float, limit: int
 ) -> tuple[Any, int]:
-    """Solve for one vector (n, 1) by flexible GMRES until the residual is reduced; return it and the steps."""
+    """Solve for a vector (n, 1) by flexible GMRES until the residual falls by ``reduction``; return x and the steps."""
     size = norms(r)[0]
     basis, found = r / size, np.empty((len(r), 0), r.dtype)
     hessenberg = np.zeros((limit + 1, limit), r.dtype)

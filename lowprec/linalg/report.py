@@ -1,4 +1,4 @@
-"""How a linear system was solved, as a value."""
+"""Report on the solution of a linear system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowprec.util.tables import Table, html, plain_text
 
 
 class Reason(StrEnum):
-    """Why a direct solve, or refinement, gave the result."""
+    """The reason for a direct solve or for refinement."""
 
     REQUESTED = "as requested"
     FASTER = "expected to be faster than a direct solve"
@@ -26,18 +26,18 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SolveReport:
-    """How :func:`solve` came to its result; ``print`` shows a table.
+    """Report of :func:`solve`; ``print`` shows a table.
 
-    Of a stack, steps, backward error and condition are the largest.
+    For a stack, steps, backward error and condition are the largest ones.
     """
 
     requested: str  # the argument ``method``
-    method: str  # "refine" if it gave the result of a system, else "direct"
-    reason: Reason  # of the method, or of the first direct solve after all
-    factorization: str | None  # in lower precision: "LU" or "Cholesky"
-    factor_mode: MathMode | None  # of its updates
-    systems: int  # matrices, or factors that served all right-hand sides
-    fallbacks: int  # systems that were to be refined, and were solved directly
+    method: str  # "refine" if any system was solved by it, else "direct"
+    reason: Reason  # for the method, or for the first fallback to a direct solve
+    factorization: str | None  # "LU" or "Cholesky", in lower precision
+    factor_mode: MathMode | None  # mode of its updates
+    systems: int  # number of systems in the broadcast stack
+    fallbacks: int  # number of systems for refinement that were solved directly
     steps: int  # applications of the factor in classical refinement, the first solution's included
     gmres_steps: int  # applications of the factor in GMRES
     backward_error: float  # |b - a x| / (|a| |x| + |b|), with the Frobenius norm of a; NaN where it is unknown

@@ -1,7 +1,7 @@
 """The library of a call, its arrays and its result; one table has the function of each library.
 
-The caller's library is in ``sys.modules``, because its array exists. Only submodules (``jax.scipy.linalg``) and SciPy,
-for functions that NumPy lacks, are imported here.
+The caller's library is in ``sys.modules``, since its array exists. Only its submodules (``jax.scipy.linalg``) are
+imported here, and SciPy for functions that NumPy lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowprec.policy import fp32_guard
 REAL_DTYPES = (DType.FLOAT32, DType.FLOAT64)
 _DTYPES = (*REAL_DTYPES, DType.COMPLEX64, DType.COMPLEX128)
 
-#: Of the arrays that a function takes, in order.
+#: Names of a function's array arguments, in order.
 _NAMES = ("a", "b")
 
 _CUDA = 2  # ``DLDeviceType`` of dlpack.h
@@ -34,21 +34,21 @@ _Function = Callable[..., Any]
 
 
 class Route(NamedTuple):
-    """The way to one function of one library."""
+    """A function of one library."""
 
-    #: Its module and its name there.
+    #: The module and the name of the function.
     module: str
     name: str
-    #: Called with the function in front of the operands, where it cannot be called as the others are.
+    #: Adapter for a function whose signature differs; called with the function and the operands.
     adapt: _Function | None = None
-    stacks: bool = True  # whether it takes stacks of matrices
+    stacks: bool = True  # whether it accepts stacks of matrices
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
 
 def find(function: str, library: str) -> _Function:
-    """Return the library's own function, taking the keywords that lowprec's takes; raise where it has none."""
+    """Return the library's function with lowprec's keywords; raise if there is none."""
     route = ROUTES[function].get(library)
     if route is None:
         raise UnsupportedError(f"{library} has no {function}; {LACKING[function, library]}")
@@ -69,7 +69,7 @@ def find(function: str, library: str) -> _Function:
 
 
 def check_stacks(function: str, library: str, arrays: tuple[Any, ...]) -> None:
-    """Raise where an operand is a stack of matrices and the library's function takes one matrix."""
+    """Raise if an operand is a stack of matrices and the library's function accepts one matrix only."""
     for array in arrays:
         if array.ndim > 2 and not ROUTES[function][library].stacks:
             raise UnsupportedError(
@@ -84,17 +84,17 @@ class Operands(NamedTuple):
     library: str
     arrays: tuple[Any, ...]
     dtype: DType
-    by_dlpack: bool  # whether they were known only by DLPack
+    by_dlpack: bool  # whether they support only DLPack
 
     def handed_back(self, result: Any) -> Any:
-        """Return a result of the library as the caller is to get it."""
-        if not self.by_dlpack or self.library != "numpy":  # CuPy's arrays speak DLPack themselves
+        """Convert a result of the library to the caller's kind of array."""
+        if not self.by_dlpack or self.library != "numpy":  # CuPy's arrays support DLPack
             return result
         return tuple(map(_handed_back, result)) if isinstance(result, tuple) else _handed_back(result)
 
 
 def operands(function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...] = _DTYPES) -> Operands:
-    """Return the arrays of a call as its library takes them, or raise ArrayError or DTypeError."""
+    """Return the arrays in the form that the library accepts; raise ArrayError or DTypeError."""
     library = _common_library(function, arrays)
     by_dlpack = library == "dlpack"
     if by_dlpack:
@@ -106,7 +106,7 @@ def operands(function: str, arrays: tuple[Any, ...], dtypes: tuple[DType, ...] =
 def call(function: str, *arrays: Any, dtypes: tuple[DType, ...] = _DTYPES, **keywords: Any) -> Any:
     """Call the function of the operands' library inside the guard and return its result.
 
-    Arguments are checked before any work. A tolerance ``rtol=None`` becomes that of the Array API.
+    Arguments are checked first. ``rtol=None`` is the default of the Array API.
     """
     found = operands(function, arrays, dtypes)
     work = find(function, found.library)
@@ -161,15 +161,15 @@ def _adopted(function: str, arrays: tuple[Any, ...]) -> tuple[str, tuple[Any, ..
 
 
 def _handed_back(result: Any) -> DLPackArray:
-    """Return NumPy's result as an array that speaks DLPack for the types of lowprec: ranks become int32."""
+    """Return a NumPy result as a DLPack array of a type of lowprec; ranks become int32."""
     array = np.asarray(result)
     return DLPackArray(array.astype(np.int32) if array.dtype.kind in "iu" else array)
 
 
 def _as_matrices(a: Any, b: Any) -> Any:
-    """Return ``b`` such that only a 1-D right-hand side is a vector, as in the Array API.
+    """Return ``b`` so that only a 1-D one is a vector, as in the Array API.
 
-    PyTorch and CuPy also take a ``b`` with one axis less than ``a`` for vectors.
+    PyTorch and CuPy also interpret a ``b`` with one axis fewer than ``a`` as vectors.
     """
     missing = a.ndim - b.ndim
     return b.reshape((1,) * missing + tuple(b.shape)) if 1 < b.ndim < a.ndim else b
@@ -184,13 +184,13 @@ def _rcond(found: _Function, *arrays: Any, rtol: float) -> Any:
 
 
 def _torch_lstsq(found: _Function, a: Any, b: Any, *, rtol: float) -> Any:
-    # The default driver on the CPU, gelsy, gives no singular values; on a GPU torch has gels alone.
+    # The default driver on the CPU, gelsy, returns no singular values; on a GPU PyTorch has only gels.
     driver = "gelsd" if a.device.type == "cpu" else "gels"
     return found(a, _as_matrices(a, b), rcond=rtol, driver=driver)
 
 
 def _rank(found: _Function, a: Any, *, rtol: float | None = None) -> Any:
-    """Take the tolerance relative to the largest singular value: CuPy's is absolute, and JAX's ``rtol`` too."""
+    """Apply ``rtol`` relative to the largest singular value; CuPy's tolerance and JAX's ``rtol`` are absolute."""
     if rtol is None:
         return found(a)
     values = find("svd", library_name(a))(a, compute_uv=False)
@@ -198,11 +198,11 @@ def _rank(found: _Function, a: Any, *, rtol: float | None = None) -> Any:
 
 
 def _scipy_cdist(found: _Function, a: Any, b: Any) -> Any:
-    # SciPy computes in float64, whatever it is given, and returns that.
+    # SciPy computes and returns float64 for every type.
     return found(a, b).astype(a.dtype)
 
 
-#: Where each library keeps its linear algebra.
+#: Each library's module of linear algebra.
 LIBRARIES: Mapping[str, str] = {
     "numpy": "numpy.linalg",
     "torch": "torch.linalg",
@@ -212,11 +212,11 @@ LIBRARIES: Mapping[str, str] = {
 
 
 def _row(name: str, **adapt: _Function) -> dict[str, Route]:
-    """Return the row of a function that every library has under this name, in some of them to be adapted."""
+    """Return the row of a function with this name in every library, with an adapter for some."""
     return {library: Route(module, name, adapt.get(library)) for library, module in LIBRARIES.items()}
 
 
-#: By function and library: where it is.
+#: The route of each function in each library.
 ROUTES: Mapping[str, Mapping[str, Route]] = {
     "solve": _row("solve", torch=_solve, cupy=_solve),
     "lstsq": {
@@ -248,5 +248,5 @@ ROUTES: Mapping[str, Mapping[str, Route]] = {
     },
 }
 
-#: Functions that a library lacks, and the remedy.
+#: Functions that a library lacks, with an alternative.
 LACKING: Mapping[tuple[str, str], str] = {("cdist", "jax"): "take jax.numpy.linalg.norm(a[:, None] - b[None], axis=-1)"}

@@ -24,15 +24,15 @@ from lowprec.policy import fp32_guard, is_guarded, math_mode
 
 _METHODS, _ASSUMPTIONS = ("direct", "refine", "auto"), ("gen", "pos")
 
-#: Columns of a panel, at most; probable relative error of the updates in the usual mode, at most; how many times as
-#: cheap another mode must be to be tried first.
+#: Most columns of a panel; largest probable relative error of the updates in the default mode; factor by which another
+#: mode must be cheaper to be tried before.
 _WIDTH, _USUAL_ERROR, _WORTH_A_TRIAL = 256, 1e-5, 4.0
 
-#: Measured on Zen 5: LAPACK's time over that of a product of as many flops; refinement without the updates of its
-#: factor, in FP32 flops for each element of the matrix; steps.
+#: Measured on Zen 5: LAPACK's time over that of a product with as many flops; cost of refinement without the updates
+#: of its factor, in FP32 flops per element of the matrix; steps.
 _LAPACK, _OVERHEAD, _STEPS = 1.8, 4000.0, 4
 
-#: Smaller systems are not worth a look at the costs.
+#: With ``method="auto"`` smaller systems are solved directly, without an estimate of the costs.
 _SMALLEST = 512
 
 
@@ -68,8 +68,6 @@ def _is_on_host(view: ArrayView) -> bool:
 
 
 class _Solve:
-    """One call."""
-
     def __init__(self, found: Operands, method: str, mode: MathMode | None, is_positive: bool) -> None:
         self._found, self._method, self._mode, self._is_positive = found, method, mode, is_positive
         self._a, self._b = found.arrays
@@ -83,14 +81,14 @@ class _Solve:
         self._fallbacks = 0
 
     def run(self, full_output: bool) -> tuple[Any, SolveReport]:
-        """Return the result and the report, whose backward error is computed where it is asked for."""
+        """Return the result and the report; the backward error is computed only for ``full_output``."""
         reason = self._read()
         if reason is not None:
             with self._timed("direct"), fp32_guard():
                 x = find("solve", self._found.library)(self._a, self._b)
             self._reason, error = reason, self._error(x) if full_output and reason is not Reason.NOT_READABLE else nan
             return self._found.handed_back(x), self._report(error)
-        # Switches of a library on a GPU are set for its own functions; on the host none of these is called.
+        # On a GPU the library's own functions are called, so its switches are set; on the host none is called.
         with math_mode("fp32", frameworks=False if self._on_host else [self._found.library]), np.errstate(all="ignore"):
             x = self._solved()
         x = x[..., 0] if self._b.ndim == 1 else x
@@ -103,7 +101,7 @@ class _Solve:
         return self._found.handed_back(x), self._report(self._error(x) if full_output else nan)
 
     def _read(self) -> Reason | None:
-        """Look at the operands; return the reason for a direct solve, or None."""
+        """Inspect the operands; return the reason for a direct solve, or None."""
         try:
             views = {name: library_of(x).view(x) for name, x in zip("ab", self._found.arrays, strict=True)}
         except ArrayError as error:
@@ -133,14 +131,14 @@ class _Solve:
     # -- the choice --------------------------------------------------------------------------------
 
     def _costs(self, dtype: str) -> dict[MathMode, tuple[float, float]]:
-        """Return cost and probable error of an update by mode, the usual mode last; cost 1 where that is imposed."""
+        """Return cost and probable error of an update by mode, the default mode last; cost 1 for a forced mode."""
         shapes = (self._n, self._width), (self._width, self._n)
         made = plan(*(self._ops.from_host(np.empty(s, dtype)) for s in shapes), rtol=_USUAL_ERROR, bound="probable")
         found = {x.mode: (x.cost, x.bound) for x in made.candidates}
         return found | {made.mode: found.pop(made.mode, (1.0, 0.0))} if found else {made.mode: (1.0, 0.0)}
 
     def _modes(self) -> list[tuple[MathMode, float, float]]:
-        """Return the modes to try, one after the other, with costs and errors."""
+        """Return the modes to try, in order, with costs and errors."""
         costs = self._costs("complex64" if self._found.dtype.is_complex else "float32")
         usual = list(costs)[-1]
         if self._mode is not None and len(costs) > 1:
@@ -150,7 +148,6 @@ class _Solve:
         return [(mode, *costs[mode]) for mode in (*tried, usual)]
 
     def _is_faster(self, cost: float) -> bool:
-        """Whether refinement is expected to be faster than a direct solve."""
         n, k = self._n, self._columns
         is_double = self._found.dtype.label in ("float64", "complex128")
         working = max(c for c, _ in self._costs(self._found.dtype.label).values()) if is_double else 1.0
@@ -228,7 +225,6 @@ class _Solve:
     # -- the report --------------------------------------------------------------------------------
 
     def _error(self, x: Any) -> float:
-        """Return the largest backward error of a result."""
         (a, b), ops, found = self._arrays, self._ops, [0.0]
         x = library_of(x).view(x).ndarray() if self._on_host else x
         x = x[..., None] if self._b.ndim == 1 else x
