@@ -87,7 +87,7 @@ class ScaleRule:
         return _SMALLEST_NORMAL if self.min_scale is None else self.min_scale
 
     def next(self, scale: float, tracker: int, found_inf: bool) -> tuple[float, int]:
-        """Return scale and growth tracker after a step, in the ranges of float32 and int32.
+        """Return scale (a float32 value) and growth tracker (int32) after a step.
 
         Parameters
         ----------

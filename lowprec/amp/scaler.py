@@ -109,7 +109,7 @@ class LossScaler:
 
     @property
     def found_inf(self) -> bool:
-        """Whether gradients since the last update contain Inf or NaN; waits for the device."""
+        """Whether gradients since the last update have Inf or NaN; waits for the GPU."""
         return any(map(self._decide, self._optimizers.values()))
 
     def scale(self, loss: Any) -> Any:

@@ -22,7 +22,7 @@ class _State(NamedTuple):
 
 
 class PrecisionSchedule:
-    """A sequence of math modes, changed at given steps or when the loss stops falling.
+    """Math modes in sequence, changed at given steps or when the loss stagnates.
 
     Parameters
     ----------

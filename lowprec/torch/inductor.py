@@ -63,7 +63,6 @@ class _Pass(CustomGraphPass):
         self._mode = mode
 
     def uuid(self) -> Any:
-        """Return the key of the pass in Inductor's cache."""
         return "lowprec", __version__, type(self).__name__, self._mode
 
 

@@ -59,7 +59,6 @@ class _AttentionController:
         return {**found, _FAST_PATH: torch.backends.mha.get_fastpath_enabled()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        """Enable only the plain form."""
         plain = dict.fromkeys(_FLAGS_OF_ATTENTION, False) | {"math": True, _FAST_PATH: False}
         self.restore(plain)
         return plain
