@@ -2,8 +2,8 @@
 
 usage: browse.py [CHROMIUM]
 
-Without an argument, Chromium is looked for, and installed by apt-get where the user may do that. Where there is none,
-the script says so and succeeds.
+Without an argument the script finds Chromium, or installs it by apt-get where the user is allowed to. Without Chromium
+it prints a message and succeeds.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--virtual-time-budget=8000", "--dump-dom",
 )  # fmt: skip
-#: A menu of each chart, and another choice in it.
+#: A menu of each chart, and a choice in it other than the default.
 CHOICES = {"speed": ("type", "bfloat16"), "errors": ("operands", "positive"), "overhead": ("arrays", "torch")}
 
 
 def find() -> str | None:
-    """Return Chromium's path, installing it where that is possible."""
+    """Return Chromium's path; install it where that is possible."""
     names = ("chromium", "chromium-browser", "google-chrome")
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None and shutil.which("apt-get") and getattr(os, "geteuid", lambda: 1)() == 0:

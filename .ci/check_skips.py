@@ -2,11 +2,9 @@
 
 usage: check_skips.py RESULTS.xml...
 
-A skip is fair where a library is missing, as long as another environment has it. A test that no
-environment executes protects nothing, however green it looks. An expected failure counts as
-executed. What needs units that the machine itself does not have, data that is no part of the
-checkout, or a library that is too large for these environments, is listed and not held against it.
-The last line is the count over all environments.
+A test may be skipped where a library is missing, if another environment executes it; an expected failure counts as
+executed. Tests that need units that this machine lacks, data outside the checkout, or a library too large for these
+environments are listed, but are no failure. The last line is the count over all environments.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one test in one environment: passed, failed or skipped."""
+    """Result of one test in one environment: passed, failed or skipped."""
 
     environment: str
     test: tuple[str, str]
@@ -44,7 +42,7 @@ def outcomes(path: Path) -> list[Outcome]:
 
 
 def covers(executed: tuple[str, str], skipped: tuple[str, str]) -> bool:
-    """Say whether the executed test is the skipped one, or one of the skipped module.
+    """Whether the executed test is the skipped one, or one of the skipped module.
 
     A module that is skipped as a whole appears as a single case without a class name.
     """
@@ -55,7 +53,7 @@ def covers(executed: tuple[str, str], skipped: tuple[str, str]) -> bool:
 
 
 def skipped_everywhere(results: list[Outcome]) -> dict[tuple[str, str], list[Outcome]]:
-    """Return the tests that no environment executed, with what each environment said."""
+    """Return the tests that no environment executed, with the results by environment."""
     executed = {r.test for r in results if r.kind != "skipped"}
     modules = [r.test for r in results if r.kind == "skipped" and not r.test[0]]
     covered = executed | {m for m in modules if any(covers(e, m) for e in executed)}
@@ -66,7 +64,7 @@ def skipped_everywhere(results: list[Outcome]) -> dict[tuple[str, str], list[Out
     return never
 
 
-#: How the reasons of `tests/support/cpu_units.py` begin, and the processor's flag for the missing units.
+#: Beginnings of the reasons in `tests/support/cpu_units.py`, and the processor's flag for the missing units.
 UNITS = {
     "this machine has no AMX units": "amx_bf16",
     "this machine has no AVX512-BF16 units": "avx512_bf16",
@@ -78,8 +76,8 @@ UNITS = {
 }
 
 
-#: How reasons begin that no environment here can mend, and what such tests need. A sample of the vectors is tested
-#: everywhere (`tests/support/tensor_core_vectors.py`).
+#: Beginnings of reasons that apply in every environment here, and what these tests need. A sample of the vectors is
+#: tested everywhere (`tests/support/tensor_core_vectors.py`).
 ABSENT = {
     "the vectors read off real tensor cores are not beside this checkout": "data that is no part of the checkout",
     "libcublasLt is not installed ": "a library that is too large for these environments",
@@ -87,26 +85,26 @@ ABSENT = {
 
 
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return what the system says that the processor has; nothing where it does not tell."""
+    """Return the processor's flags; empty where the system does not report them."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return frozenset(word for line in lines if line.startswith("flags") for word in line.partition(":")[2].split())
 
 
 def lacks_units(said: list[Outcome], flags: frozenset[str]) -> bool:
-    """Say whether a test was skipped for units that a processor with these flags indeed does not have.
+    """Whether any environment skipped a test for units that a processor with these flags lacks.
 
-    What other environments said, for example that a library is missing, does not matter then.
+    The reasons of other environments, such as a missing library, are ignored then.
     """
     return any(r.message.startswith(reason) and flag not in flags for r in said for reason, flag in UNITS.items())
 
 
 def lacks(said: list[Outcome], reason: str) -> bool:
-    """Say whether a test was skipped for something that no environment here has."""
+    """Whether a test was skipped for something that no environment here has."""
     return any(r.message.startswith(reason) for r in said)
 
 
 def main(arguments: list[str]) -> int:
-    """Report on the result files; return 1 if something was executed nowhere, or failed."""
+    """Report on the result files; return 1 if a test was executed nowhere, or failed."""
     if not arguments:
         print(__doc__, file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """Print a command of the README, found by its marker.
 
 A marker is an HTML comment, `<!-- command: NAME -->`, and the command is the one line of the fenced
-block that follows it. CI runs what users read: the command stands nowhere else.
+block that follows it. CI runs the command of the README, which is its only copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def command(text: str, name: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the command with this name; return 1 if the README does not have it once."""
+    """Print the command with this name; return 1 unless the README has it exactly once."""
     if len(arguments) != 1:
         print("usage: readme_command.py NAME", file=sys.stderr)
         return 2
