@@ -1,4 +1,4 @@
-"""What this documentation adds to Sphinx: formulas as MathML, and three things that it checks or leaves out."""
+"""Sphinx extension of this documentation: formulas as MathML, exact links, and two checks of the built pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sphinx.util import logging
 
 _LOGGER = logging.getLogger(__name__)
 
-#: An element that makes the browser load something from another site; a plain link does not.
+#: An element by which the browser loads a file from another site; a plain link does not.
 _LOADS = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(?:https?:)?//[^>]*>|<link\b[^>]*\bhref=\"(?:https?:)?//[^>]*>"
 )
@@ -41,13 +41,13 @@ def _block(translator: Any, node: nodes.Element) -> None:
 
 
 def _link_exact_names(app: Sphinx, doctree: nodes.document) -> None:
-    """Keep `shape` in a parameter's type from becoming a link to the one class that has a `shape`."""
+    """Prevent a link from `shape` in a parameter's type to the only class with an attribute `shape`."""
     for reference in doctree.findall(addnodes.pending_xref):
         reference.attributes.pop("refspecific", None)
 
 
 def findings(html: str) -> list[str]:
-    """Return the parts of a page that load from another site, and the tables that are shown as text.
+    """Return the elements that load from another site, and the tables that were not parsed.
 
     Examples
     --------
@@ -61,7 +61,7 @@ def findings(html: str) -> list[str]:
 
 
 def _check_pages(app: Sphinx, exception: Exception | None) -> None:
-    """Warn of defects that show in the built pages only; ``sphinx-build -W`` makes them errors."""
+    """Warn of defects in the built pages; ``sphinx-build -W`` makes them errors."""
     if exception is None and app.builder.format == "html":
         for page in sorted(Path(app.outdir).rglob("*.html")):
             for finding in findings(page.read_text(encoding="utf-8")):
@@ -69,8 +69,8 @@ def _check_pages(app: Sphinx, exception: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Register all of it."""
-    # Browsers show MathML by themselves: no script, no fonts, nothing to keep up to date but docutils.
+    """Register the extension."""
+    # Browsers render MathML natively: no script, no fonts, no dependency but docutils.
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     app.connect("doctree-read", _link_exact_names)
     app.connect("build-finished", _check_pages)

@@ -2,9 +2,8 @@
 
 usage: python docs/_generate.py [--check]
 
-Each table is made from the object that the program itself uses, and is committed, so that it reads
-on any site that shows the files. ``--check`` writes nothing and fails if a committed table is not
-what the code says.
+Each table is generated from the object that the program uses, and is committed, so that every site that renders
+Markdown shows it. ``--check`` writes nothing and fails if a committed table is out of date.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ def mode_table() -> str:
 
 
 def _gpu_words(row: modes.ModeRow) -> str:
-    """Return what cuBLASLt is asked for; "-" for the mode that stands for another one."""
+    """Return the compute type passed to cuBLASLt; "-" for a mode that is an alias of another."""
     if row.mode is modes.MathMode.FP32_EMULATED:
         return "-"
     return rendering.compute_words(row.compute_type, row.data)
 
 
 def alias_table() -> str:
-    """Return the other names that a mode answers to."""
+    """Return a mode's other names."""
     names: dict[str, list[str]] = {}
     for alias, mode in modes.ALIASES.items():
         names.setdefault(mode.value, []).append(_code(alias))
@@ -80,7 +79,7 @@ def variable_table() -> str:
 
 
 def kernel_table() -> str:
-    """Return the CPU's kernels for each kind of numbers, the most welcome first."""
+    """Return the CPU's kernels for each kind of numbers, in order of preference."""
     formats = ("float64", "float32", "tf32", "float16", "bfloat16", "int8")
     rows = [
         [fmt, "; else ".join(row.units for row in KERNELS if not row.formats or fmt in row.formats)] for fmt in formats
@@ -88,7 +87,7 @@ def kernel_table() -> str:
     return table(["numbers, once rounded", "multiplied by"], rows)
 
 
-#: Generations of processors and the flags that they brought, for products.
+#: Generations of processors and the flags for products that they introduced.
 _AVX2 = frozenset({"avx2", "fma"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VNNI = _AVX512 | {"avx512_vnni"}
@@ -180,7 +179,7 @@ def guard_table() -> str:
 
 
 def verified_table() -> str:
-    """Return what was seen to work on a GPU, where and when, and which test covers it without one."""
+    """Return the features that worked on a GPU, with device, date, and the test that covers each without one."""
     header = ["feature", "seen to work on", "test with the software CUDA"]
     return table(header, _verified.rows(_verified.reports()))
 
@@ -196,7 +195,7 @@ def verified_claims() -> str:
 
 
 def torch_table() -> str:
-    """Return which of PyTorch's transformations lowprec's product follows, from the rows of the test."""
+    """Return the PyTorch transformations that lowprec's product supports, from the rows of the test."""
     rows = [
         [_code(row.name), *(torch_matrix.REFUSALS.get(row.refused.get(c, ""), "yes") for c in torch_matrix.COLUMNS)]
         for row in torch_matrix.ROWS
@@ -262,7 +261,7 @@ def write() -> None:
 
 
 def check() -> int:
-    """Report the generated files that are not what the code says; return how many."""
+    """Report the generated files that are out of date; return their number."""
     return generated.check(snippets())
 
 

@@ -1,7 +1,7 @@
-"""What was seen to work on a GPU, feature by feature: read from the committed reports, and from nothing else.
+"""The features that worked on a GPU, according to the committed reports alone.
 
-A report is `benchmarks/results/gpu-*.json`, as `benchmarks/gpu_report.py` writes it. A feature is shown by the tests
-that bear its marker, `@pytest.mark.feature("words")`, and by nothing that ran in software; three by measurements.
+A report is a file `benchmarks/results/gpu-*.json` of `benchmarks/gpu_report.py`. A feature is shown by tests with its
+marker, `@pytest.mark.feature("words")`, that ran on a GPU; three features are shown by measurements.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def reports(folder: Path = RESULTS) -> list[Report]:
 
 
 def judged(feature: str | Measured, report: Report) -> list[bool]:
-    """Return what a report says of a feature, row by row; what ran in software counts for nothing."""
+    """Return a report's rows on a feature; rows that ran in software are ignored."""
     results = report["results"]
     if isinstance(feature, Measured):
         found = results.get(feature.part, {}).get("rows", [])
@@ -135,7 +135,7 @@ def judged(feature: str | Measured, report: Report) -> list[bool]:
 
 
 def seen(feature: str | Measured, found: Sequence[Report]) -> str:
-    """Return where and when a feature was seen to work, and where it failed."""
+    """Return where and when a feature worked, and where it failed."""
     words = []
     for report in found:
         told = judged(feature, report)
@@ -151,7 +151,7 @@ def title(report: Report) -> str:
 
 
 def markers(folder: Path = tests.FOLDER) -> dict[str, list[str]]:
-    """Return by words of a marker, with fields like `{mode}` as they are written, the tests that bear it."""
+    """Return the tests by words of their marker, with fields like `{mode}` unreplaced."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -163,7 +163,7 @@ def markers(folder: Path = tests.FOLDER) -> dict[str, list[str]]:
 
 
 def matches(marker: str, feature: str) -> bool:
-    """Whether a marker's words, with fields, may become those of a feature."""
+    """Whether a marker's words, with fields replaced, can be those of a feature."""
     parts = [re.escape(part) for part in re.split(r"\{\w+\}", marker)]
     return re.fullmatch(".+".join(parts), feature) is not None
 
@@ -197,7 +197,7 @@ def rows(found: Sequence[Report]) -> Iterable[list[str]]:
 
 
 def conditions(report: Report) -> str:
-    """Return under which conditions a report was made."""
+    """Return the conditions of a report."""
     machine = report["machine"]
     gpu, versions = machine["gpu"], machine["versions"]
     device = gpu["devices"][0]
@@ -212,7 +212,7 @@ def conditions(report: Report) -> str:
 
 
 def claim_rows(report: Report) -> Iterable[list[str]]:
-    """Return what was claimed of a GPU, beside what was measured."""
+    """Return the claims about a GPU, next to the measurements."""
     verdicts = {True: "met", False: "**missed**", None: "not measured"}
     for claim in report["claims"]:
         value = "-" if claim["value"] is None else f"{claim['value']:.3g}"

@@ -1,4 +1,4 @@
-"""What every test shares: a clean environment, seeded randomness, and a report of what was skipped."""
+"""Fixtures of all tests: a clean environment, seeded random numbers, and a report of skipped tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 
-# Before lowprec is imported anywhere: a variable set in the caller's shell must not decide what a
-# test sees. Tests that are about a variable set it themselves.
+# Before the first import of lowprec: variables of the caller's shell must not affect tests. Tests of a variable set it.
 _OTHERS = {
     "NVIDIA_TF32_OVERRIDE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -18,21 +17,21 @@ _OTHERS = {
     "CUPY_TF32",
     "MLX_ENABLE_TF32",
 }
-#: What the tests of the CUDA backend run on is not lowprec's variable but theirs; and all may run on a lesser CPU.
+#: Kept: the variables that select the machine of the CUDA tests, and a lesser CPU for all tests.
 _KEPT = {"LOWPREC_TEST_DEVICE", "LOWPREC_TEST_VECTORS", "LOWPREC_MAX_CPU_ISA"}
 for _name in [n for n in os.environ if n.startswith("LOWPREC_") or n in _OTHERS]:
     if _name not in _KEPT:
         del os.environ[_name]
 
-# pytest-xdist passes the width of its terminal on.
+# pytest-xdist sets this to the width of its terminal.
 os.environ.pop("COLUMNS", None)
 
-# Read when NumPy and PyTorch are first imported, here and in the programs that tests start: threads that spin after
-# their work take a core from the tests beside them.
+# Read at the first import of NumPy and PyTorch, here and in child processes: threads that spin after their work would
+# take a core from other tests.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-# A shell lets what it runs in the background ignore Ctrl-C, which the programs that tests start would inherit.
+# A shell's background processes ignore Ctrl-C, and child processes of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -42,8 +41,8 @@ from hypothesis import HealthCheck, settings
 
 from lowprec.core import executors
 
-# The same examples everywhere, so that a failure seen once can be seen again; no deadline, because
-# the first call of a compiled kernel takes seconds. "explore" looks for new counterexamples.
+# The same examples everywhere, so that failures are repeatable; no deadline, since the first call of a compiled kernel
+# takes seconds. "explore" searches for new counterexamples.
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile(
     "ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -54,9 +53,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.enviro
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave most cases of a sampled test to the sweep.
+    """Mark most cases of a sampled test as ``sweep``.
 
-    Those that stay are as in a Latin square: each value of a parameter is among them, with others each time.
+    The others form a Latin square: every value of each parameter occurs, in different combinations.
     """
     values: dict[tuple[str, str], list[object]] = defaultdict(list)
     for item in items:
@@ -75,20 +74,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def cheap_collections() -> None:
-    """What there is before a module's tests, all that were collected among it, no collection of theirs looks at."""
+    """Freeze the objects that exist before a module's tests, so that its garbage collections skip them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
-    """A generator seeded by the test's own name: repeatable, and different from test to test."""
+    """A generator seeded by the test's name: repeatable, and different for each test."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture
 def fresh_executors() -> Iterator[None]:
-    """Plans and executors are made anew in the test, and after it: those of the test are for what it pretends."""
+    """Clear the plan and executor caches before and after the test, which simulates another machine."""
     executors.clear_caches()
     yield
     executors.clear_caches()
@@ -105,7 +104,7 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """List what was skipped by reason, so that nobody takes a silent skip for a pass."""
+    """List the skipped tests by reason, so that a skip is not mistaken for a pass."""
     skipped: dict[str, list[str]] = defaultdict(list)
     for report in terminalreporter.stats.get("skipped", []):
         skipped[_reason(report)].append(report.nodeid)
@@ -120,7 +119,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
-    """Turn a skip that gives no reason into a failure."""
+    """Turn a skip without a reason into a failure."""
     report = yield
     if report.skipped and not hasattr(report, "wasxfail") and _reason(report) in _NO_REASON:
         report.outcome = "failed"
