@@ -1,9 +1,9 @@
-"""Errors of the math modes against float64: by size and scheme, on real operands, beside the bounds and the speed.
+"""Errors of the math modes against float64: by size and scheme, on real operands, with bounds and speed.
 
 usage: python benchmarks/bench_accuracy.py [--parts {sizes,schemes,real,speed} ...] [--quick] [--output DIR] [--seed N]
 
-A float64 product of 8192 x 8192 is heavy, so the oracle is one of up to 256 sampled rows and columns: a random part of
-the result that is itself the product of the sampled rows and columns, so that the bound holds for it as it stands.
+The oracle is a float64 product of up to 256 sampled rows and columns, since one of 8192 x 8192 takes too long. It is a
+product itself, so the bound holds for the sample.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MODES = ("fp32", "tf32", "bf16", "fp16")
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_SIZES = (16, 64)
 
-#: A mode must be off by this share of what rounding the operands alone must cause; FP32 in disguise would not be.
+#: Least error of a mode, relative to that of rounding the operands; a smaller one means that the mode ran as FP32.
 LEAST_SHARE = 0.5
 
 
 def _tf32(x: Any) -> Any:
-    # To nearest with ties away from zero, as the GPU's conversion instruction; the operands here are finite.
+    # To nearest, ties away from zero, as the GPU's conversion instruction; the operands are finite.
     return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
-#: Rounding done without lowprec, to know what it must cause.
+#: Rounding without lowprec, for the error that it must cause.
 ROUNDINGS: dict[str, Callable[[Any], Any]] = {
     "tf32": _tf32,
     "bf16": lambda x: x.astype(ml_dtypes.bfloat16),
@@ -81,7 +81,7 @@ def measure(distribution: str, n: int, seed: int) -> list[dict[str, Any]]:
 
 
 def accuracy_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, per mode, how close errors come to the bound, and how little of the rounding they show."""
+    """Return, per mode, the largest error relative to the bound, and the smallest relative to that of rounding."""
     made = []
     for mode in MODES:
         own = [r for r in rows if r["mode"] == mode]
@@ -102,7 +102,7 @@ def bound_claim(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sizes(arguments: argparse.Namespace) -> None:
-    """Measure the modes that round once, by size and distribution, beside their bounds."""
+    """Measure the modes that round once, by size and distribution, with their bounds."""
     own = QUICK_SIZES if arguments.quick else SIZES
     rows = [row for d in DISTRIBUTIONS for n in own for row in measure(d, n, arguments.seed)]
     common.report("accuracy", arguments, rows, accuracy_claims(rows), sampled=SAMPLED)
@@ -117,7 +117,7 @@ def schemes(arguments: argparse.Namespace) -> None:
 
 
 def real(arguments: argparse.Namespace) -> None:
-    """Measure every mode on operands that are no random numbers."""
+    """Measure every mode on real operands."""
     rows = [
         row
         for arithmetic in real_input.ARITHMETICS
@@ -133,7 +133,7 @@ def speed(arguments: argparse.Namespace) -> None:
     common.report("tradeoff", arguments, rows, [bound_claim(rows)], sampled=SAMPLED)
 
 
-#: Each writes a result file; all but the last measure errors alone, which other load does not change.
+#: Each writes a result file; only the last measures times, which depend on other load.
 PARTS = {"sizes": sizes, "schemes": schemes, "real": real, "speed": speed}
 
 

@@ -1,11 +1,10 @@
-"""A product of two large Dask arrays on two processes: `dask.array.matmul` beside lowprec's chain over the chunks of k.
+"""A product of two large Dask arrays in two processes: `dask.array.matmul` against lowprec's sum over the chunks of k.
 
 usage: python benchmarks/bench_dask.py [--quick] [--output DIR] [--seed N] [--limit BYTES]
 
-Each run has workers of its own, which have multiplied something small before. Time and the workers' resident memory are
-those of the product alone: the operands are there before. The two products take turns at being first. The error is that
-of a few rows, against float64. With `--limit` each worker may hold so much before it spills to disk, and both are run
-once more under it.
+Each run has new workers, warmed up by a small product. Time and resident memory of the workers are those of the product
+alone: the operands are computed before. The two products alternate in order. The error is that of a few rows, against
+float64. With `--limit`, both also run with workers that spill to disk above so many bytes.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ import numpy as np
 import lowprec
 
 VARIANTS = {"dask.array.matmul": da.matmul, "lowprec.matmul": lowprec.matmul}
-#: Against float64: rows of the result that are checked.
+#: Number of rows of the result that are compared with float64.
 ROWS = 3
 
 
 @contextmanager
 def cluster(limit: str) -> Iterator[Any]:
-    """Two processes of one thread each."""
+    """A cluster of two processes of one thread each."""
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=limit, dashboard_address=None) as made,
         distributed.Client(made) as client,
@@ -43,7 +42,7 @@ def cluster(limit: str) -> Iterator[Any]:
 
 
 class Peak:
-    """The most memory that the workers had together, in bytes, sampled each 50 ms."""
+    """The largest memory of all workers together, in bytes, sampled every 50 ms."""
 
     def __init__(self, client: Any) -> None:
         self._pids = list(client.run(_pid).values())
@@ -109,7 +108,7 @@ def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, An
 
 
 def dask_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return how lowprec's product compares, runs without a tight limit alone, and whether the others ended."""
+    """Return lowprec's ratios, from runs without a tight limit, and whether the runs with one finished."""
     dask_s, lowprec_s = ([r for r in rows if r["memory_limit"] == FREE and r["variant"] == name] for name in VARIANTS)
 
     def ratio(what: str) -> float:
@@ -135,7 +134,7 @@ def main() -> None:
     made.add_argument("--limit", default="1.5GB", help="memory of a worker in the runs that spill")
     arguments = made.parse_args()
     warnings.simplefilter("ignore")
-    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # workers that are told to end
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # of workers that are closed
     n, chunk, rounds = (400, 100, 1) if arguments.quick else (12_000, 3_000, 7)
     rows = []
     for round_ in range(rounds):

@@ -2,8 +2,8 @@
 
 usage: python benchmarks/bench_digits.py [--quick] [--output DIR] [--seeds N] [--epochs N] [--libraries NAME ...]
 
-It takes about five minutes on two cores. What is done is kept in DIR/digits-MACHINE.jsonl until all is, and the same
-command goes on where it was stopped.
+It takes about five minutes on two cores. DIR/digits-MACHINE.jsonl keeps finished trainings until all are done; the same
+command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import machine
 sys.path.insert(0, str(machine.ROOT / "docs" / "examples"))
 import digits
 
-#: What should train as FP32 does, and what should not.
+#: Precisions that should train as well as FP32, and those that should not.
 EQUAL = ("TF32 (O1)", "BF16 (O1)", "FP16 with scaling (O1)", "tiny: FP16 with scaling")
 WORSE = ("tiny: FP16 without scaling",)
 

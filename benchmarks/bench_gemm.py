@@ -3,9 +3,9 @@
 usage: python benchmarks/bench_gemm.py [--quick] [--shapes {square,more}] [--schemes | --no-extras]
            [--output DIR] [--seed N]
 
-Every call is a plain one: operands are rounded and the result is allocated inside the measured time. With
-`--no-extras` the script runs itself where neither OpenBLAS's package nor numba can be found. With `--schemes` the modes
-are those that recover FP32, next to `numpy.matmul` on float32 and to `fp32`, also with a prepared weight for 256 rows.
+The measured time includes rounding of the operands and allocation of the result. `--no-extras` runs the script without
+OpenBLAS's package and numba. `--schemes` measures the modes that recover FP32, next to `numpy.matmul` on float32 and
+`fp32`, also with a prepared weight for 256 rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import timing
 import lowprec
 
 SQUARE = ((1, 1024, 1024, 1024), (1, 2048, 2048, 2048), (1, 4096, 4096, 4096))
-#: (batch, m, k, n): tall, wide, small k, batched; a matrix that meets one vector and four; batches of small products.
+#: (batch, m, k, n): tall, wide, small k, batched; a matrix times one and four vectors; batches of small products.
 MORE = (
     (1, 16384, 512, 512), (1, 512, 512, 16384), (1, 4096, 64, 4096), (64, 256, 256, 256),
     (1, 4096, 4096, 1), (1, 4096, 4096, 4), (512, 64, 64, 64), (4096, 16, 16, 16),
@@ -44,13 +44,13 @@ QUICK = ((1, 64, 64, 64), (1, 512, 512, 512), (3, 16, 16, 16))
 SCHEMES = ("bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp32_emulated")
 PREPARED = "float32 prepared"
 
-#: What other modes are compared with, beside other libraries.
+#: Baseline of the other modes, in addition to other libraries.
 FP32 = "lowprec float32 fp32"
 
-#: A result further off than this is wrong, and its speed means nothing (bfloat16 results are off by 2e-3).
+#: Largest relative error of a correct result (that of bfloat16 results is 2e-3).
 WORST_ERROR = 0.02
 
-#: A variant this many times slower than `numpy.matmul` on float32 is left out, here and at larger sizes: a library
+#: A variant this many times slower than `numpy.matmul` on float32 is omitted, here and at larger sizes: a library
 #: without a kernel for its type takes minutes.
 TOO_SLOW = 20
 
@@ -59,14 +59,14 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to multiply: whose call it is, on which kind of operands, and in which mode of lowprec's."""
+    """A variant of the product: library, kind of operands, and lowprec's mode."""
 
     name: str
     library: str
     operands: str
     multiply: Callable[[Any, Any], Any]
     mode: str | None = None
-    small: bool = True  # whether it takes batches, and fewer than 17 rows or columns
+    small: bool = True  # whether it supports batches, and fewer than 17 rows or columns
 
 
 Pairs = dict[str, list[tuple[Any, Any]]]
@@ -90,7 +90,7 @@ def operand_sets(shape: Shape, kinds: Sequence[str], sets: int, seed: int) -> Pa
 
 
 def _prepared(a: Any, b: Any) -> Any:
-    """Return a weight that a product has packed already."""
+    """Return a weight that a product has already packed."""
     kept = lowprec.prepare(b, math_mode="bf16x3")
     lowprec.matmul(a, kept, math_mode="bf16x3")
     return kept
@@ -120,7 +120,7 @@ def _torch_variants() -> list[Variant]:
 
     def at(precision: str) -> Callable[[Any, Any], Any]:
         def multiply(a: Any, b: Any) -> Any:
-            # A switch of the process: set for this call alone, in well under a microsecond.
+            # A process-wide switch, set for this call only, in well under a microsecond.
             torch.set_float32_matmul_precision(precision)
             try:
                 return torch.matmul(a, b)
@@ -140,7 +140,7 @@ def _torch_variants() -> list[Variant]:
 
 
 def variants() -> list[Variant]:
-    """Return every way to multiply that this process has; torch's only where torch is installed."""
+    """Return the variants available in this process; PyTorch's only where it is installed."""
     return [
         *(Variant(f"numpy {dtype}", "numpy", dtype, np.matmul) for dtype in ("float32", "float64")),
         *(_lowprec("float32", mode) for mode in ("fp32", "tf32", "bf16", "fp16")),
@@ -150,7 +150,7 @@ def variants() -> list[Variant]:
 
 
 def scheme_variants(shape: Shape) -> list[Variant]:
-    """Return the modes that recover FP32; with few rows for their number, the weight is prepared, too."""
+    """Return the modes that recover FP32; for few rows also with a prepared weight."""
     made = [Variant("numpy float32", "numpy", "float32", np.matmul)]
     made += [_lowprec("float32", mode) for mode in ("fp32", *SCHEMES)]
     if shape[1] < shape[2]:
@@ -177,7 +177,7 @@ def relative_error(result: Any, a: Any, b: Any, rng: np.random.Generator) -> flo
 
 
 def number_of_sets(shape: Shape, kinds: Sequence[str], rounds: int) -> int:
-    """Return how many operand sets outgrow the last-level cache, within a quarter of the memory."""
+    """Return the number of operand sets that exceed the last-level cache, within a quarter of the memory."""
     batch, m, k, n = shape
     width = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
     # float32 operands of NumPy and of torch are the same memory.
@@ -190,14 +190,14 @@ def number_of_sets(shape: Shape, kinds: Sequence[str], rounds: int) -> int:
 
 
 def number_of_rounds(shape: Shape, quick: bool) -> int:
-    """Return how often each variant is timed: often where it is cheap."""
+    """Return the number of samples of each variant: more for cheap ones."""
     if quick:
         return 3
     return min(31, max(9, int(3e11 / (2 * math.prod(shape)))) | 1)
 
 
 def measure(shape: Shape, seed: int, quick: bool, left_out: set[str], schemes: bool = False) -> list[dict[str, Any]]:
-    """Time every variant on one shape; return one row per variant. Names of those too slow go into `left_out`."""
+    """Time every variant on one shape; return one row per variant. Adds the names of too slow ones to `left_out`."""
     ways = scheme_variants(shape) if schemes else variants()
     is_small = shape[0] > 1 or min(shape[1:]) < 17
     ways = [v for v in ways if v.name not in left_out and not (is_small and not v.small)]
@@ -246,7 +246,7 @@ def _checked(v: Variant, pairs: Pairs, rng: np.random.Generator) -> float:
 
 
 def _too_slow(ways: Sequence[Variant], pairs: Pairs) -> set[str]:
-    """Return the names of the variants that are not worth the wait, by one warm call of each, or a second one."""
+    """Return the names of the variants that are too slow, by one or two warm calls of each."""
     found: set[str] = set()
     limit = math.inf
     for v in ways:
@@ -254,7 +254,7 @@ def _too_slow(ways: Sequence[Variant], pairs: Pairs) -> set[str]:
         if _seconds(v, pairs) > limit and _seconds(v, pairs) > limit:
             found.add(v.name)
         if v.name == "numpy float32":
-            # Below a tenth of a second nobody waits, and one call says too little.
+            # Below a tenth of a second one call is too noisy, and the time is acceptable.
             limit = max(0.1, TOO_SLOW * _seconds(v, pairs))
     return found
 
@@ -271,11 +271,11 @@ def _kernel(v: Variant, pairs: Pairs) -> str | None:
     return str(lowprec.plan(*pairs[v.operands][0], math_mode=v.mode).kernel)
 
 
-# -- what is claimed ------------------------------------------------------------------------------
+# -- claims ---------------------------------------------------------------------------------------
 
 
-#: Limits for a CPU with AMX and two threads: how many times as fast as the baseline a variant is at least, in the
-#: geometric mean, and at each size.
+#: Least speed of a variant relative to the baseline on a CPU with AMX and two threads: in the geometric mean, and at
+#: each size.
 SPEED_CLAIMS = (
     ("lowprec bfloat16 (torch)", "torch bfloat16", 0.8, 0.65),
     ("lowprec float32 bf16", "numpy float32", 4.0, None),
@@ -352,7 +352,7 @@ def scheme_claims(rows: Sequence[dict[str, Any]], has_amx: bool) -> list[dict[st
 
 
 def vector_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the claims about a matrix that meets one vector, where that was measured: what a mode costs over FP32."""
+    """Return the claims about a matrix times a vector, if measured: the time of a mode relative to FP32."""
     made = []
     for mode in ("tf32", "bf16"):
         name = f"lowprec float32 {mode}"
@@ -377,7 +377,7 @@ def peak_claim(rows: Sequence[dict[str, Any]], peaks: Sequence[float]) -> dict[s
 
 
 def cost_claims(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Return the claim about NumPy alone: what `tf32` costs over `numpy.matmul` at one size."""
+    """Return the claim about NumPy alone: the time of `tf32` relative to `numpy.matmul` at one size."""
     speeds = common.square_speeds(rows, "lowprec float32 tf32", "numpy float32")
     cost = 1 / speeds[str(size)] if str(size) in speeds else None
     what = f"without OpenBLAS's package and numba, lowprec float32 tf32 in times of numpy float32, n = {size}"

@@ -1,8 +1,8 @@
-"""What it costs to enter and leave a guard, by what is loaded, with threadpoolctl's context manager beside it.
+"""Time to enter and leave a guard, by loaded libraries, compared with threadpoolctl's context manager.
 
 usage: python benchmarks/bench_guard.py [--quick] [--output DIR] [--seed N]
 
-Libraries cannot be unloaded, so the stages come one after the other: no library, then PyTorch, then JAX as well.
+Libraries cannot be unloaded, so the stages are cumulative: no library, PyTorch, PyTorch and JAX.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import lowprec
 
 #: Upper limits, in seconds, by stage.
 LIMITS = {"none": 2e-6, "torch": 15e-6}
-#: What each stage adds.
+#: The library that each stage loads.
 STAGES = ("none", "torch", "jax")
 
-#: By name: what is timed. The names in it are those of `timers`.
+#: The timed statements by name; `timers` defines the names in them.
 STATEMENTS = {
     "fp32_guard": "with guard: pass",
     "fp32_guard, made anew": "with lowprec.fp32_guard(): pass",
@@ -33,7 +33,7 @@ STATEMENTS = {
     "threadpoolctl, found anew": "with threadpool_limits(1): pass",
     "threadpoolctl, found once": "with found.limit(limits=1): pass",
 }
-#: Half a millisecond each; it is no use to repeat it as often as the others.
+#: Half a millisecond each, and repeated less often than the others.
 SLOW = ("threadpoolctl, found anew",)
 
 
@@ -46,7 +46,7 @@ class _Inside(timeit.Timer):
 
 
 def timers() -> dict[str, timeit.Timer]:
-    """Return what is timed, without threadpoolctl only lowprec's own."""
+    """Return the statements; without threadpoolctl only lowprec's."""
     names: dict[str, Any] = {
         "lowprec": lowprec,
         "guard": lowprec.fp32_guard(),
@@ -67,7 +67,7 @@ def timers() -> dict[str, timeit.Timer]:
 
 
 def guard_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the limits beside what was measured."""
+    """Return the claims: limits and measurements."""
     found = {r["loaded"]: 1e6 * r["time"]["median"] for r in rows if r["block"] == "fp32_guard"}
     what = "enter and leave fp32_guard, loaded: {}, us"
     return [

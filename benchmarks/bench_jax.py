@@ -2,7 +2,7 @@
 
 usage: python benchmarks/bench_jax.py [--quick] [--seed N]
 
-It prints medians and ratios, and keeps no file.
+It prints medians and ratios, and writes no file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import timing
 
 import lowprec.jax
 
-assert common  # imported for what it sets
+assert common  # imported for its side effect
 
 SIZES = (8, 1024, 2048)
 MODES = ("fp32", "bf16")

@@ -1,8 +1,8 @@
-"""What a call on 8 x 8 arrays costs, against the library's own, by its arguments and by stages; and the import's cost.
+"""Time of a call on 8 x 8 arrays, by arguments and stages, against the library's own call; and time of the import.
 
 usage: python benchmarks/bench_overhead.py [--quick] [--output DIR] [--seed N]
 
-The product itself is 1024 flops, so the time is that of the way there and back.
+The product itself is 1024 flops, so the time is the overhead of the call.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import lowprec
 
 SIZE = 8
 
-#: Seconds that a warm call may take, and that the import may add to NumPy's.
+#: Limits of a warm call, and of the import in addition to NumPy's, in seconds.
 CALL_LIMITS = {"numpy": 8e-6, "torch": 10e-6}
-#: Seconds for a call that does something beside the product, for one in a lower mode, and for one with a gradient.
+#: Limits in seconds of a call with more than a product, of one in a lower mode, and of one with a gradient.
 BESIDE_LIMIT, MODE_LIMIT, RECORDED_LIMIT = 12e-6, 15e-6, 14e-6
 IMPORT_LIMIT = 0.05
 
@@ -34,7 +34,7 @@ FRAMEWORKS = ("cuda", "cupy", "jax", "numba", "nvmath", "paddle", "scipy_openbla
 
 
 class OnlyDLPack:
-    """An array that speaks DLPack and nothing else."""
+    """An array that supports only DLPack."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -68,9 +68,9 @@ def libraries(seed: int) -> dict[str, dict[str, Any]]:
     if importlib.util.find_spec("jax"):
         import jax
 
-        # JAX returns before the result is there; lowprec's result is there.
+        # JAX returns before the result is computed, lowprec after.
         found["jax"] = jax.numpy.asarray, _wait(jax.numpy.matmul)
-    # What a user of such arrays would write without lowprec.
+    # The code of a user of such arrays without lowprec.
     found["dlpack"] = OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))
     return {name: {"a": make(a), "b": make(b), "own": own} for name, (make, own) in found.items()}
 
@@ -98,10 +98,10 @@ def measure_calls(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
 
 # -- other calls ----------------------------------------------------------------------------------
 
-#: Those that round each operand once; the others cut it into parts.
+#: Modes that round each operand once; the others split it.
 LOWER_MODES = ("tf32", "bf16", "fp16")
 
-#: What a call does beside the product, or another mode: with lowprec, and with the library's own functions.
+#: Calls with more than a product, or in another mode: by lowprec, and by the library's own functions.
 ARGUMENTS = {
     "bias=": ("lowprec(a, b, bias=bias)", "own(a, b) + bias"),
     "alpha=": ("lowprec(a, b, alpha=0.5)", "0.5 * own(a, b)"),
@@ -113,7 +113,7 @@ ARGUMENTS = {
 
 
 def _transforms(library: str, names: dict[str, Any], quick: bool) -> dict[str, tuple[str, str]]:
-    """Return the calls inside what a library makes of a function; `names` gets what they need."""
+    """Return the calls inside functions compiled by a library; adds the names they need to `names`."""
     own = names["own"]
     if library == "jax":
         import jax
@@ -129,7 +129,7 @@ def _transforms(library: str, names: dict[str, Any], quick: bool) -> dict[str, t
     if quick:  # the compiler takes seconds
         return recorded
     for name, function in (("compiled", lowprec.matmul), ("own_compiled", own)):
-        # A function of its own for each: what the compiler has made belongs to the code.
+        # One function per call: compiled code is cached by code object.
         call: dict[str, Any] = {"f": function}
         exec("def product(a, b): return f(a, b)", call)
         names[name] = torch.compile(call["product"], fullgraph=True)
@@ -141,7 +141,7 @@ def _transforms(library: str, names: dict[str, Any], quick: bool) -> dict[str, t
 
 
 def measure_variants(rounds: int, calls: int, seed: int, quick: bool) -> list[dict[str, Any]]:
-    """Return one row per library and kind of call: what lowprec takes, and what the library itself."""
+    """Return one row per library and kind of call: times of lowprec and of the library."""
     rows, timers = [], {}
     for library, names in libraries(seed).items():
         if library == "dlpack":
@@ -163,7 +163,7 @@ def measure_variants(rounds: int, calls: int, seed: int, quick: bool) -> list[di
 
 # -- stages of a call -----------------------------------------------------------------------------
 
-#: What the statements of `STAGES` need, given operands `a` and `b`.
+#: Setup of the statements in `STAGES`, given operands `a` and `b`.
 SETUP = """
 from lowprec import matmul
 from lowprec.arrays import library_of
@@ -177,7 +177,7 @@ found = look_up(resolved, x, y, plain)
 result = library.allocate(found.out_shape, found.out_dtype, x.device, a)
 """
 
-#: In the order of the way.
+#: Stages in the order of a call.
 STAGES = {
     "find the library": "library_of(a)",
     "view both operands": "library.view(a); library.view(b)",
@@ -225,7 +225,7 @@ print(json.dumps([seconds, list(sys.modules)]))
 
 
 def measure_import(rounds: int, seed: int) -> dict[str, Any]:
-    """Return what `import lowprec` takes over `import numpy`, each in a fresh process, and what it loads."""
+    """Return the time of `import lowprec` beyond `import numpy`, in fresh processes, and the modules it loads."""
     loaded: dict[str, list[str]] = {}
 
     def sample(module: str, _: int) -> float:
@@ -284,7 +284,7 @@ def main() -> None:
     arguments = common.parser(__doc__).parse_args()
     seed = arguments.seed
     rounds, calls, imports = (3, 20, 2) if arguments.quick else (31, 2000, 25)
-    # First of all: a process without threads that spin.
+    # First, while the process has no spinning threads.
     imported = measure_import(imports, seed)
     rows = [
         *measure_calls(rounds, calls, seed),

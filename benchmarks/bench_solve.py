@@ -1,4 +1,4 @@
-"""How fast float64 systems are solved by a factor in lower precision and refinement, beside the libraries' solvers.
+"""Speed of float64 solves by a factor in lower precision and refinement, against the libraries' solvers.
 
 usage: python benchmarks/bench_solve.py [--quick] [--output DIR] [--seed N] [--sizes N ...]
 
@@ -21,7 +21,7 @@ import lowprec
 
 NUMPY, REFINE, AUTO = "numpy.linalg.solve", "lowprec, refine", "lowprec, auto"
 
-#: Speed that is asked for at a size, where FP32 is twice as fast as FP64.
+#: Required speed at a size, where FP32 is twice as fast as FP64.
 LIMITS = {4096: 1.4, 8192: 1.6}
 
 MODES = ("fp32", "bf16")
@@ -30,7 +30,7 @@ Solver = Callable[[], Any]
 
 
 def _reflected(values: Any, rng: np.random.Generator) -> Any:
-    """Return a matrix with these singular values: a diagonal one between products of three reflections."""
+    """Return a matrix with these singular values: a diagonal matrix between products of three reflections."""
     a = np.diag(values)
     for _ in range(3):
         v, w = rng.standard_normal((2, len(values)))
@@ -49,7 +49,7 @@ def _ridge(n: int, rng: np.random.Generator) -> Any:
 
 
 def _poisson(n: int, rng: np.random.Generator) -> Any:
-    """Return the five-point Laplacian on a grid of 2^k columns, as near to a square as there is."""
+    """Return the five-point Laplacian on the most nearly square grid with 2^k columns."""
     columns = 1 << (n.bit_length() // 2)
     own, other = (2 * np.eye(m) - np.eye(m, k=1) - np.eye(m, k=-1) for m in (columns, n // columns))
     return np.kron(np.eye(n // columns), own) + np.kron(other, np.eye(columns))
@@ -85,7 +85,7 @@ def backward_error(a: Any, b: Any, x: Any) -> float:
 
 
 def measure(variants: dict[str, Solver], rounds: int, seed: int) -> dict[str, list[float]]:
-    """Return seconds by variant, which take turns; the first round is left out."""
+    """Return seconds by variant, which take turns; the first round is omitted."""
 
     def sample(name: str, _: int) -> float:
         time.sleep(timing.SPIN_SECONDS)

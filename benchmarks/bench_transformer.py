@@ -1,9 +1,9 @@
-"""How fast the products of a transformer are in blocks of calls, inside PyTorch programs, and in a training step.
+"""Speed of a transformer's products in blocks of calls, inside PyTorch programs, and in a training step.
 
 usage: python benchmarks/bench_transformer.py [--quick] [--output DIR] [--seed N] [--only {products,programs,steps}]
 
-A block is a number of calls of one library in sequence, as a program makes them; libraries take turns by block. The
-figures are the best other's time over lowprec's, medians of the ratios by round.
+A block is a sequence of calls of one library, as in a program; libraries take turns by block. Figures are the time of
+the fastest other library over lowprec's: medians of the ratios by round.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Call = Callable[[int], Any]
 
 
 def _block(call: Call, seconds: float, most: int) -> float:
-    """Return the seconds of one call in a block of about so long."""
+    """Return the seconds of one call in a block of about this duration."""
     call(0)
     start = time.perf_counter()
     call(1)
@@ -57,7 +57,7 @@ def _compete(calls: dict[str, Call], arguments: Any, most: int = 60) -> dict[str
 
 
 def _ratio(others: list[list[float]], ours: list[float]) -> dict[str, float]:
-    """Return the best other's time over ours."""
+    """Return the time of the fastest other library over lowprec's."""
     return timing.speed_ratio(min(others, key=statistics.median), ours)
 
 
@@ -126,7 +126,7 @@ def _transposed(rows: int, cols: int, batch: tuple[int, ...] = ()) -> Any:
 
 
 def program_operands(scale: int) -> dict[str, tuple[Any, Any]]:
-    """Return products of a small GPT's training step, by how they are written; ``scale`` divides their extents."""
+    """Return products of a small GPT's training step, by notation; ``scale`` divides their extents."""
     t, c, d, h = 1536 // scale, 384 // scale, 1152 // scale, 48 // scale
     heads, s = 96 // scale, 128 // scale
     return {
@@ -283,7 +283,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what must hold of a run."""
+    """Return the claims about a run."""
     speeds = [row["speed"]["median"] for row in rows if row["kind"] == "product"]
     after = [row["slower_after"]["median"] for row in rows if row.get("variant") in ("fp32 after", "bf16 after")]
     step = {row["variant"]: row["relative_time"]["median"] for row in rows if row["kind"] == "step"}

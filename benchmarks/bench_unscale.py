@@ -1,4 +1,4 @@
-"""How fast gradients are divided by the loss scale and looked at for Inf and NaN, beside PyTorch's own pass.
+"""Speed of dividing gradients by the loss scale and checking them for Inf and NaN, against PyTorch's own pass.
 
 usage: python benchmarks/bench_unscale.py [--quick] [--output DIR] [--seed N]
 
@@ -19,7 +19,7 @@ import timing
 from lowprec.amp import LossScaler
 from lowprec.backends.cpu import casting
 
-#: Its reciprocal is no power of two and changes a number by its last digit alone, so that passes may be repeated.
+#: Its reciprocal is not a power of two, but near 1: passes can be repeated without overflow.
 SCALE = 1 + 2.0**-20
 
 OURS, WITHOUT_NUMBA, TORCH, ON_TENSORS = (
@@ -31,7 +31,7 @@ OURS, WITHOUT_NUMBA, TORCH, ON_TENSORS = (
 
 
 def unscale(scaler: LossScaler, grads: Any) -> bool:
-    """Divide in place; return whether Inf or NaN was found, which the pass is done for."""
+    """Divide in place; return whether Inf or NaN was found."""
     scaler.unscale(grads, out=grads)
     found_inf = scaler.found_inf
     scaler.update()

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the environment before NumPy, the command line, claims and result files.
+"""Common parts of all benchmarks: the environment before NumPy, the command line, claims and result files.
 
 Import this module before NumPy: it sets `OPENBLAS_THREAD_TIMEOUT`, which NumPy's OpenBLAS reads once, when it loads.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import machine
 from generated import table, write_text
 
-#: Before this process adds to it.
+#: The load before this process adds to it.
 LOAD_BEFORE = machine.load_average()
 
 #: Whether the variable below still reaches OpenBLAS.
@@ -49,12 +49,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def result_path(folder: Path, benchmark: str) -> Path:
-    """Return where the result of a benchmark on this machine belongs."""
+    """Return the path of a benchmark's result on this machine."""
     return folder / f"{benchmark}-{machine.slug()}.json"
 
 
 def document(benchmark: str, settings: Row, results: Sequence[Row], claims: Sequence[Row] = ()) -> dict[str, Any]:
-    """Return a result as it is written: what was measured, how, and on which machine."""
+    """Return the content of a result file: measurements, settings and machine."""
     timeout = 4 if CAME_BEFORE_NUMPY else None
     before = {"load_before": LOAD_BEFORE, "openblas_thread_timeout": timeout}
     return {
@@ -87,12 +87,12 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, content: Row) -> None:
-    """Write a result file, which appears under its name only once it is complete."""
+    """Write a result file atomically."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def finish(path: Path, content: Row) -> None:
-    """Print what the documentation would show of a result, write its file and say where it is."""
+    """Print a result as in the documentation, write its file and print the path."""
     import render
 
     from lowprec.checking.measure import Load
@@ -162,7 +162,7 @@ def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def show(markdown: str) -> None:
-    """Print a page: by rich on a terminal, where that is installed, else as it is."""
+    """Print a page, on a terminal by rich if that is installed."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.markdown import Markdown

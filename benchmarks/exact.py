@@ -1,4 +1,4 @@
-"""Operands whose product has one right bit pattern in each mode, and that pattern, computed without lowprec."""
+"""Operands whose product has one correct bit pattern in each mode, and that pattern, computed without lowprec."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ ROUNDINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def reference(a: Any, b: Any, mode: str) -> Any:
-    """Return what a mode must give for exact operands, computed without lowprec."""
+    """Return a mode's result for exact operands, computed without lowprec."""
     return (ROUNDINGS[mode](a).astype(np.float64) @ b.astype(np.float64)).astype(np.float32)
 
 
 def same_bits(x: Any, y: Any) -> bool:
-    """Whether two arrays are the same, NaN and the sign of zero included."""
+    """Whether two arrays are equal, including NaN and the sign of zero."""
     return x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
 
 
 @dataclass(frozen=True)
 class Job:
-    """One product, and its only right result."""
+    """A product and its only correct result."""
 
     a: Any
     b: Any

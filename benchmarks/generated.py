@@ -1,4 +1,4 @@
-"""Generated files: Markdown tables, places between markers, files that appear whole, a check that they are current."""
+"""Generated files: Markdown tables, sections between markers, atomic writes, a check that files are current."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from machine import ROOT
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file by way of a temporary name in the same folder, so that it appears once it is complete."""
+    """Write a text file atomically, by a temporary name in the same folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -25,7 +25,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | None = None) -> str:
-    r"""Return a Markdown table: so many columns of words (None: all), then numbers, which stand on the right.
+    r"""Return a Markdown table: the first columns are words (None: all), the others right-aligned numbers.
 
     Examples
     --------
@@ -41,7 +41,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | 
 
 
 def filled(path: Path, name: str, made: str) -> str:
-    """Return a file's text with what was made between the markers of this name.
+    """Return a file's text with the generated text between the markers of this name.
 
     Raises
     ------
@@ -60,14 +60,14 @@ def filled(path: Path, name: str, made: str) -> str:
 
 
 def write(files: Mapping[Path, str]) -> None:
-    """Bring files up to date, leaving alone those that are."""
+    """Write the files that are out of date."""
     for path, text in files.items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             write_text(path, text)
 
 
 def check(files: Mapping[Path, str]) -> int:
-    """Report the files that are not current; return how many."""
+    """Report the files that are not current; return their number."""
     stale = 0
     for path, text in files.items():
         found = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -80,7 +80,7 @@ def check(files: Mapping[Path, str]) -> int:
 
 
 def main(doc: str, write: Callable[[], None], check: Callable[[], int]) -> int:
-    """Write what is generated, or check it, as the command line asks."""
+    """Write or check the generated files, by the command line."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, fail if something is not current")
     if parser.parse_args().check:

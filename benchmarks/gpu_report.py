@@ -1,12 +1,11 @@
-"""Show and measure everything that only a GPU can answer, in one command and within eight minutes.
+"""Test and measure everything that requires a GPU, in one command and within eight minutes.
 
 usage: python benchmarks/gpu_report.py [--quick] [--parts A,B] [--out DIR] [--seed N] [--limit SECONDS] [--commit HASH]
 
-First what cuBLASLt itself does, then the tests of the CUDA backend that show features, then the measurements. Each part
-runs in a process of its own with a limit of its own; one that crashes or hangs does not take the others along, and the
-report `DIR/gpu-NAME.json` (with a log beside it) is written anew after each. SIGTERM ends it with what it has. Without
-a GPU the tests run against the software CUDA, the measurements say why they did not run, and the exit status is 0 all
-the same.
+The parts are cuBLASLt itself, the tests of the CUDA backend that show features, and the measurements. Each part runs in
+its own process with its own time limit, so that a crash or hang affects no other part. The report `DIR/gpu-NAME.json`
+and a log are rewritten after each part; SIGTERM keeps the finished parts. Without a GPU the tests run on the software
+CUDA, the measurements report why they did not run, and the exit status is 0.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ def limits() -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts and print what they found; as a child, run one part."""
+    """Run the parts and print their results; as a child process, run one part."""
     options = _parser().parse_args(arguments)
     if options.child:
         return measure(options)
     begin = time.monotonic()
-    # A limit from outside ends the report with what it has.
+    # An external time limit ends the report, which keeps the finished parts.
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     with tempfile.TemporaryDirectory(prefix="lowprec-gpu-", ignore_cleanup_errors=True) as folder:
@@ -76,7 +75,7 @@ def _names(text: str) -> list[str]:
     if not set(names) <= set(known):
         choices = ", ".join(known)
         raise argparse.ArgumentTypeError(f"{text!r}: choose of {choices}, with commas between")
-    # The machine's description is what the others are called after.
+    # The report is named after the machine, which this part describes.
     return list(dict.fromkeys(["device", *names]))
 
 
@@ -86,7 +85,7 @@ def _names(text: str) -> list[str]:
 def run_all(
     options: argparse.Namespace, folder: Path, *, begin: float, execute: Execute = parts.execute
 ) -> tuple[Path, Result]:
-    """Run parts one after the other, and write the report anew after each; return where it is, and it."""
+    """Run the parts in order, and rewrite the report after each; return its path and the report."""
     results: dict[str, Result] = {}
     log = ""
     for name in options.parts:
@@ -110,7 +109,7 @@ def run_all(
 
 
 def _left_for_tests(name: str, results: Mapping[str, Result]) -> float:
-    """Return the seconds that modules of tests have left together, so that measurements have theirs."""
+    """Return the seconds left for all test modules together; the measurements keep their share."""
     if name in parts.MEASUREMENTS or name == parts.LAST_TESTS:
         return math.inf
     spent = (r["elapsed_s"] for n, r in results.items() if n not in parts.MEASUREMENTS)
@@ -127,7 +126,7 @@ def _run(
 ) -> Result:
     """Return the result of one part."""
     facts = results.get("device", {}).get("facts", {})
-    # Where lowprec cannot describe it, the driver's own tool decides: the parts then show what is wrong.
+    # If lowprec cannot describe the GPU, the driver's tool decides; the parts then show the error.
     has_gpu = bool(facts.get("gpu") or facts.get("nvidia_smi"))
     is_test = name not in parts.MEASUREMENTS
     if parts.INTERRUPTED.is_set():
@@ -143,7 +142,7 @@ def _run(
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, search)),
         "PYTHONUNBUFFERED": "1",
-        # What an earlier run has tuned must not show in this one.
+        # Results tuned by an earlier run must not affect this one.
         "LOWPREC_CACHE_DIR": str(folder / "cache"),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         parts.OVERRIDE: override,
@@ -165,7 +164,7 @@ def _run(
 
 
 def merge(results: Mapping[str, Result], options: argparse.Namespace) -> Result:
-    """Return the report: what was found, and what it says about the claims."""
+    """Return the report: results, and the claims about them."""
     found = {"name": "unknown", "gpu": None, **results.get("device", {}).get("facts", {})}
     found["date"] = machine.today()
     found["commit"] = found.get("commit") or options.commit

@@ -1,8 +1,7 @@
 """Run a script where only NumPy and ml_dtypes can be imported, as on a machine without the extras.
 
-The child process skips its site-packages (`-S`) and sees one folder with links to the two packages and to lowprec. So
-neither an import, nor a look at the installed distributions, nor the linker's path finds OpenBLAS's package or numba
-there.
+The child process skips its site-packages (`-S`) and has one folder with links to the two packages and to lowprec, so
+that imports, installed distributions and the linker's path do not include OpenBLAS's package and numba.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ import machine
 CORE = ("numpy", "ml_dtypes")
 EXTRAS = ("scipy_openblas64", "numba")
 
-#: In the name of a mapped file, the sign that an extra was loaded after all.
+#: Parts of the names of mapped files that show that an extra is loaded.
 _LIBRARIES = ("scipy_openblas64/", "llvmlite")
 
 
 def visible_extras() -> list[str]:
-    """Return the extras that this process could use, by import or as an installed distribution."""
+    """Return the extras available to this process, by import or as an installed distribution."""
     installed = machine.versions(EXTRAS)
     return [name for name in EXTRAS if name in installed or importlib.util.find_spec(name)]
 
 
 def loaded_extras() -> list[str]:
-    """Return the extras that this process holds in memory; where the system does not tell, those that were imported."""
+    """Return the extras mapped into this process; where the system does not report these, the imported ones."""
     maps = Path("/proc/self/maps")
     mapped = maps.read_text(encoding="utf-8") if maps.exists() else ""
     imported = {name for name in EXTRAS if name in sys.modules}
@@ -40,7 +39,7 @@ def loaded_extras() -> list[str]:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run Python with these arguments where no extra can be found; return its exit status."""
+    """Run Python with these arguments without the extras; return its exit status."""
     import lowprec
 
     with tempfile.TemporaryDirectory(prefix="lowprec-core-") as name:

@@ -1,6 +1,6 @@
-"""What a result file says about the machine: processor, libraries, threads, commit. Nothing about who owns it.
+"""The description of a machine in result files: processor, libraries, threads, commit; nothing about its owner.
 
-lowprec, which loads NumPy, is imported only where it is asked: `common` imports this module before NumPy.
+lowprec, which loads NumPy, is imported inside functions: `common` imports this module before NumPy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Instruction sets that decide how fast a product is, most telling first.
+#: Instruction sets that determine the speed of a product, the most important first.
 FLAGS = (
     "amx_tile", "amx_bf16", "amx_int8", "amx_fp16", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni",
     "avx2", "fma", "f16c",
@@ -41,7 +41,7 @@ VARIABLES = (
 
 
 def cpu_model() -> str:
-    """Return the processor's name for itself."""
+    """Return the processor's name, as it reports it."""
     from lowprec.backends.cpu import cpuinfo
 
     return cpuinfo.cpu_name()
@@ -63,7 +63,7 @@ def cpu_family() -> int | None:
 
 
 def generation() -> str:
-    """Return which of AMD's generations with AVX-512 this is, since names may not tell; empty for other processors."""
+    """Return AMD's generation with AVX-512, which names may not show; empty for other processors."""
     from lowprec.backends.cpu import cpuinfo
 
     is_one = "amd" in cpu_model().lower() and "avx512f" in cpuinfo.system_flags()
@@ -71,7 +71,7 @@ def generation() -> str:
 
 
 def numpy_handicap() -> str:
-    """Return a sentence where NumPy's OpenBLAS has lesser kernels than the processor deserves, else an empty one."""
+    """Return a warning if NumPy's OpenBLAS uses kernels of a lesser processor, else an empty string."""
     import lowprec
 
     found = (text for text in lowprec.info()["warnings"] if text.startswith("NumPy's OpenBLAS has"))
@@ -84,14 +84,14 @@ def has_amx() -> bool:
 
 
 def cores() -> int:
-    """Return how many processors this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def caches() -> dict[str, int]:
-    """Return the bytes of the data caches by level, as far as the system tells."""
+    """Return the bytes of the data caches by level, where the system reports them."""
     found = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         with contextlib.suppress(OSError):
@@ -102,7 +102,7 @@ def caches() -> dict[str, int]:
 
 
 def memory_bytes() -> int | None:
-    """Return the size of the memory, None where the system does not tell."""
+    """Return the size of the memory, None where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -145,7 +145,7 @@ def threads() -> dict[str, int]:
     if importlib.util.find_spec("threadpoolctl"):
         import threadpoolctl
 
-        # The path tells the two OpenMP runtimes of a process apart; it says too much for a result file.
+        # The path distinguishes two OpenMP runtimes of a process; result files do not include it.
         for pool in threadpoolctl.threadpool_info():
             stem = re.match(r"(?:lib)?[a-z_]+", Path(pool["filepath"]).name)
             found[stem.group() if stem else pool["internal_api"]] = pool["num_threads"]
@@ -155,7 +155,7 @@ def threads() -> dict[str, int]:
 
 
 def load_average() -> float | None:
-    """Return how many processes wanted to run in the last minute; on a quiet machine well below 1."""
+    """Return the load average of the last minute; on a quiet machine well below 1."""
     try:
         return round(os.getloadavg()[0], 2)
     except (AttributeError, OSError):
@@ -163,7 +163,7 @@ def load_average() -> float | None:
 
 
 def describe() -> dict[str, Any]:
-    """Return the machine as a result file shows it. Call it after the measurement, when the libraries are loaded."""
+    """Return the machine's description. Call it after the measurement, when the libraries are loaded."""
     import lowprec
 
     # Uncommitted results and documentation do not change what was measured.

@@ -1,4 +1,4 @@
-"""How fast the FP32 units are when nothing else holds them up: fused multiply-adds on registers, on all cores."""
+"""The peak rate of the FP32 units: fused multiply-adds on registers, on all cores."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import time
 
 import machine
 
-#: By flag of the processor: register, how many, and the numbers that one holds. Sums are enough to hide the latency.
+#: By flag of the processor: register, number of registers, elements of one. `_SUMS` are enough to hide the latency.
 _UNITS = {"avx512f": ("zmm", 32, 16), "fma": ("ymm", 16, 8)}
 _SUMS = {"zmm": 24, "ymm": 12}
-#: Long enough to outlast the first hundredth of a second, in which a processor may hold its widest units back.
+#: Longer than the first 10 ms, in which a processor may throttle its widest units.
 _STEPS, _ROUNDS = 10_000_000, 5
 
 
 def fp32_gflops() -> float | None:
-    """Return the most that was seen, at the clock that the machine has now; None where it cannot be measured."""
+    """Return the highest measured rate, at the current clock; None where it cannot be measured."""
     unit = next((_UNITS[flag] for flag in _UNITS if flag in machine.cpu_flags()), None)
     if unit is None or sys.platform != "linux" or importlib.util.find_spec("numba") is None:
         return None
@@ -59,7 +59,7 @@ def _loop(register: str, count: int) -> ctypes._CFuncPtr:
 
 
 def _seconds(spin: ctypes._CFuncPtr, cores: int) -> float:
-    """Return how long it takes a core, in the mean of all at once."""
+    """Return the time of a core, the mean over all cores running concurrently."""
     together, times = threading.Barrier(cores), list[float]()
     cpus = sorted(os.sched_getaffinity(0))
 

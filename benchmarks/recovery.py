@@ -1,4 +1,4 @@
-"""Errors of float16 schemes by size, interval and arithmetic: the figures of a talk, drawn again.
+"""Errors of float16 schemes by size, interval and arithmetic: the figures of a talk, reproduced.
 
 J. Schuele asked at GTC 2019 whether 16-bit tensor cores give FP32's accuracy, and showed the absolute error and the
 digit that it affects for matrices with elements of three intervals. Each element of a product depends on one row and
@@ -21,14 +21,14 @@ SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUICK_SIZES = (16, 64)
 SAMPLED = 128
 
-#: What the elements of the two operands are drawn from, uniformly.
+#: Intervals of the uniformly distributed elements of the two operands.
 INTERVALS: dict[str, tuple[tuple[float, float], tuple[float, float]]] = {
     "[-1, 1] x [-1, 1]": ((-1, 1), (-1, 1)),
     "[-1, 1] x [0, 1]": ((-1, 1), (0, 1)),
     "[-1, 1] x [-4, 4]": ((-1, 1), (-4, 4)),
 }
 
-#: Whose sums: this CPU's FP32, or tensor cores that the CPU imitates bit by bit.
+#: Arithmetic of the sums: this CPU's FP32, or tensor cores emulated bit by bit.
 ARITHMETICS = {"this CPU": None, "Volta": "volta", "Hopper": "hopper"}
 
 
@@ -51,7 +51,7 @@ SCHEMES = {
 
 
 def affected_digit(error: float, largest: float) -> float | None:
-    """Return how many decimal digits stand before the one that an error changes; None where there is no error.
+    """Return the number of decimal digits before the first one changed by an error; None without an error.
 
     Counted from the leading digit of the largest element, as a real number.
 

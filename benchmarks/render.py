@@ -2,9 +2,9 @@
 
 usage: python benchmarks/render.py [--check]
 
-The tables go to `docs/_generated/bench_*.md`, one of them into the README, the charts beside the result files.
-`--check` writes nothing and fails if one of them is not what the result files say. Drawing needs matplotlib; where
-every chart is current, as in a check, nothing is drawn.
+Tables are written to `docs/_generated/bench_*.md`, one of them to the README, charts next to the result files.
+`--check` writes nothing and fails if one of them is out of date. Drawing needs matplotlib, unless every chart is
+current.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MISSING = "Not measured yet: run `python benchmarks/run_all.py`.\n"
 
 Result = Mapping[str, Any]
 
-#: One column of words, and numbers.
+#: One column of words, then numbers.
 table = functools.partial(generated.table, words=1)
 
 
@@ -56,7 +56,7 @@ def _version(result: Result) -> tuple[int, ...]:
 
 
 def _machine_name(result: Result) -> str:
-    # "Intel(R) Xeon(R) Processor" and "AMD EPYC 9B45 64-Core Processor" say less than they are long.
+    # Shortens "Intel(R) Xeon(R) Processor" and "AMD EPYC 9B45 64-Core Processor".
     m = result["machine"]
     cpu = re.sub(r"\([^)]*\)|Processor|\d+-Core", "", m["cpu"])
     units = "with AMX" if _has_amx(result) else "without AMX"
@@ -99,7 +99,7 @@ def _claims(result: Result) -> str:
 
 
 def _by_row_and_column(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
-    """Return a table of cells by the names of their row and column, each in the order in which it comes first."""
+    """Return a table of cells by row and column, both in order of first occurrence."""
     names, columns = (list(dict.fromkeys(name)) for name in zip(*cells, strict=True))
     lines = [[name, *(cells.get((name, column), "-") for column in columns)] for name in names]
     return table([corner, *columns], lines)
@@ -117,7 +117,7 @@ def _size(row: Mapping[str, Any]) -> str:
 
 
 def gemm(result: Result) -> str:
-    """Return speed by variant and size: GFLOP/s, in brackets times numpy.matmul in float32."""
+    """Return speed by variant and size: GFLOP/s, and in brackets relative to numpy.matmul in float32."""
     square: dict[tuple[str, str], str] = {}
     others: dict[tuple[str, str], str] = {}
     for r in result["results"]:
@@ -132,7 +132,7 @@ def gemm(result: Result) -> str:
 
 
 def overhead(result: Result) -> str:
-    """Return what a small call costs, its stages, and what the import costs."""
+    """Return the times of a small call, of its stages, and of the import."""
     calls, variants, stages = {}, {}, {}
     for r in result["results"]:
         if r["measured"] == "call":
@@ -153,7 +153,7 @@ def overhead(result: Result) -> str:
 
 
 def accuracy(result: Result) -> str:
-    """Return error by distribution, mode and size, and the bound, which no distribution changes."""
+    """Return error by distribution, mode and size, and the bound, which is independent of the distribution."""
     errors: dict[str, dict[tuple[str, str], str]] = {}
     bounds: dict[tuple[str, str], float] = {}
     for r in result["results"]:
@@ -165,14 +165,14 @@ def accuracy(result: Result) -> str:
 
 
 def guard(result: Result) -> str:
-    """Return what a guard costs by what is loaded."""
+    """Return the time of a guard by loaded libraries."""
     header = {"none": "loaded: none", "torch": "loaded: torch", "jax": "loaded: + jax"}
     cells = {(r["block"], header[r["loaded"]]): _us(r["time"]) for r in result["results"]}
     return f"{_by_row_and_column('us', cells)}\n{_claims(result)}"
 
 
 def unscale(result: Result) -> str:
-    """Return how fast gradients are divided and looked at: GB/s, in brackets times PyTorch's own pass."""
+    """Return the speed of dividing and checking gradients: GB/s, and in brackets relative to PyTorch's own pass."""
     cells = {}
     for r in result["results"]:
         speed = f" ({r['speed']['median']:.2f})" if r["speed"] else ""
@@ -182,7 +182,7 @@ def unscale(result: Result) -> str:
 
 
 def transformer(result: Result) -> str:
-    """Return the best other's time over lowprec's by shape, products inside programs, and a training step."""
+    """Return the fastest other library's time over lowprec's: by shape, inside programs, in a training step."""
     rows = result["results"]
     products = {
         ("x".join(str(r[x]) for x in "mkn"), r["what"]): f"{r['speed']['median']:.2f}"
@@ -212,7 +212,7 @@ def digits(result: Result) -> str:
 
 
 def dask(result: Result) -> str:
-    """Return the medians of the runs of a chunked product, and what they come to."""
+    """Return the medians of the runs of a chunked product, and their ratios."""
     header = ("product", "limit of a worker", "runs", "seconds", "GiB", "spilled", "relative error")
     runs: dict[tuple[str, str], list[Result]] = {}
     for r in result["results"]:
@@ -237,7 +237,7 @@ def dask(result: Result) -> str:
 
 
 def recovery(result: Result) -> str:
-    """Return by scheme the digits before the one that an error affects, for the largest matrices of each interval."""
+    """Return the unaffected digits by scheme, for the largest matrices of each interval."""
     rows = result["results"]
     largest = max(r["n"] for r in rows)
     parts: dict[str, dict[tuple[str, str], str]] = {}
@@ -293,7 +293,7 @@ def solve(result: Result) -> str:
     return "\n".join([*(_by_row_and_column(*part) for part in parts.items()), _claims(result)])
 
 
-#: By the name of the benchmark: how its result reads.
+#: The renderer of each benchmark's result.
 PAGES: dict[str, Callable[[Result], str]] = {
     "gemm": gemm,
     "gemm-no-extras": gemm,
@@ -322,7 +322,7 @@ def _part(benchmark: str, path: Path, result: Result) -> str:
     return "\n".join([*parts, PAGES[benchmark](result), _machine_line(result)])
 
 
-#: The README's rows: what it is called there, the variant, and what it is compared with.
+#: The README's rows: label, variant, baseline.
 README_ROWS = (
     ("float32 in mode `bf16`", "lowprec float32 bf16", "numpy float32"),
     ("float32 in mode `tf32`", "lowprec float32 tf32", "numpy float32"),
@@ -334,7 +334,7 @@ README_ROWS = (
 
 
 def readme_table(results: Iterable[Result]) -> str:
-    """Return how fast lowprec is on each machine: the range over the square products."""
+    """Return lowprec's speed on each machine: the range over the square products."""
     results = list(results)
 
     def cell(result: Result, variant: str, baseline: str) -> str:
@@ -372,7 +372,7 @@ def charted(results: Path = common.RESULTS) -> list[Path]:
 
 
 def write() -> None:
-    """Bring every generated file up to date, the charts included."""
+    """Write every generated file that is out of date, including charts."""
     generated.write(snippets())
     for path in charted():
         if not plot.is_current(path):
@@ -380,7 +380,7 @@ def write() -> None:
 
 
 def check() -> int:
-    """Report the generated files that are not what the result files say; return how many."""
+    """Report the generated files that are out of date; return their number."""
     stale = [path for path in charted() if not plot.is_current(path)]
     for path in stale:
         print(f"{plot.chart_path(path).name} was not drawn from {path.name}", file=sys.stderr)

@@ -2,8 +2,8 @@
 
 usage: python benchmarks/run_all.py [--quick] [--output DIR] [--seed N] [--shapes {square,more}]
 
-The machine should have nothing else to do. The exit status says whether everything ran; claims that were missed are
-listed at the end.
+The machine should be otherwise idle. The exit status is nonzero if a benchmark failed; unmet claims are listed at the
+end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMMANDS = {
 
 
 def main() -> int:
-    """Run, list what was missed, and render unless the results are only a trial."""
+    """Run all, list unmet claims, and render unless the results are from a trial run."""
     parser = common.parser(__doc__)
     shapes = ("square", "more")
     parser.add_argument("--shapes", choices=shapes, default="square", help="as in bench_gemm.py")

@@ -1,4 +1,4 @@
-"""What the accuracy benchmarks share: operands, a float64 product of sampled rows and columns, errors."""
+"""Common parts of the accuracy benchmarks: operands, a float64 product of sampled rows and columns, errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from lowprec.planning import GemmPlan
 
-#: Rows and columns of the result that are compared, at most.
+#: Largest number of rows and of columns of the result that are compared.
 SAMPLED = 256
 
 
@@ -17,8 +17,8 @@ def _normal(rng: np.random.Generator, shape: tuple[int, int]) -> Any:
     return rng.standard_normal(shape, dtype=np.float32)
 
 
-#: Drawn afresh for each size: N(0, 1); U(0, 1); N(0, 1) times a power of two from 2^-12 to 2^12, each equally likely.
-#: The largest of these is still inside float16: below it, fp16 loses digits and says so in its bound.
+#: Drawn for each size: N(0, 1); U(0, 1); N(0, 1) times a power of two from 2^-12 to 2^12, each equally likely. The
+#: largest is within float16's range; for small ones fp16 loses digits, which its bound includes.
 DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Any]] = {
     "normal": _normal,
     "positive": lambda rng, shape: rng.random(shape, dtype=np.float32),
@@ -37,7 +37,7 @@ def norm(x: Any) -> float:
 
 
 class Judged(NamedTuple):
-    """A result beside the exact one: norms of the error and of its bound, relative to ``|A| |B|``."""
+    """The error of a result and its bound, as norms relative to ``|A| |B|``."""
 
     error: Any  # of each element
     relative: float  # |C - AB| / |AB|
@@ -51,7 +51,7 @@ class Judged(NamedTuple):
 
 
 def judge(found: Any, a: Any, b: Any, plan: GemmPlan, exact: Any = None) -> Judged:
-    """Return the errors of what this plan has made of two matrices, or of these of their rows and columns."""
+    """Return the errors of a plan's result for two matrices, or for the given rows and columns of it."""
     exact = product(a, b) if exact is None else exact
     error, scale = found - exact, norm(a) * norm(b)
     bound = plan.bound.frobenius(norm(a), norm(b), *exact.shape)

@@ -1,6 +1,6 @@
 """Products, guards and modes in eight threads, under signals that raise, forks and exits: a part of `stress.py`.
 
-It runs in rounds, a process each, so that a crash or a hang is seen from outside and costs no more than its round:
+It runs in rounds, one process each, so that a crash or a hang is detected and ends only its round:
 
     python benchmarks/storm.py SEED SECONDS
 """
@@ -33,21 +33,21 @@ import lowprec
 import lowprec.backends.cpu
 from lowprec.backends.cpu import team
 
-#: Modes of seven threads beside the main one, which alone gets signals.
+#: Modes of the seven threads other than the main one, which alone receives signals.
 MODES = ("fp32", "tf32", "bf16", "fp16", "fp32_pedantic", "tf32", "bf16")
-#: (m, k, n): the last is shared out among threads in every mode.
+#: (m, k, n): the last one is distributed over threads in every mode.
 SHAPES = ((8, 16, 8), (33, 17, 20), (160, 96, 80), (700, 512, 300))
 
 ROUND_SECONDS = 10.0
-#: For the start of a round, and for whatever was just running at its end.
+#: Extra seconds for the start of a round, and for the calls still running at its end.
 GRACE_SECONDS = 90.0
 CHILD_SECONDS = 30
-#: Failures that a result tells in words.
+#: Largest number of failures that a result describes in words.
 _TOLD = 20
 
 PACKAGE = os.path.dirname(lowprec.__file__)
 
-#: What must not happen, and how it reads as a claim.
+#: Failures, and the claim about each.
 FAILURES = {
     "crash": "rounds that crashed",
     "hang": "rounds or forked children that hung",
@@ -60,10 +60,10 @@ FAILURES = {
 
 
 class Limit(BaseException):
-    """What a handler raises, as Ctrl-C does."""
+    """Raised by a signal handler, as KeyboardInterrupt by Ctrl-C."""
 
 
-#: A program's own time limits are of any class.
+#: Exceptions of handlers: time limits of programs may be of any class.
 KINDS: tuple[type[BaseException], ...] = (Limit, TimeoutError, RuntimeError, ValueError)
 
 
@@ -77,12 +77,12 @@ class Round:
         self.counts: Counter[str] = Counter()
         self.failures: list[tuple[str, str]] = []
         self.jobs = {mode: [job(self.rng, shape, mode) for shape in SHAPES] for mode in set(MODES)}
-        #: What the next signal raises; None while none may come.
+        #: The exception of the next signal; None while none is allowed.
         self.armed: type[BaseException] | None = None
         self.unraisable = 0
         self.left_alone: list[Any] = []
-        # A child that is forked while another thread is inside OpenBLAS finds that library's locks taken and hangs; so
-        # it does with NumPy alone. Where it multiplies, the others plan while there is a fork.
+        # A child forked while another thread is inside OpenBLAS finds its locks held and hangs, also with NumPy alone.
+        # If children multiply, the other threads only plan during a fork.
         self.is_by_openblas = any(
             str(lowprec.plan(made.a, made.b, math_mode=mode).kernel) in ("numpy", "openblas")
             for mode, jobs in self.jobs.items()
@@ -92,13 +92,13 @@ class Round:
         self.multiplying: set[int] = set()
 
     def fail(self, kind: str, text: str) -> None:
-        """Note what must not happen, by a key of `FAILURES`."""
+        """Record a failure by its key in `FAILURES`."""
         self.failures.append((kind, f"round {self.seed}: {text}"))
 
-    # -- what all threads do ----------------------------------------------------------------------
+    # -- all threads -----------------------------------------------------------------------------
 
     def multiply(self, rng: np.random.Generator, mode: str, *, out: bool = False, guarded: bool = False) -> None:
-        """Multiply in a mode, asked for in one of several ways, and look at the result; a guard may be around it."""
+        """Multiply in a mode, set in one of several ways, maybe inside a guard, and check the result."""
         if rng.random() < 0.2:
             m, k, n = (int(x) for x in rng.integers(1, 60, 3))
             made = job(rng, (m, k, n), mode)
@@ -123,7 +123,7 @@ class Round:
             self.fail("wrong", f"{made.a.shape} @ {made.b.shape} in {mode}")
 
     def guarded(self, rng: np.random.Generator, frameworks: bool) -> None:
-        """Multiply under a guard, which keeps every mode out."""
+        """Multiply under a guard, which disables all modes."""
         made = self.jobs["fp32"][int(rng.integers(len(SHAPES) - 1))]
         with lowprec.fp32_guard(frameworks=frameworks):
             found = lowprec.matmul(made.a, made.b, math_mode="bf16")
@@ -132,7 +132,7 @@ class Round:
             self.fail("wrong", f"{made.a.shape} @ {made.b.shape} under a guard")
 
     def background(self, number: int, mode: str, start: threading.Barrier) -> None:
-        """Multiply in one mode until the round is over, or the interpreter."""
+        """Multiply in one mode until the round or the interpreter ends."""
         rng = np.random.default_rng([self.seed, number])
         start.wait()
         try:
@@ -152,10 +152,10 @@ class Round:
         finally:
             self.multiplying.discard(number)
 
-    # -- what the main thread does ----------------------------------------------------------------
+    # -- the main thread --------------------------------------------------------------------------
 
     def on_signal(self, *_: object) -> None:
-        """Raise once, or multiply right here."""
+        """Raise once, or multiply inside the handler."""
         kind, self.armed = self.armed, None
         if kind is None:
             return
@@ -167,7 +167,7 @@ class Round:
         raise kind("of a handler")
 
     def interrupted(self, act: Callable[[], None], what: str) -> None:
-        """Do something with a signal on its way; a handler's exception must come out of it, and no other."""
+        """Run an action with a signal pending; only a handler's exception may be raised by it."""
         raised, unraisable = self.counts["exceptions of handlers"], self.unraisable
         came = None
         kind = KINDS[int(self.rng.integers(len(KINDS)))]
@@ -190,7 +190,7 @@ class Round:
         elif came is not None and not (was_raised and type(came) is kind):
             self.fail("error", f"{what}: {came!r}")
         self.counts[f"interrupted {what}"] += was_raised
-        # What was being written belongs to the caller again.
+        # The caller may write again to the results of interrupted calls.
         for array in self.left_alone:
             array.fill(7)
         self.multiply(self.rng, str(self.rng.choice(MODES)))
@@ -199,7 +199,7 @@ class Round:
         self.left_alone.clear()
 
     def struck_guard(self, at: int, frameworks: bool) -> bool:
-        """Enter and leave scopes with an exception where Python looks for signals: False if there are not so many."""
+        """Raise at the given signal check while scopes are entered and left; return False if there are fewer checks."""
         kind = KINDS[at % len(KINDS)]
         passed = 0
 
@@ -225,7 +225,7 @@ class Round:
         return passed > at
 
     def fork(self) -> None:
-        """Fork a child that multiplies and enters a guard, while the other threads go on here."""
+        """Fork a child that multiplies and enters a guard, while the other threads continue."""
         self.counts["forks"] += 1
         self.is_forking = self.is_by_openblas
         while self.is_forking and self.multiplying:
@@ -248,7 +248,7 @@ class Round:
             self.fail(kinds.get(status, "crash"), f"a forked child ended with {status}")
 
     def main(self, switches: Callable[[], Any], frameworks: bool) -> None:
-        """Be the thread that signals come to."""
+        """Run the main thread, which receives the signals."""
         before, at, struck = switches(), 0, True
         while time.monotonic() < self.deadline:
             choice = self.rng.random()
@@ -286,7 +286,7 @@ def switches_of(libraries: Sequence[str]) -> Callable[[], Any]:
 
 
 def run_round(seed: int, seconds: float) -> int:
-    """Be one round: print what happened, then end in one of several ways."""
+    """Run one round: print the events, then end in one of several ways."""
     faulthandler.enable()
     warnings.simplefilter("ignore")
     rng = np.random.default_rng(seed)
@@ -305,11 +305,11 @@ def run_round(seed: int, seconds: float) -> int:
     ]
     for other in others:
         other.start()
-    # The first products of the process, all at once.
+    # The first products of the process, concurrently.
     start.wait()
     for mode in dict.fromkeys(MODES):
         this.multiply(this.rng, mode)
-    # Python's import is not safe against handlers that raise: what is imported when used is imported now.
+    # Python's import is not safe against handlers that raise, so lazy imports are done first.
     for module in pkgutil.walk_packages(lowprec.backends.cpu.__path__, "lowprec.backends.cpu."):
         with contextlib.suppress(ImportError):
             importlib.import_module(module.name)
@@ -320,7 +320,7 @@ def run_round(seed: int, seconds: float) -> int:
     runs_on = bool(rng.integers(2))
     if runs_on:
         this.counts["exits with running threads"] += 1
-        this.deadline = float("inf")  # for those that look at it yet
+        this.deadline = float("inf")  # for threads that still read it
     else:
         for other in others:
             other.join()
@@ -330,11 +330,11 @@ def run_round(seed: int, seconds: float) -> int:
     return 0
 
 
-# -- from outside ---------------------------------------------------------------------------------
+# -- the parent -----------------------------------------------------------------------------------
 
 
 def run(seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Run rounds for so many seconds; return what happened and what should not have happened, by kind."""
+    """Run rounds for this many seconds; return the numbers of events and of failures, by kind."""
     counts: Counter[str] = Counter()
     failures: list[tuple[str, str]] = []
     begin, rounds = time.monotonic(), 0
@@ -361,7 +361,7 @@ def _round(seed: int, seconds: float) -> Iterator[dict[str, Any]]:
         try:
             out, err = process.communicate(timeout=seconds + GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # faulthandler tells where every thread is
+            process.send_signal(signal.SIGABRT)  # faulthandler prints the stack of every thread
             _, err = process.communicate()
             yield {"failures": [("hang", f"round {seed}: {err[-4000:]}")]}
             return
@@ -373,7 +373,7 @@ def _round(seed: int, seconds: float) -> Iterator[dict[str, Any]]:
 
 
 def claims(result: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return what must hold of a storm, which is None where there was none."""
+    """Return the claims about a storm (None: it did not run)."""
     failures = {} if result is None else result["failures"]
     return [common.claim(f"storm: {what}", failures.get(kind), 0, at_most=True) for kind, what in FAILURES.items()]
 

@@ -1,13 +1,12 @@
-"""Threads in modes of their own, a storm of signals and forks, and memory over a million calls.
+"""Threads with different modes, a storm of signals and forks, and memory over a million calls.
 
 usage: python benchmarks/stress.py [--quick] [--seconds N] [--output DIR] [--seed N]
 
-`--seconds` is how long the storm (`storm.py`) lasts, ten minutes by default. The exit status is 1 if anything happened
-in it, or in the threads, that must not.
+`--seconds` is the duration of the storm (`storm.py`), ten minutes by default. The exit status is 1 after any failure.
 
-The operands of the threads are made so that every sum is exact in FP32 and every mode rounds them to something else. So
-the right result of a mode is one bit pattern, whatever the library and the order of its sums, and any mix-up of modes,
-threads or buffers changes it.
+The threads' operands have exact sums in FP32, and every mode rounds them differently. A mode's correct result is
+therefore one bit pattern, for every library and order of summation, and any mix-up of modes, threads or buffers
+changes it.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ import lowprec
 
 NAME = "stress"
 
-#: One per thread. fp32_pedantic rounds nothing either, so it must agree with fp32, and the others with neither.
+#: One per thread. fp32_pedantic does not round either, so it must agree with fp32; all others differ.
 THREAD_MODES = ("fp32", "tf32", "bf16", "fp16", "fp32_pedantic", "tf32", "bf16", "fp16")
 #: (m, k, n): the last is large enough for threads and tile units of its own.
 THREAD_SHAPES = ((8, 16, 8), (33, 17, 20), (160, 96, 80))
 
-#: Resident memory may move by this much: allocators keep pages of their own. A leak of one float (24 bytes) a call
-#: would be 24 MB in a million calls.
+#: Allowed growth of resident memory, since allocators keep pages. A leak of one float (24 bytes) per call is 24 MB in a
+#: million calls.
 RSS_TOLERANCE_BYTES = 16 << 20
 #: Growth of Python's own blocks, per new shape, once the caches are full: a leak would keep one or more.
 BLOCKS_TOLERANCE = 0.2
@@ -49,7 +48,7 @@ BLOCKS_TOLERANCE = 0.2
 
 
 def thread_jobs(mode: str, seed: Sequence[int]) -> list[Job]:
-    """Return a thread's own products; raise if a mode gives there what another one gives."""
+    """Return a thread's products; raise if two modes have the same result."""
     rng = np.random.default_rng(seed)
     jobs = []
     for shape in THREAD_SHAPES:
@@ -63,7 +62,7 @@ def thread_jobs(mode: str, seed: Sequence[int]) -> list[Job]:
 
 
 def run_threads(calls: int, seed: int = 0, modes: Sequence[str] = THREAD_MODES) -> dict[str, Any]:
-    """Multiply in one thread per mode at once; return how many results were not those of the thread's own mode."""
+    """Multiply in one thread per mode concurrently; return the number of results not of the thread's mode."""
     jobs = [thread_jobs(mode, [seed, number]) for number, mode in enumerate(modes)]
     start = threading.Barrier(len(modes))
 
@@ -108,7 +107,7 @@ def _libraries() -> dict[str, Callable[[Any], Any]]:
 
 
 def shapes(fresh_every: int) -> Iterator[tuple[int, int, int]]:
-    """Yield shapes without end: a few again and again, now and then a new one, rarely a large one."""
+    """Yield shapes endlessly: a few repeatedly, sometimes a new one, rarely a large one."""
     hot = list(itertools.product((1, 3, 8, 13), (4, 7), (2, 8)))
     fresh = itertools.product(range(2, 66), repeat=3)
     for i in itertools.count():
@@ -121,7 +120,7 @@ def shapes(fresh_every: int) -> Iterator[tuple[int, int, int]]:
 
 
 def run_memory(calls: int, warm_up: int, fresh_every: int = 20, seed: int = 0) -> dict[str, Any]:
-    """Make many calls on several libraries, shapes and modes; return how memory grew after the warm-up.
+    """Make many calls in several libraries, shapes and modes; return the growth of memory after the warm-up.
 
     The warm-up has to bring enough new shapes (one in ``fresh_every`` calls) to turn over every cache that lowprec
     bounds twice: the largest holds 4096 entries, and what was in it before may be smaller than what replaces it.
@@ -167,7 +166,7 @@ def _memory() -> tuple[int, int]:
 def stress_claims(
     threads: dict[str, Any], hostile: dict[str, Any] | None, memory: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return what must hold of the three runs; there is no storm where a system has no signals and forks."""
+    """Return the claims about the three runs; systems without signals and forks have no storm."""
     calls = memory["calls"]
     return [
         common.claim(

@@ -1,4 +1,4 @@
-"""Interleaved timing of several ways to do one thing, and the statistics of it. Standard library only."""
+"""Interleaved timing of several variants, and its statistics. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import timeit
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-#: A variant gets the number of the operand set to use, and returns its result.
+#: A variant receives the number of its operand set, and returns its result.
 Variant = Callable[[int], Any]
 
-#: No contest is shorter, whatever its budget.
+#: Fewest rounds, for any budget.
 MIN_ROUNDS = 3
 
 #: Longer than the threads of an OpenMP runtime spin after a parallel region (GNU's: 3 to 5 ms on a 4 GHz processor).
-#: On a machine of few cores they would take a core from the variant whose turn is next.
+#: On a machine with few cores they would take a core from the next variant.
 SPIN_SECONDS = 0.01
 
 Sample = TypeVar("Sample")
@@ -70,7 +70,7 @@ def interleave(
         time.sleep(SPIN_SECONDS)
         variant((number - 1) % sets)
         start = time.perf_counter()
-        # The name keeps the result: giving its memory back is not part of the product.
+        # The name keeps the result: freeing its memory is not part of the product.
         kept = variant(number % sets)
         elapsed = time.perf_counter() - start
         del kept
@@ -120,7 +120,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def speed_ratio(baseline: Sequence[float], variant: Sequence[float]) -> dict[str, float]:
-    """Return how many times as fast as the baseline the variant is: median and quartiles of the ratios by round.
+    """Return a variant's speed relative to the baseline: median and quartiles of the ratios by round.
 
     Examples
     --------

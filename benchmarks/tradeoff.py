@@ -1,4 +1,4 @@
-"""Speed against error of every mode, and which modes no other one beats in both."""
+"""Speed against error of every mode, and the modes on the Pareto front."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUDGET_S = 120.0
 
 
 def front(points: Mapping[str, tuple[float, float]]) -> set[str]:
-    """Return the names of the points, (speed, error), that no other one beats: none is faster with as little error.
+    """Return the names of the points (speed, error) on the Pareto front: none is faster with at most the error.
 
     Examples
     --------
