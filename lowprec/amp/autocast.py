@@ -75,7 +75,7 @@ class AutocastRow:
 
 @dataclass(frozen=True)
 class AutocastReport:
-    """The calls through a namespace; ``print`` shows a table."""
+    """The calls through a namespace, one row per function; ``print`` shows a table."""
 
     policy: str
     rows: tuple[AutocastRow, ...]

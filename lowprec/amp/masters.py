@@ -74,7 +74,7 @@ class MasterWeights:
 
     @staticmethod
     def widened(grads: Any) -> Any:
-        """Return gradients of the copies in float32, wider ones unchanged."""
+        """Return gradients of the copies in float32; float64 gradients are unchanged."""
         return mapped(_widened, grads)
 
     def update(self, rule: Callable[..., Any], grads: Any, *args: Any, **kwargs: Any) -> Any:

@@ -242,7 +242,15 @@ class Policy:
         return self._lists.get(name)
 
     def moved(self, which: str, *names: str) -> Policy:
-        """Return a policy with functions moved to a list, or to ``"none"``."""
+        """Return a policy with functions moved to a list, or to ``"none"``.
+
+        Raises SettingError for another list or an illegal name.
+
+        Examples
+        --------
+        >>> Policy.preset("O1").moved("deny", "matmul").list_of("matmul")
+        'deny'
+        """
         _check_list(which, "none")
         moves = {**dict(self.moves), **dict.fromkeys(names, which)}
         return replace(self, moves=tuple(moves.items()))
@@ -253,8 +261,14 @@ class Policy:
         Parameters
         ----------
         fn : callable or str
+            The function; or the list, to return a decorator.
         which : {"allow", "deny", "infer"}
             The list, as by apex's ``half_function``, ``float_function`` and ``promote_function``.
+
+        Raises
+        ------
+        SettingError
+            The list is unknown, or ``fn`` is not callable.
 
         Examples
         --------
@@ -291,6 +305,11 @@ class Policy:
             The module of these weights. Normalizations are its submodules of classes named "...Norm" ("...Norm1d" and
             so on) or derived from one. Without ``model`` they are the weights with "norm" or "bn" in their names, and
             those next to running statistics.
+
+        Returns
+        -------
+        container of arrays
+            As ``params``; a dict for a module.
 
         Raises
         ------

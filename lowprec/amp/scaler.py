@@ -120,6 +120,11 @@ class LossScaler:
         loss : array, number or container of arrays
             The type is kept, with one rounding for 16-bit numbers. As in PyTorch, a 16-bit scalar loss becomes
             float32, so that it does not overflow.
+
+        Raises
+        ------
+        ArrayError
+            A leaf is neither an array nor a number.
         """
         if not self._enabled:
             return loss

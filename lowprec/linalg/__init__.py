@@ -5,9 +5,7 @@ computes its float32 products in full FP32. Algorithms, failures (a singular mat
 in another) and gradients are the library's own. Names, arguments and the order of results are those of the Array API
 standard, 2024.12 (https://data-apis.org/array-api), in every library; ``lstsq``, which it lacks, follows PyTorch.
 
-Operands are float32, float64, complex64 or complex128, the types of LAPACK; cast 16-bit operands first. Every function
-raises ArrayError for arguments that are not arrays of one library, DTypeError for other element types, and
-UnsupportedError where the library lacks the function or does not accept stacks of matrices.
+Operands are float32, float64, complex64 or complex128, the types of LAPACK; cast 16-bit operands first.
 
 Examples
 --------
@@ -83,9 +81,9 @@ _RAISES = """\
 Raises
 ------
 ArrayError, DTypeError
-    An operand is no array, of another library than the others, or of an element type that is not taken.
+    An operand is not an array, is of another library than the others, or has an unsupported element type.
 UnsupportedError
-    The library has no such function, or not for these arguments. Every other error is the library's own.
+    The library lacks the function, or an argument is unsupported. Every other error is the library's own.
 """
 
 _SEE_ALSO = """
@@ -144,7 +142,7 @@ def solve(
         Inside :func:`lowprec.fp32_guard` every method is ``"direct"``.
     factor_mode : str or MathMode, optional
         Math mode of the factor's updates. By default the cheapest on the device with a probable error of at most 1e-5.
-        A mode at a quarter of its cost is tried before, and kept if the estimated condition allows it.
+        A mode below a quarter of its cost is tried before, and kept if the estimated condition allows it.
     assume : {"gen", "pos"}
         ``"pos"``: the matrices are Hermitian and positive definite, and refinement uses a Cholesky factorization.
     full_output : bool
@@ -162,8 +160,6 @@ def solve(
         library's own error instead.
     ModeError
         ``factor_mode`` is unknown.
-    UnsupportedError
-        ``method`` or ``assume`` is unknown, or ``factor_mode`` is given for ``method="direct"``.
 
     References
     ----------

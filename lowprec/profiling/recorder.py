@@ -177,6 +177,7 @@ class profile:
         Parameters
         ----------
         name : str
+            Shown in ``ProductRecord.label`` after the names of the enclosing ranges, separated by ``/``.
         """
         name = str(name)
         token = _ranges.set((*_ranges.get(), (self, name)))

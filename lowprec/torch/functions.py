@@ -224,6 +224,11 @@ def linear(
     -------
     Tensor, shape (..., n)
 
+    Raises
+    ------
+    ModeError, ShapeError, DTypeError, UnsupportedError
+        As for :func:`matmul`; ShapeError also if ``weight`` has fewer than two axes.
+
     Examples
     --------
     >>> import torch

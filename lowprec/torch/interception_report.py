@@ -30,10 +30,11 @@ class InterceptedProduct:
     Parameters
     ----------
     operator : str
-        PyTorch's name: ``"addmm"``.
+        PyTorch's name, such as ``"addmm"``.
     shapes : tuple of tuple of int
         Shapes of the two operands; of all tensors where PyTorch computed it.
     dtype : str
+        Element type of the first operand.
     backward : bool
         Whether it was part of a backward pass.
     mode : str

@@ -26,6 +26,11 @@ class Linear(torch.nn.Linear):
     backward_mode : str or MathMode, optional
         Mode of the backward pass; by default the forward product's.
 
+    Raises
+    ------
+    ModeError
+        A mode, ``rtol`` or ``bound`` is illegal.
+
     Examples
     --------
     >>> import torch
@@ -61,7 +66,7 @@ class Linear(torch.nn.Linear):
         return made.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Return ``input @ weight.T + bias``."""
+        """Return ``input @ weight.T + bias``, shape (..., out_features)."""
         return linear(
             input, self.weight, self.bias,
             math_mode=self.math_mode, rtol=self.rtol, bound=self.bound, backward_mode=self.backward_mode,
