@@ -1,5 +1,5 @@
 """One module per command.
 
-Each has a docstring (the help's text), ``EXAMPLES`` (its end), ``configure`` (adds the options to a parser) and
-``run`` (takes the parsed options, returns the exit code).
+Each has a docstring (the text of its help), ``EXAMPLES`` (the end of its help), ``configure`` (adds options to a
+parser) and ``run`` (executes the parsed options and returns the exit code).
 """

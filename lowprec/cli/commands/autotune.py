@@ -1,8 +1,8 @@
 """Measure cuBLASLt's algorithms for products on the GPU, for this and later processes.
 
-Operands are random arrays of the shapes given, made by PyTorch, else by CuPy. The choice is written to the cache on
-disk (LOWPREC_CACHE_DIR), where every process on the same model of GPU, driver and cuBLAS finds it. Without a GPU there
-is nothing to tune: the command reports it and exits with 0, so that one script serves all machines.
+Operands are random arrays of the given shapes, created by PyTorch or else by CuPy. The choice is stored in the cache on
+disk (LOWPREC_CACHE_DIR) for every process with the same model of GPU, driver and cuBLAS. Without a GPU the command
+reports that and exits with 0, so that one script serves all machines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ examples:
 """
 
 Shape = tuple[int, ...]
-#: From a shape, an element type and a generator to a random array on the GPU.
+#: Returns a random array on the GPU for a shape, an element type and a generator.
 Make = Callable[[Shape, DType, np.random.Generator], Any]
 
 
@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
     if options.dtype.is_float8:
-        return None  # only a GPU has a plan
+        return None  # no plan without a GPU
     described = (ShapeDtype(x, options.dtype) for x in (a, b))
     plan = plan_call.plan(*described, math_mode=options.mode)
     return str(plan.mode) if plan.mode_has_effect else None
@@ -161,7 +161,7 @@ def _cupy() -> Make | None:
     return lambda shape, element, rng: cupy.asarray(operand(rng, shape, element))
 
 
-#: In order of preference; each returns None where it finds no GPU.
+#: In order of preference; each returns None without a GPU.
 _MAKERS: dict[str, Callable[[], Make | None]] = {"torch": _torch, "cupy": _cupy}
 
 

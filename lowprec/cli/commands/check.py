@@ -1,7 +1,7 @@
 """Compare the math modes on this machine: time, speed-up, error, guaranteed bound.
 
-Without files the operands are random: normal, positive (where rounding errors of one sign would add up) and of
-widely different exponents. The error is measured against a float64 product of the stored operands.
+Without files the operands are random: normal, positive (rounding errors of one sign would add up) and of widely
+different exponents. The error is measured against a float64 product of the stored operands.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Print a script that lets a shell complete the words of this command.
 
-The script starts no Python when Tab is pressed, and contains the commands, options, modes and element types of this
-version. Generate it again after an update.
+The script contains the commands, options, modes and element types of this version, and does not start Python when Tab
+is pressed. Generate it again after an update.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Show the settings that products depend on: devices, libraries, the mode in force, variables, warnings.
+"""Show the settings of products: devices, libraries, the current mode, variables, warnings.
 
-Frameworks are not imported for it; of those that are installed the version is read.
+Frameworks are not imported; the versions of installed ones are read from their metadata.
 """
 
 from __future__ import annotations

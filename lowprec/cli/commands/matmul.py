@@ -1,7 +1,7 @@
 """Multiply two .npy files and write the product to a third.
 
-The output appears under its name once it is complete; until then an older file of that name stays as it is. The plan
-(mode, kernel, guaranteed error) and the time are printed.
+The plan (mode, kernel, guaranteed error) and the time are printed. The output is written atomically: an existing file
+is replaced only once the new one is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ A bfloat16 result is stored as raw 2-byte elements: the .npy format has no bfloa
 view the array that numpy.load returns as ml_dtypes.bfloat16; on this command line, --dtype bfloat16.
 """
 
-#: Flops of a product that takes less time than loading a library.
+#: Products with fewer flops take less time than loading a library.
 _CHEAP = 2 * 10**10
 
 

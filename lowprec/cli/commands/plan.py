@@ -1,8 +1,8 @@
 """Show the plan of a product without running it.
 
-The operands are two .npy files, or shapes and an element type. Printed are the mode in force and its source, the
-rounding of each operand, the kernel, copies, flops and bytes, advice, and the guaranteed error. With --device they are
-those of a GPU, present or not, with the time that its peak rate and bandwidth allow.
+The operands are two .npy files, or shapes and an element type. The command prints the mode and its source, the rounding
+of each operand, the kernel, copies, flops and bytes, advice, and the guaranteed error. --device plans for a GPU,
+present or not, and adds the time at its peak rate and bandwidth.
 """
 
 from __future__ import annotations
