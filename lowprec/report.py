@@ -1,4 +1,4 @@
-"""``info``: devices, libraries, the mode in force and the environment, as plain values and as tables.
+"""``info``: devices, libraries, the current mode and the environment, as plain values and as tables.
 
 It imports no library: loaded ones are inspected in ``sys.modules``, others by their metadata.
 """

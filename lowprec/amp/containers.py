@@ -77,7 +77,7 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
 
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class, which may have a state of its own (a ``defaultdict``)."""
+    """Return a mapping of the same class, including its state (``defaultdict``)."""
     try:
         made = copy.copy(tree)
         for key, item in items.items():

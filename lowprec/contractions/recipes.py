@@ -37,7 +37,7 @@ class Step(NamedTuple):
     """One product: its operands by number, in order of appearance, and their arrangement."""
 
     takes: tuple[int, ...]
-    sides: tuple[_Side, ...]  # two, or one operand that is summed and arranged alone
+    sides: tuple[_Side, ...]  # of two operands, or of one that is only summed and arranged
     elementwise: bool  # no axis is summed, and both operands have every axis
     shape: tuple[int, ...]
     order: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Run a script or module, unchanged, under a mode or under the guard.
 
-With --mode, lowprec's default mode and the switches of PyTorch, JAX, TensorFlow, CuPy and Paddle are set, each as soon
-as the program has imported it; later choices of the program take precedence. With --guard, lowprec and these libraries
+--mode sets lowprec's default mode and the switches of PyTorch, JAX, TensorFlow, CuPy and Paddle, each when the program
+has imported the library; later settings by the program take precedence. With --guard, lowprec and these libraries
 compute in full FP32. With --intercept, lowprec computes the products of PyTorch's own operators, and with --profile
 lowprec's products are recorded; either shows a table at the end, on standard error. Processes that the program starts
 inherit these settings.
@@ -41,7 +41,7 @@ Options of lowprec come first; all words after the script or the module are the 
 #: The folder of the start-up hook.
 STARTUP = str(Path(__file__).resolve().parent / "startup")
 
-#: A word of Python's options: letters, the last of which may have a value, in this word or the next.
+#: An option word of Python: letters, of which the last may have a value, in this word or the next.
 _OPTION = re.compile(r"-(?=.)([^-cmWX]*)(?:([cmWX])(.*))?", re.DOTALL)
 _PROGRAM = ("c", "m")
 _LONG = "--check-hash-based-pycs"
@@ -142,7 +142,7 @@ def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
 
 
 def interpreter_options(words: Sequence[str]) -> list[str]:
-    """Return Python's own options among the words with which it was started, as ``sys.orig_argv`` has them.
+    """Return Python's own options from the words of ``sys.orig_argv``.
 
     Examples
     --------
@@ -171,7 +171,7 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
 def python_command(program: Sequence[str]) -> list[str]:
     """Return the command that runs a program (the words after ``python``) with this interpreter and its options.
 
-    An interpreter that ignores the environment, and with it the start-up hook, is refused.
+    Raises if the interpreter ignores the environment, and with it the start-up hook.
     """
     if not sys.executable:
         raise CommandError("run: this Python does not know its own executable")

@@ -1,9 +1,8 @@
 """The start-up hook of ``lowprec run``: it sets the switches of libraries when they are imported.
 
-This folder comes first in ``PYTHONPATH`` and holds this file alone, so ``site`` finds it before any other
-``sitecustomize``, which is imported at the end as if this one did not exist. Nothing else is imported here, so that a
-program without these libraries starts as fast. The Python may be older than those that lowprec supports, or have no
-lowprec installed.
+This folder is first in ``PYTHONPATH`` and contains only this file, so ``site`` finds it before any other
+``sitecustomize``, which is imported at the end. Nothing else is imported here, so that programs without these libraries
+start as fast as usual. The Python may be older than lowprec supports, and lowprec may not be installed.
 """
 
 import os
@@ -137,7 +136,7 @@ class _Loader:
         self._own.exec_module(module)
         self._watcher.library_is_loaded(module.__name__)
 
-    # Python omits its import machinery from a traceback, by the name of the file; so this frame is omitted, too.
+    # Python omits its import machinery from tracebacks by file name; with this name it also omits this frame.
     exec_module.__code__ = exec_module.__code__.replace(co_filename="<frozen importlib._bootstrap>")
 
 
