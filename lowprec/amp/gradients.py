@@ -158,10 +158,6 @@ def suggest_scale(grads: Any) -> float:
     grads : container of arrays
         Unscaled: float64, float32, bfloat16 or float16, of any library.
 
-    Returns
-    -------
-    float
-
     Raises
     ------
     ArrayError, DTypeError
@@ -183,10 +179,6 @@ def gradient_report(grads: Any) -> GradientReport:
     ----------
     grads : container of arrays
         Unscaled, as for :func:`suggest_scale`. Arrays on a GPU are copied to the host.
-
-    Returns
-    -------
-    GradientReport
 
     Raises
     ------

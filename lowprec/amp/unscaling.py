@@ -28,8 +28,7 @@ DTYPES = ("float32", "float64", "bfloat16")
 def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
     """Return gradients divided by the scale, and flags that are true where one was Inf or NaN.
 
-    ``out``, which may be ``grads``, receives the results. There is one flag per library and device; ``bool(flag)``
-    waits for the device.
+    ``out`` receives the results and may be ``grads``. Flags are per library and device; ``bool(flag)`` waits for it.
     """
     arrays = leaves(grads)
     if not arrays:

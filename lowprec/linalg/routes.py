@@ -167,10 +167,7 @@ def _handed_back(result: Any) -> DLPackArray:
 
 
 def _as_matrices(a: Any, b: Any) -> Any:
-    """Return ``b`` so that only a 1-D one is a vector, as in the Array API.
-
-    PyTorch and CuPy also interpret a ``b`` with one axis fewer than ``a`` as vectors.
-    """
+    """Return ``b`` so that only a 1-D one is a vector; PyTorch and CuPy accept vectors of one axis fewer than ``a``."""
     missing = a.ndim - b.ndim
     return b.reshape((1,) * missing + tuple(b.shape)) if 1 < b.ndim < a.ndim else b
 

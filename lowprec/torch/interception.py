@@ -42,10 +42,7 @@ _FAST_PATH = "mha fast path"
 
 
 class _AttentionController:
-    """PyTorch's process-wide switches for attention, whose fused kernels hide their products.
-
-    Overlapping blocks of several threads restore them once, in any order.
-    """
+    """PyTorch's process-wide switches for attention; overlapping blocks of threads restore them once, in any order."""
 
     name = "torch attention"
     module = "torch"

@@ -233,10 +233,9 @@ def _register_sharding() -> None:
 
 
 def _placements(a: Any, b: Any, *others: Any, **keywords: Any) -> list[Any]:
-    """Return pairs of placements: those of the result, and those of the arguments.
+    """Return pairs of placements, of the result and of the arguments.
 
-    An operand that is a sum over the ranks (``Partial``) is summed first: rounding its parts would exceed the mode's
-    error bound.
+    ``Partial`` operands (sums over ranks) are summed first; rounding their parts would exceed the mode's error bound.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
