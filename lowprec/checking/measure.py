@@ -43,7 +43,7 @@ class Load(NamedTuple):
             return ""
         return (
             f"the machine is busy (load average {self.average:.1f} on {self.cpus} CPUs before the first product): "
-            "times and ratios are disturbed, and marked ~"
+            "times and ratios are disturbed"
         )
 
 
