@@ -156,8 +156,7 @@ def solve(
     Raises
     ------
     ShapeError
-        The matrices are not square, or the shapes do not match. ``method="direct"`` without a report raises the
-        library's own error instead.
+        The matrices are not square, or shapes do not match; a direct solve without a report raises the library's error.
     ModeError
         ``factor_mode`` is unknown.
 
@@ -194,8 +193,7 @@ def lstsq(a: Any, b: Any, /, *, rtol: float | None = None) -> LstsqResult:
         PyTorch also accepts stacks, shape (..., m, n).
     b : array, shape (m,) or (m, k)
     rtol : float, optional
-        Singular values below this fraction of the largest count as zero; by default ``max(m, n)`` times the machine
-        epsilon.
+        Singular values below this fraction of the largest count as zero; ``max(m, n)`` times epsilon by default.
 
     Returns
     -------
