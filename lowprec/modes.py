@@ -59,7 +59,7 @@ class ModeRow:
     operand_format: NumberFormat  # format to which each part of an operand is rounded
     inputs: str  # description of the rounded operands, for the documentation
     jax_preset: str | None = None  # equivalent jax.lax.DotAlgorithmPreset
-    compute_type: ComputeType = ComputeType.COMPUTE_32F  # cuBLASLt's
+    compute_type: ComputeType = ComputeType.COMPUTE_32F  # for cuBLASLt
     data: DType | None = None  # element type that a GPU multiplies; None: that of the operands
     parts: int = 1  # number of parts of each operand
     pairs: tuple[Pair, ...] = ((0, 0),)  # products of parts, in the order of their summation

@@ -67,9 +67,9 @@ def test_blocks_come_back_to_it_and_not_below_the_guard(register: Any) -> None:
 def test_settings_of_the_program_are_kept_and_reported_under_the_guard(library: Library, order: str) -> None:
     process.set_library("one", order)
     library.values["products"] = "mine"
-    told = ["one: products = 'mine' was set by the program, and is kept"]
-    assert process.changes() == (told if order == "fp32_guard" else [])
+    expected = ["one: products = 'mine' was set by the program, and is kept"]
+    assert process.changes() == (expected if order == "fp32_guard" else [])
     library.fails["save"] = RuntimeError("no driver")
-    told = ["the switches of one cannot be read: RuntimeError: no driver"]
-    assert process.changes() == (told if order == "fp32_guard" else [])
+    expected = ["the switches of one cannot be read: RuntimeError: no driver"]
+    assert process.changes() == (expected if order == "fp32_guard" else [])
     assert library.values["products"] == "mine"
