@@ -95,14 +95,33 @@ def test_batches_prepared_operands_and_what_follows(
     b[:, 1::2] *= np.float32(1e15)
     c, bias = near(rng, (5, m, n)).astype(np.float32), near(rng, (n,)).astype(np.float32)
     then = oracles.Epilogue(alpha=0.5, beta=-2.0, c=c, bias=bias, activation="relu")
-    words = {"alpha": 0.5, "beta": -2.0, "c": c, "bias": bias, "activation": "relu"}
-    for right in (b, lowprec.prepare(b, math_mode="fp16"), np.broadcast_to(b, (5, k, n))):
+    words: dict[str, Any] = {"alpha": 0.5, "beta": -2.0, "c": c, "bias": bias, "activation": "relu"}
+    every = np.broadcast_to(b, (5, k, n))
+    for right in (b, lowprec.prepare(b, math_mode="fp16"), every, every[:, ::-1].copy()[:, ::-1]):
         for _ in range(2):
             found = lowprec.matmul(a, right, math_mode="fp16", **words)
-            oracles.assert_expression(found, a, np.broadcast_to(b, (5, k, n)), "fp16", then)
-        for i in range(5):
-            found = lowprec.matmul(a[i], b, math_mode="fp16")
-            oracles.assert_within_bound(found, a[i], b, "fp16")
+            oracles.assert_expression(found, a, every, "fp16", then)
+    for i in range(5):
+        oracles.assert_within_bound(lowprec.matmul(a[i], b, math_mode="fp16"), a[i], b, "fp16")
+
+
+@pytest.mark.parametrize("sides", [*itertools.product((False, True), repeat=2)], ids=str)
+def test_products_of_a_batch_are_scaled_one_by_one(
+    sides: tuple[bool, bool], machine: str, rng: np.random.Generator
+) -> None:
+    a, b = near(rng, (6, 60, 70)).astype(np.float32), near(rng, (6, 70, 50)).astype(np.float32)
+    # Scaling by the first element makes the others subnormal in float16, and b leaves out the first.
+    a[1] *= np.float32(2.0**-12)
+    a[1, :, 0], b[1, 0] = 2.0**20, 0
+    b[4] *= np.float32(2.0**-12)
+    b[4, 0], a[4, :, 0] = 2.0**20, 0
+    given = [x.mT.copy().mT if turned else x for x, turned in zip((a, b), sides, strict=True)]
+    found = lowprec.matmul(*given, math_mode="fp16")
+    for left, right, one in zip(a, b, found, strict=True):
+        x, y = oracles.round_both(left, right, "fp16")
+        allowed = 1.01 * oracles.accumulation_bound(x, y, "fp16", oracles.arithmetic(left, right, "fp16"))
+        want = oracles.product(x, y)
+        oracles.assert_close(one, want, allowed + oracles.storage_bound(want, "float32"))
 
 
 @pytest.mark.parametrize("numba", [True, False])

@@ -123,3 +123,18 @@ def test_a_result_without_room_is_named_by_its_shape() -> None:
     a, b = (np.broadcast_to(np.float32(1), shape) for shape in ((1 << 20, 1), (1, 1 << 22)))
     with pytest.raises(MemoryError, match=r"shape \(1048576, 4194304\) and data type float32"):
         lowprec.matmul(a, b)
+
+
+@pytest.mark.parametrize("mode", ["tf32", "bf16", "fp16"])
+@pytest.mark.parametrize(("n", "first"), [(64, 0), (64, 1), (80, 0), (72, 0)])
+def test_batches_into_memory_between_guards(n: int, first: int, mode: str) -> None:
+    """Only rows that all begin at cache lines are streamed: those of 64 or 80 float32, from the first of a line on."""
+    rng = np.random.default_rng(n)
+    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((100, 40, 50), (100, 50, n)))
+    memory, rows = rows_at(100 * 40, n, 0, first, np.dtype(np.float32))
+    out = rows.reshape(100, 40, n, copy=False)
+    lowprec.matmul(a, b, out=out, math_mode=mode)
+    np.testing.assert_array_equal(out, a @ b)
+    start = out.ctypes.data - memory.ctypes.data
+    assert (memory[:start] == GUARD).all()
+    assert (memory[start + out.nbytes :] == GUARD).all()

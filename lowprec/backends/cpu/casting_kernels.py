@@ -254,10 +254,15 @@ def cast_kernel(index: int) -> Any:
 
 
 @cache
+def extrema_address() -> int:
+    """Return the address of :func:`extrema_kernel`'s kernel."""
+    return compile_kernel(_cast_function(CASTS.index(("float32", DIGITS)), 0), 7)
+
+
+@cache
 def extrema_kernel() -> Any:
     """Return the kernel that finds the extrema of float32 numbers, with the arguments of a casting kernel."""
-    index = CASTS.index(("float32", DIGITS))
-    return native.callable_at(compile_kernel(_cast_function(index, 0), 7), 7)
+    return native.callable_at(extrema_address(), 7)
 
 
 def _narrow_float16(builder: Any, bits: Any) -> Any:

@@ -49,18 +49,25 @@ def _is_split(plan: GemmPlan) -> bool:
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan whose kernel has a micro-kernel."""
     if _is_one_job(plan):
-        found = run.prepare(_micro_kernel(plan), plan.layout, _rounding(plan), plan.problem, _find_panels(plan))
-        is_scaled = any(plan.scaled)
-        if found is not None and (plan.fallback or is_scaled):
-            return functools.partial(execute_job, plan, found, is_scaled)
-        if found is not None:
-            return found
+        # A batch finds while it runs that an operand must be scaled; but then c, if it is the result, has changed.
+        is_checked = plan.layout.batch_count > 1 and all(plan.scaled) and not plan.problem.has_beta
+        job = run.prepare(
+            _micro_kernel(plan), plan.layout, _rounding(plan), plan.problem, _find_panels(plan), checks_range=is_checked
+        )
+        if job is not None and (plan.fallback or any(plan.scaled)):
+            return functools.partial(execute_job, plan, job, is_checked)
+        if job is not None:
+            return job
     return functools.partial(execute, plan)
 
 
-def execute_job(plan: GemmPlan, job: Callable[[Arguments], bool], is_scaled: bool, arguments: Arguments) -> None:
-    """Run the products of a plan as one job; one by one if an operand must be scaled or a result recomputed."""
-    if is_scaled and any(_apart(plan, arguments, stacks_of(plan, arguments))):
+def execute_job(plan: GemmPlan, job: Callable[[Arguments], bool], is_checked: bool, arguments: Arguments) -> None:
+    """Run the products of a plan as one job; one by one if an operand must be scaled or a result recomputed.
+
+    With ``is_checked`` the job checks the range of operands that are not prepared.
+    """
+    checks = any(plan.scaled) and (not is_checked or type(arguments.b) is PreparedView)
+    if checks and any(_apart(plan, arguments, stacks_of(plan, arguments))):
         execute(plan, arguments)
     elif job(arguments):
         _last.fell_back = False

@@ -35,15 +35,15 @@ _LEAST, _MOST = 127 - 53, 127 + 40
 _BLOCK = 1 << 16
 
 
-def lies_apart(extrema: int) -> bool:
-    """Whether an operand must be scaled.
+def lies_apart(extrema: Any) -> Any:
+    """Whether an operand must be scaled; for an array of extrema, an array of answers.
 
-    ``extrema`` is the bits of the largest magnitude times 2^32, plus the bits of the smallest nonzero one minus 1; 0
-    means that nothing is to be scaled.
+    An integer of ``extrema`` is the bits of the largest magnitude times 2^32, plus the bits of the smallest nonzero one
+    minus 1; 0 means that nothing is to be scaled.
     """
     largest, least = extrema >> 32, (extrema & 0xFFFFFFFF) + 1
     top, bottom = largest >> 23, least >> 23
-    return largest != 0 and (top > _MOST or bottom < _LEAST or bottom < top - _NORMAL)
+    return (largest != 0) & ((top > _MOST) | (bottom < _LEAST) | (bottom < top - _NORMAL))
 
 
 def merged(first: int, second: int) -> int:

@@ -148,19 +148,25 @@ def _check_a(job, index, scratch):
     return flags
 
 
+@inlined(types.intp)
+def _pack_task(job, index, scratch):
+    """Run one task of the packing phase; return nonzero if the operand is not finite there."""
+    tasks_b = field(job, J.PACK_B_TASKS)
+    if index < tasks_b:
+        return _pack_shared_b(job, index, scratch)
+    if index < tasks_b + field(job, J.PACK_A_TASKS):
+        return _pack_shared_a(job, index - tasks_b, scratch)
+    return _check_a(job, index - tasks_b, scratch)
+
+
 @inlined(types.void)
 def _packing_phase(job, scratch):
-    tasks, tasks_b = field(job, J.PACK_TASKS), field(job, J.PACK_B_TASKS)
+    tasks = field(job, J.PACK_TASKS)
     while True:
         index = atomic_add(job + 8 * J.PACK_NEXT, 1)
         if index >= tasks:
             break
-        if index < tasks_b:
-            flags = _pack_shared_b(job, index, scratch)
-        elif index < tasks_b + field(job, J.PACK_A_TASKS):
-            flags = _pack_shared_a(job, index - tasks_b, scratch)
-        else:
-            flags = _check_a(job, index - tasks_b, scratch)
+        flags = _pack_task(job, index, scratch)
         if flags != 0:
             atomic_store(job + 8 * J.NOT_FINITE, 1)
         atomic_add(job + 8 * J.PACK_DONE, 1)
@@ -265,6 +271,34 @@ def _task(job, index, scratch):
     return 0
 
 
+@emitted()
+def _prefetch_line(builder, address):
+    inline_asm(builder, "prefetcht1 ($0)", "r", ir.VoidType(), [address])
+
+
+@inlined(types.void)
+def _prefetch(address, size):
+    for offset in range(0, size, 64):
+        _prefetch_line(address + offset)
+
+
+@inlined(types.intp)
+def _extrema(kernel, source, lane_stride, k_stride, lanes, k, scratch):
+    """Return the extrema of a float32 matrix, read along its contiguous dimension."""
+    if k_stride == 4:
+        return call(kernel, (source, lane_stride, k_stride, lanes, k, 0, scratch))
+    return call(kernel, (source, k_stride, lane_stride, k, lanes, 0, scratch))
+
+
+@inlined(types.void)
+def _store_extrema(kernel, job, target, scratch):
+    a, b, k = field(job, J.A), field(job, J.B), field(job, J.K)
+    stride, k_stride = field(job, J.A_ROW_STRIDE), field(job, J.A_COL_STRIDE)
+    store(target, _extrema(kernel, a, stride, k_stride, field(job, J.M), k, scratch), "i64")
+    stride, k_stride = field(job, J.B_COL_STRIDE), field(job, J.B_ROW_STRIDE)
+    store(target + 8, _extrema(kernel, b, stride, k_stride, field(job, J.N), k, scratch), "i64")
+
+
 @inlined(types.void)
 def _copy_job(source, target):
     for i in range(J.WORDS):
@@ -280,15 +314,15 @@ def batch_kernel() -> int:
     """
 
     def share_batch(batch, memory):
+        # A locked instruction waits for all stores before it, so a product executes none but that for the next index,
+        # after packing, when the stores of the previous result have completed.
         count, packed_b = field(batch, J.BATCH_COUNT), memory + 4096
-        scratch, one = memory + field(batch, J.BATCH_SCRATCH), field(batch, J.BATCH_MACRO_KERNEL)
+        scratch = memory + field(batch, J.BATCH_SCRATCH)
         field_a = 8 * field(batch, J.BATCH_FIELD_A)
         field_b = 8 * field(batch, J.BATCH_FIELD_B)
         before = 0  # B of the previous product, which is packed already
-        while True:
-            index = atomic_add(batch + 8 * J.BATCH_NEXT, 1)
-            if index >= count:
-                break
+        index = atomic_add(batch + 8 * J.BATCH_NEXT, 1)
+        while index < count:
             addresses = field(batch, J.BATCH_TABLE) + 32 * index
             _copy_job(field(batch, J.BATCH_JOB), memory)
             store(memory + 8 * J.B_PACKED, packed_b, "i64")
@@ -296,12 +330,29 @@ def batch_kernel() -> int:
             store(memory + field_b, field(addresses, 1), "i64")
             store(memory + 8 * J.OUT, field(addresses, 2), "i64")
             store(memory + 8 * J.C, field(addresses, 3), "i64")
-            if field(memory, J.B) == before:
-                store(memory + 8 * J.PACK_TASKS, 0, "i64")
+            extrema, flags = field(batch, J.BATCH_EXTREMA), 0
+            if extrema != 0:
+                _store_extrema(extrema, memory, addresses, scratch + field(memory, J.SCRATCH_OFFSET))
+            if field(memory, J.B) != before:
+                for task in range(field(memory, J.PACK_TASKS)):
+                    flags |= _pack_task(memory, task, scratch)
             before = field(memory, J.B)
-            call(one, (memory, scratch))
-            if (field(memory, J.NOT_FINITE) | field(memory, J.SUM_NOT_FINITE)) != 0:
+            index = atomic_add(batch + 8 * J.BATCH_NEXT, 1)
+            if index < count:
+                following = field(batch, J.BATCH_TABLE) + 32 * index
+                _prefetch(field(following, 0), field(batch, J.BATCH_BYTES_A))
+                _prefetch(field(following, 1), field(batch, J.BATCH_BYTES_B))
+            config = field(memory, J.TILE_CONFIG)
+            if config != 0:
+                _configure_tiles(config)
+            for task in range(field(memory, J.TASKS)):
+                if flags == 0:
+                    flags |= _task(memory, task, scratch)
+            if config != 0:
+                _release_tiles()
+            if (flags | field(memory, J.SUM_NOT_FINITE)) != 0:
                 atomic_store(batch + 8 * J.BATCH_NOT_FINITE, 1)
+        _fence()
         return 0
 
     return compile_kernel(share_batch, MACRO_ARITY)

@@ -22,9 +22,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import buffers, casting, stacks, team, threads
+from lowprec.backends.cpu import buffers, casting, scaling, stacks, team, threads
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed.jobs import Job, Operand, anywhere, float_bits, job_of, matrix_of, operand_of
+from lowprec.backends.cpu.packed.jobs import (
+    STREAM_BYTES,
+    Job,
+    Operand,
+    anywhere,
+    float_bits,
+    job_of,
+    matrix_of,
+    operand_of,
+)
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 from lowprec.backends.execution import Arguments, imported
 from lowprec.planning import GemmLayout, GemmProblem, MatrixStack
@@ -158,6 +167,9 @@ class Batch(NamedTuple):
     offsets: Any
     batch_count: int
     is_shared: bool  # whether several threads are used
+    is_streamed: bool  # whether a result that begins at a cache line is written with non-temporal stores
+    dense_bytes: tuple[int, int]  # of a and b
+    checks_range: bool  # whether a product whose a or b must be scaled makes the batch incomplete
 
 
 def prepare(
@@ -166,10 +178,13 @@ def prepare(
     rounding: str,
     problem: GemmProblem | None = None,
     find: FindPanels | None = None,
+    *,
+    checks_range: bool = False,
 ) -> functools.partial[Any] | None:
     """Return the function that runs the products of a layout, with the result of :func:`gemm`.
 
-    It is None for a batch of products that are each large enough for several threads.
+    It is None for a batch of products that are each large enough for several threads. With ``checks_range`` a batch is
+    incomplete if float16's range requires scaling of one of its float32 matrices.
     """
     c = bias = activation = None
     has_alpha = False
@@ -194,8 +209,29 @@ def prepare(
     job = dataclasses.replace(job, is_short=False, block_columns=0, blockings={})
     matrices = layout.a, layout.b, layout.out, c
     offsets = stacks.offsets_of(matrices) if count <= stacks.KEPT else None
-    batch = Batch(matrices, offsets, count, count * each >= micro_kernel.shared_from)
+    is_shared = count * each >= micro_kernel.shared_from
+    dense = _dense_bytes(layout.a), _dense_bytes(layout.b)
+    batch = Batch(matrices, offsets, count, is_shared, _is_streamed(job, layout), dense, checks_range)
     return functools.partial(execute_batch, job, batch, find)
+
+
+def _is_streamed(job: Job, layout: GemmLayout) -> bool:
+    """Whether the result is large, and its rows begin at cache lines if the result does."""
+    item = layout.out.dtype.itemsize
+    strides = job.words[J.OUT_ROW_STRIDE], *(item * x for x in layout.out.batch_strides)
+    is_large = layout.batch_count * layout.m * layout.n * item > STREAM_BYTES
+    return is_large and job.words[J.OUT_COL_STRIDE] == item and not any(x % 64 for x in strides)
+
+
+#: Largest matrix that is prefetched while the previous product runs.
+_PREFETCHED = 64 << 10
+
+
+def _dense_bytes(stack: MatrixStack) -> int:
+    """Return the bytes of a small matrix without gaps, which can be prefetched in memory order; 0 for others."""
+    extent = 1 + (stack.rows - 1) * stack.row_stride + (stack.cols - 1) * stack.col_stride
+    nbytes = stack.rows * stack.cols * stack.dtype.itemsize
+    return nbytes if extent == stack.rows * stack.cols and nbytes <= _PREFETCHED else 0
 
 
 def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, MatrixStack | None]:
@@ -222,19 +258,27 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
     alpha, beta = arguments.alpha.real, arguments.beta.real
     words[J.ALPHA], words[J.BETA] = float_bits(alpha), float_bits(beta)
     words[J.BIAS] = 0 if arguments.bias is None else arguments.bias.address
+    words[J.STREAM] = int(batch.is_streamed and not arguments.out.address % 64)
     table = stacks.addresses_of(batch.matrices, arguments, batch.offsets)
     a, b = (J.B, J.A) if job.transposed else (J.A, J.B)
     of_batch = _BatchWords()
     of_batch[J.BATCH_JOB], of_batch[J.BATCH_MACRO_KERNEL] = (ctypes.addressof(words), job.kernels.macro_kernel)
     of_batch[J.BATCH_TABLE], of_batch[J.BATCH_COUNT] = data_pointer(table), batch.batch_count
     of_batch[J.BATCH_FIELD_A], of_batch[J.BATCH_FIELD_B] = a, b
+    of_batch[J.BATCH_BYTES_A], of_batch[J.BATCH_BYTES_B] = batch.dense_bytes
     of_batch[J.BATCH_SCRATCH] = _JOB_BYTES + blocking.packed_bytes
     if panels is not None:
         # No product packs: all have the same b, the null address.
         table[:, 1] = panels.addresses(table[:, 1] - arguments.b.address)
         of_batch[J.BATCH_FIELD_B] = J.B_PACKED
+        of_batch[J.BATCH_BYTES_B] = 0
+    checks_range = batch.checks_range and panels is None
+    if checks_range:
+        of_batch[J.BATCH_EXTREMA] = casting.kernels().extrema_address()
     nbytes = _JOB_BYTES + blocking.packed_bytes + blocking.workspace_bytes
     workers = min(threads.num_threads(), batch.batch_count) if batch.is_shared else 1
     with buffers.borrow(workers * nbytes) as memory:
         team.run(each, ctypes.addressof(of_batch), workers, memory, nbytes)
+    if checks_range and scaling.lies_apart(table[:, :2]).any():
+        return False
     return not of_batch[J.BATCH_NOT_FINITE]
