@@ -150,7 +150,7 @@ def lie_apart(arrays: Sequence[Any]) -> bool:
         pieces += [(None, kernel, *piece) for piece in _pieces(x, x)]
     for _, found in _run(pieces, sum([x.size for x in arrays])):
         extrema = merged(extrema, found)
-    return lies_apart(extrema)
+    return bool(lies_apart(extrema))
 
 
 def narrow(source: Any, out: Any) -> None:

@@ -281,6 +281,6 @@ def _gemv(geometry: _Geometry) -> _Gemv:
                 sums = array_at(target, shape, sum_dtype)
                 with np.errstate(all="ignore"):
                     np.add.reduce(sums[:, : g.vectors], axis=0, out=result.T)
-        return lies_apart(found) or lies_apart(functools.reduce(merged, extrema.tolist()))
+        return bool(lies_apart(found) or lies_apart(functools.reduce(merged, extrema.tolist())))
 
     return _Gemv(multiply, in_place)
