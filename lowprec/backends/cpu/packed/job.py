@@ -27,8 +27,8 @@ SUM_NOT_FINITE = 25  # set if a sum of split operands is Inf or NaN
     STRIPS_M, STRIPS_N, PACK_B_STRIPS, PACK_B_STEPS, PACK_B_TASKS, PACK_TASKS,
     TASK_STRIPS_M, TASK_STRIPS_N, TASKS_N, TASKS, CHUNK_STEPS, INNER_STEPS,
     ACC_OFFSET, SCRATCH_OFFSET, CHUNK_OFFSET, KEPT_OFFSET,
-    A_PACKED, PACK_A_TASKS, B_TASK_STRIP_BYTES, LAST_KERNEL,
-) = range(32, 32 + 55)  # fmt: skip
+    A_OWN_BYTES, B_TASK_STRIP_BYTES, LAST_KERNEL,
+) = range(32, 32 + 54)  # fmt: skip
 
 WORDS = 96
 
@@ -38,8 +38,8 @@ WORDS = 96
 # CHUNK_OFFSET: for split operands, the offset of a scratch block in which each chunk of k is summed separately, before
 # it is added to the other sums and checked for non-finite numbers. Otherwise 0.
 
-# A_PACKED: set if A is short. All of A is then packed before the first task, in PACK_A_TASKS, and each task packs its
-# strips of B, B_TASK_STRIP_BYTES each (0 if B was prepared). Otherwise each task packs its strips of A.
+# A_OWN_BYTES: bytes of packed A if A is short. Each thread then packs all of A before its first task, and each task
+# packs its strips of B, B_TASK_STRIP_BYTES each (0 if B was prepared). Otherwise 0; each task packs its strips of A.
 
 #: Codes of element types in `C_KIND` and `BIAS_KIND`.
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3}

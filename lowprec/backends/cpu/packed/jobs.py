@@ -160,16 +160,17 @@ class Blocking(NamedTuple):
     """The words of a job for a number of threads, and its memory."""
 
     words: bytes
-    packed_bytes: int  # of packed B, or of packed A if it is short
+    packed_bytes: int  # of packed B; 0 if tasks pack it
     workspace_bytes: int  # per thread
     tasks: int
+    is_short: bool  # each thread packs all of A, and each task its strips of B
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-#: Strips up to which A is short and packed whole; strips, and bytes, of B that each task then packs.
+#: Strips up to which A may be short; strips, and bytes, of B that each task then packs.
 _SHORT_STRIPS, _GROUP_STRIPS, _GROUP_BYTES = 8, 8, 256 << 10
 
 
@@ -203,7 +204,7 @@ class _Sizes(NamedTuple):
     m: int
     n: int
     k: int
-    is_short: bool  # A is packed whole, and each task packs its strips of B
+    is_short: bool
     workers: int
 
 
@@ -226,9 +227,9 @@ def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tup
             chunk = _ceil_div(steps, _ceil_div(steps, fitting))
         strip_bytes_a = steps * 2048 + _STRIP_PAD
         own_b = chunk * 2048 + _STRIP_PAD
-        own_bytes, packed_bytes = task_n * own_b, strips_m * strip_bytes_a
-        pack_tasks_a = strips_m * _ceil_div(steps, pack_steps)
-        words = {J.PACK_A_TASKS: pack_tasks_a, J.B_TASK_STRIP_BYTES: own_b}
+        own_a = strips_m * strip_bytes_a
+        own_bytes, packed_bytes = own_a + task_n * own_b, 0
+        words = {J.A_OWN_BYTES: own_a, J.B_TASK_STRIP_BYTES: own_b}
     else:
         strip_bytes_a = chunk * 2048 * parts_a + _STRIP_PAD
         fitting = max(1, micro_kernel.block_bytes // (chunk * 2048 * parts_a))
@@ -247,7 +248,7 @@ def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tup
         J.A_STRIP_BYTES: strip_bytes_a, J.B_STRIP_BYTES: strip_bytes_b,
         J.STRIPS_M: strips_m, J.STRIPS_N: strips_n,
         J.PACK_B_STRIPS: 8, J.PACK_B_STEPS: pack_steps, J.PACK_B_TASKS: pack_tasks_b,
-        J.PACK_TASKS: pack_tasks_b + words.get(J.PACK_A_TASKS, 0),
+        J.PACK_TASKS: pack_tasks_b,
         J.TASK_STRIPS_M: task_m, J.TASK_STRIPS_N: task_n,
         J.TASKS_N: tasks_n, J.TASKS: _ceil_div(strips_m, task_m) * tasks_n,
         J.CHUNK_STEPS: chunk,
@@ -298,7 +299,7 @@ class Job:
     #: This is the transposed product, with exchanged operands.
     transposed: bool
     is_shared: bool  # several threads share the product
-    is_short: bool  # A is packed whole, and each task packs its strips of B
+    may_be_short: bool  # each thread may pack all of A
     #: Alignment of the result in bytes that permits non-temporal stores; 0 for never.
     stream_bytes: int
     #: Columns of the result computed at a time, so that packed B does not exceed `_MOST_PACKED`; 0 for all.
@@ -316,12 +317,15 @@ class Job:
 
     def blocking(self, workers: int) -> Blocking:
         """Return the cached job for a number of threads."""
-        sizes = _Sizes(*self.shape, self.is_short, workers)
+        m, n, k = self.shape
+        # The threads together pack no more of A than twice B; copies of their own save exchanging it between cores.
+        is_short = self.may_be_short and workers * m <= 2 * n
+        sizes = _Sizes(m, n, k, is_short, workers)
         words, packed_bytes, workspace_bytes = _blocking(self.micro_kernel, self.kernels, sizes)
         if self.checks_a:
             words[J.PACK_TASKS] += words[J.TASKS] // words[J.TASKS_N]
         made = words_of(self.words | words)
-        found = Blocking(made, packed_bytes, workspace_bytes, words[J.TASKS])
+        found = Blocking(made, packed_bytes, workspace_bytes, words[J.TASKS], is_short)
         return self.blockings.setdefault(workers, found)
 
 
@@ -388,7 +392,7 @@ def job_of(
         micro_kernel, kernels, (m, n, k), words,
         checks_a=c is not None and kernels.parts_a > 1 and not kernels.is_split,
         transposed=transposed,
-        is_short=not micro_kernel.has_tiles and kernels.parts_a == kernels.parts_b == 1 and m <= 32 * _SHORT_STRIPS,
+        may_be_short=not micro_kernel.has_tiles and kernels.parts_a == kernels.parts_b == 1 and m <= 32 * _SHORT_STRIPS,
         is_shared=m * n * k * kernels.parts_a * kernels.parts_b >= micro_kernel.shared_from,
         stream_bytes=item if m * n * item > STREAM_BYTES and out.col_stride == 1 else 0,
         block_columns=block if block < n and is_divisible else 0,
@@ -402,4 +406,4 @@ def packing_job(kernels: Kernels, micro_kernel: MicroKernel, n: int, k: int, b: 
     sizes = _Sizes(1, n, k, is_short=False, workers=1)
     words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, sizes)
     made = words_of(kernels.words | words | b.words(J.B) | {J.TASKS: 0})
-    return Blocking(made, packed_bytes, workspace_bytes, 0)
+    return Blocking(made, packed_bytes, workspace_bytes, 0, is_short=False)

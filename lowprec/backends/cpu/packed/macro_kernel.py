@@ -13,7 +13,7 @@ The loops, from inside to outside:
   that sums each call separately (FP32) sums pieces that depend on k only. Chunks of split operands are summed
   separately, with a length that keeps the roundings of all products of parts below those of one product in FP32.
 - Tasks: rectangles of the result, which threads take from a shared counter. All threads pack B before the first task,
-  and each task packs its strips of A. If A is short, it is packed first instead, and each task packs its strips of B.
+  and each task packs its strips of A. If A is short, each thread packs all of A, and each task its strips of B.
 
 The result does not depend on the number of threads or their schedule.
 """
@@ -126,16 +126,6 @@ def _pack_shared_b(job, index, scratch):
 
 
 @inlined(types.intp)
-def _pack_shared_a(job, index, scratch):
-    strips, steps = field(job, J.STRIPS_M), field(job, J.PACK_B_STEPS)
-    strip, step = index % strips, (index // strips) * steps
-    end_step = lesser(step + steps, field(job, J.STEPS))
-    strip_bytes = field(job, J.A_STRIP_BYTES)
-    target = field(job, J.A_PACKED) + strip * strip_bytes + step * 2048 * field(job, J.A_PARTS)
-    return _pack_a(job, strip, strip + 1, step, end_step, target, strip_bytes, scratch)
-
-
-@inlined(types.intp)
 def _check_a(job, index, scratch):
     strips, steps = field(job, J.TASK_STRIPS_M), field(job, J.STEPS)
     chunk = field(job, J.CHUNK_STEPS)
@@ -154,8 +144,6 @@ def _pack_task(job, index, scratch):
     tasks_b = field(job, J.PACK_B_TASKS)
     if index < tasks_b:
         return _pack_shared_b(job, index, scratch)
-    if index < tasks_b + field(job, J.PACK_A_TASKS):
-        return _pack_shared_a(job, index - tasks_b, scratch)
     return _check_a(job, index - tasks_b, scratch)
 
 
@@ -251,13 +239,13 @@ def _task(job, index, scratch):
     end_m = lesser(strip_m + field(job, J.TASK_STRIPS_M), field(job, J.STRIPS_M))
     end_n = lesser(strip_n + field(job, J.TASK_STRIPS_N), field(job, J.STRIPS_N))
     steps, chunk = field(job, J.STEPS), field(job, J.CHUNK_STEPS)
-    strip_bytes_a, whole_a = field(job, J.A_STRIP_BYTES), field(job, J.A_PACKED)
+    strip_bytes_a, own_a = field(job, J.A_STRIP_BYTES), field(job, J.A_OWN_BYTES)
     strip_bytes_b, own_b = field(job, J.B_STRIP_BYTES), field(job, J.B_TASK_STRIP_BYTES)
     for step in range(0, steps, chunk):
         end_step = lesser(step + chunk, steps)
-        a, b = scratch, scratch
-        if whole_a != 0:
-            a = whole_a + strip_m * strip_bytes_a + step * 2048 * field(job, J.A_PARTS)
+        a, b = scratch, scratch + own_a
+        if own_a != 0:
+            a = scratch + step * 2048
         elif _pack_a(job, strip_m, end_m, step, end_step, a, strip_bytes_a, scratch) != 0:
             return 1
         if own_b != 0:
@@ -371,10 +359,15 @@ def macro_kernel() -> int:
         config = field(job, J.TILE_CONFIG)
         if config != 0:
             _configure_tiles(config)
+        packs_a = field(job, J.A_OWN_BYTES) != 0
         while atomic_load(job + 8 * J.NOT_FINITE) == 0:
             index = atomic_add(job + 8 * J.TASK_NEXT, 1)
             if index >= tasks:
                 break
+            if packs_a:
+                strips, steps, strip_bytes = field(job, J.STRIPS_M), field(job, J.STEPS), field(job, J.A_STRIP_BYTES)
+                _pack_a(job, 0, strips, 0, steps, scratch, strip_bytes, scratch)
+                packs_a = False
             if _task(job, index, scratch) != 0:
                 atomic_store(job + 8 * J.NOT_FINITE, 1)
         if config != 0:

@@ -102,10 +102,10 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
             if job.kernels.parts_b > 1 and not panels.finite[0]:
                 return False
             packed_b = panels.address
-    if job.block_columns and not packed_b and not job.is_short:
-        return _execute_blocks(job, arguments)
     workers = threads.num_threads() if job.is_shared else 1
-    made, packed_bytes, nbytes, tasks = job.blockings.get(workers) or job.blocking(workers)
+    made, packed_bytes, nbytes, tasks, is_short = job.blockings.get(workers) or job.blocking(workers)
+    if job.block_columns and not packed_b and not is_short:
+        return _execute_blocks(job, arguments)
     words, to = Words.from_buffer_copy(made), out.address
     if job.transposed:
         a, b = b, a
@@ -122,13 +122,12 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
         assert not job.transposed, "the panels of b are not those of its transpose"
         words[J.PACK_TASKS] -= words[J.PACK_B_TASKS]
         words[J.PACK_B_TASKS] = words[J.B_TASK_STRIP_BYTES] = 0
-        packed_bytes *= job.is_short
+        packed_bytes = 0
     workers = min(workers, tasks)
     address, kernels = ctypes.addressof(words), job.kernels
     packed_bytes = -(-packed_bytes // 4096) * 4096
     with buffers.borrow(packed_bytes + workers * nbytes) as memory:
         words[J.B_PACKED], scratch = packed_b or memory, memory + packed_bytes
-        words[J.A_PACKED] = memory if job.is_short else 0
         if workers > 1:
             team.run(kernels.macro_kernel, address, workers, scratch, nbytes)
         else:
@@ -206,7 +205,7 @@ def prepare(
     each = layout.m * layout.n * layout.k * job.kernels.parts_a * job.kernels.parts_b
     if each >= _LARGE or job.stream_bytes:
         return None
-    job = dataclasses.replace(job, is_short=False, block_columns=0, blockings={})
+    job = dataclasses.replace(job, may_be_short=False, block_columns=0, blockings={})
     matrices = layout.a, layout.b, layout.out, c
     offsets = stacks.offsets_of(matrices) if count <= stacks.KEPT else None
     is_shared = count * each >= micro_kernel.shared_from
