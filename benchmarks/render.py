@@ -10,6 +10,7 @@ current.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -373,6 +374,8 @@ def charted(results: Path = common.RESULTS) -> list[Path]:
 
 def write() -> None:
     """Write every generated file that is out of date, including charts."""
+    if importlib.util.find_spec("matplotlib") is None:
+        sys.exit('the charts need matplotlib, which is not installed: pip install -e ".[plot]"')
     generated.write(snippets())
     for path in charted():
         if not plot.is_current(path):
