@@ -121,8 +121,25 @@ def _block_function(scheme: Scheme, across: int) -> Any:
     return pack_block
 
 
+def _rows_function(scheme: Scheme) -> Any:
+    index, per_dword, run = scheme.index, scheme.per_dword, 16 * scheme.item_bytes
+
+    @inlined(types.intp)
+    def pack_rows(source, stride, target, strips, strip_bytes):
+        """Pack a step of whole strips of B, contiguous across the lanes, row by row: the strips share cache lines."""
+        flags = 0
+        for row in range(16):
+            for tile in range(2 * strips):
+                from_ = source + row * per_dword * stride + tile * run
+                to = target + (tile >> 1) * strip_bytes + (tile & 1) * 1024 + row * 64
+                flags |= pack_row(index, 1, from_, stride, to, 2048)
+        return flags
+
+    return pack_rows
+
+
 def _pack_function(scheme: Scheme) -> Any:
-    pad = _pad_function(scheme)
+    pad, rows = _pad_function(scheme), _rows_function(scheme)
     along, across = (_block_function(scheme, way) for way in (0, 1))
     item, step, block_bytes = scheme.item_bytes, scheme.step, 2048 * scheme.parts
     has_masks = "avx512bw" in cpu_flags()
@@ -139,7 +156,9 @@ def _pack_function(scheme: Scheme) -> Any:
         # In memory order: strip by strip if k is contiguous, otherwise step by step.
         steps_inner = end_step - first_step if k_stride == item else 1
         for outer in range(first_step, end_step, steps_inner):
-            for strip in range(first_strip, end_strip):
+            strip = first_strip
+            while strip < end_strip:
+                strips = 1
                 for s in range(outer, outer + steps_inner):
                     lane0, k0 = strip * 32, s * step
                     from_ = source + lane0 * lane_stride + k0 * k_stride
@@ -148,6 +167,9 @@ def _pack_function(scheme: Scheme) -> Any:
                     whole = lane0 + 32 <= lanes and k0 + step <= k
                     if whole and k_stride == item:
                         flags |= along(from_, lane_stride, to, is_b, tiles)
+                    elif whole and lane_stride == item and is_b != 0:
+                        strips = lesser(end_strip, lanes // 32) - strip
+                        flags |= rows(from_, k_stride, to, strips, strip_bytes)
                     elif whole and lane_stride == item:
                         flags |= across(from_, k_stride, to, is_b, tiles)
                     else:
@@ -163,6 +185,7 @@ def _pack_function(scheme: Scheme) -> Any:
                             flags |= across(scratch, 32 * item, to, is_b, tiles)
                         else:
                             flags |= along(scratch, step * item, to, is_b, tiles)
+                strip += strips
         return flags
 
     return pack
