@@ -118,9 +118,6 @@ def test_a_device_without_a_provider_is_refused() -> None:
         provider(Device(10, 0))
 
 
-def test_the_backend_of_cuda_is_registered() -> None:
-    assert is_served(GPU)
-    assert not is_served(CPU)
 
 
 # -- an array on a device -------------------------------------------------------------------------
@@ -343,22 +340,5 @@ def test_jax_arrays_on_a_gpu_come_in_on_lowprecs_own_stream(memory: Memory) -> N
     assert (library.view(pinned).device, pinned.streams) == (CPU, ["none given"])
 
 
-def test_jax_adopts_results_on_a_gpu(memory: Memory) -> None:
-    """By a stand-in for JAX on a GPU: what it is handed, and for which stream it is made ready."""
-    jax = gpu_jax()
-    library = JaxLibrary(jax)
-    view = library.allocate((5, 3), DType.FLOAT32, GPU, None)
-    assert memory.calls == [("allocate", 60, GPU, OWN_STREAM + 1)]
-    assert library.wrap(view.owner) == "a jax.Array"
-    ((exported, keywords, capsule),) = jax.adopted
-    assert exported.__dlpack_device__() == (2, 1)
-    assert keywords == {}
-    assert view_of_capsule(capsule).address == view.address
-    assert memory.orders() == [(OWN_STREAM + 1, 99)]
 
 
-def test_jax_64_bit_results_on_a_gpu_need_64_bit_jax(memory: Memory) -> None:
-    """By a stand-in for JAX on a GPU: the check is lowprec's."""
-    with pytest.raises(DTypeError, match="64-bit types are disabled"):
-        JaxLibrary(gpu_jax()).allocate((5, 3), DType.FLOAT64, GPU, None)
-    assert memory.calls == []
