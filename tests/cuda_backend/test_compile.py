@@ -341,24 +341,6 @@ def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: Comp
     assert files(cache) == []
 
 
-def test_json_comes_back(cache: Path) -> None:
-    assert disk.read_json("x.json") == {}
-    disk.write_json("x.json", {"b": [1, 2], "a": {"c": None}})
-    assert disk.read_json("x.json") == {"b": [1, 2], "a": {"c": None}}
-    assert [path.name for path in files(cache)] == ["x.json"]
-
-
-@pytest.mark.parametrize("text", ["{", "", "[1]", "\xff"])
-def test_damaged_json_is_renamed(text: str, cache: Path) -> None:
-    cache.mkdir()
-    (cache / "x.json").write_text(text, "latin-1")
-    with pytest.warns(LowprecWarning, match=r"does not use .*x\.json: .*kept as x\.json\.damaged"):
-        assert disk.read_json("x.json") == {}
-    assert [path.name for path in files(cache)] == ["x.json.damaged"]
-    disk.write_json("x.json", {"a": 1})
-    assert disk.read_json("x.json") == {"a": 1}
-
-
 WRITER = """
 import hashlib, sys
 from lowprec.backends import disk

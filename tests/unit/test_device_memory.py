@@ -19,7 +19,7 @@ from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, device_memory
 from lowprec.arrays.device_memory import DeviceArray, is_served, provider, register
 from lowprec.arrays.dlpack import _open, view_of_capsule
 from lowprec.arrays.jax_library import JaxLibrary
-from lowprec.errors import ArrayError, BackendError, DeviceError, DTypeError
+from lowprec.errors import ArrayError, BackendError, DeviceError
 from lowprec.formats import DType
 
 GPU = Device(2, 1)
@@ -118,8 +118,6 @@ def test_a_device_without_a_provider_is_refused() -> None:
         provider(Device(10, 0))
 
 
-
-
 # -- an array on a device -------------------------------------------------------------------------
 
 
@@ -153,22 +151,6 @@ def test_capsules_of_every_type_and_shape(
     assert (view.strides, view.address) == (array.view().strides, array._block.address)
     assert not view.read_only
     assert view.copied is None
-
-
-@pytest.mark.parametrize(
-    ("keywords", "calls"),
-    [
-        *[({"stream": stream}, [("order", 7, stream, GPU)]) for stream in (1, 2, 0x7F00, 7)],
-        # JAX names none where its client has none, and does not work on the default stream then: the host waits.
-        ({}, [("synchronize", 7, GPU)]),
-        ({"stream": None}, [("synchronize", 7, GPU)]),
-        ({"stream": -1}, []),
-    ],
-    ids=str,
-)
-def test_the_consumers_stream_waits_for_the_producers(memory: Memory, keywords: Any, calls: list[Any]) -> None:
-    device_array(sample(DType.FLOAT32)).__dlpack__(**keywords)
-    assert memory.calls[1:] == calls
 
 
 @pytest.mark.parametrize("stream", [0, -2, 1.5, "1", True])
@@ -338,7 +320,3 @@ def test_jax_arrays_on_a_gpu_come_in_on_lowprecs_own_stream(memory: Memory) -> N
     # In pinned memory its device is the GPU, and DLPack reports memory of the host.
     pinned = GpuJaxArray(sample(DType.FLOAT32), (3, 0))
     assert (library.view(pinned).device, pinned.streams) == (CPU, ["none given"])
-
-
-
-
