@@ -75,10 +75,7 @@ def test_every_attribute(cuda: Software, real: Real, kind: str, value: int | Non
         if value is not None:
             given = number, ctypes.addressof(data), nbytes
             assert software_status(setter, made, *given) == real.set(kind, twin, *given), what
-        for x, size in {
-            number: nbytes,
-            **{y.number: y.nbytes for y in attributes(kind, real.version).values()},
-        }.items():
+        for x, size in ((number, nbytes), *every.items()):
             found = answer(software_status, getter, made, x, nbytes=size)
             assert found == answer(real.get, kind, twin, x, nbytes=size), f"{x} after {what}"
         destroy(made)
