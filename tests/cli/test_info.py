@@ -194,14 +194,6 @@ def test_instruction_sets_are_reported_from_the_kernels_rows(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("x86_64")
-def test_an_instruction_set_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = KernelRow("mine", "my units", "m:f", instruction_sets=("avx512_fp16",))
-    monkeypatch.setattr(cpu_module, "KERNELS", (row,))
-    names = [x["name"] for x in info()["devices"][0]["instruction_sets"]]
-    assert names.count("avx512_fp16") == 1
-
-
-@pytest.mark.usefixtures("x86_64")
 def test_without_openblas_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: FLAGS)
     every = cpuinfo.cpu_flags().union(*(x.cpu_flags for x in micro_kernels.MICRO_KERNELS))
