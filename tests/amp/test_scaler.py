@@ -23,8 +23,6 @@ from lowprec.backends.cpu import casting, numba_import, unscaling
 from lowprec.errors import ArrayError
 from support import interrupts
 
-FLOAT32_MAX = float(np.finfo(np.float32).max)
-
 
 @pytest.fixture(params=[Backend.NUMPY, Backend.TORCH, Backend.JAX], ids=lambda b: b.value)
 def xp(request: pytest.FixtureRequest) -> ArrayNamespace:

@@ -591,19 +591,6 @@ def test_wrong_operands_are_reported_by_type(torch: Any) -> None:
 # -- gradients by batches, and what is kept for them ----------------------------------------------
 
 
-@pytest.mark.parametrize(("a", "b"), SHAPES)
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.sampled(2)
-def test_batched_gradients(torch: Any, a: Any, b: Any, dtype: str) -> None:
-    x, y = operands(torch, a, b, getattr(torch, dtype))
-    out = lowprec.matmul(x, y)
-    gradients = torch.randn(5, *out.shape, dtype=out.dtype)
-    found, true = (
-        torch.autograd.grad(f(x, y), (x, y), gradients, is_grads_batched=True) for f in (lowprec.matmul, torch.matmul)
-    )
-    close(torch, found, true)
-
-
 @pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
 def test_operands_that_no_gradient_uses_are_not_saved(torch: Any, needed: Any) -> None:
     """A weight may be updated between two backward passes; frozen weights keep no activations."""

@@ -171,23 +171,3 @@ def test_a_product_inside_a_custom_function_is_served(torch: Any) -> None:
     assert leaf.grad.tolist() == rows
     _, tangent = torch.func.jvp(lambda a: Product.apply(a, b), (a,), (a,))
     assert torch.equal(tangent, 5 * a)
-
-
-def test_a_dispatch_mode_may_multiply_with_lowprec(torch: Any) -> None:
-    """Inside its handler torch has disabled the mode; it runs below autograd, which has split derivatives."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Replacing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            if func.overloadpacket is torch.ops.aten.mm:
-                return lowprec.matmul(*(x.detach() for x in args))
-            return func(*args, **(kwargs or {}))
-
-    a, b = torch.full((2, 2), 3.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    true = torch.func.jvp(lambda a: a @ b @ a, (a,), (b,))
-    with Replacing(), lowprec.profile() as profile:
-        c = a @ b
-        found = torch.func.jvp(lambda a: a @ b @ a, (a,), (b,))
-    assert torch.equal(c, a @ b)
-    assert len(profile.records) > 1
-    assert all(map(torch.equal, found, true))

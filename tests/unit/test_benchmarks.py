@@ -116,43 +116,6 @@ def test_speed_claims_take_the_geometric_mean_over_squares(load: Load) -> None:
     assert by_what["lowprec int8 over numpy float32, geometric mean"]["met"] is None
 
 
-def test_claims_about_schemes(load: Load) -> None:
-    bench = load("bench_gemm")
-    fast, slow = {"numpy_float32": 2.0}, {"numpy_float32": 1.0}
-    speeds = {"bf16x3": fast, "bf16x6": slow, "fp32_emulated": {**fast, "lowprec_float32_fp32": 0.96}}
-    rows = [
-        {**_row(f"lowprec float32 {mode}", n, **speed), "operands": "float32", "relative_error": 2e-7}
-        for mode, speed in speeds.items()
-        for n in (1024, 2048)
-    ]
-    numpy = _row("numpy float32", 1024), _row("numpy float32", 2048)
-    errors = 4e-7, 1e-7
-    rows += [{**row, "operands": "float32", "relative_error": e} for row, e in zip(numpy, errors, strict=True)]
-    weight = _row("lowprec float32 bf16x3, prepared", 1024, **fast)
-    rows.append({**weight, "m": 256, "operands": bench.PREPARED, "relative_error": 1e-5})
-    everywhere = bench.scheme_claims(rows, False)
-    assert [(c["value"], c["met"]) for c in everywhere] == [(0.96, False)]
-    found = {c["what"]: (c["value"], c["met"]) for c in bench.scheme_claims(rows, True)}
-    assert list(found.values()) == [
-        (0.96, False),
-        (pytest.approx(2.0), False),  # bf16x3
-        (pytest.approx(1.0), False),  # bf16x6
-        (pytest.approx(2.0), True),  # fp32_emulated
-        (None, None),  # tf32x3
-        (pytest.approx(2.0), True),  # prepared
-        (pytest.approx(2.0), False),  # the larger of the ratios of errors
-    ]
-
-
-def test_share_of_the_peak(load: Load) -> None:
-    bench = load("bench_gemm")
-    rows = [{**_row(bench.FP32, n), "gflops": g} for n, g in ((1024, 80.0), (2048, 90.0))]
-    claim = bench.peak_claim(rows, [80.0, 100.0, 90.0])
-    assert claim["value"] == pytest.approx((0.8 * 0.9) ** 0.5)
-    assert claim["met"] is False
-    assert bench.peak_claim(rows, [])["met"] is None
-
-
 def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> None:
     bench = load("bench_gemm")
     operands = bench.operand_sets((1, 8, 8, 8), ["float32"], 1, 0)

@@ -365,52 +365,6 @@ def test_a_contest_takes_turns_and_rotates_operands(load: Load) -> None:
     assert set(ticks.behind) == {0.0}
 
 
-def test_short_calls_are_queued_behind_a_pause(load: Load) -> None:
-    clock = load("gpu.clock")
-    ticks = _Clock()
-
-    def call(_: int) -> None:
-        time.sleep(1e-4)
-        ticks.taken += 1e-6
-
-    found = clock.contest({"tiny": clock.Variant(call)}, ticks, sets=1, rounds=3, budget_s=0.0, seed=0)
-    assert len(found.device_s["tiny"]) == load("timing").MIN_ROUNDS
-    assert found.device_s["tiny"] == pytest.approx([1e-6] * 3)
-    assert found.host_s["tiny"] > 1e-4
-    # Each sample is taken twice: hidden behind a pause of the device, and as a caller meets it.
-    assert any(b > 100 * 1e-4 for b in ticks.behind)
-    assert ticks.behind[1:].count(0.0) == 3
-
-
-@pytest.fixture
-def small(load: Load) -> Any:
-    """Small operands in host memory."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    return load("gpu.host").Small(torch, "float32", "fp32", 0, "cpu")
-
-
-def test_host_times_of_a_group(load: Load, small: Any, tmp_path: Path) -> None:
-    host, part = load("gpu.host"), load("gpu.parts").Part(tmp_path / "part.json")
-
-    def _missing(_: Any) -> Any:
-        raise ModuleNotFoundError("no such library")
-
-    def _other(given: Any) -> Any:
-        return {"other": lambda: given.torch.matmul(given.a, given.b)}
-
-    for group in ((host._torch,), (host._torch, _missing, _other)):
-        host.measure(part, small, group, lambda: None, count=2, rounds=2)
-    told = {row["name"]: row for row in part.rows}
-    # What was measured first is not told twice.
-    assert len(told) == len(part.rows)
-    assert set(told) == {
-        "lowprec", "lowprec, out=", "torch", "torch, out=", "missing", "other",
-    }  # fmt: skip
-    assert told["missing"]["error"] == "ModuleNotFoundError: no such library"
-    assert told["lowprec"]["over_torch"] > 0
-    assert all(row["ok"] is None for row in part.rows)
-
-
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_questions_about_pending_work(load: Load, tmp_path: Path) -> None:
     """In host memory JAX and lowprec wait for each other as they must on a device."""
@@ -437,16 +391,6 @@ def test_an_error_beyond_its_bound_is_not_ok(load: Load, rng: np.random.Generato
     assert accuracy.judge(exact * (1 + 1e-2), a, b, bound)["ok"] is False
     exact[0, 0] = np.nan
     assert accuracy.judge(exact, a, b, bound)["ok"] is False
-
-
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_wide_products_are_checked_in_a_wider_type(load: Load, rng: np.random.Generator, dtype: str) -> None:
-    accuracy = load("gpu.accuracy")
-    a, b = accuracy.operands((dtype, dtype), "normal", 64, 32, 0)
-    found = accuracy.judge(a @ b, a, b, lowprec.plan(a, b).bound)
-    # Not zero, as it would be against float64 itself.
-    assert found["ok"] is True
-    assert 0 < found["error"] < 1e-15
 
 
 def test_rules_of_rounding_are_distinguished(load: Load) -> None:
@@ -481,18 +425,6 @@ def test_rounding_of_a_sum_is_reported(load: Load, dtype: str) -> None:
     assert accumulation.classify_sum(a, b, c, nearest + 1)["rule"] == "neither"
 
 
-@pytest.mark.parametrize(
-    ("mode", "words"), [("fp32", "float32"), ("tf32", "11 bits (TF32 or float16)"), ("bf16", "8 bits (bfloat16)")]
-)
-def test_levels_are_those_of_the_modes(load: Load, rng: np.random.Generator, mode: str, words: str) -> None:
-    a, b = rng.standard_normal((2, 256, 256), dtype=np.float32)
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    result = lowprec.matmul(a, b, math_mode=mode)
-    error = float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
-    assert load("gpu.override").level(error) == words
-    assert load("gpu.override").level(math.nan) == "not finite"
-
-
 @pytest.mark.parametrize(("dtype", "group", "bits"), [("bfloat16", 16, 25), ("float32", 4, 24)])
 def test_models_of_tensor_cores_are_distinguished(load: Load, dtype: str, group: int, bits: int) -> None:
     accumulation = load("gpu.accumulation")
@@ -506,15 +438,6 @@ def test_models_of_tensor_cores_are_distinguished(load: Load, dtype: str, group:
     x, y = a.astype(np.float64), b.astype(np.float64)
     limit = 48 / group * ((group + 1) * 2.0**-bits + 2.0**-23) * (np.abs(x) @ np.abs(y))
     assert np.all(np.abs(found[group, bits] - x @ y) <= limit)
-
-
-def test_a_model_by_hand(load: Load) -> None:
-    a = np.array([[1, 2**-12, 2**-12, 2**-12]], np.float32)
-    modelled = load("gpu.accumulation").modelled
-    # 1 and three times 2^-24: with 23 bits the small ones are cut off, one by one.
-    assert modelled(a, a.T, 4, 4, 23)[0, 0] == 1
-    # With one bit more they survive the alignment: 3 * 2^-24, of which FP32 holds 2^-23.
-    assert modelled(a, a.T, 4, 4, 24)[0, 0] == 1 + 2**-23
 
 
 @pytest.fixture
