@@ -14,7 +14,6 @@ from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, fp32_guard
 from lowprec.amp import AutocastNamespace, Policy, SettingError, autocast
-from lowprec.policy import environment
 from support.programs import in_threads
 
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -268,19 +267,6 @@ def test_the_guard_wins(base: Any) -> None:
         assert dtype_of(found) == "float32"
         np.testing.assert_array_equal(values_of(found), exact)
         assert (values_of(xp.matmul(x, y)) != exact).any(), "and ends with its block"
-
-
-def test_a_forced_mode_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
-    monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "bf16")
-    environment.refresh()
-    try:
-        found = autocast(np, "O1").matmul(a, b)
-    finally:
-        monkeypatch.undo()
-        environment.refresh()
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, lowprec.matmul(a, b, math_mode="bf16"))
 
 
 def test_the_inner_policy_holds() -> None:

@@ -13,7 +13,6 @@ import pytest
 import lowprec
 from support import oracles
 from support.machines import MACHINES, SOFTWARE_TILES, on
-from support.oracles import Epilogue
 
 M, N, K = 7, 5, 24
 
@@ -74,39 +73,6 @@ def test_every_mode_and_dtype(mode: str, dtype: str, left: str, machine: str, rn
             np.testing.assert_array_equal(got, a.astype(np.int32) @ b.astype(np.int32))
         else:
             oracles.assert_within_bound(got, a, b, mode)
-
-
-EPILOGUES = {
-    "alpha": {"alpha": 0.5},
-    "c": {"beta": -0.75},
-    "c repeated": {"beta": 1.0},
-    "bias": {"bias": True},
-    "relu": {"activation": "relu"},
-    "all": {"alpha": 2.0, "beta": 0.5, "bias": True, "activation": "gelu"},
-}
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "tf32"])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("left", ["a batch", "one row, reversed", "repeated itself"])
-@pytest.mark.parametrize("given_out", [False, True])
-def test_every_epilogue(
-    mode: str, dtype: str, left: str, given_out: bool, machine: str, rng: np.random.Generator
-) -> None:
-    for name, batch in itertools.product(EPILOGUES, BATCHES):
-        words = dict(EPILOGUES[name])
-        b = RIGHT["repeated"](make(rng, K, N, dtype=dtype), batch)
-        a = LEFT[left](lambda *shape: make(rng, *shape, dtype=dtype), batch)
-        shape = np.matmul(a, b).shape
-        if "beta" in words:
-            few = (N,) if name == "c repeated" else shape
-            words["c"] = np.broadcast_to(make(rng, *few, dtype=dtype), shape)
-        if "bias" in words:
-            words["bias"] = make(rng, N, dtype=dtype)
-        out = np.full(shape, np.nan, dtype) if given_out else None
-        got = lowprec.matmul(a, b, out=out, math_mode=mode, **words)
-        assert out is None or got is out
-        oracles.assert_expression(got, a, b, mode, Epilogue(**words))
 
 
 @pytest.mark.parametrize("mode", ["bf16", "tf32", "fp16"])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from lowprec.modes import TABLE, MathMode
 from lowprec.planning import GemmPlan
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy.state import emulated
-from support import interrupts
 from support.oracles import bfloat16
 
 MODES = {"tf32": TF32, "bf16": BFLOAT16, "fp16": FLOAT16}
@@ -294,25 +291,6 @@ def test_the_innermost_counts_and_scopes_may_close_out_of_order() -> None:
     assert emulated() is None
 
 
-def test_threads_and_tasks() -> None:
-    with ThreadPoolExecutor(1) as pool, emulate("ada") as scope:
-        assert pool.submit(emulated).result() is None
-        assert pool.submit(scope.wrap(emulated)).result() is Architecture.ADA
-
-    async def inside() -> Any:
-        await asyncio.sleep(0)
-        return emulated()
-
-    async def two() -> list[Any]:
-        with emulate("volta"):
-            first = asyncio.ensure_future(inside())
-        with emulate("hopper"):
-            second = asyncio.ensure_future(inside())
-        return [await first, await second, await inside()]
-
-    assert asyncio.run(two()) == [Architecture.VOLTA, Architecture.HOPPER, None]
-
-
 def test_it_decorates_functions() -> None:
     @emulate("blackwell")
     def function() -> Any:
@@ -321,17 +299,6 @@ def test_it_decorates_functions() -> None:
     assert function() is Architecture.BLACKWELL
     assert emulated() is None
     assert repr(emulate("Blackwell")) == "emulate('blackwell')"
-
-
-def test_an_exception_of_a_signal_handler_leaves_nothing_open() -> None:
-    def block() -> None:
-        with emulate("hopper"):
-            assert emulated() is Architecture.HOPPER
-
-    def nothing_is_open() -> None:
-        assert emulated() is None
-
-    assert interrupts.count(block, nothing_is_open, KeyboardInterrupt) > 10
 
 
 @pytest.mark.parametrize("name", ["kepler", "", None, 8])

@@ -84,23 +84,6 @@ def test_an_exception_anywhere_waits_for_the_helpers_and_loses_none(meet: bool) 
     assert team._own_team(2)._words[team.COUNT] == 1
 
 
-@needs_numba
-@posix
-def test_a_signal_while_the_caller_waits() -> None:
-    main, work = threading.get_ident(), Slow(0.05, meet=True)
-
-    def interrupting() -> None:
-        if threading.get_ident() != main:
-            work.helped.set()
-            time.sleep(0.05)  # by now the caller waits
-            signal.pthread_kill(main, signal.SIGUSR1)
-        work()
-
-    with raising(signal.SIGUSR1), pytest.raises(interrupts.Interrupt, match="of a handler"):
-        team.call(interrupting, 2)
-    assert not work.inside
-
-
 @contextmanager
 def raising(number: int) -> Iterator[None]:
     """Raise in the handler of a signal."""

@@ -18,8 +18,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import threads
 from lowprec.backends.cpu.packed import jobs, run
 from lowprec.backends.cpu.packed.micro_kernels import (
@@ -30,8 +28,6 @@ from lowprec.backends.cpu.packed.micro_kernels import (
     MICRO_KERNELS,
     MicroKernel,
 )
-from lowprec.backends.cpu.packed.prepared_panels import PackedAs, Panels, panels_of
-from lowprec.planning.bounds import MAX_K_INT8
 from support import oracles
 from support.cpu_units import needs
 
@@ -270,40 +266,6 @@ def test_mixed_storage(kernel: MicroKernel, rng: np.random.Generator, rounding: 
 # --- panels -----------------------------------------------------------------------------------
 
 
-def panels_of_stack(kernel: MicroKernel, b: np.ndarray, rounding: str) -> list[Panels]:
-    """Pack the matrices of a stack as a prepared operand keeps them."""
-    view = PreparedView(host_view(b), "fp32", {})
-    packed_as = PackedAs(kernel, b.dtype.name, b.dtype.name, rounding)
-    return [panels_of(view.matrix(matrix), packed_as, lambda x, _: x) for matrix in b]
-
-
-@kinds
-@pytest.mark.parametrize("shape", [(5, 7, 9), (70, 90, 1100)], ids=str)
-def test_panels_are_what_the_product_packs(
-    kernel: MicroKernel, dtype: str, rounding: str, parts: int, shape: tuple[int, int, int], rng: np.random.Generator
-) -> None:
-    m, n, k = shape
-    a, b = normal(rng, (m, k), dtype), normal(rng, (3, k, n), dtype)[::-1]
-    for matrix, panels in zip(b, panels_of_stack(kernel, b, rounding), strict=True):
-        got, want = (multiply(kernel, a, matrix, rounding, panels=x) for x in (panels, None))
-        assert got is not None
-        np.testing.assert_array_equal(got, want)
-
-
-@two_part_kernels
-@pytest.mark.parametrize("value", [np.inf, np.nan])
-def test_panels_in_two_parts_know_what_is_not_finite(
-    kernel: MicroKernel, value: float, rng: np.random.Generator
-) -> None:
-    a, b = normal(rng, (40, 70), "float32"), normal(rng, (3, 70, 50), "float32")
-    b[1, 69, 49] = value
-    results = [
-        multiply(kernel, a, matrix, "tf32", panels=panels)
-        for matrix, panels in zip(b, panels_of_stack(kernel, b, "tf32"), strict=True)
-    ]
-    assert [x is None for x in results] == [False, True, False]
-
-
 # --- single products --------------------------------------------------------------------------
 
 
@@ -471,39 +433,6 @@ def test_int8_is_exact(
     a[0], b[:, 0] = -128, -128
     out = np.zeros((m, n), np.int32, order=orders[2])
     np.testing.assert_array_equal(multiply(kernel, a, b, "exact", out), a.astype(np.int64) @ b.astype(np.int64))
-
-
-@int8_kernels
-def test_int8_over_the_whole_range(kernel: MicroKernel) -> None:
-    """The largest sum that int32 holds, and the smallest of as many products; an offset must not show in either."""
-    k = MAX_K_INT8
-    a, b = np.full((3, k), -128, np.int8), np.full((k, 2), -128, np.int8)
-    a[1], b[:, 1] = 127, 127
-    a[2] = 0
-    want = a.astype(np.int64) @ b.astype(np.int64)
-    assert want.max() == 2**31 - 2**14
-    np.testing.assert_array_equal(multiply(kernel, a, b, "exact", "int32"), want)
-
-
-ONES = {name: np.ones((4, 4), dtype) for name, dtype in DTYPES.items()}
-
-
-@pytest.mark.parametrize(
-    ("kernel", "a", "b", "out", "given", "match"),
-    [
-        (AVX512_BF16, "int8", "float32", "int32", {"rounding": "bf16"}, "int8 goes with int8 into int32"),
-        (AVX512_BF16, "int8", "int8", "float32", {"rounding": "bf16"}, "int8 goes with int8 into int32"),
-        (AVX512_BF16, "float32", "float32", "int32", {"rounding": "bf16"}, "int8 goes with int8 into int32"),
-        (AVX512_BF16, "int8", "int8", "int32", {"rounding": "exact"}, "avx512_bf16 multiplies bfloat16"),
-        (AVX512_VNNI, "float16", "float16", "float32", {"rounding": "exact"}, "avx512_vnni multiplies int8"),
-        (AVX512_VNNI, "int8", "int8", "int32", {"rounding": "exact", "alpha": 2.0}, "int8 products take no alpha"),
-        (AVX512_BF16, "float32", "float32", "float32", {"rounding": "exact"}, "no way to pack float32 with"),
-    ],
-)
-def test_unsupported_combinations(kernel: MicroKernel, a: str, b: str, out: str, given: Any, match: str) -> None:
-    pytest.importorskip("numba", reason="numba is not installed")
-    with pytest.raises(ValueError, match=match):
-        run.gemm(kernel, ONES[a], ONES[b], ONES[out].copy(), **given)
 
 
 # --- the choice of units ----------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import sys
 
 import numpy as np
@@ -11,8 +9,6 @@ import pytest
 
 import lowprec
 from lowprec.backends.cpu import gemm, numba_import, openblas, panels, team, threads
-from lowprec.formats import dtype_from_name
-from lowprec.planning import MatrixStack
 from support import oracles
 from support.oracles import random_matrix
 from support.programs import run_python
@@ -175,33 +171,6 @@ def test_panels(m: int, n: int, k: int, workers: int | None) -> None:
     assert 1 <= len(cut) <= (workers or 64)
 
 
-@pytest.mark.parametrize(("m", "k"), [(1, 10), (5000, 3), (4096, 4096), (100_000, 7), (513, 10**6)])
-@pytest.mark.parametrize("by_rows", [True, False])
-def test_ranges_of_rows(m: int, k: int, by_rows: bool) -> None:
-    cut = panels.rows_for_shape(m, k, by_rows=by_rows)
-    assert [first for first, _ in cut] == list(np.cumsum([0, *[n for _, n in cut]])[:-1])
-    assert sum(rows for _, rows in cut) == m
-    assert min(rows for _, rows in cut) >= 1
-
-
-@needs_openblas
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products_outlive_the_object_of_their_library(dtype: str, rng: np.random.Generator) -> None:
-    opened = openblas.loaded_openblas()
-    a, b = random_matrix(rng, (20, 30), dtype), random_matrix(rng, (30, 10), dtype)
-    out = np.zeros((20, 10), dtype)
-    stacks = [MatrixStack.of(dtype_from_name(dtype), *x.shape, x.shape[1], 1) for x in (a, b, out)]
-    another = openblas.OpenBlas(ctypes.CDLL(opened.path), opened.path)
-    product = another.product(*stacks)
-    del another
-    gc.collect()
-    # Where its memory was, if it is free, other numbers are now.
-    others = [np.array([3, 5], dtype) for _ in range(1000)]
-    product(a.ctypes.data, b.ctypes.data, out.ctypes.data)
-    assert len(others) == 1000
-    oracles.assert_within_bound(out, a, b)
-
-
 # -- apart from other copies ----------------------------------------------------------------------
 
 
@@ -252,18 +221,6 @@ def test_a_copy_loaded_by_another_library_is_left_alone() -> None:
         assert lowprec.plan(np.eye(300), np.eye(300)).kernel == "numpy"
         assert "in the process for something else" in str(lowprec.info()["warnings"])
     """)
-
-
-@needs_openblas
-def test_its_number_of_threads_is_ignored() -> None:
-    """Where NumPy has a BLAS of another kind, this copy may be the only OpenBLAS."""
-    opened = openblas.loaded_openblas()
-    assert opened.path in threads._ignored
-    asked = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(threads, "_loaded", asked.append)
-        threads._openblas_getter()
-    assert opened.path not in asked
 
 
 @needs_openblas

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import pickle
 import weakref
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec import modes
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import buffers, casting, fp32_units, single_products, splitting
 from lowprec.backends.cpu.packed import prepared_panels, run
@@ -105,19 +103,6 @@ def test_the_next_product_reads_the_packed_operand(
         same(lowprec.matmul(a, prepared, math_mode=mode, bias=bias, alpha=0.5), want)
     prepared.release()
     assert not np.isfinite(lowprec.matmul(a, prepared, math_mode=mode)).all()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_large_result_that_is_written_past_the_caches(rng: np.random.Generator, dtype: str) -> None:
-    a, b = numbers(rng, dtype, 700, 300), numbers(rng, dtype, 300, 1104)
-    prepared = lowprec.prepare(b, math_mode="bf16")
-    want = lowprec.matmul(a, b, math_mode="bf16", out_dtype="float32")
-    memory = np.empty(want.size + 32, np.float32)
-    for before in (0, 1, 5, 16):
-        out = memory[before : before + want.size].reshape(want.shape)
-        lowprec.matmul(a, prepared, out=out, math_mode="bf16", out_dtype="float32")
-        same(out, want)
-    assert len(view_of(prepared).packed) <= 1
 
 
 LAYOUTS = {
@@ -416,22 +401,6 @@ def test_pickle(rng: np.random.Generator) -> None:
     same(lowprec.matmul(a, loaded, math_mode="bf16"), want)
 
 
-def test_fork(rng: np.random.Generator) -> None:
-    a, b = numbers(rng, "float32", 64, 128), numbers(rng, "float32", 128, 96)
-    prepared, fresh = (lowprec.prepare(b, math_mode="bf16") for _ in range(2))
-    want = lowprec.matmul(a, prepared, math_mode="bf16")
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            for operand in (prepared, fresh):
-                same(lowprec.matmul(a, operand, math_mode="bf16"), want)
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-
-
 @pytest.mark.parametrize(
     ("mode", "m", "batch"),
     [("bf16x3", 64, ()), ("bf16", 64, ()), ("bf16", 64, (4,)), ("tf32", 8, ()), ("bf16", 1, ())],
@@ -527,17 +496,3 @@ def test_a_product_that_cannot_be_split_keeps_nothing(
     assert prepared.packed_bytes == 0
     want = lowprec.matmul(a, b, math_mode="bf16x3")
     same(lowprec.matmul(a, prepared, math_mode="bf16x3"), want)
-
-
-@pytest.mark.parametrize("mode", ["bf16x3", "bf16x6", "bf16x9"])
-def test_the_size_of_packed_parts(rng: np.random.Generator, mode: str, machine: str) -> None:
-    """Strips of 32 columns in two bytes a part, where products of parts run in one pass; in float32 elsewhere."""
-    prepared = lowprec.prepare(numbers(rng, "float32", 256, 96), math_mode=mode)
-    a = numbers(rng, "float32", 100, 256)
-    plan = lowprec.plan(a, prepared, math_mode=mode)
-    lowprec.matmul(a, prepared, math_mode=mode)
-    parts = modes.row(modes.MathMode(mode)).parts
-    least = (2 if plan.kernel_row.sums_products else 4) * parts * 256 * 96
-    assert least <= prepared.packed_bytes < 1.2 * least
-    spoil(prepared)
-    assert np.isfinite(lowprec.matmul(a, prepared, math_mode=mode, bias=a[0, :96])).all()

@@ -110,14 +110,6 @@ def test_errors_are_within_the_bound(machine, mode, dtype, rng):
     assert not np.array_equal(chunked, found) or mode in ("fp64", "bf16x3")
 
 
-@pytest.mark.parametrize("mode", ALL)
-def test_empty_products_are_zero(mode):
-    empty = lowprec.matmul(np.ones((4, 0), np.float32), np.ones((0, 3), np.float32), math_mode=mode)
-    np.testing.assert_array_equal(empty, np.zeros((4, 3), np.float32))
-    none = lowprec.matmul(np.ones((0, 4), np.float32), np.ones((4, 3), np.float32), math_mode=mode)
-    assert none.shape == (0, 3)
-
-
 def specials(rng, dtype):
     """Operands with everything that is no ordinary number, far apart from one another."""
     a, b = operands(rng, dtype, (12, 9), (9, 11))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -111,14 +110,3 @@ def test_every_size_of_block_is_whole(mode: str, size: int, rng: np.random.Gener
     x = rng.standard_normal(size, dtype=np.float32)
     x[size // 2 : size // 2 + 1] = np.nan
     assert_same_bits(rounded(x, mode), oracles.round_to(x, mode), x)
-
-
-@pytest.mark.parametrize("fmt", [formats.FLOAT8_E4M3FN, formats.FLOAT8_E5M2], ids=lambda f: f.name)
-def test_the_oracle_knows_float8(fmt: formats.NumberFormat, rng: np.random.Generator) -> None:
-    dtype = getattr(ml_dtypes, fmt.name)
-    x = np.concatenate([oracles.every_exponent(rng, 4), np.arange(256, dtype=np.uint8).view(dtype).astype(np.float32)])
-    with np.errstate(all="ignore"):
-        want = x.astype(dtype).astype(np.float32)
-    got = np.array([round_scalar(float(v), fmt) for v in x], np.float32)
-    infinite = np.isinf(x) & (not fmt.has_infinity)
-    assert_same_bits(got[~infinite], want[~infinite], x[~infinite])

@@ -45,23 +45,3 @@ def test_chunks_of_the_inner_dimension_are_summed(machine, mode, rng):
         found = lowprec.matmul(a, b, c=c, beta=2.0, math_mode=mode)
     assert [(p.k_start, p.k_stop) for p in made.schedule] == [(0, 16), (16, 32), (32, 48), (48, 50)]
     np.testing.assert_array_equal(found, oracles.product(a, b) + 2 * c)
-
-
-# -- one source of facts --------------------------------------------------------------------------
-
-
-def _prepare_sevens(plan):
-    return lambda arguments: np.asarray(arguments.out.owner).fill(7)
-
-
-def test_the_plan_and_what_runs_follow_the_kernel_row(monkeypatch):
-    """A row with another executor, name and format: the plan says so, the record too, and its executor runs."""
-    sevens = machines.ROWS["numpy"]._replace(name="sevens", units="nothing", executor=f"{__name__}:_prepare_sevens")
-    a = np.ones((4, 4), np.float32)
-    with machines.with_rows(sevens), lowprec.profile() as profile:
-        plan = lowprec.plan(a, a)
-        found = lowprec.matmul(a, a)
-    np.testing.assert_array_equal(found, np.full((4, 4), 7, np.float32))
-    assert plan.kernel == "sevens"
-    assert "nothing" in str(plan)
-    assert [record.kernel for record in profile.records] == ["sevens"]

@@ -15,7 +15,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-import lowprec
 from support.programs import posix
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -32,52 +31,12 @@ def stress(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
-def test_a_mode_from_other_places_is_noticed(stress: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ignored(lowprec.math_mode):
-        def __init__(self, name: str) -> None:
-            super().__init__("tf32")
-
-    monkeypatch.setattr(lowprec, "math_mode", Ignored)
-    result = stress.run_threads(calls=6)
-    others = sum(mode != "tf32" for mode in result["modes"])
-    assert result["wrong"] == 6 * others
-
-
-@pytest.mark.parametrize("shape", [(8, 16, 8), (33, 17, 20), (5, 1024, 6)])
-def test_operands_have_one_right_result(
-    stress: ModuleType, rng: np.random.Generator, shape: tuple[int, int, int]
-) -> None:
-    a, b = stress.exact_operands(rng, *shape)
-    for mode in sys.modules["exact"].ROUNDINGS:
-        forward = stress.reference(a, b, mode)
-        backward = stress.reference(a[:, ::-1], b[::-1], mode)
-        assert forward.tobytes() == backward.tobytes()
-        # Exact in float64, and float32 holds it: nothing was rounded on the way.
-        rounded = sys.modules["exact"].ROUNDINGS[mode](a).astype(np.float64) @ b.astype(np.float64)
-        assert (rounded == forward).all()
-
-
 def test_inexact_operands_are_refused(stress: ModuleType, rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match="more than 1024 products"):
         stress.exact_operands(rng, 2, 1025, 2)
 
 
 # -- the storm ------------------------------------------------------------------------------------
-
-
-@posix
-@pytest.mark.parametrize(("program", "kind"), [("os.abort()", "crash"), ("time.sleep(60)", "hang"), ("", "crash")])
-def test_a_round_that_does_not_end_well_is_noticed(
-    stress: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, kind: str
-) -> None:
-    script = tmp_path / "round.py"
-    script.write_text(f"import os, time\n{program}\n")
-    monkeypatch.setattr(stress.storm, "__file__", str(script))
-    monkeypatch.setattr(stress.storm, "GRACE_SECONDS", 1.0 if kind == "hang" else 60.0)
-    result = stress.storm.run(seconds=0.01)
-    assert result["rounds"] >= 1
-    assert result["failures"] == dict.fromkeys(stress.storm.FAILURES, 0) | {kind: result["rounds"]}
-    assert [claim["met"] for claim in stress.storm.claims(result)].count(False) == 1
 
 
 @posix

@@ -254,17 +254,6 @@ def test_share_raises_what_an_item_raised() -> None:
         team.share(fail, list(range(60)))
 
 
-@pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
-def test_numbas_target_is_made_under_the_compilers_lock() -> None:
-    """Made with a first function instead, it could wait for a thread that compiles, which waits for it."""
-    code = (
-        "from lowprec.backends.cpu.packed import native\n"
-        "from numba.core.registry import cpu_target\n"
-        "print('_toplevel_target_context' in vars(cpu_target))"
-    )
-    assert run_python(code) == "True"
-
-
 # --- compiled kernels -------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable
@@ -14,10 +13,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.checking import Timing
-from lowprec.cli import output
-from lowprec.modes import MathMode, available_modes
-from support.machines import ROWS
+from lowprec.modes import available_modes
 
 Files = tuple[Path, Path]
 Command = Callable[..., Any]
@@ -312,33 +308,3 @@ def test_a_busy_machine_is_reported(command: Command, monkeypatch: pytest.Monkey
     assert ratios
     assert all(ratio.startswith("~") for ratio in ratios)
     assert json.loads(command(*CHECK, "--json").out)["load_average"] == 99
-
-
-@pytest.mark.parametrize("label", ["fp32_pedantic", "fp32_pedantic, ran tf32"])
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_row_is_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int, label: str
-) -> None:
-    a = np.ones((8, 8), np.float32)
-    found = lowprec.check(a, a, modes=["fp32_pedantic"], rounds=1)
-    # The widest of everything.
-    row = dataclasses.replace(found.rows[1], timing=Timing((31.51e-3,) * 4), speedup=123.45)
-    row = dataclasses.replace(
-        row, plan=dataclasses.replace(row.plan, kernel_row=ROWS["amx_bf16_pair"], fallback=ROWS["numpy"])
-    )
-    if label != "fp32_pedantic":
-        assert row.plan.resolved is not None
-        resolved = dataclasses.replace(row.plan.resolved, requested=MathMode.FP32_PEDANTIC)
-        plan = dataclasses.replace(row.plan, resolved=resolved, mode=MathMode.TF32)
-        row = dataclasses.replace(row, plan=plan)
-    table = dataclasses.replace(found, rows=(found.rows[0], row)).table
-    monkeypatch.setenv("COLUMNS", str(width))
-    output.print_tables([table])
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    # A long label is broken, between its words.
-    assert len(lines) == 4 + (width == 80 and label != "fp32_pedantic")
-    assert max(map(len, lines[1:])) <= width
-    for cell in (label.split()[0], "31.5 ms", "0%", "123.45x", "within"):
-        assert cell in lines[3]
-    assert ("amx_bf16_pair" in lines[3]) == (width == 120)

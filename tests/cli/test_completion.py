@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-import select
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,35 +66,6 @@ def test_bash(script: Callable[[str], Path], tmp_path: Path, line: str, found: l
     done = subprocess.run(["bash", "--norc", "-c", code], capture_output=True, text=True, check=True, cwd=folder)
     assert done.stderr == ""
     assert done.stdout.split() == found
-
-
-def _typed(argv: list[str], setup: str, keys: str, until: str) -> str:
-    """Return what a shell on a terminal shows once it has the keys, up to a pattern."""
-    import pty
-
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execvpe(argv[0], argv, {**os.environ, "TERM": "dumb", "PS1": "$ "})
-    seen, end = "", time.monotonic() + 60
-    try:
-        for sent, awaited in ((f"{setup}; echo rea''dy\n", "ready"), (keys, until)):
-            os.write(terminal, sent.encode())
-            begin = len(seen)
-            while not re.search(awaited, seen[begin:]) and time.monotonic() < end:
-                if select.select([terminal], [], [], 0.1)[0]:
-                    seen += os.read(terminal, 4096).decode()
-    finally:
-        os.close(terminal)  # a hangup ends the shell
-        os.waitpid(pid, 0)
-    return seen
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminal on Windows")
-def test_tab_in_bash(script: Callable[[str], Path]) -> None:
-    setup = f"source {shlex.quote(str(script('bash')))}"
-    line = "lowprec check --mod\tfp6\t"
-    shown = _typed(["bash", "--norc", "-i"], setup, line, "lowprec check --modes fp64")
-    assert "lowprec check --modes fp64" in shown
 
 
 def test_every_shell_that_is_there_takes_its_script(script: Callable[[str], Path]) -> None:

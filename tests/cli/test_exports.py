@@ -84,27 +84,6 @@ def test_every_mode_has_its_name_at_its_point(command: Command, drawn: list[Any]
         assert panel.bbox.contains(*box.max)
 
 
-@pytest.mark.parametrize("dark", [(), ("--dark",)])
-def test_sizes_are_drawn_as_eight_series_at_most(
-    command: Command, drawn: list[Any], tmp_path: Path, dark: tuple[str, ...]
-) -> None:
-    from matplotlib.colors import to_rgb
-
-    words = ("--sizes", "8,4x16x2", "--rounds", "1", "--distribution", "normal")
-    done = command("check", *words, *dark, "--plot", tmp_path / "out.svg", "--json")
-    first, second = (case["rows"] for case in json.loads(done.out)["cases"])
-    above, below = drawn[0].axes
-    (legend,) = drawn[0].legends
-    assert [text.get_text() for text in legend.get_texts()][8:] == [f"{len(first) - 8} slower modes"]
-    assert len({line.get_color() for line in above.lines}) == 9
-    for panel, key in ((above, "speedup"), (below, "scaled_error")):
-        values = sorted([x[key], y[key]] for x, y in zip(first, second, strict=True))
-        assert sorted(list(line.get_ydata()) for line in panel.lines) == values
-    paper = sum(drawn[0].get_facecolor()[:3])
-    ink = sum(to_rgb(legend.get_texts()[0].get_color()))
-    assert (paper < 1 < 2 < ink) if dark else (ink < 1 < 2 < paper)
-
-
 @pytest.mark.parametrize(
     ("option", "path", "says"),
     [

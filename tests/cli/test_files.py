@@ -8,7 +8,6 @@ import pickle
 import socket
 import stat
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -191,71 +190,6 @@ def test_write_and_read_back(tmp_path: Path, rng: np.random.Generator) -> None:
     files.write_array(str(path), array)
     assert _names(tmp_path) == ["no extension"]
     np.testing.assert_array_equal(files.read_array(str(path), DType.BFLOAT16), array)
-
-
-def _raising(error: BaseException) -> Any:
-    def replace(*_: object) -> None:
-        raise error
-
-    return replace
-
-
-def _failing(error: BaseException) -> Any:
-    def save(file: Any, *_: object, **__: object) -> None:
-        file.write(b"half of it")
-        raise error
-
-    return save
-
-
-FULL = OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize("old", [{}, {"C.npy": b"precious"}])
-@pytest.mark.parametrize(
-    ("module", "name", "failure", "error", "words"),
-    [
-        (np, "save", _failing(FULL), CommandError, r"cannot write .*C\.npy: No space left on device"),
-        (np, "save", _failing(KeyboardInterrupt("Ctrl-C")), KeyboardInterrupt, "Ctrl-C"),
-        (os, "replace", _raising(PermissionError(13, "Permission denied")), CommandError, "Permission denied"),
-    ],
-)
-def test_a_failing_write_leaves_everything_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: dict[str, bytes],
-    module: Any, name: str, failure: Any, error: type[BaseException], words: str,
-) -> None:  # fmt: skip
-    for file, content in old.items():
-        (tmp_path / file).write_bytes(content)
-    monkeypatch.setattr(module, name, failure)
-    with pytest.raises(error, match=words):
-        files.write_array(str(tmp_path / "C.npy"), np.zeros(3))
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == old
-
-
-def test_a_disk_that_is_full_is_reported_in_its_own_words(tmp_path: Path) -> None:
-    resource = pytest.importorskip("resource")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    try:
-        with pytest.raises(CommandError, match=r"C\.npy: File too large"):
-            files.write_array(str(tmp_path / "C.npy"), np.ones((300, 300)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert _names(tmp_path) == []
-
-
-def test_permissions_and_links_stay(tmp_path: Path) -> None:
-    real, link, new, plain = (tmp_path / f"{name}.npy" for name in ("real", "link", "new", "plain"))
-    real.write_bytes(b"old")
-    real.chmod(0o640)
-    link.symlink_to(real)
-    plain.touch()
-    for path in (link, new):
-        files.write_array(str(path), np.ones(2))
-    assert link.is_symlink()
-    assert np.load(real).tolist() == [1, 1]
-    assert stat.S_IMODE(real.stat().st_mode) == 0o640
-    assert new.stat().st_mode == plain.stat().st_mode, "a new file has the usual ones"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 from importlib import metadata
 from pathlib import Path
 
@@ -19,12 +18,9 @@ from lowprec.backends.cpu.packed import micro_kernels
 from lowprec.checking.measure import load
 from lowprec.cli import main
 from lowprec.cli.commands.check import conditions, describe
-from lowprec.formats import DType
-from lowprec.modes import MathMode
-from lowprec.planning import Capabilities, GemmProblem, KernelRow, OperandSpec, plan_gemm
+from lowprec.planning import KernelRow
 from lowprec.policy import environment
 from lowprec.policy.switch_report import SwitchRow
-from support import machines
 
 #: The modules whose names the tests replace.
 module = importlib.import_module("lowprec.report")
@@ -160,22 +156,6 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("no tile units (AMX): amx_bf16 is missing" in w for w in found["warnings"])
 
 
-@pytest.mark.parametrize("able", [machines.AVX512, machines.OPENBLAS], ids=["vector units", "FP32 units"])
-def test_modes_on_vector_units_are_named_where_there_are_no_tile_units(
-    able: Capabilities, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that a plan gives vector units for bfloat16, and no others."""
-    monkeypatch.setattr(
-        cpu_module, "unsupported_reason", lambda unit: "" if unit.name in able.features else f"{unit.name} is missing"
-    )
-    x = OperandSpec.contiguous(DType.FLOAT32, (1024, 1024))
-    plans = [plan_gemm(GemmProblem(x, x), able, mode) for mode in MathMode]
-    there = [str(p.mode) for p in plans if "avx512_bf16" in p.kernel]
-    (warning,) = [w for w in info()["warnings"] if "multiply in FP32" in w]
-    found = re.search("modes other than (.*) round", warning)
-    assert (found[1].split(", ") if found else []) == there
-
-
 @pytest.mark.usefixtures("x86_64")
 def test_instruction_sets_are_reported_from_the_kernels_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KernelRow("mine", "my units", "m:f", requires="openblas", instruction_sets=("avx512_vnni",))
@@ -191,14 +171,6 @@ def test_instruction_sets_are_reported_from_the_kernels_rows(monkeypatch: pytest
             "by": "lowprec's kernels mine" if found else "",
         }
         assert conditions(load())["tile_units"] is False
-
-
-@pytest.mark.usefixtures("x86_64")
-def test_an_instruction_set_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = KernelRow("mine", "my units", "m:f", instruction_sets=("avx512_fp16",))
-    monkeypatch.setattr(cpu_module, "KERNELS", (row,))
-    names = [x["name"] for x in info()["devices"][0]["instruction_sets"]]
-    assert names.count("avx512_fp16") == 1
 
 
 @pytest.mark.usefixtures("x86_64")

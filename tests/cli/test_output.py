@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import re
@@ -202,19 +201,3 @@ def test_no_word_is_broken(
         assert set(shown[width].split()) <= set(shown[1000].split())
         assert words[-1] != "--help" or shown[width].split() == shown[1000].split()
         assert [x for x in shown[width].splitlines() if len(x) > width and len(x.split()) > 1] == []
-
-
-def test_tables_of_a_run_break_no_word() -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
-
-    product = InterceptedProduct("addmm", ((16384, 1024), (1024, 16384)), "bfloat16", True, "fp16x3_unscaled", 3)
-    passed = dataclasses.replace(product, passed_by=PassedBy.ATTENTION)
-    with lowprec.profile("of a program") as profiled:
-        a = np.ones((64, 64), np.float32)
-        lowprec.matmul(a, a, math_mode="fp16x3_unscaled")
-    for table in (InterceptionReport("bf16", (product, passed)).table, lambda width: profiled.table(width=width)):
-        for width in (40, 80, 120):
-            shown = table(width)
-            assert set(shown.split()) <= set(table(1000).split())
-            assert max(map(len, shown.splitlines())) <= width

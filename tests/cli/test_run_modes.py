@@ -31,24 +31,6 @@ def test_a_library_that_fails_looks_as_it_does(text: str) -> None:
     assert same(write("import tensorflow"), under=GUARD).code == 1
 
 
-def test_a_library_shows_its_own_loader() -> None:
-    write(LIBRARY, "tensorflow/__init__.py")
-    script = write("""
-        import importlib.util, inspect
-        spec = importlib.util.find_spec("tensorflow")
-        print(spec.name, spec.origin, spec.loader.get_filename("tensorflow"))
-        import tensorflow
-        print(type(tensorflow.__loader__), type(tensorflow.__spec__.loader), tensorflow.__path__)
-        print(len(inspect.getsource(tensorflow)))
-    """)
-    same(script)
-
-
-def test_a_folder_with_the_name_of_a_library_is_none() -> None:
-    Path("paddle").mkdir()
-    assert same(write("import paddle; print(paddle.__path__, paddle.__file__)"), under=GUARD).code == 0
-
-
 def test_the_user_s_own_sitecustomize_runs() -> None:
     write("import tensorflow\nnoted = __name__, __file__", "own/sitecustomize.py")
     write(LIBRARY, "own/tensorflow.py")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -89,23 +88,6 @@ def test_a_consumer_that_does_not_wait_reads_too_early(cuda: Software) -> None:
     assert np.isnan(read(address_of(array), stream(cuda))).all()
 
 
-def test_a_copy_for_a_consumer_comes_after_the_work(cuda: Software) -> None:
-    producer, other = memory.own_stream(GPU), stream(cuda)
-    array = new_result(producer)
-    write(address_of(array), FIRST, producer)
-    view = view_of_capsule(array.__dlpack__(stream=other, copy=True, max_version=(1, 0)))
-    write(address_of(array), SECOND, producer)
-    synchronize(producer)
-    assert view.copied
-    np.testing.assert_array_equal(read(view.address, other), FIRST)
-
-
-def test_an_export_that_cannot_wait_is_refused(cuda: Software) -> None:
-    array = new_result(memory.own_stream(GPU))
-    with cuda.fail("cudaStreamWaitEvent"), pytest.raises(BackendError, match="cudaStreamWaitEvent failed"):
-        array.__dlpack__(stream=stream(cuda))
-
-
 # -- operands -------------------------------------------------------------------------------------
 
 
@@ -122,36 +104,6 @@ def run(a: Any, b: Any, result: DeviceArray, execute: Any = join_both) -> None:
     streams.run(execute, arguments, library_of(a), (a, b, None, None, None, None, None))
 
 
-def test_operands_are_released_after_the_work(cuda: Software) -> None:
-    a, result = cuda.array(FIRST), new_result(1, 2 * N)
-    block = cuda.runtime.memory.find(a.address)
-    assert block is not None
-    run(a, a, result)
-    del a
-    gc.collect()
-    assert block.alive  # held: the copies have not run
-    synchronize(1)
-    memory.release_finished()
-    assert not block.alive
-    np.testing.assert_array_equal(read(address_of(result), 1, 2 * N), np.concatenate([FIRST, FIRST]))
-
-
-@pytest.mark.parametrize("order", ["cupy first", "cupy second"])
-def test_each_stream_waits_for_the_other_library(cuda: Software, cupy: Cupy, order: str) -> None:
-    """Before the product for the operand, and afterwards before its library may write it."""
-    with cupy.cuda.Stream() as own:
-        a, b = cupy.asarray(FIRST), cuda.array(SECOND, stream=1)
-        address, on, want = b.address, own.ptr, BOTH
-        if order == "cupy second":
-            address, on, want, a, b = a.data.ptr, 1, np.concatenate([SECOND, FIRST]), b, a
-        result = new_result(on, 2 * N)
-        run(a, b, result)
-        owner = 1 if order == "cupy first" else own.ptr
-        write(address, np.full(N, -1, np.float32), owner)
-        synchronize(owner)
-        np.testing.assert_array_equal(read(address_of(result), owner, 2 * N), want)
-
-
 def test_operands_of_a_product_that_fails_half_way_are_held(cuda: Software, cupy: Cupy) -> None:
     def fails(arguments: Arguments) -> None:
         join_both(arguments)
@@ -166,34 +118,6 @@ def test_operands_of_a_product_that_fails_half_way_are_held(cuda: Software, cupy
         gc.collect()
         cuda.runtime.wait_for(producer)
         np.testing.assert_array_equal(read(address_of(result), own.ptr, 2 * N), BOTH)
-
-
-def test_every_call_of_the_runtime_may_fail(cuda: Software, cupy: Cupy) -> None:
-    """The operands of queued work are held, and the next call works; with streams to join, and without."""
-    for joined in (True, False):
-        for at in count(1):
-            with cupy.cuda.Stream() as own:
-                a, b = cupy.asarray(FIRST) if joined else cuda.array(FIRST), cuda.array(SECOND)
-                result = new_result(own.ptr if joined else 1, 2 * N)
-                with cuda.fail("*", at=at) as failure:
-                    try:
-                        run(a, b, result)
-                        raised = False
-                    except BackendError:
-                        raised = True
-                if not failure.happened:
-                    assert at > 10
-                    break
-                cuda.faults.clear()
-                del b
-                gc.collect()
-                found = read(address_of(result), result.stream, 2 * N)
-                # Each half was read in time, or never.
-                assert set(found[~np.isnan(found)]) <= set(BOTH)
-                assert raised or np.array_equal(found, BOTH)
-                again = new_result(result.stream, 2 * N)
-                run(a, cuda.array(SECOND), again)
-                np.testing.assert_array_equal(read(address_of(again), again.stream, 2 * N), BOTH)
 
 
 # -- captures -------------------------------------------------------------------------------------

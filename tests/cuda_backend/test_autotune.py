@@ -104,19 +104,6 @@ def test_without_a_cache_a_choice_lasts_for_the_process(
     assert found[0] != first
 
 
-def test_a_filter_makes_one_error_of_a_missing_cache(
-    software: Gpu, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _no_platformdirs(monkeypatch, cache)
-    monkeypatch.setattr(errors, "_given", set())
-    x = software.put(A)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(lowprec.LowprecWarning, match="pip install platformdirs"):
-            lowprec.matmul(x, x)
-        np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
-
-
 def test_the_first_choice_is_kept_if_none_is_faster(software: Gpu) -> None:
     x = software.put(A)
     software.same_speed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -339,43 +338,6 @@ def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: Comp
     with pytest.raises(BackendError, match=r"cannot load kernel epilogue for sm_90: CUDA_ERROR_INVALID"):
         kernel(A=1)
     assert files(cache) == []
-
-
-def test_json_comes_back(cache: Path) -> None:
-    assert disk.read_json("x.json") == {}
-    disk.write_json("x.json", {"b": [1, 2], "a": {"c": None}})
-    assert disk.read_json("x.json") == {"b": [1, 2], "a": {"c": None}}
-    assert [path.name for path in files(cache)] == ["x.json"]
-
-
-@pytest.mark.parametrize("text", ["{", "", "[1]", "\xff"])
-def test_damaged_json_is_renamed(text: str, cache: Path) -> None:
-    cache.mkdir()
-    (cache / "x.json").write_text(text, "latin-1")
-    with pytest.warns(LowprecWarning, match=r"does not use .*x\.json: .*kept as x\.json\.damaged"):
-        assert disk.read_json("x.json") == {}
-    assert [path.name for path in files(cache)] == ["x.json.damaged"]
-    disk.write_json("x.json", {"a": 1})
-    assert disk.read_json("x.json") == {"a": 1}
-
-
-WRITER = """
-import hashlib, sys
-from lowprec.backends import disk
-for i in range(150):
-    data = bytes([i % 256]) * 200_000
-    disk.write_bytes("kernels/x", hashlib.sha256(data).digest() + data)
-    found = disk.read_bytes("kernels/x")
-    assert found is not None and hashlib.sha256(found[32:]).digest() == found[:32], "a part of a file"
-"""
-
-
-def test_two_processes_at_once(cache: Path) -> None:
-    pair = [subprocess.Popen([sys.executable, "-c", WRITER], stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in pair:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-    assert [path.name for path in files(cache)] == ["x"]
 
 
 def test_the_folder_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,20 +135,7 @@ def test_every_call_of_a_warm_product_may_fail(software: Gpu, name: str) -> None
     each_call_fails(software, case, lambda when: run(software, case))
 
 
-def test_errors_name_the_product(software: Gpu) -> None:
-    start_anew()
-    with (
-        software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=13),
-        pytest.raises(lowprec.BackendError, match=r"cuBLASLt 13\.1\.0 cannot prepare float32 \(16, 16\) @"),
-    ):
-        run(software, CASES["as they lie"])
-    software.forgive()
-    with (
-        software.failing_call("cublas_lt.matmul", status=14),
-        pytest.raises(lowprec.BackendError, match=r"cannot run float32 \(16, 16\) @ float32 \(16, 16\)"),
-    ):
-        run(software, CASES["as they lie"])
-    software.forgive()
+def test_a_missing_algorithm_is_reported(software: Gpu) -> None:
     start_anew()
     with (
         software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=15),
@@ -156,17 +143,3 @@ def test_errors_name_the_product(software: Gpu) -> None:
     ):
         run(software, CASES["as they lie"])
     software.forgive()
-
-
-def test_too_little_memory(software: Gpu) -> None:
-    start_anew()
-    x, y = software.put(A), software.put(B)
-    name = "runtime.cudaMallocFromPoolAsync"
-    with (
-        software.failing_call(name),
-        software.failing_call(name),
-        pytest.raises(MemoryError, match=r"cuda:0 has less than .* MiB of free memory"),
-    ):
-        lowprec.matmul(x, y)
-    software.forgive()
-    np.testing.assert_array_equal(software.get(lowprec.matmul(x, y)), TRUE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -12,11 +11,7 @@ import pytest
 
 import lowprec
 from cuda_backend.device_fixture import SoftwareGpu, draw
-from lowprec import modes
-from lowprec.backends.cuda import epilogue, invocation, packing
-from lowprec.core import executors
-from lowprec.formats import ComputeType
-from lowprec.modes import MathMode
+from lowprec.backends.cuda import epilogue, packing
 from software_cuda.cupy import Cupy
 from support import oracles
 
@@ -154,29 +149,3 @@ def test_measuring_at_the_first_use_keeps_a_fused_bias(software: SoftwareGpu, mo
     x, y, bias = software.put(A), software.put(B), software.put(BIAS)
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, y, bias=bias)), TRUE + BIAS)
     assert "fallback" not in dict(lowprec.plan(x, y, bias=bias).algorithm)
-
-
-# -- one source of facts --------------------------------------------------------------------------
-
-
-def test_the_plan_and_the_descriptor_follow_the_mode_row(
-    software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    make = invocation.bindings.create
-
-    def recorded(kind: str, arguments: Any, attributes: Any) -> Any:
-        if kind == "matmul_desc":
-            made.append(arguments[0])
-        return make(kind, arguments, attributes)
-
-    monkeypatch.setattr(invocation.bindings, "create", recorded)
-    a, b = software.put(A), software.put(B)
-    for compute_type in (ComputeType.COMPUTE_32F_FAST_TF32, ComputeType.COMPUTE_32F_PEDANTIC):
-        row = replace(modes.row(MathMode.TF32), compute_type=compute_type)
-        monkeypatch.setitem(modes._ROWS, MathMode.TF32, row)
-        executors.clear_caches()
-        made.clear()
-        lowprec.matmul(a, b, math_mode="tf32")
-        assert lowprec.plan(a, b, math_mode="tf32").compute_type.startswith(compute_type.name)
-        assert set(made) == {compute_type.value}

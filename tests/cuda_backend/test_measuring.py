@@ -94,19 +94,6 @@ def test_spinning_has_an_end(software: SoftwareGpu, simulated_time: Any, monkeyp
     assert len(cycles) < 100
 
 
-def test_a_kernel_that_cannot_be_compiled_is_reported(software: SoftwareGpu) -> None:
-    x = software.put(A)
-    lowprec.matmul(x, x)
-    from lowprec.backends.cuda import compiling
-
-    compiling._kernels.clear()
-    with (
-        software.failing_call("core.compile"),
-        pytest.raises(lowprec.BackendError, match="kernel spin was not compiled"),
-    ):
-        lowprec.autotune(x, x)
-
-
 # -- the cache ------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,6 @@ from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.arrays import Device, device_memory
 from lowprec.backends.cuda import memory
-from lowprec.backends.cuda.libraries import use
 from lowprec.errors import BackendError, DeviceMemoryError
 from software_cuda import DeviceModel, Software
 from software_cuda.streams import nothing
@@ -250,18 +249,6 @@ def test_release_frees_all_but_living_blocks(cuda: Small) -> None:
     assert {x[1] for x in cuda.logged("cudaDeviceGraphMemTrim")} == {0, 1}
 
 
-def test_blocks_of_another_runtime_are_ignored(cuda: Small) -> None:
-    block = memory.allocate(1000, GPU, cuda.first)
-    before = use(Software().libraries)
-    try:
-        del block
-        memory.allocate(1000, GPU, LEGACY)
-        memory.release()
-    finally:
-        use(before)
-    assert len(cuda.addresses()) == 1
-
-
 def test_blocks_from_many_threads(cuda: Small) -> None:
     in_use: set[int] = set()
     lock = threading.Lock()
@@ -339,15 +326,6 @@ def test_a_device_has_one_stream_of_lowprec(cuda: Small) -> None:
     assert streams[:2] == streams[2:]
     assert [cuda.runtime.stream(x).device for x in streams[:2]] == [0, 1]
     assert not any(cuda.runtime.stream(x).blocking for x in streams)
-
-
-def test_no_bytes_are_not_copied(cuda: Small) -> None:
-    blocks = [memory.allocate(30, GPU, cuda.first) for _ in range(2)]
-    source, target = (x.address for x in blocks)
-    for nbytes in (0, 30):
-        memory.copy(source, target, nbytes, GPU, cuda.first)
-    ((_, *arguments),) = cuda.logged("cudaMemcpyAsync")
-    assert (*arguments[:3], arguments[4]) == (target, source, 30, cuda.first)
 
 
 # -- held objects ---------------------------------------------------------------------------------

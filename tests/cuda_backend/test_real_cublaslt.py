@@ -6,30 +6,19 @@ The library's wheels have some hundred megabytes, which is too much for every ru
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import pytest
 
-import lowprec
-import software_cuda
-from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import SoftwareGpu, draw
-from lowprec.core import executors
-from lowprec.modes import available_modes
 from software_cuda import Software, tables
-from software_cuda.algorithms import candidates
-from software_cuda.asking import Asked, check, of_types, prepared
+from software_cuda.asking import Asked, prepared
 from software_cuda.attributes import VERSIONS, attributes
 from software_cuda.cublaslt import CublasLt
-from software_cuda.descriptors import DESCRIPTOR, KINDS, LAYOUT
+from software_cuda.descriptors import KINDS
 from software_cuda.objects import STATUS_NAMES
-from software_cuda.problem import problem
-from software_cuda.real_cublaslt import Compared, Real, answer, path, software_status
+from software_cuda.real_cublaslt import Real, answer, path, software_status
 
 ARGUMENTS: dict[str, tuple[int, ...]] = {
     "matmul_desc": (68, tables.R_32F),
@@ -48,14 +37,6 @@ def real() -> Real:
     if library.version < VERSIONS[0]:
         pytest.skip(f"libcublasLt is not installed in a version that the software knows: {library.version}")
     return library
-
-
-@pytest.fixture
-def both(real: Real, monkeypatch: pytest.MonkeyPatch) -> Software:
-    """The software CUDA, with its cuBLASLt compared with the real one."""
-    monkeypatch.setattr(Compared, "real_library", real, raising=False)
-    monkeypatch.setattr(software_cuda, "CublasLt", Compared)
-    return Software()
 
 
 def numbers(kind: str, version: int) -> list[int]:
@@ -79,42 +60,40 @@ def test_names_of_statuses(real: Real) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [None, 0x0807060504030201, 0xFFFFFFFFFFFFFFFF], ids=str)
-def test_every_attribute(both: Software, real: Real, kind: str, value: int | None) -> None:
+def test_every_attribute(cuda: Software, real: Real, kind: str, value: int | None) -> None:
     """Known and unknown ones, set or new, with every size: the same status, the same bytes."""
-    lt: Any = both.cublas_lt
-    create, destroy, getter = (getattr(lt, f"{kind}_{x}") for x in ("create", "destroy", "get_attribute"))
-    setter = getattr(CublasLt, f"{kind}_set_attribute")
+    lt: Any = CublasLt(cuda.recorder, cuda.runtime, real.version)
+    create, destroy, setter, getter = (
+        getattr(lt, f"{kind}_{x}") for x in ("create", "destroy", "set_attribute", "get_attribute")
+    )
     data = (ctypes.c_uint64 * 32)(*[value or 0] * 32)
+    every = {x.number: x.nbytes for x in attributes(kind, real.version).values()}
     for number, nbytes in itertools.product(numbers(kind, real.version), SIZES):
-        made = create(*ARGUMENTS[kind])
-        twin = lt.twin(made)
+        made, (status, twin) = create(*ARGUMENTS[kind]), real.create(kind, *ARGUMENTS[kind])
+        assert status == 0
         what = f"{kind} {number} with {nbytes} bytes"
         if value is not None:
             given = number, ctypes.addressof(data), nbytes
-            assert software_status(setter, lt, made, *given) == real.set(kind, twin, *given), what
-        found = answer(software_status, getter, made, number, nbytes=nbytes)
-        assert found == answer(real.get, kind, twin, number, nbytes=nbytes), what
+            assert software_status(setter, made, *given) == real.set(kind, twin, *given), what
+        for x, size in ((number, nbytes), *every.items()):
+            found = answer(software_status, getter, made, x, nbytes=size)
+            assert found == answer(real.get, kind, twin, x, nbytes=size), f"{x} after {what}"
         destroy(made)
-    assert both.faults == []
+        assert real.destroy(kind, twin) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_null_pointers(both: Software, real: Real, kind: str) -> None:
-    lt: Any = both.cublas_lt
-    made = getattr(lt, f"{kind}_create")(*ARGUMENTS[kind])
-    twin, (x, *_) = lt.twin(made), attributes(kind, real.version).values()
+def test_null_pointers(cuda: Software, real: Real, kind: str) -> None:
+    lt: Any = CublasLt(cuda.recorder, cuda.runtime, real.version)
+    made, (_, twin) = getattr(lt, f"{kind}_create")(*ARGUMENTS[kind]), real.create(kind, *ARGUMENTS[kind])
+    (x, *_) = attributes(kind, real.version).values()
     value, written = (ctypes.c_uint64 * 2)(), ctypes.c_size_t()
     data, size = ctypes.addressof(value), ctypes.addressof(written)
-    setter, getter = (getattr(CublasLt, f"{kind}_{y}_attribute") for y in ("set", "get"))
-    assert real.set(kind, twin, x.number, 0, x.nbytes) == 7
-    assert software_status(setter, lt, made, x.number, 0, x.nbytes) == 7
+    setter, getter = (getattr(lt, f"{kind}_{y}_attribute") for y in ("set", "get"))
+    assert real.set(kind, twin, x.number, 0, x.nbytes) == software_status(setter, made, x.number, 0, x.nbytes) == 7
     for given in ((0, x.nbytes, size), (data, x.nbytes, 0), (data, 0, 0), (0, 0, 0), (0, 0, size)):
-        status = real.get(kind, twin, x.number, *given)
-        assert software_status(getter, lt, made, x.number, *given) == status, given
-    getattr(lt, f"{kind}_destroy")(made)
-    assert real.destroy(kind, 0) == 0
-    getattr(CublasLt, f"{kind}_destroy")(lt, 0)
-    assert both.faults == []
+        assert software_status(getter, made, x.number, *given) == real.get(kind, twin, x.number, *given), given
+    assert real.destroy(kind, 0) == software_status(getattr(lt, f"{kind}_destroy"), 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -125,38 +104,19 @@ def test_null_pointers(both: Software, real: Real, kind: str) -> None:
         ("matrix_layout", (0, 4, 5, -6)),
     ],
 )  # fmt: skip
-def test_descriptors_are_not_validated(both: Software, kind: str, arguments: tuple[int, ...]) -> None:
+def test_descriptors_are_not_validated(cuda: Software, real: Real, kind: str, arguments: tuple[int, ...]) -> None:
     """The libraries validate at the product."""
-    lt = both.cublas_lt
-    getattr(lt, f"{kind}_destroy")(getattr(lt, f"{kind}_create")(*arguments))
-    assert lt.compared > 1
-    assert both.faults == []
+    status, twin = real.create(kind, *arguments)
+    assert status == software_status(getattr(cuda.cublas_lt, f"{kind}_create"), *arguments) == 0
+    real.destroy(kind, twin)
 
 
-# -- the test matrix ------------------------------------------------------------------------------
-
-
-def test_descriptors_of_every_combination_of_types(both: Software) -> None:
-    both.cublas_lt.workspaces_race = False
-    for row in tables.ROWS:
-        for compute in sorted(row.compute):
-            check(both, of_types(row, compute, m=16, n=16, k=16))
-    for op_a, op_b, batch in itertools.product((0, 1), (0, 1), (1, 3)):
-        check(both, Asked(op_a=op_a, op_b=op_b, batch=batch, gap=(4, 8, 12, 12)))
-    for epilogue in (2, 4, 6, 32, 36):
-        check(both, Asked(epilogue=epilogue))
-    assert both.cublas_lt.compared > 1000
-    assert both.faults == []
-
-
-def test_configurations_of_algorithms(both: Software, real: Real) -> None:
+def test_configurations_of_algorithms(cuda: Software, real: Real) -> None:
     """The configuration has the library's offsets in the 64 bytes, and 64 zeros are read as zeros."""
-    lt = both.cublas_lt
-    with prepared(both, Asked()) as product:
-        a, b, c, d = (lt.get(x, LAYOUT) for x in product.layouts)
-        asked = problem(lt.get(product.operation, DESCRIPTOR), (a, b, c, d))
-    offered = [x.pack() for x in candidates(asked, "a device", tf32_forbidden=False)]
-    assert len(offered) > 5
+    lt = cuda.cublas_lt
+    lt.version = real.version
+    with prepared(cuda, Asked()) as product:
+        offered = [x for x, _ in product.search()]
     assert len({x[:20] for x in offered}) > 5
     for data in (*offered, bytes(64)):
         algorithm = (ctypes.c_uint8 * 64).from_buffer_copy(data)
@@ -172,42 +132,3 @@ def test_configurations_of_algorithms(both: Software, real: Real) -> None:
         getter = lt.matmul_algo_cap_get_attribute
         found = answer(software_status, getter, pointer, number, nbytes=4)
         assert found == answer(real.get, "matmul_algo_cap", pointer, number, nbytes=4)
-
-
-TYPES = ("float32", "float64", "float16", "bfloat16", "complex64", "int8")
-
-
-def test_descriptors_of_products_of_lowprec(real: Real, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every mode and type, transposed, in batches, with epilogues: the library takes all descriptors of lowprec."""
-    monkeypatch.setattr(Compared, "real_library", real, raising=False)
-    monkeypatch.setattr(software_cuda, "CublasLt", Compared)
-    found = software_cuda.install()
-    executors.clear_caches()
-    try:
-        _multiply_everything(SoftwareGpu(found))
-        lt: Any = found.cublas_lt
-        found.drain()
-    finally:
-        executors.clear_caches()
-        reset()
-        software_cuda.uninstall()
-    assert found.faults == []
-    assert lt.compared > 1000
-
-
-def _multiply_everything(gpu: SoftwareGpu) -> None:
-    for name in TYPES:
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
-        x, y = draw(0, 16, 32, dtype=dtype), draw(1, 32, 16, dtype=dtype)
-        a, b, stacks = gpu.put(x), gpu.put(y), [gpu.put(np.stack([z] * 3)) for z in (x, y)]
-        for mode in available_modes() if name in ("float32", "complex64") else ["fp32"]:
-            with contextlib.suppress(lowprec.UnsupportedError):
-                lowprec.matmul(a, b, math_mode=mode)
-                lowprec.matmul(gpu.transpose(b), gpu.transpose(a), math_mode=mode)
-                lowprec.matmul(*stacks, math_mode=mode)
-        if name != "int8":
-            lowprec.matmul(a, b, c=gpu.put((x @ y).astype(dtype)), beta=0.5)
-            lowprec.matmul(a, b, out=gpu.put(np.zeros((16, 16), dtype)))
-        if name in ("float32", "float16", "bfloat16"):
-            for activation in (None, "relu", "gelu"):
-                lowprec.matmul(a, b, bias=gpu.put(y[0]), activation=activation)

@@ -69,18 +69,6 @@ def test_a_product(load: Load, rng: np.random.Generator) -> None:
         assert raw.told(algorithm)["units"] in ("DMMA", "FMA")
 
 
-def test_an_error_of_a_report_loses_no_result(
-    load: Load, rows: Callable[[str], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_: Any) -> Any:
-        raise RuntimeError("attribute 15 has 4 bytes")
-
-    monkeypatch.setattr(load("gpu.raw").bindings, "describe_algorithm", broken)
-    found = rows("rounding")
-    assert {r["told_error"] for r in found} == {"RuntimeError: attribute 15 has 4 bytes"}
-    assert "to nearest, ties away from zero" in {r["rule"] for r in found}
-
-
 def test_rounding(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     rules = {(r["compute_type"], r["rule"]) for r in rows("rounding")}
     assert rules == {("COMPUTE_32F_FAST_TF32", "to nearest, ties away from zero"), ("COMPUTE_32F", "not rounded")}
@@ -118,15 +106,6 @@ def test_extents(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     assert len(in_place) == 6
 
 
-def test_a_wrong_sum_in_place_is_noticed(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = load("gpu.raw")
-    plain = raw.LtProduct.bound
-    monkeypatch.setattr(raw.LtProduct, "bound", lambda self, algorithm, **_: plain(self, algorithm))
-    part = load("gpu.parts").Part(tmp_path / "part.json")
-    load("gpu.extents")._in_place(part, "bfloat16", "float32", False, 0)
-    assert [r["ok"] for r in part.rows] == [False]
-
-
 def test_compute_types_and_handles(load: Load) -> None:
     found = {r["what"]: r for r in load("gpu.override").probe(0)}
     assert {what: r["level"] for what, r in found.items()} == {
@@ -158,15 +137,6 @@ def test_epilogues(load: Load) -> None:
                 assert set(taken.values()) == {True}, (pair, scales)
 
 
-def test_a_wrong_result_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    epilogues = load("gpu.epilogues")
-    # With another curve, the result is wrong.
-    monkeypatch.setattr(epilogues, "gelu", lambda x: np.maximum(x, 0))
-    pair = next(p for p in epilogues.PAIRS if p.out == "bfloat16")
-    assert epilogues.ask(pair, "GELU", (), 0)["ok"] is False
-    assert epilogues.ask(pair, "RELU", (), 0)["ok"] is True
-
-
 # -- through lowprec ------------------------------------------------------------------------------
 
 
@@ -180,11 +150,3 @@ def test_accuracy(load: Load, software: Gpu) -> None:
     # The flags that the claims are about.
     by_mode = {r["mode"]: r["tensor_cores"] for r in found if r["dtypes"] == ["float32"] * 2}
     assert (by_mode["fp32"], by_mode["tf32"], by_mode["bf16"]) == (False, True, True)
-
-
-def test_heuristics(load: Load, software: Gpu, rng: np.random.Generator) -> None:
-    a = software.put(rng.standard_normal((64, 64), dtype=np.float32))
-    tuning = lowprec.autotune(a, a, math_mode="tf32", candidates=8)
-    found = load("gpu.heuristics").compare(tuning.timed)
-    assert found["candidates"] > 1
-    assert found["first_over_best"] >= 1

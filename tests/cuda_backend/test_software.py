@@ -13,7 +13,7 @@ from cuda_backend.device_fixture import SoftwareGpu
 from lowprec.arrays.dlpack import import_array
 from lowprec.backends.cuda import compiling
 from lowprec.errors import BackendError
-from software_cuda import Cupy, Refusal, Software, compiler
+from software_cuda import Refusal, Software, compiler
 from software_cuda.runtime import host_bytes
 
 NON_BLOCKING, LEGACY = 1, 1
@@ -416,15 +416,3 @@ def test_memory_of_an_unreachable_array_is_freed(cuda: Software) -> None:
     gc.collect()
     refused(cuda.runtime.cudaStreamSynchronize(on), "cudaErrorIllegalAddress")
     assert "was freed" in cuda.faults.pop()
-
-
-def test_memory_of_cupy_is_freed_in_the_order_of_its_stream(cuda: Software) -> None:
-    cupy, target = Cupy(cuda.runtime), allocate(cuda)
-    with cupy.cuda.Stream() as own:
-        array = cupy.asarray(np.ones(4, np.float32))
-        copy(cuda, target, array.data.ptr, own.ptr)
-        del array
-    own.synchronize()
-    assert peek(cuda, target) == [1.0] * 4
-    cuda.drain()
-    assert cuda.live()["blocks"] == 1

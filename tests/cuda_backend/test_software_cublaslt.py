@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_backend.device_fixture import SoftwareGpu
 from software_cuda import DeviceModel, Software, tables
 from software_cuda.arithmetic import round_tf32
 from software_cuda.asking import BIAS, GELU, RELU, Array, Asked, Data, check, of_types, prepared, refusal
@@ -435,20 +434,3 @@ def test_handles_and_searches_during_a_capture(mode: str, version: int) -> None:
             with pytest.raises(lt.cuBLASLtError, match="INTERNAL_ERROR"):
                 product.search(0)
         cuda.runtime.drain()
-
-
-# -- cuBLAS ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("mode", "rounded"), [(0, "fp32"), (2, "fp32"), (3, "tf32"), (19, "tf32"), (16, "fp32")])
-def test_math_modes_of_cublas(cuda: Software, rng: Any, mode: int, rounded: str) -> None:
-    blas = cuda.cublas
-    handle = blas.create()
-    blas.set_math_mode(handle, mode)
-    for wrong in (5, 7, 32, 64):
-        with pytest.raises(blas.cuBLASError, match="there is no math mode"):
-            blas.set_math_mode(handle, wrong)
-    x, y = rng.standard_normal((8, 1)).astype(np.float32), rng.standard_normal((1, 4)).astype(np.float32)
-    found = SoftwareGpu(cuda).sgemm(handle, x, y)
-    want = round_to(x, rounded).astype(np.float64) @ round_to(y, rounded).astype(np.float64)
-    np.testing.assert_array_equal(found, want.astype(np.float32))

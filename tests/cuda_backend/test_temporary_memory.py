@@ -73,33 +73,6 @@ def test_a_handle_of_an_ended_thread_has_no_workspace(software: SoftwareGpu, cup
         np.testing.assert_array_equal(software.get(found), oracles.product(A, A))
 
 
-# -- graphs ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_captured_products_keep_no_memory(software: SoftwareGpu, cupy: Cupy, mode: str) -> None:
-    runtime = software.software.runtime
-    with cupy.cuda.Stream() as stream:
-        a, b, out = (cupy.asarray(x) for x in (A, B, np.zeros_like(A)))
-        lowprec.matmul(a, b, out=out, math_mode=mode)
-        stream.synchronize()
-        before = software.live()
-        graphs = []
-        for _ in range(10):
-            runtime.begin_capture(stream.ptr)
-            lowprec.matmul(a, b, out=out, math_mode=mode)
-            graphs.append(runtime.end_capture(stream.ptr))
-            if mode != "fp32":  # memory is allocated and freed by the graph itself
-                labels = graphs[-1].labels
-                assert labels.count("cudaMallocAsync") == labels.count("cudaFreeAsync") > 0
-                assert (labels[0], labels[-1]) == ("cudaMallocAsync", "cudaFreeAsync")
-        assert software.live() == before
-        for graph in (*graphs, graphs[0]):
-            graph.replay()
-            np.testing.assert_array_equal(cupy.asnumpy(out), TRUE)
-        assert software.live() == before
-
-
 # -- contexts -------------------------------------------------------------------------------------
 
 

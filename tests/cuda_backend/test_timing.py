@@ -53,13 +53,6 @@ def test_elapsed_time_is_between_the_events(cuda: Software, stream: int) -> None
     assert watch.elapsed_ms() == pytest.approx(12.0, abs=CALLS_MS)
 
 
-def test_recording_waits_for_nothing(cuda: Software, stream: int) -> None:
-    watch = EventStopwatch(0, stream)
-    watch.stop()
-    assert not any(x.op.done for x in cuda.runtime.events.values())
-    assert not any("Synchronize" in name for name in cuda.calls)
-
-
 def test_events_belong_to_the_device_and_the_thread_keeps_its_own(cuda: Software) -> None:
     with on_device(1):  # the caller's, while the product is queued
         watch = EventStopwatch(1, 1)
@@ -84,15 +77,6 @@ def test_unreachable_events_are_used_again(cuda: Software, stream: int) -> None:
         watch.stop()
     assert all(watch.elapsed_ms() is not None for watch in both)
     assert created(cuda) == 4
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_unread_events_are_returned(cuda: Software, stream: int, stopped: bool) -> None:
-    watch = EventStopwatch(0, stream)
-    if stopped:
-        watch.stop()
-    del watch
-    assert alive_after_release(cuda) == 0
 
 
 def test_events_of_a_failed_product_are_returned_once(cuda: Software, stream: int) -> None:

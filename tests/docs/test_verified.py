@@ -72,43 +72,10 @@ def test_reasons_that_do_not_count(verified: ModuleType, rows: list[dict[str, An
     assert verified.seen("x", [_report(*rows)]) == said
 
 
-def test_a_measurement_shows_a_feature(verified: ModuleType) -> None:
-    feature = verified.Measured("exact", "sums", (("question", "split"),))
-    rows = [{"question": "split", "ok": ok} for ok in (True, None)] + [{"question": "", "ok": False}]
-    assert verified.seen(feature, [_report(*rows, part="sums")]) == "NVIDIA H200, 2030-01-02"
-    assert verified.seen(feature, [_report(*rows)]) == "not yet seen on a GPU"
-    rows[0]["ok"] = False
-    assert "failed" in verified.seen(feature, [_report(*rows, part="sums")])
-
-
 def test_a_quick_report_is_refused(verified: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "gpu-h200.json").write_text(json.dumps(_report({}, quick=True)))
     with pytest.raises(ValueError, match=r"gpu-h200\.json is from a quick run"):
         verified.reports(tmp_path)
-
-
-def test_a_report_of_a_cpu_is_none(verified: ModuleType, tmp_path: Path) -> None:
-    report = _report({})
-    report["machine"]["gpu"] = None
-    (tmp_path / "gpu-none.json").write_text(json.dumps(report))
-    assert verified.reports(tmp_path) == []
-    (tmp_path / "gpu-h200.json").write_text(json.dumps(_report({})))
-    (found,) = verified.reports(tmp_path)
-    assert verified.conditions(found) == (
-        "NVIDIA H200, 2030-01-02: compute capability 9.0, driver unknown (CUDA 13.0), cuBLAS 13.1.0; "
-        "torch 2.11.0; commit abc."
-    )
-
-
-def test_claims_are_shown_with_their_verdicts(verified: ModuleType) -> None:
-    claims = [
-        {"what": "a", "value": 0.5, "relation": ">=", "limit": 0.98, "met": False, "by_size": {"8": 0.5}},
-        {"what": "b", "value": None, "relation": "<=", "limit": 1.5, "met": None},
-    ]  # fmt: skip
-    assert list(verified.claim_rows({"claims": claims})) == [
-        ["a", "0.5", "8: 0.50", ">= 0.98", "**missed**"],
-        ["b", "-", "-", "<= 1.5", "not measured"],
-    ]
 
 
 def test_features_and_markers_are_the_same(verified: ModuleType, tmp_path: Path) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -179,33 +177,6 @@ def test_the_error_inside_is_that_of_full_fp32(
     assert (low > 30 * full) is lowers
 
 
-def test_two_threads_that_overlap(switches: Switches, rng: np.random.Generator) -> None:
-    """Saving and restoring without a count would let the first thread out lower the other's precision."""
-    torch = switches.torch
-    a, b = (torch.from_numpy(rng.standard_normal((N, N)).astype(np.float32)) for _ in range(2))
-    right = a.double() @ b.double()
-    torch.set_float32_matmul_precision("medium")
-    first_out, second_in = threading.Event(), threading.Event()
-
-    def second() -> tuple[str, float]:
-        with fp32_guard():
-            second_in.set()
-            assert first_out.wait(30)
-            error = float(((a @ b).double() - right).norm() / right.norm())
-            return torch.get_float32_matmul_precision(), error
-
-    with ThreadPoolExecutor(1) as pool:
-        with fp32_guard():
-            running = pool.submit(second)
-            assert second_in.wait(30)
-        first_out.set()
-        word, error = running.result()
-    assert word == "highest"
-    # gamma_k of the sum of k products in FP32: k u.
-    assert error < N * 2.0**-24
-    assert torch.get_float32_matmul_precision() == "medium"
-
-
 # -- JAX ------------------------------------------------------------------------------------------
 
 
@@ -232,23 +203,6 @@ def test_jax_traces_at_the_highest_precision_inside(jax: Any, form: str) -> None
         with math_mode("bf16", frameworks=True):
             assert precisions(jax, lambda a, b: function(a, b)) == {"HIGHEST, HIGHEST"}
     assert precisions(jax, lambda a, b: function(a, b)) == {"DEFAULT, DEFAULT"}
-
-
-def test_a_jitted_function_is_compiled_again_inside(jax: Any) -> None:
-    seen: list[Any] = []
-
-    @jax.jit
-    def product(a: Any, b: Any) -> Any:
-        seen.append(jax.config.jax_default_matmul_precision)
-        return a @ b
-
-    a = jax.numpy.ones((4, 4), dtype=np.float32)
-    product(a, a)
-    with fp32_guard():
-        product(a, a)
-        product(a, a)
-    product(a, a)
-    assert seen == [None, "highest"]
 
 
 def test_a_precision_of_the_user_s_comes_back(jax: Any) -> None:

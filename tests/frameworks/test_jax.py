@@ -7,7 +7,6 @@ process of its own (devices, JAX without 64-bit types, the environment) is in ``
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import functools
 import importlib
@@ -622,34 +621,6 @@ def test_the_environment_is_seen_where_it_is_read_again(jax: Any, monkeypatch: p
         assert f.mode() == "tf32"
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "mode", "inside"),
-    [("LOWPREC_FORCE_MATH_MODE", "bf16", "bf16", "bf16"), ("LOWPREC_FP32_GUARD", "1", "fp32", "fp32")],
-)
-def test_variables_take_precedence_over_a_scope(
-    jax: Any, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, mode: str, inside: str
-) -> None:
-    f = Counted(jax)
-    with monkeypatch.context() as patch:
-        patch.setenv(variable, value)
-        environment.refresh()
-        assert f.mode() == mode
-        with lowprec.math_mode("tf32"):
-            assert f.mode() == inside
-    environment.refresh()
-    assert f.mode() == "fp32"
-
-
-def test_torch_and_jax_both_see_the_mode(jax: Any, torch: Any) -> None:
-    from lowprec.torch.current_mode import current_mode
-
-    f = Counted(jax)
-    assert current_mode() == f.mode() == "fp32"
-    with lowprec.math_mode("bf16"):
-        assert current_mode() == f.mode() == "bf16"
-    assert current_mode() == f.mode() == "fp32"
-
-
 def test_a_scope_that_jax_could_not_see_is_refused_once(jax: Any) -> None:
     with lowprec.math_mode("bf16"):
         carried = contextvars.copy_context()
@@ -658,24 +629,6 @@ def test_a_scope_that_jax_could_not_see_is_refused_once(jax: Any) -> None:
         with pytest.raises(lowprec.ModeError, match="opened in another task or thread"):
             pool.submit(carried.run, f.mode).result()
         assert pool.submit(carried.run, f.mode).result() == "bf16"
-
-
-def test_tasks_that_keep_no_scope_across_an_await(jax: Any) -> None:
-    f = Counted(jax)
-
-    async def task(mode: str) -> list[str]:
-        found = []
-        for _ in range(3):
-            with lowprec.math_mode(mode):
-                found.append(f.mode())
-            await asyncio.sleep(0)
-            found.append(f.mode())
-        return found
-
-    async def both() -> Any:
-        return await asyncio.gather(task("bf16"), task("tf32"))
-
-    assert asyncio.run(both()) == [["bf16", "fp32"] * 3, ["tf32", "fp32"] * 3]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, interrupts.Late])
@@ -774,25 +727,6 @@ def test_refusals(jax: Any, keywords: Any, error: type[Exception], match: str) -
     x = np.eye(3, dtype=np.float32)
     with pytest.raises(error, match=match):
         jax.jit(lambda x: lowprec.matmul(x, x, **keywords))(x)
-
-
-F8 = np.ones((2, 2), ml_dtypes.float8_e4m3fn)
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "error", "match"),
-    [
-        (np.ones((2, 3)), np.ones((2, 3)), lowprec.ShapeError, "core dimension"),
-        (np.ones((2, 2, 3)), np.ones((3, 3, 2)), lowprec.ShapeError, "broadcast"),
-        (np.float64(1), np.ones((2, 3)), lowprec.ShapeError, "dimension"),
-        (np.ones((2, 2), np.int16), np.ones((2, 2)), lowprec.DTypeError, "'int16'"),
-        (np.ones((2, 2), np.int8), np.ones((2, 2)), lowprec.DTypeError, "no common type"),
-        (F8, F8, lowprec.UnsupportedError, "needs a GPU"),
-    ],
-)
-def test_operands_that_do_not_fit(jax: Any, a: Any, b: Any, error: Any, match: str) -> None:
-    with pytest.raises(error, match=match):
-        jax.jit(lowprec.jax.matmul)(a, b)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ Each cell of the matrix compares with ``torch.matmul`` on float64 operands, wher
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import re
@@ -324,21 +323,6 @@ def test_backward_runs_in_the_mode_of_the_forward_product(torch: Any, counting: 
         assert float(gradient[0, 0]) / 4 == IN_MODE["fp32"]
 
 
-@pytest.mark.parametrize("operator", [False, True])
-def test_a_backward_pass_is_compiled_for_its_mode(torch: Any, operator: bool) -> None:
-    from torch._dynamo.compiled_autograd import _enable
-    from torch.utils.flop_counter import FlopCounterMode
-
-    x, ones = (torch.full((4, 4), ABOVE_ONE, requires_grad=grad) for grad in (True, False))
-    torch._dynamo.reset()
-    for mode in ("bf16", "fp32", "bf16"):
-        with FlopCounterMode(display=False) if operator else contextlib.nullcontext():
-            y = lowprec.matmul(x, ones, math_mode=mode)
-        with _enable(torch.compile(backend="aot_eager")):
-            (gradient,) = torch.autograd.grad(y, x, ones)
-        assert float(gradient[0, 0]) / 4 == IN_MODE[mode]
-
-
 def test_a_mode_of_its_own_for_the_backward_pass(torch: Any) -> None:
     import lowprec.torch
 
@@ -607,35 +591,6 @@ def test_wrong_operands_are_reported_by_type(torch: Any) -> None:
 # -- gradients by batches, and what is kept for them ----------------------------------------------
 
 
-@pytest.mark.parametrize(("a", "b"), SHAPES)
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.sampled(2)
-def test_batched_gradients(torch: Any, a: Any, b: Any, dtype: str) -> None:
-    x, y = operands(torch, a, b, getattr(torch, dtype))
-    out = lowprec.matmul(x, y)
-    gradients = torch.randn(5, *out.shape, dtype=out.dtype)
-    found, true = (
-        torch.autograd.grad(f(x, y), (x, y), gradients, is_grads_batched=True) for f in (lowprec.matmul, torch.matmul)
-    )
-    close(torch, found, true)
-
-
-def test_vectorised_derivatives(torch: Any) -> None:
-    x, w = operands(torch, (2, 3, 4), (4, 2))
-    functional = torch.autograd.functional
-    for strategy in ("reverse-mode", "forward-mode"):
-        found, true = (
-            functional.jacobian(lambda x, f=f: f(x, w), x, vectorize=True, strategy=strategy)
-            for f in (lowprec.matmul, torch.matmul)
-        )
-        close(torch, found, true)
-    found, true = (
-        functional.hessian(lambda x, f=f: f(x, w).square().sum(), x, vectorize=True)
-        for f in (lowprec.matmul, torch.matmul)
-    )
-    close(torch, found, true)
-
-
 @pytest.mark.parametrize("needed", [(True, False), (False, True), (True, True)])
 def test_operands_that_no_gradient_uses_are_not_saved(torch: Any, needed: Any) -> None:
     """A weight may be updated between two backward passes; frozen weights keep no activations."""
@@ -648,17 +603,6 @@ def test_operands_that_no_gradient_uses_are_not_saved(torch: Any, needed: Any) -
             if not n:
                 t.add_(1)
     out.sum().backward()
-
-
-def test_a_weight_may_change_between_two_backward_passes(torch: Any) -> None:
-    layer = lowprec.torch.Linear(3, 2)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
-    x = torch.ones(4, 3)
-    first, second = layer(x).sum(), layer(x).sum()
-    first.backward()
-    optimizer.step()
-    second.backward()
-    close(torch, layer.weight.grad, torch.full((2, 3), 8.0))
 
 
 # -- tensors without elements of their own --------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -172,46 +171,3 @@ def test_a_product_inside_a_custom_function_is_served(torch: Any) -> None:
     assert leaf.grad.tolist() == rows
     _, tangent = torch.func.jvp(lambda a: Product.apply(a, b), (a,), (a,))
     assert torch.equal(tangent, 5 * a)
-
-
-def test_a_dispatch_mode_may_multiply_with_lowprec(torch: Any) -> None:
-    """Inside its handler torch has disabled the mode; it runs below autograd, which has split derivatives."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Replacing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            if func.overloadpacket is torch.ops.aten.mm:
-                return lowprec.matmul(*(x.detach() for x in args))
-            return func(*args, **(kwargs or {}))
-
-    a, b = torch.full((2, 2), 3.0), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    true = torch.func.jvp(lambda a: a @ b @ a, (a,), (b,))
-    with Replacing(), lowprec.profile() as profile:
-        c = a @ b
-        found = torch.func.jvp(lambda a: a @ b @ a, (a,), (b,))
-    assert torch.equal(c, a @ b)
-    assert len(profile.records) > 1
-    assert all(map(torch.equal, found, true))
-
-
-def test_function_modes_and_other_threads_modes_do_not_matter(torch: Any) -> None:
-    from torch.overrides import TorchFunctionMode
-
-    class Watching(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            return func(*args, **(kwargs or {}))
-
-    x = torch.full((2, 2), 3.0)
-    found: list[Any] = []
-    expected = [[18.0, 18.0]] * 2
-
-    def product() -> Any:
-        with torch.device("meta"), Watching():
-            return lowprec.matmul(x, x).tolist()
-
-    assert product() == expected
-    with ThreadPoolExecutor(1) as pool:
-        for interceptor in ("fake", "make_fx_pre_dispatch", "jit_trace", "grad"):
-            run, _ = INTERCEPTORS[interceptor]
-            run(torch, lambda: found.append(pool.submit(product).result()))
-            assert found.pop() == expected

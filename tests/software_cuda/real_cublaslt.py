@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from software_cuda.attributes import attributes
-from software_cuda.cublaslt import CublasLt
 from software_cuda.descriptors import SoftwareLtError
 
 _NAMES = tuple(f"libcublasLt.so.{major}" for major in (13, 12))
@@ -106,63 +104,3 @@ def answer(get: Callable[..., int], *arguments: Any, nbytes: int) -> tuple[int, 
     written = ctypes.c_size_t(_UNTOUCHED)
     status = get(*arguments, ctypes.addressof(data), nbytes, ctypes.addressof(written))
     return status, bytes(data), written.value
-
-
-class Compared(CublasLt):
-    """A software cuBLASLt that repeats all calls with the real library, whose version it has, and notes differences."""
-
-    #: Set by the tests.
-    real_library: Real
-
-    def __init__(self, recorder: Any, runtime: Any, version: int = 0) -> None:
-        super().__init__(recorder, runtime, self.real_library.version)
-        self._twins: dict[int, int] = {}
-        self.compared = 0
-
-    def compare(self, what: str, software: Any, real: Any) -> None:
-        """Note a difference as a fault."""
-        self.compared += 1
-        if software != real:
-            self.recorder.faults.append(f"{what}: the software has {software}, the library {real}")
-
-    def twin(self, number: int) -> int:
-        """Return the real object for one of the software's."""
-        return self._twins.get(number, 0)
-
-
-def _compared(kind: str) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a kind of object, compared with the library's."""
-    plain = {name: getattr(CublasLt, f"{kind}_{name}") for name in ("create", "destroy", "set_attribute")}
-    getter = getattr(CublasLt, f"{kind}_get_attribute")
-
-    def create(self: Compared, *arguments: int) -> int:
-        made: int = plain["create"](self, *arguments)
-        status, self._twins[made] = self.real_library.create(kind, *map(int, arguments))
-        self.compare(f"{kind}_create{arguments}", 0, status)
-        return made
-
-    def destroy(self: Compared, number: int) -> None:
-        """Compare all attributes first."""
-        for x in attributes(kind, self.version).values():
-            software = answer(software_status, getter, self, number, x.number, nbytes=x.nbytes)
-            real = answer(self.real_library.get, kind, self.twin(number), x.number, nbytes=x.nbytes)
-            self.compare(f"{kind} {x.number}", software, real)
-        self.compare(f"{kind}_destroy", 0, self.real_library.destroy(kind, self._twins.pop(number, 0)))
-        plain["destroy"](self, number)
-
-    def set_attribute(self: Compared, number: int, *rest: int) -> None:
-        real, status = self.real_library.set(kind, self.twin(number), *map(int, rest)), 0
-        try:
-            plain["set_attribute"](self, number, *rest)
-        except SoftwareLtError as error:
-            status = error.status
-            raise
-        finally:
-            self.compare(f"{kind}_set{rest}", status, real)
-
-    return {"create": create, "destroy": destroy, "set_attribute": set_attribute}
-
-
-for _kind in _SIZES:
-    for _name, _function in _compared(_kind).items():
-        setattr(Compared, f"{_kind}_{_name}", _function)

@@ -20,7 +20,6 @@ from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, MicroKernel, is_
 NO_AMX = "this machine has no AMX units (or no numba to reach them)"
 MEDIUM_IS_FULL = 'PyTorch\'s "medium" lowers no precision on this machine'
 
-NO_UNITS = "this machine has no AVX512-BF16 units, nor others for 16 or 8 bits (or no numba to reach them)"
 
 #: By the unit that a micro-kernel needs.
 _NO_UNITS = {

@@ -85,16 +85,6 @@ def test_variants_take_turns_and_sets_rotate(load: Load) -> None:
     assert len(orders) > 1, "the order never changed"
 
 
-def test_order_depends_on_the_seed_alone(load: Load) -> None:
-    def order(seed: int) -> list[str]:
-        seen: list[str] = []
-        load("timing").take_turns("abcd", lambda n, _: seen.append(n) or 0.0, rounds=5, seed=seed)
-        return seen
-
-    assert order(0) == order(0)
-    assert order(0) != order(1)
-
-
 # -- claims and files -----------------------------------------------------------------------------
 
 
@@ -126,76 +116,6 @@ def test_speed_claims_take_the_geometric_mean_over_squares(load: Load) -> None:
     assert by_what["lowprec int8 over numpy float32, geometric mean"]["met"] is None
 
 
-def test_claims_about_schemes(load: Load) -> None:
-    bench = load("bench_gemm")
-    fast, slow = {"numpy_float32": 2.0}, {"numpy_float32": 1.0}
-    speeds = {"bf16x3": fast, "bf16x6": slow, "fp32_emulated": {**fast, "lowprec_float32_fp32": 0.96}}
-    rows = [
-        {**_row(f"lowprec float32 {mode}", n, **speed), "operands": "float32", "relative_error": 2e-7}
-        for mode, speed in speeds.items()
-        for n in (1024, 2048)
-    ]
-    numpy = _row("numpy float32", 1024), _row("numpy float32", 2048)
-    errors = 4e-7, 1e-7
-    rows += [{**row, "operands": "float32", "relative_error": e} for row, e in zip(numpy, errors, strict=True)]
-    weight = _row("lowprec float32 bf16x3, prepared", 1024, **fast)
-    rows.append({**weight, "m": 256, "operands": bench.PREPARED, "relative_error": 1e-5})
-    everywhere = bench.scheme_claims(rows, False)
-    assert [(c["value"], c["met"]) for c in everywhere] == [(0.96, False)]
-    found = {c["what"]: (c["value"], c["met"]) for c in bench.scheme_claims(rows, True)}
-    assert list(found.values()) == [
-        (0.96, False),
-        (pytest.approx(2.0), False),  # bf16x3
-        (pytest.approx(1.0), False),  # bf16x6
-        (pytest.approx(2.0), True),  # fp32_emulated
-        (None, None),  # tf32x3
-        (pytest.approx(2.0), True),  # prepared
-        (pytest.approx(2.0), False),  # the larger of the ratios of errors
-    ]
-
-
-def test_share_of_the_peak(load: Load) -> None:
-    bench = load("bench_gemm")
-    rows = [{**_row(bench.FP32, n), "gflops": g} for n, g in ((1024, 80.0), (2048, 90.0))]
-    claim = bench.peak_claim(rows, [80.0, 100.0, 90.0])
-    assert claim["value"] == pytest.approx((0.8 * 0.9) ** 0.5)
-    assert claim["met"] is False
-    assert bench.peak_claim(rows, [])["met"] is None
-
-
-def test_cost_is_the_inverse_of_speed(load: Load) -> None:
-    bench = load("bench_gemm")
-    rows = [_row("lowprec float32 tf32", 2048, numpy_float32=0.8)]
-    (claim,) = bench.cost_claims(rows, 2048)
-    assert (claim["value"], claim["met"]) == (1.25, True)
-
-
-def test_a_variant_without_a_kernel_is_left_out(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("bench_gemm")
-    # A clock that each call moves on by as much as it is said to take.
-    now = 0.0
-
-    def takes(seconds: float) -> Callable[[Any, Any], Any]:
-        def multiply(a: Any, b: Any) -> Any:
-            nonlocal now
-            now += seconds
-            return a @ b
-
-        return multiply
-
-    cost = {"numpy float32": 1 / 64, "as slow as can be": 20 / 64, "too slow": 21 / 64}
-    ways = [bench.Variant(name, "x", "float32", takes(cost[name])) for name in cost]
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(bench, "variants", lambda: ways)
-    left_out: set[str] = set()
-    rows = bench.measure((1, 8, 8, 8), 0, True, left_out)
-    assert left_out == {"too slow"}
-    assert [r["variant"] for r in rows] == ["numpy float32", "as slow as can be"]
-    # At the next size it is not even tried.
-    cost["too slow"] = 0.0
-    assert len(bench.measure((1, 8, 8, 8), 0, True, left_out)) == 2
-
-
 def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> None:
     bench = load("bench_gemm")
     operands = bench.operand_sets((1, 8, 8, 8), ["float32"], 1, 0)
@@ -215,21 +135,6 @@ def test_file_appears_only_when_complete(load: Load, tmp_path: Path) -> None:
             common.write_json(path, broken)
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in path.parent.iterdir()] == ["result.json"]
-
-
-def test_a_failed_write_leaves_the_old_file(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    common = load("common")
-    path = tmp_path / "result.json"
-    common.write_text(path, "old")
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        common.write_text(path, "new")
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["result.json"]
 
 
 @pytest.mark.parametrize(
@@ -288,13 +193,6 @@ def test_quick_results_are_refused(load: Load, tmp_path: Path) -> None:
         load("render").snippets(tmp_path)
 
 
-def test_nothing_measured_is_said(load: Load, tmp_path: Path) -> None:
-    render = load("render")
-    made = render.snippets(tmp_path)
-    del made[render.README]
-    assert set(made.values()) == {render.MISSING}
-
-
 def test_committed_tables_and_charts_are_current(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     assert load("render").check() == 0, capsys.readouterr().err
 
@@ -308,35 +206,6 @@ def test_every_table_and_chart_is_shown(load: Load) -> None:
     charts = [render.plot.chart_path(path) for path in render.charted()]
     assert charts
     assert all(f"](../../benchmarks/results/{chart.name})" in tables for chart in charts)
-
-
-def test_a_machine_without_amx_comes_second(load: Load, tmp_path: Path) -> None:
-    render = load("render")
-    (xeon, result), *_ = render.load(BENCHMARKS / "results", "gemm").items()
-    shutil.copy(xeon, tmp_path / "gemm-z.json")
-    flags = [flag for flag in result["machine"]["flags"] if not flag.startswith("amx")]
-    machine = {**result["machine"], "flags": flags, "cpu": "AMD EPYC 9654 96-Core Processor"}
-    rows = [r for r in result["results"] if "float16" not in r["variant"]]
-    settings = {**result["settings"], "left_out": ["torch float16"]}
-    other = {**result, "machine": machine, "results": rows, "claims": [], "settings": settings}
-    (tmp_path / "gemm-a.json").write_text(json.dumps(other), encoding="utf-8")
-    # The README shows the newest release that was measured.
-    versions = {**machine["versions"], "lowprec": "0.0.9"}
-    older = {**other, "machine": {**machine, "cpu": "AMD EPYC 1234", "versions": versions}}
-    (tmp_path / "gemm-b.json").write_text(json.dumps(older), encoding="utf-8")
-    made = render.snippets(tmp_path)
-    page = made[render.GENERATED / "bench_gemm.md"]
-    name = "**AMD EPYC 9654 without AMX, 2 cores**"
-    with_amx, without = page.split(name)
-    assert with_amx.startswith("**Intel Xeon with AMX, 2 cores**")
-    assert "| claim |" in with_amx
-    assert "| claim |" not in without
-    assert "slower than numpy float32: torch float16." in without
-    table = made[render.README].split("<!-- generated: speed -->")[1].splitlines()
-    assert table[1].endswith("| compared with | AMD EPYC 9654 without AMX, 2 cores |")
-    by_name = {cells[1].strip(): cells for cells in (row.split("|") for row in table[3:9])}
-    assert by_name["int8"][3].strip().endswith(" x")
-    assert by_name["float16"][3].strip() == "-"
 
 
 @pytest.fixture
@@ -377,20 +246,6 @@ def test_every_colour_of_a_chart_has_a_dark_twin(load: Load, benchmark: str) -> 
         assert ("fill", "#ffffff") in used, "no paper behind the drawing"
         assert used == set(re.findall(r"\"(fill|stroke): (#\w+)\"", style.replace('*="', '"')))
         assert "prefers-color-scheme: dark" in style
-
-
-def test_accuracy_chart_distinguishes_its_modes(load: Load) -> None:
-    plot = load("plot")
-    styles = [plot.MODES[mode] for mode in load("bench_accuracy").MODES]
-    assert len({style["marker"] for style in styles}) == len(styles)
-    assert len({style["color"] for style in styles}) == len(styles)
-    # Where these two coincide, the narrower line lies on the wider one.
-    tf32, fp16 = (plot.MODES[mode] for mode in ("tf32", "fp16"))
-    assert tf32["linewidth"] > fp16.get("linewidth", 1)
-    for result in load("render").load(BENCHMARKS / "results", "accuracy"):
-        svg = plot.chart_path(result).read_text(encoding="utf-8")
-        for words in ("tf32, error", "fp16, bound", "the bound that it never exceeds"):
-            assert words in svg
 
 
 # -- the scripts ----------------------------------------------------------------------------------
@@ -520,13 +375,6 @@ def test_overhead_runs(tmp_path: Path) -> None:
     assert imported["frameworks"] == []
 
 
-def test_recovery_chart_distinguishes_its_schemes(load: Load) -> None:
-    plot = load("plot")
-    assert list(plot.SCHEMES) == list(load("recovery").SCHEMES)
-    markers = [style["marker"] for style in plot.SCHEMES.values()]
-    assert len(set(markers)) == len(markers)
-
-
 def test_every_mode_of_the_speed_chart_has_a_label(load: Load) -> None:
     render, modes = load("render"), load("real_input").MODES
     for result in render.load(BENCHMARKS / "results", "tradeoff"):
@@ -566,23 +414,6 @@ def test_truncation_shows_in_one_piece_and_chunks_cure_it(load: Load) -> None:
     assert rows["scaled"] > 4 * rows["scaled, chunks of 256"]
     assert rows["normal"] > 10 * rows["scaled"]
     assert rows["scaled, chunks of 256"] < 2 * rows["fp32"]
-
-
-def test_weights_are_read_where_they_are_installed(load: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    real_input = load("real_input")
-    monkeypatch.setattr(real_input, "PACKAGE", "a_package_that_is_not_installed")
-    assert [name for name, _ in real_input.pairs(0)] == ["Hilbert", "Vandermonde"]
-    model = tmp_path / "some_weights" / "model"
-    model.mkdir(parents=True)
-    (model.parent / "__init__.py").touch()
-    header = b'{"__metadata__": {}, "x": {"dtype": "F32", "shape": [1, 2], "data_offsets": [4, 12]}}'
-    values = np.array([9, 1, 2], np.float32)
-    file = len(header).to_bytes(8, "little") + header + values.tobytes()
-    (model / "model.safetensors").write_bytes(file)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(real_input, "PACKAGE", "some_weights")
-    (found,) = real_input._weights().values()
-    assert found.tolist() == [[1, 2]]
 
 
 def test_full_precision_in_disguise_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
-import gc
 import os
 import random
 import sys
@@ -194,25 +192,6 @@ def test_a_warning_made_an_error_leaves_nothing_behind(register: Register) -> No
 # -- threads and tasks ----------------------------------------------------------------------------
 
 
-def test_a_process_switch_stays_until_the_last_thread_leaves(register: Register) -> None:
-    library, inside, go = register(), threading.Event(), threading.Event()
-
-    def solve() -> bool:
-        with fp32_guard():
-            inside.set()
-            assert go.wait(10)
-            return library.is_full
-
-    with ThreadPoolExecutor(1) as pool:
-        with fp32_guard():
-            solving = pool.submit(solve)
-            assert inside.wait(10)
-        assert library.is_full, "the other thread is still inside"
-        go.set()
-        assert solving.result()
-    assert library.is_as_before
-
-
 def test_a_thread_switch_is_each_thread_s_own(register: Register) -> None:
     library = register(tier=Tier.THREAD)
     with ThreadPoolExecutor(1) as pool, fp32_guard() as guard:
@@ -222,35 +201,6 @@ def test_a_thread_switch_is_each_thread_s_own(register: Register) -> None:
         context = contextvars.copy_context()
         assert pool.submit(context.run, statuses, guard).result() == {"one": "not protected"}
         assert library.is_full
-
-
-def test_tasks_that_overlap_leak_nothing(library: Library) -> None:
-    async def solve(turns: int) -> bool:
-        with fp32_guard():
-            seen = []
-            for _ in range(turns):
-                await asyncio.sleep(0)
-                seen.append(library.is_full)
-            return all(seen)
-
-    async def main() -> list[bool]:
-        return await asyncio.gather(solve(1), solve(4), solve(2))
-
-    assert asyncio.run(main()) == [True] * 3
-    assert library.is_as_before
-
-
-def test_a_generator_that_another_context_closes(library: Library) -> None:
-    def steps() -> Iterator[bool]:
-        with fp32_guard():
-            yield library.is_full
-
-    running = steps()
-    assert contextvars.Context().run(next, running)
-    assert library.is_full
-    with pytest.warns(LowprecWarning, match="was left in another thread or task than"):
-        running.close()  # type: ignore[attr-defined]
-    assert library.is_as_before
 
 
 def test_a_generator_that_another_thread_closes(register: Register) -> None:
@@ -270,27 +220,6 @@ def test_a_generator_that_another_thread_closes(register: Register) -> None:
     with fp32_guard():
         assert thread.is_full
     assert thread.is_as_before, "the next block in the thread puts it right"
-
-
-def test_an_abandoned_async_generator(register: Register) -> None:
-    library = register()
-
-    async def steps():  # type: ignore[no-untyped-def]
-        with fp32_guard():
-            yield 1
-
-    async def main() -> None:
-        running = steps()
-        await anext(running)
-        assert library.is_full
-        del running
-        gc.collect()
-        await asyncio.sleep(0.01)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LowprecWarning)
-        asyncio.run(main())
-    assert library.is_as_before
 
 
 def test_a_finalizer_in_the_midst_of_a_change(register: Register) -> None:

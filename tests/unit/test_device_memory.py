@@ -19,7 +19,7 @@ from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, device_memory
 from lowprec.arrays.device_memory import DeviceArray, is_served, provider, register
 from lowprec.arrays.dlpack import _open, view_of_capsule
 from lowprec.arrays.jax_library import JaxLibrary
-from lowprec.errors import ArrayError, BackendError, DeviceError, DTypeError
+from lowprec.errors import ArrayError, BackendError, DeviceError
 from lowprec.formats import DType
 
 GPU = Device(2, 1)
@@ -118,11 +118,6 @@ def test_a_device_without_a_provider_is_refused() -> None:
         provider(Device(10, 0))
 
 
-def test_the_backend_of_cuda_is_registered() -> None:
-    assert is_served(GPU)
-    assert not is_served(CPU)
-
-
 # -- an array on a device -------------------------------------------------------------------------
 
 
@@ -156,22 +151,6 @@ def test_capsules_of_every_type_and_shape(
     assert (view.strides, view.address) == (array.view().strides, array._block.address)
     assert not view.read_only
     assert view.copied is None
-
-
-@pytest.mark.parametrize(
-    ("keywords", "calls"),
-    [
-        *[({"stream": stream}, [("order", 7, stream, GPU)]) for stream in (1, 2, 0x7F00, 7)],
-        # JAX names none where its client has none, and does not work on the default stream then: the host waits.
-        ({}, [("synchronize", 7, GPU)]),
-        ({"stream": None}, [("synchronize", 7, GPU)]),
-        ({"stream": -1}, []),
-    ],
-    ids=str,
-)
-def test_the_consumers_stream_waits_for_the_producers(memory: Memory, keywords: Any, calls: list[Any]) -> None:
-    device_array(sample(DType.FLOAT32)).__dlpack__(**keywords)
-    assert memory.calls[1:] == calls
 
 
 @pytest.mark.parametrize("stream", [0, -2, 1.5, "1", True])
@@ -341,24 +320,3 @@ def test_jax_arrays_on_a_gpu_come_in_on_lowprecs_own_stream(memory: Memory) -> N
     # In pinned memory its device is the GPU, and DLPack reports memory of the host.
     pinned = GpuJaxArray(sample(DType.FLOAT32), (3, 0))
     assert (library.view(pinned).device, pinned.streams) == (CPU, ["none given"])
-
-
-def test_jax_adopts_results_on_a_gpu(memory: Memory) -> None:
-    """By a stand-in for JAX on a GPU: what it is handed, and for which stream it is made ready."""
-    jax = gpu_jax()
-    library = JaxLibrary(jax)
-    view = library.allocate((5, 3), DType.FLOAT32, GPU, None)
-    assert memory.calls == [("allocate", 60, GPU, OWN_STREAM + 1)]
-    assert library.wrap(view.owner) == "a jax.Array"
-    ((exported, keywords, capsule),) = jax.adopted
-    assert exported.__dlpack_device__() == (2, 1)
-    assert keywords == {}
-    assert view_of_capsule(capsule).address == view.address
-    assert memory.orders() == [(OWN_STREAM + 1, 99)]
-
-
-def test_jax_64_bit_results_on_a_gpu_need_64_bit_jax(memory: Memory) -> None:
-    """By a stand-in for JAX on a GPU: the check is lowprec's."""
-    with pytest.raises(DTypeError, match="64-bit types are disabled"):
-        JaxLibrary(gpu_jax()).allocate((5, 3), DType.FLOAT64, GPU, None)
-    assert memory.calls == []

@@ -135,11 +135,14 @@ def test_created_files_are_the_user_s_alone(cache: Path, monkeypatch: pytest.Mon
     assert modes == {0o700, 0o600}
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 10_000])
-def test_json_that_python_cannot_read_is_damaged(text: str, cache: Path) -> None:
-    disk.write_bytes("x.json", text.encode())
+@pytest.mark.parametrize("text", ["{", "", "[1]", "\xff", "[" * 100_000, '{"a":' * 100_000, "9" * 10_000])
+def test_damaged_json_is_renamed(text: str, cache: Path) -> None:
+    disk.write_bytes("x.json", text.encode("latin-1"))
     with pytest.warns(LowprecWarning, match=r"does not use .*x\.json: .*kept as x\.json\.damaged"):
         assert disk.read_json("x.json") == {}
+    assert [path.name for path in cache.iterdir()] == ["x.json.damaged"]
+    disk.write_json("x.json", {"b": [1, 2], "a": {"c": None}})
+    assert disk.read_json("x.json") == {"b": [1, 2], "a": {"c": None}}
 
 
 def _no_user(monkeypatch: pytest.MonkeyPatch) -> None:

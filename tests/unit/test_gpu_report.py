@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import json
 import math
 import os
 import subprocess
 import sys
-import threading
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -103,25 +100,6 @@ def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., R
     assert alive.stat().st_size == size, "what the part had started lives on"
 
 
-def test_a_report_that_is_interrupted_keeps_what_the_running_part_found(
-    load: Load, execute: Callable[..., Result], tmp_path: Path
-) -> None:
-    parts, ready = load("gpu.parts"), tmp_path / "ready"
-    code = _part(rows=[{"ok": True}], complete=False) + (
-        f"open({str(ready)!r}, 'w').close(); import threading; threading.Event().wait()"
-    )
-
-    def interrupt() -> None:
-        while not ready.exists():
-            threading.Event().wait(0.01)
-        parts.INTERRUPTED.set()
-
-    threading.Thread(target=interrupt).start()
-    found = execute(code, 60.0)
-    assert (found["exit"], found["error"]) == (None, "interrupted")
-    assert found["rows"] == [{"ok": True}]
-
-
 def test_a_signal_ends_the_report_with_what_it_has(load: Load, tmp_path: Path) -> None:
     """The machine's own limit sends SIGTERM; parts that had no turn say so."""
     code = (
@@ -141,15 +119,6 @@ def test_a_signal_ends_the_report_with_what_it_has(load: Load, tmp_path: Path) -
     results = json.loads((tmp_path / "gpu-here.json").read_text())["results"]
     assert results["device"]["facts"]["name"] == "here"
     assert {results[x]["not_run"] for x in ("rounding", "speed")} == {"the report was interrupted"}
-
-
-def test_whatever_a_part_leaves_behind_the_report_goes_on(load: Load, tmp_path: Path) -> None:
-    def reader() -> Result:
-        raise KeyError("nodeid")
-
-    command = [sys.executable, "-c", ""]
-    found = load("gpu.parts").execute(command, tmp_path / "log", 20.0, dict(os.environ), reader)
-    assert found["error"] == "what it wrote cannot be read: KeyError: 'nodeid'"
 
 
 def test_a_part_is_on_disk_after_each_row(load: Load, tmp_path: Path) -> None:
@@ -228,14 +197,6 @@ def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load: Load
     assert {c["met"] for c in content["claims"]} == {None}
 
 
-def test_lowprec_that_fails_to_describe_the_gpu_does_not_stop_the_rest(run_all: Callable[..., Any]) -> None:
-    """The parts show what is wrong."""
-    asked, _ = run_all("test_products", "rounding", nvidia_smi={"name": "NVIDIA H200"})
-    assert [(name, device) for name, _, device in asked] == [
-        ("device", None), ("test_products", "gpu"), ("rounding", None),
-    ]  # fmt: skip
-
-
 def test_each_part_reports_its_question_and_one_that_cannot_be_started(run_all: Callable[..., Any]) -> None:
     asked, content = run_all("test_products", "rounding", "speed", gpu=True, broken="rounding")
     assert [name for name, _, _ in asked] == ["device", "test_products", "rounding", "speed"]
@@ -244,54 +205,6 @@ def test_each_part_reports_its_question_and_one_that_cannot_be_started(run_all: 
     assert results["speed"]["complete"] is True
     assert results["rounding"]["question"] == "How does FAST_TF32 round its operands?"
     assert results["test_products"]["question"].startswith("Which features work")
-
-
-def test_claims_that_cannot_be_judged_lose_nothing(
-    load: Load, run_all: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_: Any) -> Any:
-        raise KeyError("ok")
-
-    monkeypatch.setattr(load("gpu.verdicts"), "claims", broken)
-    _, content = run_all("rounding", gpu=True)
-    assert content["claims"] == []
-    assert content["machine"]["claims_error"] == "KeyError: 'ok'"
-    assert content["results"]["rounding"]["complete"] is True
-
-
-def test_a_commit_may_be_reported(load: Load) -> None:
-    report = load("gpu_report")
-    options = report._parser().parse_args(["--commit", "abc"])
-    assert report.merge({}, options)["machine"]["commit"] == "abc"
-    found = {"device": {"facts": {"commit": "def"}, "rows": []}}
-    assert report.merge(found, options)["machine"]["commit"] == "def"
-
-
-def test_what_describes_the_machine_fails_alone(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, parts = load("gpu.device"), load("gpu.parts")
-
-    def broken(_: Any) -> None:
-        raise RuntimeError("out of order")
-
-    broken.__name__ = "_gpu"
-    monkeypatch.setattr(device, "_gpu", broken)
-    part = parts.Part(tmp_path / "part.json")
-    device.run(part, parts.Options(quick=True, seed=0))
-    found = parts.read(tmp_path / "part.json")["facts"]
-    assert found["why_no_gpu"] == found["error, gpu"] == "RuntimeError: out of order"
-    assert found["gpu"] is None
-    assert {"nvidia_smi", "versions", "cpu", "lowprec_info"} <= set(found)
-
-
-def test_tests_leave_measurements_their_time(load: Load) -> None:
-    report, parts = load("gpu_report"), load("gpu.parts")
-    results = {
-        name: {"elapsed_s": seconds}
-        for name, seconds in (("device", 50.0), ("test_device", 90.0), ("test_products", 45.0))
-    }
-    assert report._left_for_tests("test_cublas_handle", results) == parts.ALL_TESTS_S - 135
-    assert report._left_for_tests("test_kernels", results) == math.inf
-    assert report._left_for_tests("speed", results) == math.inf
 
 
 def test_all_limits_fit_into_the_whole(load: Load) -> None:
@@ -307,14 +220,6 @@ def test_all_limits_fit_into_the_whole(load: Load) -> None:
     assert all(parts.question(name).endswith("?") for name in names)
     for name in parts.MEASUREMENTS:
         assert callable(load(f"gpu.{name.partition('-')[0]}").run)
-
-
-def test_parts_are_named(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = load("gpu_report")._parser()
-    assert parser.parse_args(["--parts", "speed, host,speed"]).parts == ["device", "speed", "host"]
-    with pytest.raises(SystemExit, match="2"):
-        parser.parse_args(["--parts", "sped"])
-    assert "choose of device, rounding" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tests", ["", pytest.param(",test_cublas_handle", marks=pytest.mark.sweep)])
@@ -460,124 +365,6 @@ def test_a_contest_takes_turns_and_rotates_operands(load: Load) -> None:
     assert set(ticks.behind) == {0.0}
 
 
-def test_one_that_fails_on_its_way_does_not_spoil_the_others(load: Load) -> None:
-    clock, calls = load("gpu.clock"), itertools.count()
-
-    def fails(_: int) -> None:
-        if next(calls) > 5:
-            raise MemoryError("out of memory")
-
-    variants = {"fails": clock.Variant(fails), "works": clock.Variant(lambda _: None)}
-    found = clock.contest(variants, clock.HostClock(), sets=1, rounds=6, budget_s=100)
-    assert found.errors == {"fails": "MemoryError: out of memory"}
-    assert set(found.device_s) == set(found.eager_s) == {"works"}
-    assert len(found.device_s["works"]) == 6
-    assert found.speed("works") == found.speed("fails") == {}
-
-
-def test_short_calls_are_queued_behind_a_pause(load: Load) -> None:
-    clock = load("gpu.clock")
-    ticks = _Clock()
-
-    def call(_: int) -> None:
-        time.sleep(1e-4)
-        ticks.taken += 1e-6
-
-    found = clock.contest({"tiny": clock.Variant(call)}, ticks, sets=1, rounds=3, budget_s=0.0, seed=0)
-    assert len(found.device_s["tiny"]) == load("timing").MIN_ROUNDS
-    assert found.device_s["tiny"] == pytest.approx([1e-6] * 3)
-    assert found.host_s["tiny"] > 1e-4
-    # Each sample is taken twice: hidden behind a pause of the device, and as a caller meets it.
-    assert any(b > 100 * 1e-4 for b in ticks.behind)
-    assert ticks.behind[1:].count(0.0) == 3
-
-
-def test_switches_are_set_around_each_sample(load: Load) -> None:
-    clock = load("gpu.clock")
-    events: list[str] = []
-
-    class Switch:
-        def __enter__(self) -> None:
-            events.append("set")
-
-        def __exit__(self, *_: object) -> None:
-            events.append("back")
-
-    variant = clock.Variant(lambda _: events.append("call"), Switch)
-    clock.contest({"x": variant}, clock.HostClock(), sets=1, rounds=3, budget_s=0.0)
-    assert events[0] == "set"
-    assert events[-1] == "back"
-    assert events.count("set") == events.count("back")
-    assert all(a != b or a == "call" for a, b in itertools.pairwise(events))
-
-
-def test_host_times_report_what_does_not_run(load: Load) -> None:
-    host = load("gpu.host")
-    waits: list[int] = []
-
-    def broken() -> None:
-        raise OSError("gone")
-
-    found, errors = host.seconds_per_call(
-        {"a": lambda: None, "b": lambda: sum(range(2000)), "c": broken}, lambda: waits.append(1), count=20, rounds=3
-    )
-    assert errors == {"c": "OSError: gone"}
-    assert {name: len(taken) for name, taken in found.items()} == {"a": 3, "b": 3}
-    assert min(found["b"]) > min(found["a"]) > 0
-    # Once per call that was warmed up, and before each sample.
-    assert len(waits) == 2 + 2 * 3
-
-
-@pytest.fixture
-def small(load: Load) -> Any:
-    """Small operands in host memory."""
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    return load("gpu.host").Small(torch, "float32", "fp32", 0, "cpu")
-
-
-def test_host_times_of_a_group(load: Load, small: Any, tmp_path: Path) -> None:
-    host, part = load("gpu.host"), load("gpu.parts").Part(tmp_path / "part.json")
-
-    def _missing(_: Any) -> Any:
-        raise ModuleNotFoundError("no such library")
-
-    def _other(given: Any) -> Any:
-        return {"other": lambda: given.torch.matmul(given.a, given.b)}
-
-    for group in ((host._torch,), (host._torch, _missing, _other)):
-        host.measure(part, small, group, lambda: None, count=2, rounds=2)
-    told = {row["name"]: row for row in part.rows}
-    # What was measured first is not told twice.
-    assert len(told) == len(part.rows)
-    assert set(told) == {
-        "lowprec", "lowprec, out=", "torch", "torch, out=", "missing", "other",
-    }  # fmt: skip
-    assert told["missing"]["error"] == "ModuleNotFoundError: no such library"
-    assert told["lowprec"]["over_torch"] > 0
-    assert all(row["ok"] is None for row in part.rows)
-
-
-def test_lowprec_that_does_not_run_has_failed(load: Load, small: Any, tmp_path: Path) -> None:
-    host, part = load("gpu.host"), load("gpu.parts").Part(tmp_path / "part.json")
-
-    def broken() -> None:
-        raise OSError("gone")
-
-    host.measure(part, small, (lambda _: {"lowprec": broken},), lambda: None, count=2, rounds=2)
-    (row,) = part.rows
-    assert (row["ok"], row["error"]) == (False, "OSError: gone")
-
-
-def test_a_library_that_cannot_be_called_is_reported(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    speed, clock = load("gpu.speed"), load("gpu.clock")
-
-    def broken() -> Any:
-        raise AttributeError("no such switch")
-
-    found = clock.contest({"cupy": speed._made(broken)}, clock.HostClock(), sets=1, rounds=3, budget_s=0.0)
-    assert found.errors == {"cupy": "AttributeError: no such switch"}
-
-
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_questions_about_pending_work(load: Load, tmp_path: Path) -> None:
     """In host memory JAX and lowprec wait for each other as they must on a device."""
@@ -606,43 +393,6 @@ def test_an_error_beyond_its_bound_is_not_ok(load: Load, rng: np.random.Generato
     assert accuracy.judge(exact, a, b, bound)["ok"] is False
 
 
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_wide_products_are_checked_in_a_wider_type(load: Load, rng: np.random.Generator, dtype: str) -> None:
-    accuracy = load("gpu.accuracy")
-    a, b = accuracy.operands((dtype, dtype), "normal", 64, 32, 0)
-    found = accuracy.judge(a @ b, a, b, lowprec.plan(a, b).bound)
-    # Not zero, as it would be against float64 itself.
-    assert found["ok"] is True
-    assert 0 < found["error"] < 1e-15
-
-
-class _Plans:
-    """lowprec, except that it computes something else."""
-
-    def __init__(self, wrong: Callable[[Any], Any]) -> None:
-        self._real, self._wrong = lowprec, wrong
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def matmul(self, a: Any, b: Any, **asked: Any) -> Any:
-        return self._wrong(self._real.matmul(a, b, **asked))
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_one_wrong_element_is_noticed(load: Load, mode: str) -> None:
-    accuracy = load("gpu.accuracy")
-
-    def wrong(result: Any) -> Any:
-        result[3, 5] += 1000
-        return result
-
-    case = accuracy.Case(("float32", "float32"), "normal", 64, mode)
-    arrays = types.SimpleNamespace(put=lambda x: x, get=np.asarray)
-    assert accuracy.check(_Plans(lambda x: x), arrays, case, 32, 0)["ok"] is True
-    assert accuracy.check(_Plans(wrong), arrays, case, 32, 0)["ok"] is False
-
-
 def test_rules_of_rounding_are_distinguished(load: Load) -> None:
     rounding = load("gpu.rounding")
     values = rounding.patterns(0)
@@ -656,17 +406,6 @@ def test_rules_of_rounding_are_distinguished(load: Load) -> None:
     even, away = (rounding.RULES[f"to nearest, ties {x}"] for x in ("to even", "away from zero"))
     np.testing.assert_array_equal(even(ties), [1, 1 + 2**-9])
     np.testing.assert_array_equal(away(ties), [1 + 2**-10, 1 + 2**-9])
-
-
-@pytest.mark.parametrize("side", ["a", "b"])
-@pytest.mark.parametrize("k", [1, 16])
-def test_operands_repeat_the_patterns(load: Load, side: str, k: int) -> None:
-    rounding = load("gpu.rounding")
-    values = rounding.patterns(0, 64)
-    a, b = rounding.operands(values, k, side)
-    product = a @ b
-    assert a.shape[1] == b.shape[0] == k
-    np.testing.assert_array_equal(product[:, 0] if side == "a" else product[0], values)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -686,60 +425,6 @@ def test_rounding_of_a_sum_is_reported(load: Load, dtype: str) -> None:
     assert accumulation.classify_sum(a, b, c, nearest + 1)["rule"] == "neither"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_split_sums_are_exact_in_fp32_alone(load: Load, dtype: str) -> None:
-    accumulation = load("gpu.accumulation")
-    a, b = (x.astype(np.float64) for x in accumulation.split_operands(0, dtype))
-    exact = a @ b
-    assert exact.max() < 2**24
-    assert exact.max() < np.finfo(np.float16).max
-    half = a.shape[1] // 2
-    parts = [a[:, :half] @ b[:half], a[:, half:] @ b[half:]]
-    kind = load("gpu.libraries").numpy_dtype(dtype)
-    short = sum(p.astype(kind).astype(np.float64) for p in parts)
-    assert (short != exact).mean() > 0.8
-
-
-@pytest.mark.parametrize(
-    ("value", "what", "wanted"),
-    [
-        (None, "COMPUTE_32F", "float32"),
-        (None, "COMPUTE_32F_FAST_TF32", None),
-        ("0", "COMPUTE_32F_FAST_TF32", "float32"),
-        ("0", "handle, TF32_TENSOR_OP_MATH", "float32"),
-        ("0", "COMPUTE_32F_FAST_16F", None),
-        ("1", "COMPUTE_32F", None),
-        ("1", "COMPUTE_32F_PEDANTIC", "float32"),
-    ],
-)
-def test_requirements_of_the_override(load: Load, value: str | None, what: str, wanted: str | None) -> None:
-    assert load("gpu.override").expected(value, what) == wanted
-
-
-@pytest.mark.parametrize(
-    ("mode", "words"), [("fp32", "float32"), ("tf32", "11 bits (TF32 or float16)"), ("bf16", "8 bits (bfloat16)")]
-)
-def test_levels_are_those_of_the_modes(load: Load, rng: np.random.Generator, mode: str, words: str) -> None:
-    a, b = rng.standard_normal((2, 256, 256), dtype=np.float32)
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    result = lowprec.matmul(a, b, math_mode=mode)
-    error = float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
-    assert load("gpu.override").level(error) == words
-    assert load("gpu.override").level(math.nan) == "not finite"
-
-
-def test_first_choice_with_the_best(load: Load) -> None:
-    entry = types.SimpleNamespace
-    timed = [
-        entry(rank=4, median_ms=1.0, algorithm="id 4"),
-        entry(rank=0, median_ms=1.5, algorithm="id 0"),
-        entry(rank=1, median_ms=0.9, algorithm="id 1"),
-    ]
-    found = load("gpu.heuristics").compare(timed)
-    assert found["first_over_best"] == pytest.approx(1.5 / 0.9)
-    assert (found["best_rank"], found["taken_rank"], found["candidates"]) == (1, 4, 3)
-
-
 @pytest.mark.parametrize(("dtype", "group", "bits"), [("bfloat16", 16, 25), ("float32", 4, 24)])
 def test_models_of_tensor_cores_are_distinguished(load: Load, dtype: str, group: int, bits: int) -> None:
     accumulation = load("gpu.accumulation")
@@ -753,15 +438,6 @@ def test_models_of_tensor_cores_are_distinguished(load: Load, dtype: str, group:
     x, y = a.astype(np.float64), b.astype(np.float64)
     limit = 48 / group * ((group + 1) * 2.0**-bits + 2.0**-23) * (np.abs(x) @ np.abs(y))
     assert np.all(np.abs(found[group, bits] - x @ y) <= limit)
-
-
-def test_a_model_by_hand(load: Load) -> None:
-    a = np.array([[1, 2**-12, 2**-12, 2**-12]], np.float32)
-    modelled = load("gpu.accumulation").modelled
-    # 1 and three times 2^-24: with 23 bits the small ones are cut off, one by one.
-    assert modelled(a, a.T, 4, 4, 23)[0, 0] == 1
-    # With one bit more they survive the alignment: 3 * 2^-24, of which FP32 holds 2^-23.
-    assert modelled(a, a.T, 4, 4, 24)[0, 0] == 1 + 2**-23
 
 
 @pytest.fixture

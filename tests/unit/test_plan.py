@@ -8,13 +8,12 @@ import pickle
 
 import pytest
 
-from lowprec import modes
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
-from lowprec.formats import FLOAT8_E4M3FN, OPERAND_DTYPES, DType
+from lowprec.formats import OPERAND_DTYPES, DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, available_modes
 from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, parse_activation, plan_gemm
 from lowprec.planning.bounds import MAX_K_INT8
-from support.machines import AMX, AVX512, BARE, OPENBLAS, ROWS, gpu
+from support.machines import AMX, AVX512, BARE, OPENBLAS, ROWS
 
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
 C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32
@@ -474,23 +473,6 @@ def test_a_device_without_a_kernel_for_the_numbers_says_so():
         plan(problem(F32), MathMode.TF32, device)
     with pytest.raises(UnsupportedError, match=r"of bfloat16 numbers \(no bfloat16 tile units"):
         plan(problem(F32), MathMode.BF16, device)
-
-
-def test_a_mode_of_another_format_is_reported_by_the_formats_row(monkeypatch):
-    """Its range and what holds it come from the format, whichever it is."""
-    row = dataclasses.replace(modes.row(MathMode.BF16), operand_format=FLOAT8_E4M3FN, data=DType.FLOAT8_E4M3FN)
-    monkeypatch.setitem(modes._ROWS, MathMode.BF16, row)
-    plan_gemm.cache_clear()
-    try:
-        found = plan(problem(F32), MathMode.BF16)
-        call = plan(problem(F32), MathMode.BF16, gpu()).call
-    finally:
-        plan_gemm.cache_clear()
-    assert call is not None
-    assert (call.pack_a.dtype, call.pack_b.dtype) == (DType.FLOAT8_E4M3FN, DType.FLOAT8_E4M3FN)
-    assert found.a_becomes.endswith("held in float32")
-    assert "|x| <= 448 in the operands (beyond it NaN)" in found.bound.condition
-    assert not found.bound.unconditional
 
 
 @pytest.mark.parametrize("batch_of_b", [False, True])

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from lowprec.backends import Arguments, ExecutionInfo
 from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu.packed.micro_kernels import AVX512_BF16
 from lowprec.core import executors
-from lowprec.core.arguments import PLAIN, Options, parse_dtype
+from lowprec.core.arguments import PLAIN, parse_dtype
 from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import recorder, records
 from support import machines
@@ -94,15 +93,6 @@ def test_a_profile_that_is_entered_again_goes_on() -> None:
     assert 0 <= prof.records[0].start_ms < prof.records[1].start_ms
 
 
-def test_records_that_were_read_stay_the_same() -> None:
-    with lowprec.profile() as prof:
-        lowprec.matmul(A, B)
-        (before,) = prof.records
-        lowprec.matmul(A, B)
-    assert prof.records[0] is before
-    assert len(prof.records) == 2
-
-
 @pytest.mark.parametrize(
     ("dtype", "numbers", "has_effect"),
     [
@@ -120,35 +110,6 @@ def test_element_types(dtype: Any, numbers: str, has_effect: bool) -> None:
     (record,) = prof.records
     assert (record.number_format, record.mode_has_effect) == (numbers, has_effect)
     assert record.flops == (8 if numbers == "tf32" and dtype is np.complex64 else 2) * 18
-
-
-@pytest.mark.parametrize("via", ["argument", "scope", "process", "rtol", "guard", "default"])
-def test_the_source_of_the_mode(via: str) -> None:
-    sources = {
-        "argument": "math_mode= argument",
-        "scope": "with math_mode(...)",
-        "process": "set_math_mode(...)",
-        "rtol": "rtol= argument",
-        "guard": "fp32_guard",
-        "default": "default",
-    }
-    arguments = {"argument": {"math_mode": "bf16"}, "rtol": {"rtol": 1e-1}}.get(via, {})
-    try:
-        lowprec.set_math_mode("bf16" if via == "process" else None)
-        with lowprec.profile() as prof, lowprec.math_mode("bf16"):
-            if via == "scope":
-                lowprec.matmul(A, B)
-            elif via == "guard":
-                with lowprec.fp32_guard(frameworks=False):
-                    lowprec.matmul(A, B)
-        with prof:
-            if via not in ("scope", "guard"):
-                lowprec.matmul(A, B, **arguments)
-    finally:
-        lowprec.set_math_mode(None)
-    (record,) = prof.records
-    assert record.source == sources[via]
-    assert record.mode == ("fp32" if via in ("guard", "default") else record.mode)
 
 
 def test_a_batch_and_an_overlapping_out_are_one_product_each() -> None:
@@ -179,17 +140,6 @@ def test_results_are_the_same_and_the_cache_holds_no_observer() -> None:
         observed = lowprec.matmul(A, B)
     assert np.array_equal(expected, observed)
     assert executors.look_up(policy.resolve(), x, y, PLAIN) is cached
-
-
-def test_what_only_wants_the_executor_is_not_observed() -> None:
-    x, y = library_of(A).view(A), library_of(B).view(B)
-    with lowprec.profile() as prof:
-        plain = executors.look_up(policy.resolve(), x, y, Options(), observed=False)
-        again = executors.look_up(policy.resolve(), x, y, Options(), observed=False)
-        out = library_of(A).allocate((6, 5), x.dtype, x.device, A)
-        plain.execute(Options().arguments(x, y, out))
-    assert plain is again
-    assert len(prof) == 0
 
 
 # -- failures -------------------------------------------------------------------------------------
@@ -300,27 +250,6 @@ def test_many_threads_lose_nothing() -> None:
     assert len(prof.ranges) == 400
 
 
-def test_a_thread_that_ends_later_still_counts() -> None:
-    started, go = threading.Event(), threading.Event()
-    real = cpu.stopwatch
-
-    def wait(arguments: Arguments) -> None:
-        started.set()
-        assert go.wait(10)
-        real(arguments)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(cpu, "stopwatch", wait)
-        with lowprec.profile() as prof:
-            thread = threading.Thread(target=lambda: lowprec.matmul(A, B))
-            thread.start()
-            assert started.wait(10)
-        assert len(prof) == 0
-        go.set()
-        thread.join()
-    assert len(prof) == 1
-
-
 @pytest.mark.parametrize("threads", ["none", None, "All"])
 def test_other_threads_are_refused(threads: Any) -> None:
     with pytest.raises(lowprec.UnsupportedError, match="'all', 'current'"):
@@ -392,13 +321,6 @@ def test_nvtx_ranges_carry_the_names(pushed: list[str | None]) -> None:
     lowprec.matmul(A, B)
     products = ["lowprec bf16 6x5x4", None, "lowprec float64 7 * 4x4x4", None]
     assert pushed == ["step", *products, None]
-
-
-@pytest.mark.usefixtures("broken")
-def test_nvtx_ranges_end_with_an_error(pushed: list[str | None]) -> None:
-    with pytest.raises(Broken, match="gave up"), lowprec.profile():
-        lowprec.matmul(A, B)
-    assert pushed == ["lowprec fp32 6x5x4", None]
 
 
 # -- units ----------------------------------------------------------------------------------------
@@ -562,19 +484,6 @@ def test_a_stream_has_a_row_where_nothing_overlaps(tmp_path: Path) -> None:
     assert 0 < stream < 2**31
 
 
-def test_a_product_is_not_on_its_stream_before_it_was_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu, "stopwatch", lambda arguments: Watch(1e-9))
-    with lowprec.profile() as prof:
-        lowprec.matmul(A, B)
-        lowprec.matmul(A, B)
-    prof.to_chrome_trace(tmp_path / "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
-    on_stream = [e for e in events if e["ph"] == "X" and e["dur"] == pytest.approx(1e-6)]
-    assert [e["ts"] for e in on_stream] == [1e3 * r.start_ms for r in prof.records]
-
-
 # -- sums, tables, files --------------------------------------------------------------------------
 
 
@@ -660,38 +569,6 @@ def test_json_holds_everything(prof: lowprec.profile, tmp_path: Path) -> None:
     assert (read["label"], read["lowprec"]) == ("mixed", lowprec.__version__)
     assert [p["m"] for p in read["products"]] == [r.m for r in prof.records]
     assert [r["name"] for r in read["ranges"]] == ["step"] * 3
-    assert [f.name for f in tmp_path.iterdir()] == ["profile.json"]
-
-
-def test_a_file_is_replaced_as_a_whole_or_not_at_all(
-    prof: lowprec.profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text("of an earlier run", "utf-8")
-
-    def full(descriptor: int) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="no space left"):
-        prof.to_json(path)
-    assert path.read_text("utf-8") == "of an earlier run"
-    assert [f.name for f in tmp_path.iterdir()] == ["profile.json"]
-
-
-def test_nothing_reaches_the_file_but_by_being_moved_there(
-    prof: lowprec.profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        assert json.loads(source.read_text("utf-8"))["label"] == "mixed"
-        raise PermissionError("the folder is read-only")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    path = tmp_path / "profile.json"
-    path.write_text("of an earlier run", "utf-8")
-    with pytest.raises(PermissionError, match="read-only"):
-        prof.to_json(path)
-    assert path.read_text("utf-8") == "of an earlier run"
     assert [f.name for f in tmp_path.iterdir()] == ["profile.json"]
 
 
@@ -805,27 +682,6 @@ def test_a_signal_handler_may_profile_and_read_wherever_it_strikes() -> None:
         assert [r.label for r in records].count("step") == 2
         lowprec.matmul(A, A)
         assert len(prof) == len(records), "somebody listens still"
-        """
-    )
-
-
-@posix
-def test_a_signal_handler_may_read_what_is_being_read() -> None:
-    run(
-        """
-        with prof:
-            lowprec.matmul(A, A)
-        seen = []
-
-        def handler(number, frame):
-            global while_read
-            while_read = lambda: None
-            seen.extend(prof.records)
-
-        signal.signal(signal.SIGUSR1, handler)
-        while_read = lambda: signal.raise_signal(signal.SIGUSR1)
-        (record,) = prof.records
-        assert seen == [record] and seen[0] is record and record.elapsed_ms == 2.0
         """
     )
 

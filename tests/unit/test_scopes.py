@@ -119,20 +119,6 @@ def test_an_exit_in_another_context_changes_neither(make: Make, inside: MathMode
         assert get_math_mode() is inside
 
 
-def test_a_generator_that_ends_late_closes_its_own_block() -> None:
-    def body() -> Iterator[None]:
-        with math_mode("bf16"):
-            yield
-
-    # A plain generator shares its consumer's context: the mode stays until the body ends.
-    running = body()
-    next(running)
-    assert get_math_mode() is BF16
-    with math_mode("tf32"):
-        running.close()
-        assert get_math_mode() is TF32
-
-
 # -- threads and tasks ----------------------------------------------------------------------------
 
 
@@ -163,27 +149,6 @@ def test_each_of_eight_threads_sees_its_own_mode() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(count_others, *zip(*own, strict=True))) == [0] * 8
-
-
-@scopes
-def test_threads_may_share_one_scope(make: Make, inside: MathMode) -> None:
-    scope, entered, left = make(), threading.Event(), threading.Event()
-
-    def stay() -> MathMode:
-        with scope:
-            entered.set()
-            assert left.wait(10)
-            return get_math_mode()
-
-    with ThreadPoolExecutor(1) as pool:
-        staying = pool.submit(stay)
-        assert entered.wait(10)
-        assert get_math_mode() is OUTSIDE
-        with scope:
-            assert get_math_mode() is inside
-        assert get_math_mode() is OUTSIDE
-        left.set()
-        assert staying.result() is inside
 
 
 @scopes
@@ -247,21 +212,6 @@ def test_a_decorated_function(make: Make, inside: MathMode) -> None:
     assert mode(2) == [inside] * 3
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         mode(0, fail=True)
-
-
-def test_a_decorated_coroutine_function() -> None:
-    @math_mode("bf16")
-    async def mode() -> list[MathMode]:
-        before = get_math_mode()
-        await asyncio.sleep(0)
-        return [before, get_math_mode()]
-
-    async def main() -> list[MathMode]:
-        pending = mode()
-        outside = get_math_mode()
-        return [outside, *await pending, get_math_mode()]
-
-    assert asyncio.run(main()) == [OUTSIDE, BF16, BF16, OUTSIDE]
 
 
 @scopes

@@ -6,7 +6,6 @@ import _thread
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -118,35 +117,6 @@ def test_a_stopped_one_looks_no_more(stopped: Any, monkeypatch: pytest.MonkeyPat
     assert len(started) == 1
 
 
-def test_threads_that_come_together_start_one(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = count_starts(monkeypatch)
-    work, together = Work(), threading.Barrier(8)
-    waiter = stopped(work.look)
-
-    def wake(_: int) -> None:
-        together.wait()
-        waiter.wake()
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(wake, range(8)))
-    assert work.done.wait(LONG_S)
-    assert len(started) == 1
-
-
-def test_where_no_thread_can_be_started_nothing_happens(stopped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    work = Work()
-    waiter = stopped(work.look)
-    with monkeypatch.context() as patch:
-        patch.setattr(_thread, "start_new_thread", refuse)
-        waiter.wake()
-    assert work.looks == 0
-    waiter.wake()
-    assert work.done.wait(LONG_S)
-
-
 def test_an_interrupt_anywhere_leaves_one_that_works(stopped: Any) -> None:
     def act() -> None:
         raise interrupts.Interrupt
@@ -164,37 +134,8 @@ def test_an_interrupt_anywhere_leaves_one_that_works(stopped: Any) -> None:
     assert at > 5
 
 
-def test_a_handler_that_wakes_in_the_middle(stopped: Any) -> None:
-    """Of each line, its own first start included: no lock is found taken."""
-    at, struck = 0, True
-    while struck:
-        work = Work()
-        waiter = stopped(work.look)
-        struck = interrupts.strike(waiter.wake, at, waiter.wake)
-        at += struck
-        assert work.done.wait(LONG_S)
-    assert at > 5
-
-
 def run(code: str) -> tuple[int, str, str]:
     return start("-W", "ignore", "-c", code)
-
-
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise SystemExit(3)"])
-def test_the_end_of_the_interpreter_leaves_it_behind(end: str) -> None:
-    code = f"""
-import sys, threading
-from lowprec.backends.cuda.waiting import Waiter
-looked = threading.Event()
-def look():
-    looked.set()
-    return True  # for ever
-Waiter(look).wake()
-looked.wait()
-Waiter(lambda: False).wake()
-{end}
-"""
-    assert run(code) == (3 if end else 0, "", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
