@@ -36,13 +36,7 @@ _DEVICE_NAMES = {
 
 
 class Device(NamedTuple):
-    """A device by DLPack's type and index.
-
-    Examples
-    --------
-    >>> str(Device(2, 1))
-    'cuda:1'
-    """
+    """A device by DLPack's type and index."""
 
     type: int  # ``DLDeviceType``: 1 is the CPU, 2 is CUDA
     #: Number of the device; 0 for the CPU.

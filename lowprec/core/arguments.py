@@ -54,14 +54,7 @@ class ShapeDtype:
 
 
 def parse_dtype(dtype: Any) -> DType:
-    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or an Array API dtype.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> parse_dtype(np.float16) is parse_dtype("float16") is parse_dtype(np.dtype("f2"))
-    True
-    """
+    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or an Array API dtype."""
     if isinstance(dtype, DType):
         return dtype
     if isinstance(dtype, str):

@@ -48,13 +48,6 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
     """Return the calls that compute a batch: each call covers the largest dimension, the calls loop over the others.
 
     No dimension of ``shape`` is empty; ``stacks`` are the strides of each array over ``shape``, in elements.
-
-    Examples
-    --------
-    >>> split_batches((2, 3), [(5, 20)])
-    Batches(count=3, strides=(20,), offsets=((0,), (5,)))
-    >>> split_batches((2,), [(-6,)])
-    Batches(count=1, strides=(0,), offsets=((0,), (-6,)))
     """
     dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])
     # cuBLASLt does not document negative batch strides.

@@ -35,15 +35,6 @@ def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) 
     """Return the plan of a product on a device in a mode; cached.
 
     Raises DTypeError, ShapeError or UnsupportedError if the product cannot run.
-
-    Examples
-    --------
-    >>> from lowprec.planning import KernelRow, OperandSpec
-    >>> square = OperandSpec.contiguous(DType.FLOAT32, (256, 256))
-    >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function", holds_in=DType.FLOAT32)
-    >>> plan = plan_gemm(GemmProblem(square, square), Capabilities("cpu", "any", (numpy,)), MathMode.BF16)
-    >>> plan.kernel, plan.a_becomes
-    ('numpy', 'bfloat16, held in float32')
     """
     if mode is MathMode.FP32_EMULATED:
         return replace(_emulated(problem, capabilities), mode=mode)

@@ -134,11 +134,6 @@ def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
     It is the longest whose error on data of one sign, where truncations add up, is about that of an FP32 sum; if there
     is none, the shortest. Observed errors on such data are a seventh of the worst case of d truncations, and
     sqrt(k) u / 4 for k roundings to nearest. The bounds themselves do not predict this ratio.
-
-    Examples
-    --------
-    >>> [chunk_for(k, "bfloat16", (9, 0)) for k in (256, 1024, 16384, 65536, 2**18)]
-    [None, 256, 256, 512, 1024]
     """
     for chunk in (k, *CHUNKS):
         if on_tensor_cores(min(chunk, k), fmt, capability).cut <= 2 * sqrt(k):

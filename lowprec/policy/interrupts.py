@@ -17,15 +17,6 @@ def raised_in(error: BaseException, *modules: str) -> bool:
     """Whether an exception was raised in a module whose name begins with one of these.
 
     A C function counts as part of the module that calls it.
-
-    Examples
-    --------
-    >>> import json
-    >>> try:
-    ...     json.loads("[")
-    ... except ValueError as error:
-    ...     raised_in(error, __name__), raised_in(error, __name__, "json")
-    (False, True)
     """
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:

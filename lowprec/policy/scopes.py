@@ -44,13 +44,7 @@ class LibraryStatus:
 
 
 def selection(frameworks: Frameworks) -> frozenset[str] | None:
-    """Return the names of the selected libraries, None for all.
-
-    Examples
-    --------
-    >>> sorted(selection(["torch", "jax"]))
-    ['jax', 'torch']
-    """
+    """Return the names of the selected libraries, None for all."""
     if isinstance(frameworks, bool):
         return None if frameworks else NO_LIBRARY
     if isinstance(frameworks, str) or not isinstance(frameworks, Iterable):

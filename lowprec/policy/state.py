@@ -253,11 +253,6 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 
     Raises ModeError for an unknown argument, even if it is overruled, and EnvironmentVariableError for an illegal value
     of a variable.
-
-    Examples
-    --------
-    >>> resolve("bf16").source
-    <ModeSource.ARGUMENT: 'math_mode= argument'>
     """
     here = innermost.get()
     taken = environment.snapshot()

@@ -142,13 +142,7 @@ def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
 
 
 def interpreter_options(words: Sequence[str]) -> list[str]:
-    """Return Python's own options from the words of ``sys.orig_argv``.
-
-    Examples
-    --------
-    >>> interpreter_options(["python", "-W", "error", "-um", "lowprec", "run", "-X"])
-    ['-W', 'error', '-u']
-    """
+    """Return Python's own options from the words of ``sys.orig_argv``."""
     found: list[str] = []
     rest = iter(words[1:])
     for word in rest:
