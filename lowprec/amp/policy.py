@@ -18,7 +18,7 @@ from lowprec.amp.rules import SettingError, check_scale
 from lowprec.amp.scaler import LossScaler
 from lowprec.arrays.namespaces import cast
 from lowprec.errors import quoted, warn
-from lowprec.policy import environment
+from lowprec.policy.variables import AMP_LISTS
 
 LISTS = ("allow", "deny", "infer")
 
@@ -51,11 +51,11 @@ _TYPES = {
 def _list_table(moves: tuple[tuple[str, str], ...]) -> dict[str, str]:
     table = {name: which for which in LISTS for name in DEFAULT_LISTS[which].split()}
     for which in LISTS:
-        for name in environment.amp_list(which, "REMOVE"):
+        for name in AMP_LISTS[which, "REMOVE"].current() or ():
             if table.get(name) == which:
                 del table[name]
     for which in LISTS:
-        table.update(dict.fromkeys(environment.amp_list(which, "ADD"), which))
+        table.update(dict.fromkeys(AMP_LISTS[which, "ADD"].current() or (), which))
     for name, which in moves:
         if which == "none":
             table.pop(name, None)

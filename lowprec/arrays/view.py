@@ -206,16 +206,13 @@ def _pointer_by_interface(array: NDArray[Any]) -> int:
     return array.ctypes.data
 
 
-def _layout_is_as_expected() -> bool:
-    if sys.implementation.name != "cpython":
-        return False
-    base = np.zeros((3, 5), np.float32)
-    probes = (base, base[1:, 2:], base[::-1])
-    return all(_pointer_by_layout(p) == _pointer_by_interface(p) for p in probes)
-
+_base = np.zeros((3, 5), np.float32)
+_layout_is_as_expected = sys.implementation.name == "cpython" and all(
+    _pointer_by_layout(x) == _pointer_by_interface(x) for x in (_base, _base[1:, 2:], _base[::-1])
+)
 
 #: Address of a NumPy array's first element.
-data_pointer = _pointer_by_layout if _layout_is_as_expected() else _pointer_by_interface
+data_pointer = _pointer_by_layout if _layout_is_as_expected else _pointer_by_interface
 
 
 # Limit of candidate solutions in NumPy's exact overlap search; ordinary views need a few.

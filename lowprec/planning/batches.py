@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 
@@ -11,15 +10,6 @@ Shape = tuple[int, ...]
 
 #: Extent, and the stride of each array in elements.
 Dimension = tuple[int, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """The calls that compute a batch, all with the same batch count and strides."""
-
-    count: int  # matrices per call
-    strides: Shape  # batch stride of each array, in elements
-    offsets: tuple[Shape, ...]  # per call the offset of each array's first matrix, in elements
 
 
 def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
@@ -44,10 +34,11 @@ def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
     return result
 
 
-def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
-    """Return the calls that compute a batch: each call covers the largest dimension, the calls loop over the others.
+def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[int, Shape, tuple[Shape, ...]]:
+    """Divide a batch into calls, each over the largest dimension; ``stacks`` are each array's strides over ``shape``.
 
-    No dimension of ``shape`` is empty; ``stacks`` are the strides of each array over ``shape``, in elements.
+    Return the number of matrices per call, the batch stride of each array, and per call the offset of each array's
+    first matrix. Strides and offsets count elements; no dimension is empty.
     """
     dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])
     # cuBLASLt does not document negative batch strides.
@@ -57,7 +48,7 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
         count, strides = dimensions.pop(max(forward, key=lambda i: dimensions[i][0]))
     offsets = tuple(offsets_of(dimensions, len(stacks)))
     assert len(offsets) * count == prod(shape)
-    return Batches(count, strides, offsets)
+    return count, strides, offsets
 
 
 def offsets_of(dimensions: Sequence[Dimension], arrays: int) -> Iterator[Shape]:

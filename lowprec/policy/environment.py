@@ -109,35 +109,11 @@ def hidden_cpu_flags() -> frozenset[str]:
     Like the variables of the snapshot it is read once.
     """
     taken = _taken.get(None)
-    limit = variables.MAX_CPU_ISA.value(variables.MAX_CPU_ISA.text()) if taken is None else taken.max_cpu_isa
+    limit = variables.MAX_CPU_ISA.current() if taken is None else taken.max_cpu_isa
     if limit is None:
         return frozenset()
     names = list(variables.ISAS)
     return frozenset().union(*(variables.ISAS[name] for name in names[names.index(limit) + 1 :]))
-
-
-def autotune() -> bool | None:
-    """Return the value of ``LOWPREC_AUTOTUNE``, None if unset; raise if it is neither 0 nor 1."""
-    return variables.AUTOTUNE.value(variables.AUTOTUNE.text())
-
-
-def cache_directory() -> str | None:
-    """Return the folder in ``LOWPREC_CACHE_DIR``, None if unset."""
-    return variables.CACHE_DIR.value(variables.CACHE_DIR.text())
-
-
-def amp_list(which: str, action: str) -> tuple[str, ...]:
-    """Return the names in ``LOWPREC_AMP_ALLOWLIST_ADD`` and similar variables; raise for an illegal name.
-
-    ``which`` is "allow", "deny" or "infer", ``action`` is "ADD" or "REMOVE".
-    """
-    variable = variables.AMP_LISTS[which, action]
-    return variable.value(variable.text()) or ()
-
-
-def uses_own_threads() -> bool:
-    """Return whether ``LOWPREC_THREADS`` is ``own``; raise if it is neither that nor ``openmp``."""
-    return variables.THREADS.value(variables.THREADS.text()) == "own"
 
 
 def thread_limit() -> int | None:

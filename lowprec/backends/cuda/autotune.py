@@ -15,7 +15,7 @@ from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
 from lowprec.backends.cuda.measuring import Contest, Measured, Progress, rotated
-from lowprec.policy import environment
+from lowprec.policy.variables import AUTOTUNE
 
 #: Default number of algorithms that are measured.
 CANDIDATES = 32
@@ -26,7 +26,7 @@ _FORMAT = 1
 
 def choose(invocation: Invocation, handle: int, stream: int, operands: Operands) -> Algorithm | None:
     """Return the algorithm for a product, measured or the heuristics' first choice; None if there is none."""
-    setting = environment.autotune()
+    setting = AUTOTUNE.current()
     if setting is not False and (known := _known(invocation, handle)) is not None:
         return known
     found = invocation.search(handle, 1)
