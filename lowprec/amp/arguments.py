@@ -39,9 +39,8 @@ class Operands:
 def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None) -> Operands:
     """Return the operands in the type that a list ("allow", "deny", "infer") requires.
 
-    Arrays, and lists and tuples of arrays, of floats narrower than 64 bits are cast; ``out`` is not. ``compute`` is the
-    policy's type of products, float32 in ``fp32_guard`` and under ``LOWPREC_FORCE_MATH_MODE``. Where the namespace
-    ``xp`` lacks the type, a math mode replaces it.
+    Floats narrower than 64 bits are cast, also in lists and tuples, but not ``out``. ``compute`` is the policy's type
+    of products, float32 in ``fp32_guard``; where the namespace ``xp`` lacks it, a math mode replaces it.
     """
     if which == "infer":
         names = {dtype_name(x) for x in _arrays(args, kwargs) if is_float(x)}

@@ -31,10 +31,7 @@ class Block(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """Memory and stream functions of a backend; a module with these functions is a provider.
-
-    Streams are CUDA handles: 1 is the legacy default stream, 2 the per-thread default stream.
-    """
+    """Memory and stream functions of a backend; a module with these functions is a provider."""
 
     def allocate(self, nbytes: int, device: Device, stream: int) -> Block:
         """Return new memory for use on a stream."""
@@ -95,10 +92,7 @@ _NO_STREAM = 0
 
 
 class DeviceArray(DLPackArray):
-    """A new, row-major :class:`DLPackArray` on a device, written on a stream.
-
-    The NumPy array in it has the shape and dtype, at a device address that the host must not read.
-    """
+    """A new, row-major :class:`DLPackArray` on a device, written on a stream; its NumPy array must not be read."""
 
     __slots__ = ("_block", "_device", "_stream")
 

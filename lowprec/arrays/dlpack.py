@@ -107,10 +107,10 @@ def _open(capsule: object) -> tuple[_Tensor, int]:
 
 
 def view_of_capsule(capsule: object) -> ArrayView:
-    """Return the view of a DLPack capsule; the view keeps the capsule alive.
+    """Return the view of a DLPack capsule, which it keeps alive.
 
-    Raises ArrayError if the capsule has been consumed, has another major version, or describes an impossible array,
-    DTypeError if the element type is not supported.
+    Raises ArrayError for a consumed capsule, another major version or an impossible array; DTypeError for its element
+    type.
     """
     tensor, flags = _open(capsule)
     dtype = dtype_from_dlpack(tensor.code, tensor.bits, tensor.lanes)
@@ -161,10 +161,7 @@ def _device(kind: int, index: int) -> Device:
 
 
 def device_of(array: Any) -> Device:
-    """Return the device of an array by ``__dlpack_device__``; host-readable memory is the CPU's.
-
-    Raises ArrayError if the method raises or returns no device.
-    """
+    """Return the device of an array by ``__dlpack_device__``; host-readable memory is the CPU's. Raises ArrayError."""
     try:
         said = array.__dlpack_device__()
     except Exception as error:
@@ -181,8 +178,7 @@ def device_of(array: Any) -> Device:
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
     """Return the view of any array with ``__dlpack__``; ArrayError, with the library's message, if export fails.
 
-    ``stream`` is the consumer's stream, numbered as in the standard; None for host memory or CUDA's legacy default
-    stream.
+    ``stream`` is the consumer's, as in the standard; None for host memory or CUDA's legacy default stream.
     """
     keywords = {} if stream is None else {"stream": stream}
     try:
@@ -338,8 +334,7 @@ def export(
 ) -> object:
     """Return a capsule of the newest DLPack version that the consumer supports.
 
-    ``memory`` may have a device address, since the elements are not read; ``dtype`` is their actual type; ``copied``
-    records a copy made for this export.
+    ``memory`` is not read; ``dtype`` is its actual type; ``copied`` records a copy made for this export.
     """
     carrier = _CARRIERS.get(dtype)
     exported = memory if carrier is None else memory.view(carrier)

@@ -53,11 +53,7 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 
 
 def library_of(array: Any) -> Library:
-    """Return the library of an array.
-
-    Raises ArrayError, with a remedy, if the object is no array or cannot be read in place: a tracer, a masked array, a
-    subclass that changes the meaning of the elements.
-    """
+    """Return the library of an array; ArrayError, with a remedy, for objects that cannot be read in place."""
     found = _BY_TYPE.get(type(array))
     return _look_up(array) if found is None else found
 
@@ -155,10 +151,7 @@ def dense_method(x: Any) -> str:
 
 
 def library_name(array: Any) -> str:
-    """Return the name of an array's library, also for arrays that :func:`library_of` rejects as unreadable.
-
-    Raises ArrayError if it is no array, or a NumPy subclass that changes the meaning of the elements.
-    """
+    """Return the name of an array's library, also where :func:`library_of` rejects the array as unreadable."""
     return _optional_name(array) or library_of(array).name
 
 

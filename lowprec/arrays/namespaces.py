@@ -66,11 +66,7 @@ def shape_of(array: Any) -> tuple[int, ...]:
 
 
 def cast(array: Any, label: str) -> Any:
-    """Return an array cast to another element type.
-
-    It is returned unchanged if it has that type, or if its library lacks the type (strict Array API libraries have no
-    float16, and 64-bit types may be disabled in JAX).
-    """
+    """Return an array cast to another element type; unchanged if it has that type, or if its library lacks the type."""
     if dtype_name(array) == label:
         return array
     if hasattr(array, "astype"):  # NumPy scalars too

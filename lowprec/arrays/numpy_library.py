@@ -25,11 +25,7 @@ _ENTRIES = {numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1) for d,
 
 
 def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
-    """Return the view of a NumPy array.
-
-    An array of foreign byte order, misaligned, or with byte strides that are not multiples of the element size is
-    copied; the view records the reason.
-    """
+    """Return the view of a NumPy array, or of a copy with its reason: foreign byte order, misaligned, odd strides."""
     entry = _ENTRIES.get(array.dtype)
     flags = array.flags
     if entry is None or not flags.aligned:

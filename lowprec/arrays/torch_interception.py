@@ -17,10 +17,7 @@ DELEGATE = "lowprec.torch:matmul"
 
 
 def probes_of(torch: Any) -> tuple[Callable[[], Any], ...]:
-    """Return functions of torch that are true if an interception may be active; 20 to 50 ns each.
-
-    They include function modes because ``make_fx(pre_dispatch=True)`` keeps its dispatch mode on a separate stack.
-    """
+    """Return functions of torch that are true if an interception may be active; 20 to 50 ns each."""
     core = torch._C
     return (
         core._len_torch_dispatch_stack,
@@ -53,10 +50,7 @@ def refuse_interception(torch: Any) -> None:
 
 
 def refuse_tangent(torch: Any, array: Any) -> None:
-    """Raise DelegateError if a tensor has a tangent at the current level of forward-mode AD.
-
-    Below autograd, in the handler of a dispatch mode, PyTorch has already handled tangents.
-    """
+    """Raise DelegateError if a tensor has a tangent at the current level of forward-mode AD."""
     core = torch._C
     if core._dispatch_tls_is_dispatch_key_excluded(core.DispatchKey.AutogradFunctionality):
         return

@@ -52,11 +52,7 @@ _WITH_GRAD = (
 
 
 class TorchLibrary(Library):
-    """PyTorch tensors and parameters on any device with memory addresses.
-
-    While gradients are recorded, a tensor that requires grad has no view: the product would be missing in the autograd
-    graph.
-    """
+    """PyTorch tensors on devices with addresses; one that requires grad has no view while gradients are recorded."""
 
     name = "torch"
 

@@ -38,11 +38,7 @@ class Errors:
 
 
 class Reference:
-    """The float64 product of two operands, shapes (..., m, k) or (k,), and (..., k, n) or (k,), as stored.
-
-    Products of two numbers of at most single precision are exact in float64. The relative error of a sum of k of them
-    is at most k 2^-53, negligible against the measured errors.
-    """
+    """The float64 product of two operands as stored, whose own error is at most k 2^-53."""
 
     def __init__(self, a: Array, b: Array) -> None:
         wide_a, wide_b = _wide(a), _wide(b)

@@ -204,8 +204,7 @@ def _spec(x: ShapeDtype) -> str:
 def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Variant]:
     """Return the variants to compare on these operands, the baseline first: float32 in mode ``fp32``.
 
-    Operands on which no mode acts (16-bit, int8) are compared with float32 copies. Raises DTypeError for float64 and
-    complex128.
+    Operands on which no mode acts are compared with float32 copies. Raises DTypeError for float64 and complex128.
     """
     a, b = case.sets[0]
     for name in (a.dtype.name, b.dtype.name):
@@ -231,10 +230,10 @@ def compare(
     load: Load,
     step: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Return the comparison of the variants, the first of which is the baseline.
+    """Return the comparison of the variants, the first of which is the baseline; ``load`` was measured before.
 
-    ``step`` receives a description before each variant's first product; with ``rounds`` and ``budget`` it is passed to
-    :func:`take_turns`. ``load`` was measured before.
+    ``step`` receives a description of each step, the first product of each variant and the rounds of
+    :func:`take_turns`.
     """
     reference = Reference(*case.sets[0])
     plans, errors = {}, {}

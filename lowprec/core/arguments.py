@@ -179,11 +179,7 @@ def bind(
     *,
     describing: bool = False,
 ) -> Options:
-    """Check the keyword arguments of ``matmul``.
-
-    ``describing`` also accepts descriptions (shape and dtype) as ``out``, ``c`` and ``bias``. Raises ArrayError,
-    DTypeError or UnsupportedError for an illegal argument, ShapeError for ``beta`` without ``c``.
-    """
+    """Check the keyword arguments of ``matmul``; ``describing`` also accepts descriptions as arrays."""
     options = Options(
         None if out is None else view_of(out, writable=True, describing=describing),
         None if c is None else view_of(c, describing=describing),

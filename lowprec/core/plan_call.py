@@ -42,11 +42,7 @@ def mode_within(
     capabilities: Capabilities,
     bound: BoundName | None = None,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
-    """Return the mode that ``rtol`` selects for a product on a device, and all candidates.
-
-    The guard and ``LOWPREC_FORCE_MATH_MODE`` take precedence; there are then no candidates. Raises ModeError if both
-    ``rtol`` and ``math_mode`` are given, one is illegal, or no mode meets ``rtol``.
-    """
+    """Return the mode that ``rtol`` selects for a product on a device, and all candidates (none if it is imposed)."""
     measure = Bound.GUARANTEED if bound is None else check_bound(bound)
     if rtol is None:
         raise ModeError(f"bound={str(measure)!r} needs rtol=; pass both")

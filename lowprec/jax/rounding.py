@@ -107,10 +107,7 @@ def times_power_of_two(x: Any, exponent: Any, steps: int) -> Any:
 
 
 def scaled(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return ``x * 2**e``, exact, and the exponents e, shared along ``axes`` (kept, length 1).
-
-    e is 0 where all elements are zero; non-finite elements are ignored.
-    """
+    """Return ``x * 2**e``, exact, and the exponents e, shared along ``axes``; non-finite elements are ignored."""
 
     def size(part: Any) -> Any:
         found = _bits(part) & _MAGNITUDE

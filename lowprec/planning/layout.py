@@ -188,11 +188,7 @@ def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: Opera
 def gemm_layout(
     a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None, out_dtype: DType | None = None
 ) -> GemmLayout:
-    """Return the layout of ``a @ b``, into ``out`` if it is given.
-
-    ``out_dtype`` is the dtype of a new result, by default that of ``a``. Raises ShapeError if the shapes do not match
-    or elements of ``out`` may overlap.
-    """
+    """Return the layout of ``a @ b``, into ``out`` or a new array of ``out_dtype`` (default: that of ``a``)."""
     return _collapse(stacked_layout(a, b, out, out_dtype))
 
 
@@ -214,10 +210,7 @@ def stacked_layout(
 
 
 def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout) -> MatrixStack | None:
-    """Return an addend, broadcast to the result, as the matrices of a layout.
-
-    None if the layout is collapsed and the addend's rows have no single stride.
-    """
+    """Return an addend as matrices of a layout; None if that is collapsed and the rows have no single stride."""
     missing = len(layout.out_shape) - len(c.shape)
     own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
     m, n, _, batch = _extents(a.shape, b.shape)

@@ -252,10 +252,7 @@ _DERIVED = (
 
 
 def to_dict(plan: GemmPlan) -> dict[str, Any]:
-    """Return the plan as dictionaries, lists, strings, numbers, booleans and None.
-
-    An infinite bound is None, because JSON has no infinity.
-    """
+    """Return the plan as values for JSON, which has no infinity: None instead."""
     result: dict[str, Any] = _plain(plan)
     return result | {name: _plain(getattr(plan, name)) for name in _DERIVED}
 

@@ -64,10 +64,9 @@ def select_mode(
     excluded: frozenset[MathMode] = frozenset(),
     bound: Bound = Bound.GUARANTEED,
 ) -> Selection:
-    """Return the cheapest mode on this device whose bound of the relative error is at most ``rtol``.
+    """Return the cheapest mode whose bound of ``|C - AB| / (|A| |B|)`` (Frobenius norms) is at most ``rtol``.
 
-    The error is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. ``excluded`` are modes excluded by the environment.
-    Raises ModeError, with all bounds, if no mode meets ``rtol``.
+    ``excluded`` are modes excluded by the environment. Raises ModeError, with all bounds, if no mode meets ``rtol``.
     """
     plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}

@@ -116,9 +116,9 @@ def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dic
 def in_one_pass(
     schedule: tuple[Product, ...], of_chunk: Callable[[int, int], int], chunk: int, more: int
 ) -> dict[Pair, tuple[Depth, float]]:
-    """Return the same if all products share an accumulator over each chunk of k, and the chunks are then added.
+    """Return the same if all products share an accumulator over each chunk of k, and ``more`` roundings follow.
 
-    ``of_chunk(i, length)`` is the depth of product i in the sum of a chunk; ``more`` roundings follow.
+    ``of_chunk(i, length)`` is the depth of product i in the sum of a chunk; the chunks are then added.
     """
     length = schedule[0].length
     added = -(-length // chunk) - 1 + more if length else 0

@@ -52,18 +52,12 @@ def _take() -> EnvironmentSnapshot:
 
 
 def snapshot() -> EnvironmentSnapshot:
-    """Return the variables that set a mode; the first call reads them.
-
-    Raises EnvironmentVariableError for an illegal value; the next call reads again.
-    """
+    """Return the variables that set a mode; read by the first call that finds no illegal value."""
     return _taken.get(None) or _taken.setdefault(None, _take())
 
 
 def refresh() -> None:
-    """Drop the snapshot, so that the next use of a mode reads the environment again.
-
-    For tests and interactive work. cuBLAS keeps the value that it has read.
-    """
+    """Drop the snapshot, so that the next use of a mode reads the environment again; cuBLAS keeps what it has read."""
     _taken.clear()
     entries.notify(True)
     _taken.clear()  # again, because listeners resolve modes
@@ -104,10 +98,7 @@ def numba_is_off() -> bool:
 
 
 def hidden_cpu_flags() -> frozenset[str]:
-    """Return the CPU flags above ``LOWPREC_MAX_CPU_ISA``; raise EnvironmentVariableError for an illegal value.
-
-    Like the variables of the snapshot it is read once.
-    """
+    """Return the CPU flags above ``LOWPREC_MAX_CPU_ISA``, which is read once."""
     taken = _taken.get(None)
     limit = variables.MAX_CPU_ISA.current() if taken is None else taken.max_cpu_isa
     if limit is None:

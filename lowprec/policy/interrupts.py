@@ -14,10 +14,7 @@ T = TypeVar("T")
 
 
 def raised_in(error: BaseException, *modules: str) -> bool:
-    """Whether an exception was raised in a module whose name begins with one of these.
-
-    A C function counts as part of the module that calls it.
-    """
+    """Whether an exception was raised in a module whose name begins so; a C function counts as part of its caller."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

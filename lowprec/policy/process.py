@@ -30,10 +30,7 @@ def _controller_of(name: str) -> Controller:
 
 
 def set_library(name: str, order: str) -> str | None:
-    """Set a loaded library's switches for all threads; return the reason if that is impossible, otherwise None.
-
-    ``name`` is the controller's, ``order`` a mode or ``"fp32_guard"``.
-    """
+    """Set a loaded library's switches for all threads, by a mode or "fp32_guard"; return the reason if impossible."""
     block = Block()  # released only after an exception
     try:
         return _set(block, _controller_of(name), order)

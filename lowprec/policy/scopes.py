@@ -63,11 +63,10 @@ def selection(frameworks: Frameworks) -> frozenset[str] | None:
 
 
 class PolicyScope(Scope):
-    """A change of policy for a ``with`` block or a decorated function.
+    """A change of policy for a ``with`` block or a decorated function; threads and tasks may share an instance.
 
-    Each entry is recorded in the context (thread and task) that made it, so an instance may be entered several times
-    and shared by threads and tasks. A ``with`` statement leaves its own entry; an explicit call of ``__exit__`` leaves
-    the innermost entry of the instance.
+    A ``with`` statement leaves its own entry; an explicit call of ``__exit__`` leaves the innermost entry of the
+    instance.
     """
 
     __slots__ = ("_libraries", "_mode")

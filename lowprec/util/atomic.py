@@ -16,13 +16,11 @@ _LONGEST_PREFIX = 40
 
 
 def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *, mode: int | None = None) -> None:
-    """Write a temporary file in the same folder, then replace the target by it in one step.
+    """Write a temporary file in the same folder by ``write``, then replace the target by it in one step.
 
-    After an error the old file is unchanged and the temporary file is removed. The target of a symbolic link is
-    replaced, not the link. A device, pipe or folder is an OSError.
-
-    ``write`` gets the temporary file, open for writing bytes. ``mode`` are the permissions, by default those of the old
-    file, or the default ones of a new file.
+    After an error the old file is unchanged. The target of a symbolic link is replaced, not the link; a device, pipe or
+    folder is an OSError. ``mode`` are the permissions, by default those of the old file, or the default ones of a new
+    file.
     """
     _refuse_special(path)
     target = Path(path).resolve()

@@ -45,8 +45,7 @@ def tune(
 ) -> tuple[Measured, ...]:
     """Measure the algorithms of a product, store the choice on disk, and return all, the chosen one first.
 
-    Results are written to temporary memory; the stream is synchronised. Raises the first algorithm's error if none
-    runs.
+    The stream is synchronised; ``operands`` are not written. Raises the first algorithm's error if none runs.
     """
     found = invocation.search(handle, candidates)
     with rotated(invocation, operands, runtime.current_device(), stream) as turns:

@@ -58,10 +58,7 @@ def prepare(plan: GemmPlan) -> Executor:
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
-    """Return cuBLASLt's description of the algorithm for these arguments, as (name, value) pairs.
-
-    It depends on the alignment of the pointers; no element is read.
-    """
+    """Return cuBLASLt's description of the algorithm for pointers of this alignment, as (name, value) pairs."""
     if 0 in plan.out_shape or plan.call is None:
         return ()
     executor = GemmExecutor(plan)
@@ -98,10 +95,7 @@ def stopwatch(arguments: Arguments) -> Stopwatch:
 def tune(
     execute: Executor, arguments: Arguments, *, candidates: int, progress: Progress | None = None
 ) -> tuple[AlgorithmTiming, ...]:
-    """Measure the algorithms of a product, and use the fastest in this and later processes.
-
-    The fastest comes first; the result is empty if the plan does not call cuBLASLt.
-    """
+    """Measure the algorithms of a product, the fastest first, and use it from now on; empty without cuBLASLt."""
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):

@@ -74,10 +74,9 @@ class _Arguments(NamedTuple):
 
 
 class Launch:
-    """A kernel with its grid and its arguments; a call sets only the addresses and factors.
+    """A kernel, compiled at the first call, with its grid and arguments; a call sets only addresses and factors.
 
-    The kernel is compiled at the first call. Its parameters are ``addresses`` pointers, the integer ``constants``, and
-    ``factors`` float64 numbers.
+    Its parameters are ``addresses`` pointers, the integer ``constants``, and ``factors`` float64 numbers.
     """
 
     def __init__(

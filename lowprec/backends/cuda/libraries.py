@@ -19,11 +19,7 @@ _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12
 
 
 class Libraries(NamedTuple):
-    """Modules by purpose.
-
-    ``runtime``: devices, memory, streams and events. ``core``: compilation of kernels. ``driver``: launches, and the
-    current context of each thread.
-    """
+    """Modules by purpose: devices, memory, streams and events; compilation of kernels; launches and contexts."""
 
     cublas_lt: Any
     cublas: Any
