@@ -93,6 +93,11 @@ def is_float(array: Any, *, wide: bool = True) -> bool:
     return is_operand(array) and dtype_name(array) in FLOATS[not wide :]
 
 
+def cast_float(x: Any, name: str) -> Any:
+    """Return an array of floats narrower than 64 bits in another element type; anything else is returned unchanged."""
+    return cast(x, name) if is_float(x, wide=False) else x
+
+
 def times(x: Any, factor: Any) -> Any:
     """Return ``x * factor`` in the type of ``x``, rounded once: 16-bit numbers are multiplied in float32."""
     name = dtype_name(x)

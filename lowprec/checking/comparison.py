@@ -149,7 +149,7 @@ class Comparison:
                 r.label,
                 str(r.plan.kernel),
                 seconds(r.timing.median),
-                percent(r.timing.spread),
+                "-" if r.timing.spread is None else f"{r.timing.spread:.0%}",
                 f"{'~' * r.is_noisy}{r.speedup:.2f}x",
                 *map(_number, (r.errors.relative, r.errors.normalised, r.errors.bound)),
                 str(r.errors.verdict),
@@ -186,11 +186,6 @@ def seconds(value: float) -> str:
     digits = value / scale
     decimals = 2 if digits < 10 else 1 if digits < 100 else 0
     return f"{digits:.{decimals}f} {unit}"
-
-
-def percent(share: float | None) -> str:
-    """Return a share as a percentage."""
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _number(error: float) -> str:
