@@ -185,24 +185,16 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
         try:
             capsule = array.__dlpack__(max_version=(_MAJOR, 0), **keywords)
         except TypeError as error:
-            if not _lacks_max_version(error):
+            # Before DLPack 1.0 there is no such keyword, so that the call itself failed, before any frame of the
+            # producer, or a forwarded call deeper. Not cached: an object may forward its calls.
+            frames = error.__traceback__
+            is_old = frames is None or frames.tb_next is None or "max_version" in str(error)
+            if isinstance(error, LowprecError) or not is_old:
                 raise
             capsule = array.__dlpack__(**keywords)
     except Exception as error:
         raise _refusal(array, error) from error
     return view_of_capsule(capsule)
-
-
-def _lacks_max_version(error: TypeError) -> bool:
-    """Whether the producer predates DLPack 1.0 and does not know the ``max_version`` keyword.
-
-    Only a newer producer can report read-only memory. Not cached: an object may forward its calls.
-    """
-    if isinstance(error, LowprecError):
-        return False
-    # The call itself failed, before any frame of the producer, or a forwarded call failed deeper.
-    frames = error.__traceback__
-    return frames is None or frames.tb_next is None or "max_version" in str(error)
 
 
 def _refusal(array: Any, error: Exception) -> ArrayError:

@@ -17,7 +17,7 @@ from lowprec.arrays.base import Library
 from lowprec.arrays.device_memory import DeviceArray
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.dlpack_library import DLPACK
-from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
+from lowprec.arrays.numpy_library import NUMPY
 from lowprec.arrays.prepared_view import Prepared
 from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError, DelegateError
@@ -78,11 +78,22 @@ def _look_up(array: Any) -> Library:
 
 
 def _find(array: Any) -> Library:
-    if isinstance(array, np.ndarray):
-        raise NumpyLibrary.refuse_subclass(array)
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArrayError(
+            f"{type(array).__name__} is not accepted: a matrix product has no mask; pass array.filled(0), or "
+            "array.data to ignore the mask"
+        )
+    if isinstance(array, np.ndarray):  # its class may change the meaning of the elements (units, ``*``)
+        raise ArrayError(
+            f"{type(array).__name__} is not accepted: the result would be a plain numpy.ndarray; pass "
+            "numpy.asarray(array)"
+        )
     name = _optional_name(array)
     if name is not None:
-        library = _instance(name)
+        library = _INSTANCES.get(name)
+        if library is None:
+            made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
+            library = _INSTANCES.setdefault(name, made)  # another thread may have been first
         library.check_type(array)
         return library
     if is_dask_array(array):
@@ -153,14 +164,6 @@ def dense_method(x: Any) -> str:
 def library_name(array: Any) -> str:
     """Return the name of an array's library, also where :func:`library_of` rejects the array as unreadable."""
     return _optional_name(array) or library_of(array).name
-
-
-def _instance(name: str) -> Library:
-    library = _INSTANCES.get(name)
-    if library is None:
-        made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
-        library = _INSTANCES.setdefault(name, made)  # another thread may have been first
-    return library
 
 
 def _what(array: Any) -> str:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, data_pointer
-from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -90,19 +89,6 @@ class NumpyLibrary(Library):
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return the array, or a scalar if it has no axes, as ``numpy.matmul``."""
         return buffer if buffer.ndim else buffer[()]
-
-    @staticmethod
-    def refuse_subclass(array: NDArray[Any]) -> ArrayError:
-        """Return the error for an array whose class changes the meaning of its elements (masks, units, ``*``)."""
-        name = type(array).__name__
-        if isinstance(array, np.ma.MaskedArray):
-            return ArrayError(
-                f"{name} is not accepted: a matrix product has no mask; pass array.filled(0), or array.data to ignore "
-                "the mask"
-            )
-        return ArrayError(
-            f"{name} is not accepted: the result would be a plain numpy.ndarray; pass numpy.asarray(array)"
-        )
 
 
 #: The one instance.

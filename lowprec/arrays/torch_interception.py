@@ -40,7 +40,10 @@ def refuse_interception(torch: Any) -> None:
             "operations; call lowprec outside the transform",
             DELEGATE,
         )
-    mode = _dispatch_mode(torch)
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    # The stack of pre-dispatch modes is global; the dispatch key shows whether they are active in this thread.
+    if mode is None and torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        mode = torch._ops._get_current_dispatch_mode_pre_dispatch()
     if mode is not None:
         raise DelegateError(
             f"the torch mode {type(mode).__name__} is active: it acts on torch's operations and would not see "
@@ -60,13 +63,3 @@ def refuse_tangent(torch: Any, array: Any) -> None:
             "torch.autograd.forward_ad.unpack_dual(tensor).primal",
             DELEGATE,
         )
-
-
-def _dispatch_mode(torch: Any) -> Any:
-    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
-    if mode is not None:
-        return mode
-    # The stack of pre-dispatch modes is global; the dispatch key shows whether they are active in this thread.
-    if not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
-        return None
-    return torch._ops._get_current_dispatch_mode_pre_dispatch()

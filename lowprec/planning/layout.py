@@ -200,8 +200,13 @@ def stacked_layout(
     shape = batch + (m,) * (len(a.shape) > 1) + (n,) * (len(b.shape) > 1)
     if out is None:
         out = OperandSpec.contiguous(out_dtype or a.dtype, shape)
-    else:
-        _check_out(out, shape)
+    elif out.shape != shape:
+        raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
+    elif overlaps_itself(out.shape, out.strides):
+        raise ShapeError(
+            f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
+            "pass an array without overlapping elements"
+        )
     return GemmLayout(
         m, n, k, batch, prod(batch), shape,
         _operand(a, m, k, batch, is_a=True), _operand(b, k, n, batch, is_a=False),
@@ -216,16 +221,6 @@ def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLa
     m, n, _, batch = _extents(a.shape, b.shape)
     found = _result(c.dtype, (0,) * missing + own, m, n, batch, a, b)
     return rows_of_all(found, prod(batch)) if layout.collapsed else found
-
-
-def _check_out(out: OperandSpec, shape: Shape) -> None:
-    if out.shape != shape:
-        raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
-    if overlaps_itself(out.shape, out.strides):
-        raise ShapeError(
-            f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
-            "pass an array without overlapping elements"
-        )
 
 
 def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:

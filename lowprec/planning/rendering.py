@@ -16,10 +16,9 @@ from lowprec.util.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
-    from lowprec.formats import DType, NumberFormat
     from lowprec.planning.kernels import Capabilities
     from lowprec.planning.layout import MatrixStack, OperandSpec
-    from lowprec.planning.plan import Candidate, GemmPlan
+    from lowprec.planning.plan import GemmPlan
 
 #: Multiple, in bytes, of the contiguous dimension for which tensor cores are fastest.
 ALIGNMENT_BYTES = 16
@@ -85,7 +84,10 @@ def tables(plan: GemmPlan) -> Iterator[Table]:
     """Yield the plan as a table of two columns, and that of the candidates where ``rtol`` chose."""
     yield Table(title(plan), ("", ""), list(_rows(plan)))
     if plan.candidates:
-        rows = [(str(c.mode), f"{c.bound:.2e}", f"{c.cost:.2f}", _verdict(c)) for c in plan.candidates]
+        rows = [
+            (str(c.mode), f"{c.bound:.2e}", f"{c.cost:.2f}", f"taken: {c.why}" if c.accepted else str(c.why))
+            for c in plan.candidates
+        ]
         columns = ("mode", ">bound", ">cost", "verdict")
         yield Table("candidates, the cheapest first (cost: expected time, relative to fp32)", columns, rows, ("cost",))
 
@@ -229,10 +231,6 @@ def _bound_rows(plan: GemmPlan) -> Iterator[Row]:
     yield "provided", bound.condition
 
 
-def _verdict(candidate: Candidate) -> str:
-    return f"taken: {candidate.why}" if candidate.accepted else str(candidate.why)
-
-
 def _spec(spec: OperandSpec) -> str:
     return f"{spec.dtype} {spec.shape}"
 
@@ -286,15 +284,11 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     if kernel.parts > 1:
         each = "each " if kernel.sums_products else ""
         text += f", {each}as the exact sum of {kernel.parts} bfloat16 parts"
-    elif kernel.holds_in and _is_narrower(plan.operand_format, kernel.holds_in):
-        text += f", held in {kernel.holds_in}"
+    elif kernel.holds_in:
+        fmt, wide = plan.operand_format, kernel.holds_in.format
+        text += f", held in {kernel.holds_in}" if fmt and wide and fmt.precision < wide.precision else ""
     if plan.scaled[operand]:
         text += f", each {'column' if operand else 'row'} scaled by a power of two"
     if pack and pack.complex_as != "no":
         text += ", as a real matrix of twice the extents"
     return text
-
-
-def _is_narrower(fmt: NumberFormat | None, held_in: DType) -> bool:
-    wide = held_in.format
-    return fmt is not None and wide is not None and fmt.precision < wide.precision

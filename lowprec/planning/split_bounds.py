@@ -72,10 +72,6 @@ class Depth(NamedTuple):
     nearest: int
     cut: int = 0
 
-    def and_nearest(self, more: int) -> Depth:
-        """Return the depth with more roundings to nearest."""
-        return Depth(self.nearest + more, self.cut)
-
     @property
     def total(self) -> int:
         """Sum of both, in units of a rounding to nearest."""
@@ -105,7 +101,8 @@ def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dic
     for number, product in enumerate(schedule):
         added = len(schedule) - max(number, 1)
         inexact = int(abs(frexp(product.factor)[0]) != 0.5)
-        depth = of_sum(product.length).and_nearest(added + inexact)
+        nearest, cut = of_sum(product.length)
+        depth = Depth(nearest + added + inexact, cut)
         for pair in product.pairs:
             before = found.get(pair)
             if before is None or before[0].total < depth.total:

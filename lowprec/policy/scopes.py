@@ -171,7 +171,7 @@ class PolicyScope(Scope):
             elif (unset := self._why_not(controller, entry)) is not None:
                 status, reason = f"not {done}", unset
             else:
-                left = self._mode and effects.known(controller.name, self._mode)
+                left = self._mode and effects.known.get((controller.name, self._mode))
                 reach = f"its switches belong to the {controller.tier}"
                 status, reason = done, f"{reach}; {left}" if left else reach
             rows.append(LibraryStatus(controller.name, status, reason))

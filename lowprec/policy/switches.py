@@ -105,11 +105,6 @@ _process_stacks: Stacks = {}
 _thread = _OfThread()
 
 
-def _stack_of(controller: Controller) -> list[_Layer]:
-    stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
-    return stacks.setdefault(controller, [])
-
-
 def hold(
     block: Block,
     found: Iterable[Controller],
@@ -153,7 +148,8 @@ def _join(
     block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
 ) -> str | None:
     """Add the block to a layer of this library's switches, or return the reason against it."""
-    stack = _stack_of(controller)
+    stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
+    stack = stacks.setdefault(controller, [])
     _settle(stack)
     if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
         return FLOOR

@@ -144,11 +144,6 @@ def operand_gradients(
     return for_a, for_b
 
 
-def _traced_product(x: Tensor, y: Tensor, mode: str, alpha: float) -> Tensor:
-    found: Tensor = OPERATOR(x, y, mode, mode, alpha)
-    return found
-
-
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _KERNEL_IS_NEXT = tuple(torch._C.DispatchKeySet(key) for key in _DEVICES)
 
@@ -179,7 +174,10 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], _traced_product)
+        def multiply(x: Tensor, y: Tensor, mode: str, alpha: float) -> Any:
+            return OPERATOR(x, y, mode, mode, alpha)
+
+        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], multiply)
         return None, *found, None, None, None, None, None
 
 

@@ -19,6 +19,8 @@ from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.util.strides import contiguous_strides
 
+release_memory = memory.release
+
 
 def capabilities(device: Device) -> Capabilities:
     """Return the capabilities of a GPU, queried once per device."""
@@ -101,11 +103,6 @@ def tune(
     with runtime.on_device(arguments.a.device.index):
         found = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
         return tuple(AlgorithmTiming(x.rank, x.median_ms, bindings.describe_algorithm(x.algorithm).text) for x in found)
-
-
-def release_memory() -> None:
-    """Free the unused memory of all GPUs, after the work queued there is done."""
-    memory.release()
 
 
 @contextlib.contextmanager

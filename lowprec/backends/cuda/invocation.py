@@ -204,7 +204,8 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
 def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
     def layout(x: LtMatrix) -> Descriptor:
         stored = (x.dtype.cuda_data_type, x.rows, x.cols, x.leading_dimension)
-        return bindings.matrix_layout(*stored, (call.batch_count, x.batch_stride))
+        batch = {"BATCH_COUNT": call.batch_count, "STRIDED_BATCH_OFFSET": x.batch_stride}
+        return bindings.create("matrix_layout", stored, batch if call.batch_count > 1 else {})
 
     d = layout(call.d)
     # Without an addend D is passed as C, which is not read; with one descriptor, because cuBLASLt 13 rejects two.

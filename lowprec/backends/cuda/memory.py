@@ -325,7 +325,7 @@ def release_finished() -> bool:
 
 
 def release() -> None:
-    """Free all unused memory."""
+    """Free the unused memory of all GPUs, after the work queued there is done."""
     _each(_Pool.release)
 
 
