@@ -109,8 +109,7 @@ def _open(capsule: object) -> tuple[_Tensor, int]:
 def view_of_capsule(capsule: object) -> ArrayView:
     """Return the view of a DLPack capsule, which it keeps alive.
 
-    Raises ArrayError for a consumed capsule, another major version or an impossible array; DTypeError for its element
-    type.
+    Raises ArrayError for a consumed capsule, another version or an impossible array; DTypeError for its element type.
     """
     tensor, flags = _open(capsule)
     dtype = dtype_from_dlpack(tensor.code, tensor.bits, tensor.lanes)

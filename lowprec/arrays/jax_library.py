@@ -120,10 +120,7 @@ def _is_cpu(device: Any) -> bool:
 
 
 def _uncommitted(array: Any) -> Any:
-    """Return an imported array, which is committed to its device, as an uncommitted one on the same memory.
-
-    JAX has no public function for this without a copy. If JAX's class changes, the array stays committed.
-    """
+    """Return an imported array as an uncommitted one on the same memory; JAX has no public function for this."""
     try:
         return type(array)(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
     except (TypeError, AttributeError):

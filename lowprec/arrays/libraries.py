@@ -115,10 +115,7 @@ def _find(array: Any) -> Library:
 
 
 def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
-    """Cast weakly typed JAX arrays by JAX's promotion rules, and return operands and addends.
-
-    An operand gets the result type of all operands, an addend that of all operands and itself.
-    """
+    """Cast weakly typed JAX arrays by JAX's rules: operands to their common type, an addend to that with its own."""
     if not any(_is_weak(x) for x in (*operands, *addends)):
         return (*operands, *addends)
     kinds = [_kind(x) for x in operands]

@@ -220,11 +220,7 @@ _MAX_WORK: Any = 1000
 
 
 def may_overlap(a: ArrayView, b: ArrayView) -> bool:
-    """Whether two views may share memory; False is certain.
-
-    True is exact in host memory, unless NumPy's search reaches its limit. On a GPU True means that the address ranges
-    overlap.
-    """
+    """Whether two views may share memory: exact in host memory, unless NumPy's search reaches its limit."""
     if a.device != b.device or a.is_description or b.is_description:
         return False
     a_first, a_last = a.extent()

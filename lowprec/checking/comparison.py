@@ -197,10 +197,7 @@ def _spec(x: ShapeDtype) -> str:
 
 
 def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Variant]:
-    """Return the variants to compare on these operands, the baseline first: float32 in mode ``fp32``.
-
-    Operands on which no mode acts are compared with float32 copies. Raises DTypeError for float64 and complex128.
-    """
+    """Return the variants to compare, the baseline (float32 in ``fp32``) first; raises for types without a mode."""
     a, b = case.sets[0]
     for name in (a.dtype.name, b.dtype.name):
         if name in _SINGLE:
@@ -227,8 +224,7 @@ def compare(
 ) -> Comparison:
     """Return the comparison of the variants, the first of which is the baseline; ``load`` was measured before.
 
-    ``step`` receives a description of each step, the first product of each variant and the rounds of
-    :func:`take_turns`.
+    ``step`` receives a description of each step: the first product of each variant, and the rounds.
     """
     reference = Reference(*case.sets[0])
     plans, errors = {}, {}

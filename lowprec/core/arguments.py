@@ -280,10 +280,7 @@ _OPTIONAL = frozenset({"out", "c", "bias", "scale_a", "scale_b"})
 
 
 def name_argument(error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of) -> None:
-    """Set ``error.argument`` to the first of ``arrays`` whose view, made by ``look``, raises the same error.
-
-    Public functions call it after an error, with their own argument names.
-    """
+    """Set ``error.argument`` to the first of ``arrays`` whose view, made by ``look``, raises the same error."""
     if error.argument in ("a", "b") and error.argument not in arrays:  # matmul's names, unknown to the caller
         error.argument = None
     views: dict[str, ArrayView] = {}

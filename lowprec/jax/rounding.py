@@ -79,10 +79,7 @@ def each_component(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 def split(x: Any, row: ModeRow) -> list[Any]:
-    """Return the parts of an operand for a mode, followed by their sum if the mode also multiplies the sum.
-
-    The second part of Inf and NaN is NaN, so every sum that contains it is NaN.
-    """
+    """Return the parts of an operand for a mode, and their sum if that is multiplied; NaN follows Inf and NaN."""
     parts = [round_to(x, row.operand_format)]
     rest = x
     for _ in range(row.parts - 1):

@@ -17,11 +17,6 @@ def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
 
     Two adjacent dimensions become one if in every array the outer stride is the inner stride times the inner extent.
     Dimensions of extent 1 are dropped.
-
-    Examples
-    --------
-    >>> coalesce([(2, (12, 0)), (3, (4, 0)), (4, (1, 1))])
-    [(6, (4, 0)), (4, (1, 1))]
     """
     result: list[Dimension] = []
     for extent, strides in dimensions:

@@ -122,10 +122,7 @@ def model_names() -> str:
 
 
 def parse_model(name: object) -> GpuModel:
-    """Return the model of this name, or the first one of this compute capability.
-
-    Case, spaces, hyphens and brand names (NVIDIA, Tesla, GeForce) are ignored. Raises DeviceError for other names.
-    """
+    """Return the model of this name (in any case, without brand), or the first of this compute capability."""
     text = name if isinstance(name, str) else ""
     wanted, capability = _plain(text), parse_capability(text)
     for model in MODELS:

@@ -32,10 +32,7 @@ _COLUMNS_PER_COPY, _SMALL_PRODUCT = 32, 1 << 26
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
 def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> GemmPlan:
-    """Return the plan of a product on a device in a mode; cached.
-
-    Raises DTypeError, ShapeError or UnsupportedError if the product cannot run.
-    """
+    """Return the plan of a product on a device in a mode; raises if the product cannot run."""
     if mode is MathMode.FP32_EMULATED:
         return replace(_emulated(problem, capabilities), mode=mode)
     return _plan(problem, capabilities, mode)

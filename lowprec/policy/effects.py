@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from lowprec.modes import MathMode
-from lowprec.policy.interrupts import attempt
-from lowprec.policy.protocol import Controller
+from lowprec.policy.protocol import Controller, attempt
 
 #: By library and mode, the results of :func:`without_effect`.
 known: dict[tuple[str, MathMode], str | None] = {}

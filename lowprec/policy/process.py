@@ -15,8 +15,7 @@ from lowprec.modes import MathMode, parse_mode
 from lowprec.policy import effects
 from lowprec.policy.controllers import controllers
 from lowprec.policy.environment import RUN_GUARD
-from lowprec.policy.interrupts import attempt
-from lowprec.policy.protocol import Controller, Tier
+from lowprec.policy.protocol import Controller, Tier, attempt
 from lowprec.policy.scopes import guarded_libraries
 from lowprec.policy.switches import FLOOR, Block, hold, kept, release
 

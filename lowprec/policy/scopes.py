@@ -65,8 +65,7 @@ def selection(frameworks: Frameworks) -> frozenset[str] | None:
 class PolicyScope(Scope):
     """A change of policy for a ``with`` block or a decorated function; threads and tasks may share an instance.
 
-    A ``with`` statement leaves its own entry; an explicit call of ``__exit__`` leaves the innermost entry of the
-    instance.
+    A ``with`` statement leaves its own entry, an explicit call of ``__exit__`` the innermost entry of the instance.
     """
 
     __slots__ = ("_libraries", "_mode")

@@ -19,8 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lowprec.modes import MathMode
-from lowprec.policy.interrupts import attempt
-from lowprec.policy.protocol import Controller, Tier
+from lowprec.policy.protocol import Controller, Tier, attempt
 from lowprec.util import forking
 
 #: The reason why a block does not set switches that a guard has set.
@@ -114,9 +113,8 @@ def hold(
 ) -> None:
     """Set the switches of these loaded libraries for a mode, and record in the new block the data for `release`.
 
-    After an exception, which is always an interrupt, the block must be released. ``is_floor`` marks a guard: while it
-    is open, other blocks do not lower the switches. ``is_guarded`` returns whether a guard of the caller covers a
-    library.
+    After an exception, which is always an interrupt, the block must be released. ``is_floor`` marks a guard, below
+    which other blocks do not lower the switches; ``is_guarded`` returns whether a guard of the caller covers a library.
     """
     failures: dict[str, str] = {}
     layers: dict[str, _Layer] = {}

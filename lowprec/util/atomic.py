@@ -19,8 +19,7 @@ def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *
     """Write a temporary file in the same folder by ``write``, then replace the target by it in one step.
 
     After an error the old file is unchanged. The target of a symbolic link is replaced, not the link; a device, pipe or
-    folder is an OSError. ``mode`` are the permissions, by default those of the old file, or the default ones of a new
-    file.
+    folder is an OSError. ``mode`` are the permissions, by default those of the old file, or of a new one.
     """
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):

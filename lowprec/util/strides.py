@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]:
-    """Return the strides, in elements, of a row-major array without gaps.
-
-    A dimension of extent 0 counts as 1, as in PyTorch. ``step`` is the stride of the last dimension.
-    """
+    """Return the strides of a row-major array without gaps, the last one ``step``; an extent of 0 counts as 1."""
     if len(shape) == 2:
         return (step * (shape[1] or 1), step)
     strides = []

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from lowprec.policy import environment, variables
-from lowprec.policy.interrupts import raised_in
+from lowprec.policy.protocol import raised_in
 
 _REFRESH_SECONDS = 1.0
 _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)

@@ -74,10 +74,7 @@ class _Arguments(NamedTuple):
 
 
 class Launch:
-    """A kernel, compiled at the first call, with its grid and arguments; a call sets only addresses and factors.
-
-    Its parameters are ``addresses`` pointers, the integer ``constants``, and ``factors`` float64 numbers.
-    """
+    """A kernel, compiled at the first call, with its grid and arguments; a call sets only addresses and factors."""
 
     def __init__(
         self,

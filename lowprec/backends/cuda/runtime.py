@@ -156,8 +156,7 @@ def create_pool(device: int, keeps_bytes: int) -> Any:
 def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
     """Return the address of new memory on the current device, aligned to 256 bytes or more.
 
-    Memory of a pool is for work on a stream, and belongs to the graph if that is being captured; other memory never
-    does.
+    Memory of a pool is for work on a stream, and belongs to the graph if that is captured; other memory never does.
     """
     runtime = libraries().runtime
     if pool is not None:
