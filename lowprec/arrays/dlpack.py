@@ -186,8 +186,7 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
         except TypeError as error:
             # Before DLPack 1.0 there is no such keyword, so that the call itself failed, before any frame of the
             # producer, or a forwarded call deeper. Not cached: an object may forward its calls.
-            frames = error.__traceback__
-            is_old = frames is None or frames.tb_next is None or "max_version" in str(error)
+            is_old = getattr(error.__traceback__, "tb_next", None) is None or "max_version" in str(error)
             if isinstance(error, LowprecError) or not is_old:
                 raise
             capsule = array.__dlpack__(**keywords)
