@@ -30,10 +30,11 @@ from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import core_type
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS
 from lowprec.formats import DType
-from lowprec.planning import Activation, Bound, Capabilities, OperandSpec, rendering
+from lowprec.planning import Activation, Bound, Capabilities, OperandSpec
 from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
 from lowprec.planning.layout import gemm_layout
+from lowprec.planning.plan import compute_words
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
@@ -61,7 +62,7 @@ def _gpu_words(row: modes.ModeRow) -> str:
     """Return the compute type passed to cuBLASLt; "-" for a mode that is an alias of another."""
     if row.mode is modes.MathMode.FP32_EMULATED:
         return "-"
-    return rendering.compute_words(row.compute_type, row.data)
+    return compute_words(row.compute_type, row.data)
 
 
 def alias_table() -> str:

@@ -40,26 +40,17 @@ if typing.TYPE_CHECKING:
 
 #: Imported with their first use.
 _LAZY = {
-    "PreparedOperand": "lowprec.core.prepare",
-    "amp": "lowprec.amp",
+    **{name: f"lowprec.{name}" for name in ("amp", "dask", "emulation", "jax", "linalg", "torch")},
+    **dict.fromkeys(("einsum", "linear", "tensordot", "vecdot"), "lowprec.contractions"),
+    **dict.fromkeys(("PreparedOperand", "prepare"), "lowprec.core.prepare"),
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
-    "dask": "lowprec.dask",
-    "einsum": "lowprec.contractions",
     "emulate": "lowprec.policy.state",
-    "emulation": "lowprec.emulation",
     "info": "lowprec.report",
-    "jax": "lowprec.jax",
-    "linalg": "lowprec.linalg",
-    "linear": "lowprec.contractions",
     "plan": "lowprec.core.plan_call",
-    "prepare": "lowprec.core.prepare",
     "profile": "lowprec.profiling",
     "release_memory": "lowprec.backends",
-    "tensordot": "lowprec.contractions",
-    "torch": "lowprec.torch",
-    "vecdot": "lowprec.contractions",
 }
 
 #: Modules for a library, and the package to install. Not in ``__all__``: a star import loads no library.

@@ -38,13 +38,7 @@ class Architecture(StrEnum):
 
 
 def parse_architecture(name: str | Architecture) -> Architecture:
-    """Return the architecture of this name, in upper or lower case; raise UnsupportedError if there is none.
-
-    Examples
-    --------
-    >>> parse_architecture("Hopper").capability
-    (9, 0)
-    """
+    """Return the architecture of this name, in upper or lower case; raise UnsupportedError if there is none."""
     if isinstance(name, str):
         for architecture in Architecture:
             if architecture.value == name.strip().lower():

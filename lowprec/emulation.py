@@ -81,7 +81,9 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
     >>> [float(mma(a, a.T, c, arch=arch, format="fp16")[0, 0]) - 1 for arch in ("volta", "ampere")]
     [0.0, 1.1920928955078125e-07]
     """
-    name_of_format = _format_name(format)
+    name_of_format = _FORMATS.get(format.strip().lower()) if isinstance(format, str) else None
+    if name_of_format is None:
+        raise UnsupportedError(f"format {quoted(format)} is not emulated; choose one of: {', '.join(_FORMATS)}")
     model = arithmetic(parse_architecture(arch), name_of_format)
     views = {name: _view(name, x) for name, x in (("a", a), ("b", b), ("c", c))}
     x, y, z = views.values()
@@ -92,13 +94,6 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
     target = library.allocate((*batch, x.shape[-2], y.shape[-1]), DType.FLOAT32, CPU, a)
     target.ndarray()[...] = multiply(x.ndarray(), y.ndarray(), z.ndarray(), model)
     return library.wrap(target.owner, a, b, c)
-
-
-def _format_name(name: object) -> str:
-    found = _FORMATS.get(name.strip().lower()) if isinstance(name, str) else None
-    if found is None:
-        raise UnsupportedError(f"format {quoted(name)} is not emulated; choose one of: {', '.join(_FORMATS)}")
-    return found
 
 
 def _view(name: str, x: Any) -> ArrayView:

@@ -194,11 +194,6 @@ def promote(a: DType, b: DType) -> DType:
 
     Floating-point operands are promoted to the wider type, bfloat16 with float16 to float32, as in the Array API and
     ml_dtypes. A pair without a common type (int8 with a float, two different float8) raises :class:`DTypeError`.
-
-    Examples
-    --------
-    >>> promote(DType.BFLOAT16, DType.FLOAT16)
-    <DType.FLOAT32: ...>
     """
     if a is b:
         return a

@@ -226,13 +226,7 @@ _BY_NAME: dict[str, MathMode] = {**{m.value: m for m in MathMode}, **ALIASES}
 
 
 def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
-    """Return the mode of this name or alias, in any case; ``what`` is the argument in a :class:`ModeError`.
-
-    Examples
-    --------
-    >>> parse_mode("high")
-    <MathMode.TF32: 'tf32'>
-    """
+    """Return the mode of this name or alias, in any case; ``what`` is the argument in a :class:`ModeError`."""
     found = None
     if isinstance(name, str):
         found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())

@@ -17,7 +17,7 @@ from lowprec.core.executors import look_up
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
 from lowprec.modes import ActivationName, MathMode, ModeName
 from lowprec.planning.rendering import title
-from lowprec.policy import environment
+from lowprec.policy.variables import AUTOTUNE
 from lowprec.util.tables import Table, plain_text
 
 #: cuBLASLt rarely returns more distinct algorithms.
@@ -111,7 +111,7 @@ def autotune(
     >>> lowprec.autotune(a, a).speedup
     1.0
     """
-    environment.autotune()  # raises for an illegal value, as a product does
+    AUTOTUNE.current()  # raises for an illegal value, as a product does
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
         raise UnsupportedError(f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}")
     try:

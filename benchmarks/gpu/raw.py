@@ -95,12 +95,12 @@ class LtProduct:
             attributes[name] = upload(np.array([scale], np.float32))
         operation = bindings.create("matmul_desc", (COMPUTE[compute], _cuda(scale_dtype)), attributes)
         rows, cols = (k, n) if inner_contiguous else (n, k)
-        result = bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0))
-        second = bindings.matrix_layout(_cuda(out_dtype), n, m, n, (1, 0)) if two_layouts else result
+        result = bindings.create("matrix_layout", (_cuda(out_dtype), n, m, n), {})
+        second = bindings.create("matrix_layout", (_cuda(out_dtype), n, m, n), {}) if two_layouts else result
         self.product = bindings.MatmulDescriptors(
             operation,
-            bindings.matrix_layout(_cuda(b.dtype.name), rows, cols, rows, (1, 0)),
-            bindings.matrix_layout(_cuda(a.dtype.name), k, m, k, (1, 0)),
+            bindings.create("matrix_layout", (_cuda(b.dtype.name), rows, cols, rows), {}),
+            bindings.create("matrix_layout", (_cuda(a.dtype.name), k, m, k), {}),
             second,
             result,
         )

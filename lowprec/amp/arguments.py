@@ -39,9 +39,8 @@ class Operands:
 def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, Any], xp: Any = None) -> Operands:
     """Return the operands in the type that a list ("allow", "deny", "infer") requires.
 
-    Arrays, and lists and tuples of arrays, of floats narrower than 64 bits are cast; ``out`` is not. ``compute`` is the
-    policy's type of products, float32 in ``fp32_guard`` and under ``LOWPREC_FORCE_MATH_MODE``. Where the namespace
-    ``xp`` lacks the type, a math mode replaces it.
+    Floats narrower than 64 bits are cast, also in lists and tuples, but not ``out``. ``compute`` is the policy's type
+    of products, float32 in ``fp32_guard``; where the namespace ``xp`` lacks it, a math mode replaces it.
     """
     if which == "infer":
         names = {dtype_name(x) for x in _arrays(args, kwargs) if is_float(x)}
@@ -92,6 +91,11 @@ def is_operand(x: Any) -> bool:
 def is_float(array: Any, *, wide: bool = True) -> bool:
     """Whether an array has one of :data:`FLOATS` as its element type; float64 only if ``wide``."""
     return is_operand(array) and dtype_name(array) in FLOATS[not wide :]
+
+
+def cast_float(x: Any, name: str) -> Any:
+    """Return an array of floats narrower than 64 bits in another element type; anything else is returned unchanged."""
+    return cast(x, name) if is_float(x, wide=False) else x
 
 
 def times(x: Any, factor: Any) -> Any:

@@ -15,28 +15,14 @@ from lowprec.errors import ArrayError, ShapeError, quoted
 
 
 def leaves(tree: Any) -> list[Any]:
-    """Return the arrays of a container, in its order.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> len(leaves({"w": np.ones(2), "layers": [(np.ones(1), None)]}))
-    2
-    """
+    """Return the arrays of a container, in its order."""
     found: list[Any] = []
     mapped(found.append, tree)
     return found
 
 
 def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Return each array's path of keys, in the order of :func:`leaves`; for lists and tuples, indices.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> paths({"norm": [np.ones(1), None, np.ones(1)]})
-    [('norm', '0'), ('norm', '2')]
-    """
+    """Return each array's path of keys, in the order of :func:`leaves`; for lists and tuples, indices."""
     if isinstance(tree, list | tuple):
         tree = dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True))
     if not isinstance(tree, Mapping):

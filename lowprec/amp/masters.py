@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lowprec.amp.arguments import is_float
+from lowprec.amp.arguments import cast_float, is_float
 from lowprec.amp.containers import is_module, mapped, norms_of
 from lowprec.amp.policy import Policy
 from lowprec.amp.rules import check_entries
@@ -75,7 +75,7 @@ class MasterWeights:
     @staticmethod
     def widened(grads: Any) -> Any:
         """Return gradients of the copies in float32; float64 gradients are unchanged."""
-        return mapped(_widened, grads)
+        return mapped(lambda x: cast_float(x, "float32"), grads)
 
     def update(self, rule: Callable[..., Any], grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Update the masters by a rule, and return the new copies.
@@ -94,7 +94,7 @@ class MasterWeights:
         ShapeError
             The rule returned another structure or other shapes; the weights are unchanged.
         """
-        masters = rule(self.masters, mapped(_widened, grads), *args, **kwargs)
+        masters = rule(self.masters, self.widened(grads), *args, **kwargs)
         if masters is None:
             masters = self.masters
         else:
@@ -128,10 +128,6 @@ class MasterWeights:
             scaler.load_state_dict(state["scaler"])
         self._policy = policy
         self._held = self._with_copies(masters)
-
-
-def _widened(x: Any) -> Any:
-    return cast(x, "float32") if is_float(x, wide=False) else x
 
 
 def _own(x: Any) -> Any:

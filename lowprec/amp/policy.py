@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lowprec.amp.arguments import by_list, is_float
+from lowprec.amp.arguments import by_list, cast_float
 from lowprec.amp.containers import is_module, leaves, mapped, norms_by_name, norms_of, paths
 from lowprec.amp.rules import SettingError, check_scale
 from lowprec.amp.scaler import LossScaler
-from lowprec.arrays.namespaces import cast
 from lowprec.errors import quoted, warn
-from lowprec.policy import environment
+from lowprec.policy.variables import AMP_LISTS
 
 LISTS = ("allow", "deny", "infer")
 
@@ -51,11 +50,11 @@ _TYPES = {
 def _list_table(moves: tuple[tuple[str, str], ...]) -> dict[str, str]:
     table = {name: which for which in LISTS for name in DEFAULT_LISTS[which].split()}
     for which in LISTS:
-        for name in environment.amp_list(which, "REMOVE"):
+        for name in AMP_LISTS[which, "REMOVE"].current() or ():
             if table.get(name) == which:
                 del table[name]
     for which in LISTS:
-        table.update(dict.fromkeys(environment.amp_list(which, "ADD"), which))
+        table.update(dict.fromkeys(AMP_LISTS[which, "ADD"].current() or (), which))
     for name, which in moves:
         if which == "none":
             table.pop(name, None)
@@ -327,7 +326,7 @@ class Policy:
 
         def one(x: Any) -> Any:
             is_norm = next(following) in norms and self.norms_float32
-            return _cast_float(x, "float32" if is_norm else self.params)
+            return cast_float(x, "float32" if is_norm else self.params)
 
         leaves(params)  # raises for leaves that are no arrays before the first cast
         return mapped(one, params)
@@ -336,11 +335,11 @@ class Policy:
         """Return the inputs in ``params``; unchanged if functions cast them."""
         if self.functions:
             return inputs
-        return mapped(lambda x: _cast_float(x, self.params), inputs)
+        return mapped(lambda x: cast_float(x, self.params), inputs)
 
     def cast_output(self, output: Any) -> Any:
         """Return the network's results in ``output``."""
-        return mapped(lambda x: _cast_float(x, self.output), output)
+        return mapped(lambda x: cast_float(x, self.output), output)
 
     def scaler(self, **keywords: Any) -> LossScaler:
         """Return a loss scaler for ``loss_scale``; ``keywords`` are passed to it."""
@@ -362,10 +361,6 @@ def _value(name: str, text: str) -> Any:
     if name == "loss_scale" and text != "dynamic":
         return check_scale("loss_scale", text)
     return _TYPES.get(text, text)
-
-
-def _cast_float(x: Any, name: str) -> Any:
-    return cast(x, name) if is_float(x, wide=False) else x
 
 
 def _level(level: str, half: str) -> dict[str, Any]:

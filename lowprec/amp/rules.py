@@ -162,10 +162,7 @@ def check_entries(what: str, state: Any, names: Iterable[str], remedy: str) -> N
 
 
 def check_scale(name: str, value: Any, *, zero: bool = False) -> float:
-    """Return a scale rounded to float32; raise :class:`SettingError` unless the result is positive and finite.
-
-    ``zero`` also allows 0, which the scale of PyTorch's ``GradScaler`` reaches.
-    """
+    """Return a scale rounded to float32; SettingError unless it is finite and positive (``zero``: or 0)."""
     try:
         found = _rounded(float(value))
     except (TypeError, ValueError, OverflowError):

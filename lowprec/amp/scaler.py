@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
-from enum import Enum, auto
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowprec.amp.arguments import scaled_loss
@@ -14,18 +13,13 @@ from lowprec.amp.unscaling import unscale
 from lowprec.errors import quoted
 
 
-class _Stage(Enum):
-    READY = auto()
-    UNSCALED = auto()
-    STEPPED = auto()
-
-
+@dataclass
 class _Optimizer:
-    def __init__(self) -> None:
-        self.stage = _Stage.READY
-        self.flags: list[Any] = []
-        #: None until it is read, which waits for the devices of the flags.
-        self.found_inf: bool | None = None
+    """An optimizer whose gradients were unscaled since the last update."""
+
+    flags: list[Any]
+    has_stepped: bool = False
+    found_inf: bool | None = None  # None until it is read, which waits for the devices of the flags
 
 
 class LossScaler:
@@ -165,19 +159,16 @@ class LossScaler:
         """
         if not self._enabled:
             return grads
-        state = self._optimizers.get(optimizer) or _Optimizer()
-        if state.stage is _Stage.UNSCALED:
-            raise ScalerStateError(
-                f"the gradients{_of(optimizer)} are unscaled already; call update() after each iteration, and "
-                "accumulate gradients before unscale()"
-            )
-        if state.stage is _Stage.STEPPED:
+        state = self._optimizers.get(optimizer)
+        if state is not None:
             raise ScalerStateError(
                 f"unscale() after step(){_of(optimizer)}; call it before step(), and update() after that"
+                if state.has_stepped
+                else f"the gradients{_of(optimizer)} are unscaled already; call update() after each iteration, and "
+                "accumulate gradients before unscale()"
             )
-        results, state.flags = unscale(grads, self._scale, out)
-        state.stage = _Stage.UNSCALED
-        self._optimizers[optimizer] = state
+        results, flags = unscale(grads, self._scale, out)
+        self._optimizers[optimizer] = _Optimizer(flags)
         return results
 
     def step(self, fn: Callable[..., Any], *args: Any, optimizer: Hashable = None, **kwargs: Any) -> Any:
@@ -206,13 +197,13 @@ class LossScaler:
             raise ScalerStateError(
                 f"step(){_of(optimizer)} before unscale(); call unscale(grads) first, and use its result"
             )
-        if state.stage is _Stage.STEPPED:
+        if state.has_stepped:
             raise ScalerStateError(
                 f"step(){_of(optimizer)} was called since the last update(); call update() once at the end of each "
                 "iteration"
             )
         result = None if self._decide(state) else fn(*args, **kwargs)
-        state.stage = _Stage.STEPPED
+        state.has_stepped = True
         return result
 
     def update(self, new_scale: float | None = None) -> None:

@@ -33,20 +33,14 @@ class Library(ABC):
 
     @abstractmethod
     def view(self, array: Any) -> ArrayView:
-        """Return the view of an array to read.
-
-        Raises ArrayError, with a remedy, if it cannot be read in place, DTypeError if its dtype is not supported.
-        """
+        """Return the view of an array to read; ArrayError, with a remedy, or DTypeError if that is impossible."""
 
     def view_same_type(self, array: Any) -> ArrayView:
         """Return the view of a second operand, without repeating the checks of global state that :meth:`view` made."""
         return self.view(array)
 
     def writable_view(self, array: Any) -> ArrayView:
-        """Return the view of an ``out``.
-
-        Raises ArrayError if it is read-only, repeats elements, or needs a copy.
-        """
+        """Return the view of an ``out``; ArrayError if it is read-only, repeats elements, or needs a copy."""
         view = self.view(array)
         check_writable(view)
         return view
@@ -59,17 +53,11 @@ class Library(ABC):
         """Return the view of a new row-major buffer for :meth:`wrap`; ``like`` is an array of this library."""
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return a filled buffer as an array of this library, without a copy.
-
-        ``operands`` are the arrays of the product or None, first the ``like`` of :meth:`allocate`.
-        """
+        """Return a filled buffer as an array, without a copy; ``operands`` may be None, the first is ``like``."""
         return buffer
 
     def current_stream(self, device: Device) -> int | None:
-        """Return the handle of the library's current stream, None on devices without streams.
-
-        CUDA's default stream is 1 (``cudaStreamLegacy``), as in DLPack, never 0.
-        """
+        """Return the library's current stream, None without streams; CUDA's default stream is 1, as in DLPack."""
         return None
 
     def __repr__(self) -> str:

@@ -31,10 +31,7 @@ class Block(Protocol):
 
 
 class DeviceMemory(Protocol):
-    """Memory and stream functions of a backend; a module with these functions is a provider.
-
-    Streams are CUDA handles: 1 is the legacy default stream, 2 the per-thread default stream.
-    """
+    """Memory and stream functions of a backend; a module with these functions is a provider."""
 
     def allocate(self, nbytes: int, device: Device, stream: int) -> Block:
         """Return new memory for use on a stream."""
@@ -95,19 +92,16 @@ _NO_STREAM = 0
 
 
 class DeviceArray(DLPackArray):
-    """A new, row-major :class:`DLPackArray` on a device, written on a stream.
+    """A new, row-major :class:`DLPackArray` on a device, written on a stream; its NumPy array must not be read."""
 
-    The NumPy array in it has the shape and dtype, at a device address that the host must not read.
-    """
-
-    __slots__ = ("_block", "_device", "_stream")
+    __slots__ = ("_block", "_device", "stream")
 
     def __init__(self, shape: tuple[int, ...], dtype: DType, device: Device, stream: int) -> None:
         block = provider(device).allocate(prod(shape) * dtype.itemsize, device, stream)
         super().__init__(np.ndarray(shape, NUMPY_DTYPES[dtype], memory_at(block.address, block)))
         self._block = block
         self._device = device
-        self._stream = stream
+        self.stream = stream  # on which the elements are written
 
     def view(self) -> ArrayView:
         """Return the view of the array."""
@@ -124,11 +118,6 @@ class DeviceArray(DLPackArray):
     def device(self) -> Device:
         """Device of the elements."""
         return self._device
-
-    @property
-    def stream(self) -> int:
-        """Stream on which the elements are written."""
-        return self._stream
 
     def __repr__(self) -> str:
         return f"DLPackArray(shape={self.shape}, dtype={self.dtype!r}, device='{self._device}')"
@@ -159,14 +148,14 @@ class DeviceArray(DLPackArray):
 
     def _hand_over(self, consumer: int) -> None:
         if consumer == _NO_STREAM:
-            provider(self._device).synchronize(self._stream, self._device)
+            provider(self._device).synchronize(self.stream, self._device)
         elif consumer != _NO_SYNCHRONISATION:
             memory = provider(self._device)
-            memory.check_captures((self._stream, consumer), self._device)
-            memory.order(self._stream, consumer, self._device)
+            memory.check_captures((self.stream, consumer), self._device)
+            memory.order(self.stream, consumer, self._device)
 
     def _copy(self) -> DeviceArray:
-        device, stream = self._device, self._stream
+        device, stream = self._device, self.stream
         twin = DeviceArray(self.shape, self._dtype, device, stream)
         provider(device).copy(self._block.address, twin._block.address, self._memory.nbytes, device, stream)
         return twin

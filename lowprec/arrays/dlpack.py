@@ -107,10 +107,9 @@ def _open(capsule: object) -> tuple[_Tensor, int]:
 
 
 def view_of_capsule(capsule: object) -> ArrayView:
-    """Return the view of a DLPack capsule; the view keeps the capsule alive.
+    """Return the view of a DLPack capsule, which it keeps alive.
 
-    Raises ArrayError if the capsule has been consumed, has another major version, or describes an impossible array,
-    DTypeError if the element type is not supported.
+    Raises ArrayError for a consumed capsule, another version or an impossible array; DTypeError for its element type.
     """
     tensor, flags = _open(capsule)
     dtype = dtype_from_dlpack(tensor.code, tensor.bits, tensor.lanes)
@@ -161,10 +160,7 @@ def _device(kind: int, index: int) -> Device:
 
 
 def device_of(array: Any) -> Device:
-    """Return the device of an array by ``__dlpack_device__``; host-readable memory is the CPU's.
-
-    Raises ArrayError if the method raises or returns no device.
-    """
+    """Return the device of an array by ``__dlpack_device__``; host-readable memory is the CPU's. Raises ArrayError."""
     try:
         said = array.__dlpack_device__()
     except Exception as error:
@@ -181,32 +177,22 @@ def device_of(array: Any) -> Device:
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
     """Return the view of any array with ``__dlpack__``; ArrayError, with the library's message, if export fails.
 
-    ``stream`` is the consumer's stream, numbered as in the standard; None for host memory or CUDA's legacy default
-    stream.
+    ``stream`` is the consumer's, as in the standard; None for host memory or CUDA's legacy default stream.
     """
     keywords = {} if stream is None else {"stream": stream}
     try:
         try:
             capsule = array.__dlpack__(max_version=(_MAJOR, 0), **keywords)
         except TypeError as error:
-            if not _lacks_max_version(error):
+            # Before DLPack 1.0 there is no such keyword, so that the call itself failed, before any frame of the
+            # producer, or a forwarded call deeper. Not cached: an object may forward its calls.
+            is_old = getattr(error.__traceback__, "tb_next", None) is None or "max_version" in str(error)
+            if isinstance(error, LowprecError) or not is_old:
                 raise
             capsule = array.__dlpack__(**keywords)
     except Exception as error:
         raise _refusal(array, error) from error
     return view_of_capsule(capsule)
-
-
-def _lacks_max_version(error: TypeError) -> bool:
-    """Whether the producer predates DLPack 1.0 and does not know the ``max_version`` keyword.
-
-    Only a newer producer can report read-only memory. Not cached: an object may forward its calls.
-    """
-    if isinstance(error, LowprecError):
-        return False
-    # The call itself failed, before any frame of the producer, or a forwarded call failed deeper.
-    frames = error.__traceback__
-    return frames is None or frames.tb_next is None or "max_version" in str(error)
 
 
 def _refusal(array: Any, error: Exception) -> ArrayError:
@@ -338,8 +324,7 @@ def export(
 ) -> object:
     """Return a capsule of the newest DLPack version that the consumer supports.
 
-    ``memory`` may have a device address, since the elements are not read; ``dtype`` is their actual type; ``copied``
-    records a copy made for this export.
+    ``memory`` is not read; ``dtype`` is its actual type; ``copied`` records a copy made for this export.
     """
     carrier = _CARRIERS.get(dtype)
     exported = memory if carrier is None else memory.view(carrier)

@@ -22,10 +22,7 @@ class DLPackLibrary(Library):
     keeps_owners = True
 
     def view(self, array: Any) -> ArrayView:
-        """Return the view of an array's capsule, or of a :class:`DLPackArray`.
-
-        Before DLPack 1.0 capsules have no read-only flag; such arrays count as writable.
-        """
+        """Return the view of an array's capsule, writable before DLPack 1.0, or of a :class:`DLPackArray`."""
         kind = type(array)
         if kind is DLPackArray:
             return host_view(array.memory)

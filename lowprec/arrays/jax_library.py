@@ -71,10 +71,7 @@ class JaxLibrary(Library):
         return provider(device).own_stream(device) if is_served(device) else None
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of new memory that JAX can import: a NumPy array, or a DeviceArray on a GPU.
-
-        Raises DeviceError if lowprec cannot allocate on the device, DTypeError for 64-bit types that JAX has disabled.
-        """
+        """Return the view of new memory that JAX can import: a NumPy array, or a DeviceArray on a GPU."""
         if dtype in _64_BIT and not self._jax.config.jax_enable_x64:
             raise DTypeError(
                 f"the result would be {dtype}, but 64-bit types are disabled in JAX; enable them with "
@@ -87,11 +84,7 @@ class JaxLibrary(Library):
         return host_view(aligned_empty(shape, NUMPY_DTYPES[dtype]))
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return a filled buffer as a JAX array.
-
-        It is committed to a device if an operand is, as the result of ``jax.numpy.matmul``. On a CPU device other than
-        JAX's first, JAX copies it.
-        """
+        """Return a filled buffer as a JAX array, committed to a device if an operand is, as by ``jax.numpy.matmul``."""
         committed = [x for x in operands if type(x) is type(operands[0]) and x.committed]
         like = next(iter(committed or operands), None)
         adopt = self._jax.dlpack.from_dlpack
@@ -127,10 +120,7 @@ def _is_cpu(device: Any) -> bool:
 
 
 def _uncommitted(array: Any) -> Any:
-    """Return an imported array, which is committed to its device, as an uncommitted one on the same memory.
-
-    JAX has no public function for this without a copy. If JAX's class changes, the array stays committed.
-    """
+    """Return an imported array as an uncommitted one on the same memory; JAX has no public function for this."""
     try:
         return type(array)(array.aval, array.sharding, [array], committed=False, _skip_checks=True)
     except (TypeError, AttributeError):

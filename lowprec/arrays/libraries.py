@@ -17,7 +17,7 @@ from lowprec.arrays.base import Library
 from lowprec.arrays.device_memory import DeviceArray
 from lowprec.arrays.dlpack import DLPackArray
 from lowprec.arrays.dlpack_library import DLPACK
-from lowprec.arrays.numpy_library import NUMPY, NumpyLibrary
+from lowprec.arrays.numpy_library import NUMPY
 from lowprec.arrays.prepared_view import Prepared
 from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError, DelegateError
@@ -53,11 +53,7 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 
 
 def library_of(array: Any) -> Library:
-    """Return the library of an array.
-
-    Raises ArrayError, with a remedy, if the object is no array or cannot be read in place: a tracer, a masked array, a
-    subclass that changes the meaning of the elements.
-    """
+    """Return the library of an array; ArrayError, with a remedy, for objects that cannot be read in place."""
     found = _BY_TYPE.get(type(array))
     return _look_up(array) if found is None else found
 
@@ -82,11 +78,22 @@ def _look_up(array: Any) -> Library:
 
 
 def _find(array: Any) -> Library:
-    if isinstance(array, np.ndarray):
-        raise NumpyLibrary.refuse_subclass(array)
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArrayError(
+            f"{type(array).__name__} is not accepted: a matrix product has no mask; pass array.filled(0), or "
+            "array.data to ignore the mask"
+        )
+    if isinstance(array, np.ndarray):  # its class may change the meaning of the elements (units, ``*``)
+        raise ArrayError(
+            f"{type(array).__name__} is not accepted: the result would be a plain numpy.ndarray; pass "
+            "numpy.asarray(array)"
+        )
     name = _optional_name(array)
     if name is not None:
-        library = _instance(name)
+        library = _INSTANCES.get(name)
+        if library is None:
+            made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
+            library = _INSTANCES.setdefault(name, made)  # another thread may have been first
         library.check_type(array)
         return library
     if is_dask_array(array):
@@ -108,10 +115,7 @@ def _find(array: Any) -> Library:
 
 
 def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
-    """Cast weakly typed JAX arrays by JAX's promotion rules, and return operands and addends.
-
-    An operand gets the result type of all operands, an addend that of all operands and itself.
-    """
+    """Cast weakly typed JAX arrays by JAX's rules: operands to their common type, an addend to that with its own."""
     if not any(_is_weak(x) for x in (*operands, *addends)):
         return (*operands, *addends)
     kinds = [_kind(x) for x in operands]
@@ -155,19 +159,8 @@ def dense_method(x: Any) -> str:
 
 
 def library_name(array: Any) -> str:
-    """Return the name of an array's library, also for arrays that :func:`library_of` rejects as unreadable.
-
-    Raises ArrayError if it is no array, or a NumPy subclass that changes the meaning of the elements.
-    """
+    """Return the name of an array's library, also where :func:`library_of` rejects the array as unreadable."""
     return _optional_name(array) or library_of(array).name
-
-
-def _instance(name: str) -> Library:
-    library = _INSTANCES.get(name)
-    if library is None:
-        made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
-        library = _INSTANCES.setdefault(name, made)  # another thread may have been first
-    return library
 
 
 def _what(array: Any) -> str:

@@ -45,14 +45,7 @@ def _numpy_name(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_label(dtype: Any) -> str:
-    """Return the name of a library's element type: ``"float32"`` of ``torch.float32``.
-
-    Examples
-    --------
-    >>> import numpy
-    >>> dtype_label(numpy.dtype(">f4"))
-    'float32'
-    """
+    """Return the name of a library's element type: ``"float32"`` of ``torch.float32``."""
     return _numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
 
 
@@ -73,17 +66,7 @@ def shape_of(array: Any) -> tuple[int, ...]:
 
 
 def cast(array: Any, label: str) -> Any:
-    """Return an array cast to another element type.
-
-    It is returned unchanged if it has that type, or if its library lacks the type (strict Array API libraries have no
-    float16, and 64-bit types may be disabled in JAX).
-
-    Examples
-    --------
-    >>> import numpy
-    >>> cast(numpy.ones(2, numpy.float32), "bfloat16").dtype.name
-    'bfloat16'
-    """
+    """Return an array cast to another element type; unchanged if it has that type, or if its library lacks the type."""
     if dtype_name(array) == label:
         return array
     if hasattr(array, "astype"):  # NumPy scalars too

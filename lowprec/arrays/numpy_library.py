@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, data_pointer
-from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -25,11 +24,7 @@ _ENTRIES = {numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1) for d,
 
 
 def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
-    """Return the view of a NumPy array.
-
-    An array of foreign byte order, misaligned, or with byte strides that are not multiples of the element size is
-    copied; the view records the reason.
-    """
+    """Return the view of a NumPy array, or of a copy with its reason: foreign byte order, misaligned, odd strides."""
     entry = _ENTRIES.get(array.dtype)
     flags = array.flags
     if entry is None or not flags.aligned:
@@ -94,19 +89,6 @@ class NumpyLibrary(Library):
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return the array, or a scalar if it has no axes, as ``numpy.matmul``."""
         return buffer if buffer.ndim else buffer[()]
-
-    @staticmethod
-    def refuse_subclass(array: NDArray[Any]) -> ArrayError:
-        """Return the error for an array whose class changes the meaning of its elements (masks, units, ``*``)."""
-        name = type(array).__name__
-        if isinstance(array, np.ma.MaskedArray):
-            return ArrayError(
-                f"{name} is not accepted: a matrix product has no mask; pass array.filled(0), or array.data to ignore "
-                "the mask"
-            )
-        return ArrayError(
-            f"{name} is not accepted: the result would be a plain numpy.ndarray; pass numpy.asarray(array)"
-        )
 
 
 #: The one instance.

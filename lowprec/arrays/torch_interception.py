@@ -17,10 +17,7 @@ DELEGATE = "lowprec.torch:matmul"
 
 
 def probes_of(torch: Any) -> tuple[Callable[[], Any], ...]:
-    """Return functions of torch that are true if an interception may be active; 20 to 50 ns each.
-
-    They include function modes because ``make_fx(pre_dispatch=True)`` keeps its dispatch mode on a separate stack.
-    """
+    """Return functions of torch that are true if an interception may be active; 20 to 50 ns each."""
     core = torch._C
     return (
         core._len_torch_dispatch_stack,
@@ -43,7 +40,10 @@ def refuse_interception(torch: Any) -> None:
             "operations; call lowprec outside the transform",
             DELEGATE,
         )
-    mode = _dispatch_mode(torch)
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    # The stack of pre-dispatch modes is global; the dispatch key shows whether they are active in this thread.
+    if mode is None and torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        mode = torch._ops._get_current_dispatch_mode_pre_dispatch()
     if mode is not None:
         raise DelegateError(
             f"the torch mode {type(mode).__name__} is active: it acts on torch's operations and would not see "
@@ -53,10 +53,7 @@ def refuse_interception(torch: Any) -> None:
 
 
 def refuse_tangent(torch: Any, array: Any) -> None:
-    """Raise DelegateError if a tensor has a tangent at the current level of forward-mode AD.
-
-    Below autograd, in the handler of a dispatch mode, PyTorch has already handled tangents.
-    """
+    """Raise DelegateError if a tensor has a tangent at the current level of forward-mode AD."""
     core = torch._C
     if core._dispatch_tls_is_dispatch_key_excluded(core.DispatchKey.AutogradFunctionality):
         return
@@ -66,13 +63,3 @@ def refuse_tangent(torch: Any, array: Any) -> None:
             "torch.autograd.forward_ad.unpack_dual(tensor).primal",
             DELEGATE,
         )
-
-
-def _dispatch_mode(torch: Any) -> Any:
-    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
-    if mode is not None:
-        return mode
-    # The stack of pre-dispatch modes is global; the dispatch key shows whether they are active in this thread.
-    if not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
-        return None
-    return torch._ops._get_current_dispatch_mode_pre_dispatch()

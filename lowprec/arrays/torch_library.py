@@ -7,7 +7,7 @@ import functools
 import mmap
 from collections.abc import Callable
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.torch_interception import DELEGATE, probes_of, refuse_interception, refuse_tangent
@@ -52,11 +52,7 @@ _WITH_GRAD = (
 
 
 class TorchLibrary(Library):
-    """PyTorch tensors and parameters on any device with memory addresses.
-
-    While gradients are recorded, a tensor that requires grad has no view: the product would be missing in the autograd
-    graph.
-    """
+    """PyTorch tensors on devices with addresses; one that requires grad has no view while gradients are recorded."""
 
     name = "torch"
 
@@ -115,7 +111,9 @@ class TorchLibrary(Library):
             raise DelegateError(_WITH_GRAD, DELEGATE)
         dtype = self._dtypes.get(array.dtype)
         if dtype is None:
-            self._refuse_dtype(array)
+            if array.is_quantized:
+                raise ArrayError("the torch tensor is quantised; pass tensor.dequantize()")
+            dtype = dtype_from_name(str(array.dtype).removeprefix("torch."))  # raises
         if array.is_neg() or (dtype.is_complex and array.is_conj()):
             array = array.resolve_conj().resolve_neg()
             copied = "its lazy conjugation or negation was resolved"
@@ -170,12 +168,6 @@ class TorchLibrary(Library):
         if kind is None:
             return None
         return CPU if kind == CPU.type else Device(kind, device.index or 0)
-
-    def _refuse_dtype(self, array: Any) -> NoReturn:
-        if array.is_quantized:
-            raise ArrayError("the torch tensor is quantised; pass tensor.dequantize()")
-        dtype_from_name(str(array.dtype).removeprefix("torch."))
-        raise AssertionError(f"{array.dtype} is supported but was not recognised")
 
     def _without_memory(self, array: Any) -> ArrayError:
         if array.layout is not self._torch.strided:

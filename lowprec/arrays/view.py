@@ -36,13 +36,7 @@ _DEVICE_NAMES = {
 
 
 class Device(NamedTuple):
-    """A device by DLPack's type and index.
-
-    Examples
-    --------
-    >>> str(Device(2, 1))
-    'cuda:1'
-    """
+    """A device by DLPack's type and index."""
 
     type: int  # ``DLDeviceType``: 1 is the CPU, 2 is CUDA
     #: Number of the device; 0 for the CPU.
@@ -212,16 +206,13 @@ def _pointer_by_interface(array: NDArray[Any]) -> int:
     return array.ctypes.data
 
 
-def _layout_is_as_expected() -> bool:
-    if sys.implementation.name != "cpython":
-        return False
-    base = np.zeros((3, 5), np.float32)
-    probes = (base, base[1:, 2:], base[::-1])
-    return all(_pointer_by_layout(p) == _pointer_by_interface(p) for p in probes)
-
+_base = np.zeros((3, 5), np.float32)
+_layout_is_as_expected = sys.implementation.name == "cpython" and all(
+    _pointer_by_layout(x) == _pointer_by_interface(x) for x in (_base, _base[1:, 2:], _base[::-1])
+)
 
 #: Address of a NumPy array's first element.
-data_pointer = _pointer_by_layout if _layout_is_as_expected() else _pointer_by_interface
+data_pointer = _pointer_by_layout if _layout_is_as_expected else _pointer_by_interface
 
 
 # Limit of candidate solutions in NumPy's exact overlap search; ordinary views need a few.
@@ -229,11 +220,7 @@ _MAX_WORK: Any = 1000
 
 
 def may_overlap(a: ArrayView, b: ArrayView) -> bool:
-    """Whether two views may share memory; False is certain.
-
-    True is exact in host memory, unless NumPy's search reaches its limit. On a GPU True means that the address ranges
-    overlap.
-    """
+    """Whether two views may share memory: exact in host memory, unless NumPy's search reaches its limit."""
     if a.device != b.device or a.is_description or b.is_description:
         return False
     a_first, a_last = a.extent()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec.errors import warn
-from lowprec.policy import environment
+from lowprec.policy.variables import CACHE_DIR
 from lowprec.util.atomic import write_file
 
 #: Do not follow a link, or wait for the other end of a pipe.
@@ -46,7 +46,7 @@ def absence() -> str:
 
 def _find_directory() -> Path | str:
     """Return the folder of the cache, or the reason why it is unknown."""
-    chosen = environment.cache_directory()
+    chosen = CACHE_DIR.current()
     try:
         if chosen is not None:
             return Path(chosen).expanduser()

@@ -23,10 +23,7 @@ def imported(name: str) -> Any:
 
 
 class Arguments(NamedTuple):
-    """Arguments of an executor: arrays as views, factors as numbers.
-
-    ``stream`` is a CUDA stream handle (1 is the legacy default stream), 0 in host memory.
-    """
+    """Arguments of an executor; ``stream`` is a CUDA stream (1 is the legacy default stream), 0 in host memory."""
 
     a: ArrayView
     b: ArrayView
@@ -109,10 +106,7 @@ class Backend(Protocol):
     def tune(
         self, execute: Executor, arguments: Arguments, *, candidates: int, progress: Callable[[int, int], None] | None
     ) -> tuple[AlgorithmTiming, ...]:
-        """Measure the library's algorithms for a product, use the fastest from now on, and return it first.
-
-        Empty if there is no choice.
-        """
+        """Measure the library's algorithms for a product, and use the fastest, which is returned first."""
 
     def stopwatch(self, arguments: Arguments) -> Stopwatch | None:
         """Start the measurement of a product; None if products are finished when executors return."""

@@ -38,11 +38,7 @@ class Errors:
 
 
 class Reference:
-    """The float64 product of two operands, shapes (..., m, k) or (k,), and (..., k, n) or (k,), as stored.
-
-    Products of two numbers of at most single precision are exact in float64. The relative error of a sum of k of them
-    is at most k 2^-53, negligible against the measured errors.
-    """
+    """The float64 product of two operands as stored, whose own error is at most k 2^-53."""
 
     def __init__(self, a: Array, b: Array) -> None:
         wide_a, wide_b = _wide(a), _wide(b)
@@ -59,29 +55,24 @@ class Reference:
 
     def compare(self, result: Array, plan: GemmPlan) -> Errors:
         """Return the errors of a result of this plan."""
-        bound = self._bound(plan)
+        pairs = zip(self._norms_a.flat, self._norms_b.flat, strict=True)
+        squares = sum(plan.bound.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs)
+        bound = _ratio(math.sqrt(squares), self._norm_ab)
         if not math.isfinite(self._norm_ab):
             return Errors(math.nan, math.nan, bound, Verdict.NO_NUMBERS)
         with np.errstate(all="ignore"):
             error = _norm(_wide(result) - self.product)
         relative, normalised = _ratio(error, self._norm), _ratio(error, self._norm_ab)
+        # Inf is possible if a format's range is too small, or sums exceed that of the result.
+        largest = min((plan.out_dtype.format or FLOAT32).largest, FLOAT32.largest)
+        may_overflow = not plan.bound.unconditional or self._norm_ab > largest
         if normalised <= bound:
             verdict = Verdict.WITHIN
-        elif not math.isfinite(error) and self._may_overflow(plan):
+        elif not math.isfinite(error) and may_overflow:
             verdict = Verdict.OVERFLOW
         else:
             verdict = Verdict.ABOVE
         return Errors(relative, normalised, bound, verdict)
-
-    def _bound(self, plan: GemmPlan) -> float:
-        pairs = zip(self._norms_a.flat, self._norms_b.flat, strict=True)
-        squares = sum(plan.bound.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs)
-        return _ratio(math.sqrt(squares), self._norm_ab)
-
-    def _may_overflow(self, plan: GemmPlan) -> bool:
-        """Whether Inf is possible: a format's range is too small, or sums exceed that of the result."""
-        out = plan.out_dtype.format or FLOAT32
-        return not plan.bound.unconditional or self._norm_ab > min(out.largest, FLOAT32.largest)
 
 
 def _wide(x: Array) -> Array:

@@ -149,7 +149,7 @@ class Comparison:
                 r.label,
                 str(r.plan.kernel),
                 seconds(r.timing.median),
-                percent(r.timing.spread),
+                "-" if r.timing.spread is None else f"{r.timing.spread:.0%}",
                 f"{'~' * r.is_noisy}{r.speedup:.2f}x",
                 *map(_number, (r.errors.relative, r.errors.normalised, r.errors.bound)),
                 str(r.errors.verdict),
@@ -188,11 +188,6 @@ def seconds(value: float) -> str:
     return f"{digits:.{decimals}f} {unit}"
 
 
-def percent(share: float | None) -> str:
-    """Return a share as a percentage."""
-    return "-" if share is None else f"{share:.0%}"
-
-
 def _number(error: float) -> str:
     return f"{error:.1e}" if math.isfinite(error) else "-"
 
@@ -202,11 +197,7 @@ def _spec(x: ShapeDtype) -> str:
 
 
 def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Variant]:
-    """Return the variants to compare on these operands, the baseline first: float32 in mode ``fp32``.
-
-    Operands on which no mode acts (16-bit, int8) are compared with float32 copies. Raises DTypeError for float64 and
-    complex128.
-    """
+    """Return the variants to compare, the baseline (float32 in ``fp32``) first; raises for types without a mode."""
     a, b = case.sets[0]
     for name in (a.dtype.name, b.dtype.name):
         if name in _SINGLE:
@@ -231,10 +222,9 @@ def compare(
     load: Load,
     step: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Return the comparison of the variants, the first of which is the baseline.
+    """Return the comparison of the variants, the first of which is the baseline; ``load`` was measured before.
 
-    ``step`` receives a description before each variant's first product; with ``rounds`` and ``budget`` it is passed to
-    :func:`take_turns`. ``load`` was measured before.
+    ``step`` receives a description of each step: the first product of each variant, and the rounds.
     """
     reference = Reference(*case.sets[0])
     plans, errors = {}, {}

@@ -175,10 +175,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 @contextlib.contextmanager
 def _signals_raised() -> Iterator[None]:
-    """Raise `_Terminated` in the block at the first signal that would end the process; later ones are ignored.
-
-    A signal that already has a handler, or is ignored (nohup), is left alone.
-    """
+    """Raise `_Terminated` in the block at the first signal that would end the process, unless it has a handler."""
     taken: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

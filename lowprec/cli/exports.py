@@ -168,10 +168,7 @@ def _name_points(panel: Any, rows: Sequence[Row], theme: _Theme) -> None:
 
 
 def speeds_and_errors(found: Sequence[Comparison], theme: _Theme) -> Any:
-    """Return a figure of the modes' speed (above) and error (below) over the size, a column for each kind of data.
-
-    The fastest modes have a hue each; where there are more, the others are grey.
-    """
+    """Return a figure of speed (above) and error (below) over the size, a column for each kind of data."""
     columns: dict[str, list[tuple[str, dict[str, Row]]]] = {}
     for comparison in found:
         kind, _, size = comparison.name.partition(" ")

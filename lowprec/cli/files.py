@@ -28,10 +28,9 @@ from lowprec.util.atomic import write_file
 
 
 def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -> Array:
-    """Return the array of an ``.npy`` file, in native byte order.
+    """Return the array of an ``.npy`` file, in native byte order; ``mapped``: shape, strides and dtype are enough.
 
     Raw elements (bfloat16, float8) are viewed as ``dtype``, other elements are rounded to it.
-    ``mapped`` maps the file instead of reading it, for a caller that needs shape, strides and dtype only.
     """
     source = "/dev/stdin" if path == "-" else path
     try:

@@ -39,10 +39,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 
 
 def operand(rng: np.random.Generator, shape: tuple[int, ...], dtype: DType, distribution: str = "normal") -> Array:
-    """Return a random array; complex numbers have real and imaginary parts of the distribution.
-
-    int8 is uniform over all its values, for every distribution.
-    """
+    """Return a random array, also for both parts of complex numbers; int8 is uniform over all its values."""
     if math.prod(shape) > sys.maxsize // 16:  # the bytes of a complex128
         raise MemoryError(f"an array of {'x'.join(map(str, shape))} elements")
     if dtype is DType.INT8:

@@ -56,10 +56,6 @@ def count(text: str) -> int:
     return _whole(text, text, "a whole number of at least 1", least=1)
 
 
-def _seed(text: str) -> int:
-    return _whole(text, text, "a whole number of at least 0")
-
-
 def _whole(word: str, text: str, what: str, least: int = 0) -> int:
     is_number = word.isascii() and word.isdigit()
     if is_number and len(word) > _MOST_DIGITS:
@@ -111,7 +107,12 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "element type of the operands: convert to it, or take a file's raw elements as it (bfloat16)",
     },
     "--out-dtype": {"type": dtype, "metavar": "DTYPE", "help": "element type of the result"},
-    "--seed": {"type": _seed, "default": 0, "metavar": "N", "help": "of the random operands (default: 0)"},
+    "--seed": {
+        "type": lambda text: _whole(text, text, "a whole number of at least 0"),
+        "default": 0,
+        "metavar": "N",
+        "help": "of the random operands (default: 0)",
+    },
     "--device": {
         "type": device,
         "metavar": "DEVICE",

@@ -111,10 +111,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a bar on standard error while the block runs, where that is a terminal and rich is installed.
-
-    Yields a function to call before each of the ``total`` steps, with a description of the step.
-    """
+    """Show a bar on standard error, if a terminal and with rich, while the block runs; yield the function of a step."""
     console = None if sys.stderr is None else _console(sys.stderr)
     if console is None:
         yield lambda *_: None

@@ -48,10 +48,7 @@ class Step(NamedTuple):
         return any(side.terms is not None for side in self.sides)
 
     def run(self, values: dict[int, Any], multiply: Any, dtype: str, wide: str) -> Any:
-        """Remove the operands from ``values`` and return their product, of type ``dtype``.
-
-        ``multiply`` takes two arrays and the type of the result; ``wide`` is the type of sums of one operand.
-        """
+        """Remove the operands from ``values`` and return their product; ``wide`` is the type of sums of one operand."""
         x, *others = [
             side.made_ready(values.pop(i), multiply, wide if len(self.takes) > 1 else dtype)
             for i, side in zip(self.takes, self.sides, strict=True)

@@ -54,14 +54,7 @@ class ShapeDtype:
 
 
 def parse_dtype(dtype: Any) -> DType:
-    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or an Array API dtype.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> parse_dtype(np.float16) is parse_dtype("float16") is parse_dtype(np.dtype("f2"))
-    True
-    """
+    """Return the element type of a name, a NumPy or ml_dtypes dtype or scalar type, or an Array API dtype."""
     if isinstance(dtype, DType):
         return dtype
     if isinstance(dtype, str):
@@ -72,7 +65,7 @@ def parse_dtype(dtype: Any) -> DType:
 
 def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> ArrayView:
     """Return the view of an array; ``describing`` accepts a shape and dtype, viewed as a contiguous array."""
-    if describing and _is_shape(x):
+    if describing and isinstance(x, tuple | list) and all(isinstance(n, numbers.Integral) for n in x):
         raise ArrayError(
             f"{quoted(x)} is a shape without an element type; pass an array, or describe one by "
             f"lowprec.ShapeDtype({quoted(tuple(x))}, 'float32')"
@@ -86,10 +79,6 @@ def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> Arra
     return library.writable_view(x) if writable else library.view(x)
 
 
-def _is_shape(x: Any) -> bool:
-    return isinstance(x, tuple | list) and all(isinstance(n, numbers.Integral) for n in x)
-
-
 def _is_description(x: Any) -> bool:
     if isinstance(x, tuple):
         return len(x) == 2
@@ -100,8 +89,7 @@ def _is_description(x: Any) -> bool:
 
 def spec_of(x: ArrayView) -> OperandSpec:
     """Return the shape, strides and element type of a view, for planning."""
-    found: OperandSpec = imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides)
-    return found
+    return imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides)  # type: ignore[no-any-return]
 
 
 class Options(NamedTuple):
@@ -140,10 +128,9 @@ class Options(NamedTuple):
         """Return the GEMM problem with this epilogue."""
         out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
         has_alpha, has_beta = self.alpha != 1, self.beta != 0
-        found: GemmProblem = imported("lowprec.planning:GemmProblem")(
+        return imported("lowprec.planning:GemmProblem")(  # type: ignore[no-any-return]
             a, b, self.out_dtype, out, c, bias, has_alpha, has_beta, self.activation, self.k_chunk
         )
-        return found
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
         """Return the arguments of an executor."""
@@ -186,18 +173,14 @@ def bind(
     *,
     describing: bool = False,
 ) -> Options:
-    """Check the keyword arguments of ``matmul``.
-
-    ``describing`` also accepts descriptions (shape and dtype) as ``out``, ``c`` and ``bias``. Raises ArrayError,
-    DTypeError or UnsupportedError for an illegal argument, ShapeError for ``beta`` without ``c``.
-    """
+    """Check the keyword arguments of ``matmul``; ``describing`` also accepts descriptions as arrays."""
     options = Options(
         None if out is None else view_of(out, writable=True, describing=describing),
         None if c is None else view_of(c, describing=describing),
         None if bias is None else view_of(bias, describing=describing),
         alpha if type(alpha) is float else _scalar("alpha", alpha),
         beta if type(beta) is float else _scalar("beta", beta),
-        None if activation is None else _activation(activation),
+        None if activation is None else imported("lowprec.planning:parse_activation")(activation),
         None if out_dtype is None else parse_out_dtype(out_dtype),
         None if scale_a is None else _scale("scale_a", scale_a),
         None if scale_b is None else _scale("scale_b", scale_b),
@@ -217,15 +200,8 @@ def parse_out_dtype(dtype: Any) -> DType:
         raise
 
 
-def _activation(name: str) -> Activation | None:
-    found: Activation | None = imported("lowprec.planning:parse_activation")(name)
-    return found
-
-
-def _scale(name: str, value: Any) -> ArrayView | float | None:
+def _scale(name: str, value: Any) -> ArrayView | float:
     """Return the scale of an FP8 operand: a number, or the view of one float32 in device memory."""
-    if value is None:
-        return None
     if not is_array(value):
         number = _scalar(name, value)
         if isinstance(number, complex):
@@ -304,10 +280,7 @@ _OPTIONAL = frozenset({"out", "c", "bias", "scale_a", "scale_b"})
 
 
 def name_argument(error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of) -> None:
-    """Set ``error.argument`` to the first of ``arrays`` whose view, made by ``look``, raises the same error.
-
-    Public functions call it after an error, with their own argument names.
-    """
+    """Set ``error.argument`` to the first of ``arrays`` whose view, made by ``look``, raises the same error."""
     if error.argument in ("a", "b") and error.argument not in arrays:  # matmul's names, unknown to the caller
         error.argument = None
     views: dict[str, ArrayView] = {}

@@ -15,21 +15,9 @@ from lowprec.backends import backend_of, predicted
 from lowprec.core.arguments import Options, bind, check_devices, check_scalars, name_argument, spec_of, view_of
 from lowprec.errors import ArrayError, DTypeError, ModeError, ShapeError
 from lowprec.modes import TABLE, ActivationName, BoundName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode
-from lowprec.planning import (
-    Bound,
-    Candidate,
-    Capabilities,
-    Copy,
-    GemmPlan,
-    GemmProblem,
-    Reason,
-    ReasonKind,
-    check_bound,
-    check_rtol,
-    plan_gemm,
-    select_mode,
-)
+from lowprec.planning import Bound, Candidate, Capabilities, Copy, GemmPlan, GemmProblem, Reason, ReasonKind, plan_gemm
 from lowprec.planning.prepared import prepared_reason
+from lowprec.planning.selection import check_bound, check_rtol, select_mode
 from lowprec.util.strides import contiguous_strides
 
 _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
@@ -42,11 +30,7 @@ def mode_within(
     capabilities: Capabilities,
     bound: BoundName | None = None,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
-    """Return the mode that ``rtol`` selects for a product on a device, and all candidates.
-
-    The guard and ``LOWPREC_FORCE_MATH_MODE`` take precedence; there are then no candidates. Raises ModeError if both
-    ``rtol`` and ``math_mode`` are given, one is illegal, or no mode meets ``rtol``.
-    """
+    """Return the mode that ``rtol`` selects for a product on a device, and all candidates (none if it is imposed)."""
     measure = Bound.GUARANTEED if bound is None else check_bound(bound)
     if rtol is None:
         raise ModeError(f"bound={str(measure)!r} needs rtol=; pass both")

@@ -67,13 +67,7 @@ _ROUNDINGS: dict[str, Callable[[Any], Any]] = {
 
 
 def round_to(x: Any, to: NumberFormat) -> Any:
-    """Round float32 or complex64 to the values of TF32 (ties away from zero), bfloat16 or float16 (ties to even).
-
-    Examples
-    --------
-    >>> round_to(jnp.float32(1 + 2**-11), formats.TF32) == 1 + 2**-10
-    Array(True, dtype=bool)
-    """
+    """Round float32 or complex64 to the values of TF32 (ties away from zero), bfloat16 or float16 (ties to even)."""
     return each_component(_ROUNDINGS[to.name], x)
 
 
@@ -85,10 +79,7 @@ def each_component(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 def split(x: Any, row: ModeRow) -> list[Any]:
-    """Return the parts of an operand for a mode, followed by their sum if the mode also multiplies the sum.
-
-    The second part of Inf and NaN is NaN, so every sum that contains it is NaN.
-    """
+    """Return the parts of an operand for a mode, and their sum if that is multiplied; NaN follows Inf and NaN."""
     parts = [round_to(x, row.operand_format)]
     rest = x
     for _ in range(row.parts - 1):
@@ -113,10 +104,7 @@ def times_power_of_two(x: Any, exponent: Any, steps: int) -> Any:
 
 
 def scaled(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return ``x * 2**e``, exact, and the exponents e, shared along ``axes`` (kept, length 1).
-
-    e is 0 where all elements are zero; non-finite elements are ignored.
-    """
+    """Return ``x * 2**e``, exact, and the exponents e, shared along ``axes``; non-finite elements are ignored."""
 
     def size(part: Any) -> Any:
         found = _bits(part) & _MAGNITUDE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 
@@ -13,25 +12,11 @@ Shape = tuple[int, ...]
 Dimension = tuple[int, tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """The calls that compute a batch, all with the same batch count and strides."""
-
-    count: int  # matrices per call
-    strides: Shape  # batch stride of each array, in elements
-    offsets: tuple[Shape, ...]  # per call the offset of each array's first matrix, in elements
-
-
 def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
     """Coalesce dimensions, outermost first, as far as the strides of all arrays allow.
 
     Two adjacent dimensions become one if in every array the outer stride is the inner stride times the inner extent.
     Dimensions of extent 1 are dropped.
-
-    Examples
-    --------
-    >>> coalesce([(2, (12, 0)), (3, (4, 0)), (4, (1, 1))])
-    [(6, (4, 0)), (4, (1, 1))]
     """
     result: list[Dimension] = []
     for extent, strides in dimensions:
@@ -44,17 +29,11 @@ def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
     return result
 
 
-def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
-    """Return the calls that compute a batch: each call covers the largest dimension, the calls loop over the others.
+def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[int, Shape, tuple[Shape, ...]]:
+    """Divide a batch into calls, each over the largest dimension; ``stacks`` are each array's strides over ``shape``.
 
-    No dimension of ``shape`` is empty; ``stacks`` are the strides of each array over ``shape``, in elements.
-
-    Examples
-    --------
-    >>> split_batches((2, 3), [(5, 20)])
-    Batches(count=3, strides=(20,), offsets=((0,), (5,)))
-    >>> split_batches((2,), [(-6,)])
-    Batches(count=1, strides=(0,), offsets=((0,), (-6,)))
+    Return the number of matrices per call, the batch stride of each array, and per call the offset of each array's
+    first matrix. Strides and offsets count elements; no dimension is empty.
     """
     dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])
     # cuBLASLt does not document negative batch strides.
@@ -64,7 +43,7 @@ def split_batches(shape: Shape, stacks: Sequence[Shape]) -> Batches:
         count, strides = dimensions.pop(max(forward, key=lambda i: dimensions[i][0]))
     offsets = tuple(offsets_of(dimensions, len(stacks)))
     assert len(offsets) * count == prod(shape)
-    return Batches(count, strides, offsets)
+    return count, strides, offsets
 
 
 def offsets_of(dimensions: Sequence[Dimension], arrays: int) -> Iterator[Shape]:

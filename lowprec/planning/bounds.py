@@ -215,12 +215,6 @@ def error_bound(
     An operand is ``exact`` if the mode's format contains its element type, so that it is not rounded; ``capability`` is
     the compute capability of the GPU, None for a CPU; ``elements`` is the size of the result. The default ``schedule``
     has one chunk.
-
-    Examples
-    --------
-    >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function")
-    >>> error_bound(MathMode.TF32, DType.FLOAT32, DType.FLOAT32, 1024, numpy).formula
-    '(1 + 2^-11)^2 (1 + gamma_1024) - 1; gamma_d = d u / (1 - d u), u = 2^-24'
     """
     fmt, acts = operand_format(mode, compute_dtype), compute_dtype.is_single_precision
     accumulator = row(mode).accumulator(compute_dtype).format

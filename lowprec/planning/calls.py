@@ -74,10 +74,7 @@ class LtMatrix:
     batch_stride: int
 
     def range_of(self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int) -> tuple[LtMatrix, int]:
-        """Return the submatrix of a range of the inner dimension, and its offset in elements.
-
-        The inner dimension is ``inner`` after ``op`` is applied.
-        """
+        """Return the submatrix of a range of the inner dimension (``inner`` after ``op``), and its offset."""
         if op == "T":
             inner = "cols" if inner == "rows" else "rows"
         # A complex number may be two real ones along the inner dimension.

@@ -26,10 +26,7 @@ def roundings(kernel: KernelRow, parts: int) -> float:
 
 
 def expected_cost(plan: GemmPlan) -> float:
-    """Return the expected time of kernel and packing, relative to FP32 on the device.
-
-    An element of ``a`` is used in 2 n flops, one of ``b`` in 2 m.
-    """
+    """Return the expected time of kernel and packing, relative to FP32 on the device."""
     kernel, layout = plan.kernel_row, plan.layout
     each = plan.capabilities.cost_per_flop(kernel, format_name(plan.operand_format))
     cost = each * sum(product.length for product in plan.schedule) / max(layout.k, 1)

@@ -122,15 +122,7 @@ def model_names() -> str:
 
 
 def parse_model(name: object) -> GpuModel:
-    """Return the model of this name, or the first one of this compute capability.
-
-    Case, spaces, hyphens and brand names (NVIDIA, Tesla, GeForce) are ignored. Raises DeviceError for other names.
-
-    Examples
-    --------
-    >>> parse_model("H200").bandwidth, parse_model("NVIDIA GeForce RTX 4090").key, parse_model("sm_80").key
-    (4800, 'rtx-4090', 'a100')
-    """
+    """Return the model of this name (in any case, without brand), or the first of this compute capability."""
     text = name if isinstance(name, str) else ""
     wanted, capability = _plain(text), parse_capability(text)
     for model in MODELS:

@@ -149,8 +149,8 @@ def choose_kernel(
 ) -> KernelChoice:
     """Return the first kernel of a device that supports the product and is efficient at its size.
 
-    Raises ``UnsupportedError`` if there is none. ``fmt`` is the operands' format, by :func:`format_name`, ``products``
-    the length of the schedule; ``is_chunked`` if some of them cover a chunk of k.
+    ``fmt`` is the operands' format, by :func:`format_name`, ``products`` the length of the schedule; ``is_chunked`` if
+    some cover a chunk of k. Raises UnsupportedError if there is none.
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None
@@ -185,10 +185,7 @@ def choose_kernel(
 def _unsupported_reason(
     row: KernelRow, capabilities: Capabilities, layout: GemmLayout, is_complex: bool, products: int, is_chunked: bool
 ) -> Reason | None:
-    """Return the reason against this kernel for the product, None if there is none.
-
-    Tile kernels have a minimum of elements, also for a matrix and a vector, because packing dominates their time.
-    """
+    """Return the reason against this kernel for the product, None if there is none."""
     m, n, k = layout.m, layout.n, layout.k
     elements = m * k + k * n + m * n
     if row.requires is not None and row.requires not in capabilities.features:

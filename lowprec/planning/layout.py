@@ -143,15 +143,7 @@ def _extents(shape_a: Shape, shape_b: Shape) -> tuple[int, int, int, Shape]:
 
 
 def _blas_order(rows: int, cols: int, row_stride: int, col_stride: int) -> tuple[Order | None, int | None]:
-    """Return (order, leading dimension), or (None, None) if BLAS cannot express these strides.
-
-    The stride of a dimension of extent 1 is ignored.
-
-    Examples
-    --------
-    >>> _blas_order(4, 5, 8, 1), _blas_order(4, 5, 1, 4), _blas_order(4, 5, 10, 2)
-    (('row', 8), ('col', 4), (None, None))
-    """
+    """Return (order, leading dimension), or (None, None) if BLAS cannot express these strides."""
     if rows == 0 or cols == 0:
         return "row", max(cols, 1)
     if col_stride == 1 or cols == 1:
@@ -188,11 +180,7 @@ def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: Opera
 def gemm_layout(
     a: OperandSpec, b: OperandSpec, out: OperandSpec | None = None, out_dtype: DType | None = None
 ) -> GemmLayout:
-    """Return the layout of ``a @ b``, into ``out`` if it is given.
-
-    ``out_dtype`` is the dtype of a new result, by default that of ``a``. Raises ShapeError if the shapes do not match
-    or elements of ``out`` may overlap.
-    """
+    """Return the layout of ``a @ b``, into ``out`` or a new array of ``out_dtype`` (default: that of ``a``)."""
     return _collapse(stacked_layout(a, b, out, out_dtype))
 
 
@@ -204,8 +192,13 @@ def stacked_layout(
     shape = batch + (m,) * (len(a.shape) > 1) + (n,) * (len(b.shape) > 1)
     if out is None:
         out = OperandSpec.contiguous(out_dtype or a.dtype, shape)
-    else:
-        _check_out(out, shape)
+    elif out.shape != shape:
+        raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
+    elif overlaps_itself(out.shape, out.strides):
+        raise ShapeError(
+            f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
+            "pass an array without overlapping elements"
+        )
     return GemmLayout(
         m, n, k, batch, prod(batch), shape,
         _operand(a, m, k, batch, is_a=True), _operand(b, k, n, batch, is_a=False),
@@ -214,25 +207,12 @@ def stacked_layout(
 
 
 def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout) -> MatrixStack | None:
-    """Return an addend, broadcast to the result, as the matrices of a layout.
-
-    None if the layout is collapsed and the addend's rows have no single stride.
-    """
+    """Return an addend as matrices of a layout; None if that is collapsed and the rows have no single stride."""
     missing = len(layout.out_shape) - len(c.shape)
     own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
     m, n, _, batch = _extents(a.shape, b.shape)
     found = _result(c.dtype, (0,) * missing + own, m, n, batch, a, b)
     return rows_of_all(found, prod(batch)) if layout.collapsed else found
-
-
-def _check_out(out: OperandSpec, shape: Shape) -> None:
-    if out.shape != shape:
-        raise ShapeError(f"out has shape {out.shape}, but the result has shape {shape}")
-    if overlaps_itself(out.shape, out.strides):
-        raise ShapeError(
-            f"out has elements that may share memory (shape {out.shape}, strides {out.strides} in elements); "
-            "pass an array without overlapping elements"
-        )
 
 
 def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:

@@ -38,20 +38,9 @@ def reads_k_contiguous(data: DType) -> bool:
     return data.bits == 8
 
 
-def _writes(data: DType) -> tuple[DType, ...]:
-    return data.results if data.bits <= 16 else (data,)
-
-
 def _padded(extent: int, dtype: DType) -> int:
     step = max(_ALIGNMENT_BYTES // dtype.itemsize, 1)
     return -(-extent // step) * step
-
-
-class _Operand(NamedTuple):
-    """An operand as read by cuBLASLt; packed unless ``pack`` is None."""
-
-    stack: MatrixStack
-    pack: Pack | None = None
 
 
 def _matrix(stack: MatrixStack, batch_stride: int) -> LtMatrix:
@@ -99,17 +88,17 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: 
     """
     inputs = _inputs(plan, aligned, pad_rows)
     problem, layout = inputs.problem, inputs.layout
-    a, b = _operand(inputs, "a"), _operand(inputs, "b")
-    staged = tuple(_reasons_to_stage(inputs, a, b))
+    (a, pack_a), (b, pack_b) = _operand(inputs, "a"), _operand(inputs, "b")
+    staged = tuple(_reasons_to_stage(inputs, pack_a, pack_b))
     if not (fuse or staged) and (problem.has_beta or problem.bias or problem.activation):
         staged = (Reason.of(ReasonKind.NO_FUSED_ALGORITHM),)
-    c, d = (None, _temporary(inputs, b)) if staged else (inputs.addend, _result(inputs))
+    c, d = (None, _temporary(inputs, pack_b)) if staged else (inputs.addend, _result(inputs))
     swapped = d.order == "row"
-    first, second = (b.stack, a.stack) if swapped else (a.stack, b.stack)
+    first, second = (b, a) if swapped else (a, b)
     stacks = [first, second, *([c] if c else []), d]
-    batches = split_batches(layout.batch_shape, [x.batch_strides for x in stacks])
-    strides = batches.strides if c else (*batches.strides[:2], 0, batches.strides[2])
-    offsets = tuple(o if c else (*o[:2], 0, o[2]) for o in batches.offsets)
+    count, strides, offsets = split_batches(layout.batch_shape, [x.batch_strides for x in stacks])
+    if c is None:
+        strides, offsets = (*strides[:2], 0, strides[2]), tuple((*x[:2], 0, x[2]) for x in offsets)
     return CublasLtCall(
         compute_type=plan.cublas_compute_type,
         scale_dtype=inputs.summed_in,
@@ -120,11 +109,11 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: 
         second=_matrix(second, strides[1]),
         d=_matrix(d, strides[3]),
         c=_matrix(c, strides[2]) if c else None,
-        batch_count=batches.count,
+        batch_count=count,
         offsets=offsets,  # type: ignore[arg-type]  # four each, by construction
         epilogue="DEFAULT" if staged else _epilogue(problem),
-        pack_a=a.pack,
-        pack_b=b.pack,
+        pack_a=pack_a,
+        pack_b=pack_b,
         staged=staged,
     )
 
@@ -138,12 +127,13 @@ def _epilogue(problem: GemmProblem) -> str:
     return "_".join(filter(None, (activation, "BIAS" if problem.bias else ""))) or "DEFAULT"
 
 
-def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> _Operand:
+def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> tuple[MatrixStack, Pack | None]:
+    """Return an operand as read by cuBLASLt, and its packing."""
     stack = inputs.layout.a if name == "a" else inputs.layout.b
     parts = inputs.plan.split[name == "b"]
     reason = _reason_to_pack(inputs, stack, name, parts)
     if reason is None:
-        return _Operand(stack)
+        return stack, None
     pack = _pack(inputs, stack, name, reason, parts)
     # Packed matrices are row-major; a packed transpose makes the operand column-major.
     rows, cols, leading = pack.padded_rows, pack.cols, pack.line_stride
@@ -158,8 +148,7 @@ def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> _Operand:
     strides = (0,) * len(batch)
     if pack.batch_shape:
         strides = contiguous_strides(pack.batch_shape, pack.matrix_stride)
-    written = MatrixStack(pack.dtype, *extents, *steps, batch, strides, order, leading)
-    return _Operand(written, pack)
+    return MatrixStack(pack.dtype, *extents, *steps, batch, strides, order, leading), pack
 
 
 def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], parts: int) -> Reason | None:
@@ -239,37 +228,38 @@ def _result(inputs: _Inputs) -> MatrixStack:
     return MatrixStack(DType.FLOAT32, out.rows, 2 * out.cols, leading, 1, out.batch_shape, strides, "row", leading)
 
 
-def _temporary(inputs: _Inputs, b: _Operand) -> MatrixStack:
+def _temporary(inputs: _Inputs, pack_b: Pack | None) -> MatrixStack:
     """Return the temporary matrices of a staged product, row-major and contiguous."""
     columns = inputs.layout.n * (2 if inputs.as_real else 1)
-    if b.pack and inputs.k_contiguous:
-        columns = b.pack.padded_rows
+    if pack_b and inputs.k_contiguous:
+        columns = pack_b.padded_rows
     leading = _padded(columns, inputs.summed_in)
     rows, batch = inputs.rows, inputs.layout.batch_shape
     strides = contiguous_strides(batch, rows * leading)
     return MatrixStack(inputs.summed_in, rows, columns, leading, 1, batch, strides, "row", leading)
 
 
-def _reasons_to_stage(inputs: _Inputs, a: _Operand, b: _Operand) -> Iterator[Reason]:
+def _reasons_to_stage(inputs: _Inputs, pack_a: Pack | None, pack_b: Pack | None) -> Iterator[Reason]:
     """Yield the reasons for which cuBLASLt cannot write the result itself."""
     problem, out = inputs.problem, inputs.layout.out
-    products = len(inputs.plan.schedule)
+    products, data = len(inputs.plan.schedule), inputs.data
     if products > 1:
         yield Reason.of(ReasonKind.SEVERAL_PRODUCTS, products=products)
-    if inputs.plan.out_dtype not in _writes(inputs.data) and not inputs.as_real:
-        yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=inputs.data, out=inputs.plan.out_dtype)
+    writes = data.results if data.bits <= 16 else (data,)
+    if inputs.plan.out_dtype not in writes and not inputs.as_real:
+        yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=data, out=inputs.plan.out_dtype)
     if not out.blas_expressible:
         yield Reason.of(ReasonKind.RESULT_STRIDES)
     if inputs.k_contiguous and not (inputs.aligned and _in_steps(out)):
-        yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=inputs.data, step=_ALIGNMENT_BYTES)
-    if any(x.pack is not None and x.pack.scaled for x in (a, b)):
+        yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=data, step=_ALIGNMENT_BYTES)
+    if any(pack is not None and pack.scaled for pack in (pack_a, pack_b)):
         yield Reason.of(ReasonKind.SCALED_OPERANDS)
-    if b.pack and inputs.k_contiguous and b.pack.padded_rows != b.pack.rows:
+    if pack_b and inputs.k_contiguous and pack_b.padded_rows != pack_b.rows:
         yield Reason.of(ReasonKind.PADDED_COLUMNS, step=_ALIGNMENT_BYTES)
     if inputs.rows != inputs.layout.m:
-        yield Reason.of(ReasonKind.PADDED_ROWS, data=inputs.data, rows=inputs.rows)
+        yield Reason.of(ReasonKind.PADDED_ROWS, data=data, rows=inputs.rows)
     if inputs.k_contiguous and out.order == "col":
-        yield Reason.of(ReasonKind.ROWS_ONLY, data=inputs.data)
+        yield Reason.of(ReasonKind.ROWS_ONLY, data=data)
     if inputs.as_real and (out.order != "row" or problem.has_alpha or problem.has_beta or problem.bias):
         yield Reason.of(ReasonKind.REAL_PRODUCT)
     yield from _reasons_of_epilogue(inputs)

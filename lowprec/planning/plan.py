@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lowprec.formats import ComputeType, DType, NumberFormat
 from lowprec.modes import MathMode, ResolvedMode, row
 from lowprec.planning.bounds import ErrorBound, error_bound, scales_rows
-from lowprec.planning.kernels import Capabilities, KernelRow
+from lowprec.planning.costs import Roofline, roofline
+from lowprec.planning.kernels import Capabilities, KernelRow, format_name
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.problem import GemmProblem
-from lowprec.planning.reasons import Reason
+from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import Product
 
-if TYPE_CHECKING:  # imported only for cuBLASLt, or for printing
+if TYPE_CHECKING:  # imported only for cuBLASLt
     from lowprec.planning.calls import CublasLtCall
-    from lowprec.planning.costs import Roofline
 
 
 @cache
@@ -27,6 +27,13 @@ def _rendering() -> Any:
     from lowprec.planning import rendering
 
     return rendering
+
+
+def compute_words(compute: ComputeType, data: DType | None) -> str:
+    """Return a compute type with the type of its data, unless its name implies it."""
+    if data is None or data.bits >= 32 or data.format is None:
+        return str(compute)
+    return f"{compute} on {'float8' if data.is_float8 else data} data"
 
 
 class Copy(NamedTuple):
@@ -39,7 +46,8 @@ class Copy(NamedTuple):
     @property
     def reason(self) -> str:
         """The reasons as text."""
-        return str(_rendering().copy_reason(self))
+        text = "; ".join(map(str, self.reasons))
+        return f"staged in temporary memory: {text}" if self.operand == "out" else text
 
 
 class Candidate(NamedTuple):
@@ -153,8 +161,7 @@ class GemmPlan:
     @property
     def roofline(self) -> Roofline | None:
         """Least time by the device's peak rate and bandwidth; None if unknown."""
-        found: Roofline | None = _rendering().roofline(self)
-        return found
+        return roofline(self)
 
     # Texts.
 
@@ -166,17 +173,26 @@ class GemmPlan:
     @property
     def kernel_reason(self) -> str:
         """Units of the kernel, and the reasons against preferred kernels."""
-        return str(_rendering().kernel_reason(self))
+        as_real = self.compute_dtype.is_complex and self.kernel_row.products_per_complex > 1
+        real = ["four real products"] if as_real else []
+        return "; ".join([self.kernel_row.units, *map(str, self.passed_over), *real])
 
     @property
     def compute_type(self) -> str:
         """Compute type of cuBLASLt."""
-        return str(_rendering().compute_words(self.cublas_compute_type, self.multiplied_dtype))
+        return compute_words(self.cublas_compute_type, self.multiplied_dtype)
 
     @property
     def note(self) -> str:
         """The reason if the mode has no effect, otherwise empty."""
-        return str(_rendering().note(self))
+        if self.mode_has_effect:
+            return ""
+        dtype = self.compute_dtype
+        summed_in = format_name(dtype.accumulator.format) if dtype.format else dtype.accumulator
+        return (
+            f"the mode {self.mode} has no effect: it acts on float32 and complex64 only; "
+            f"{dtype} operands stay as they are and are summed in {summed_in}"
+        )
 
     @property
     def a_becomes(self) -> str:
@@ -191,7 +207,10 @@ class GemmPlan:
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """Treatment of operands that the kernel does not support."""
-        return tuple(_rendering().fallbacks(self))
+        why = self.kernel_row.fallback if self.fallback else None
+        if max(self.split) > 1:
+            why = ReasonKind.NOT_FINITE_IN_PARTS
+        return (str(Reason(why)),) if why else ()
 
     def __repr__(self) -> str:
         return str(_rendering().to_repr(self))

@@ -32,19 +32,7 @@ _COLUMNS_PER_COPY, _SMALL_PRODUCT = 32, 1 << 26
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
 def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> GemmPlan:
-    """Return the plan of a product on a device in a mode; cached.
-
-    Raises DTypeError, ShapeError or UnsupportedError if the product cannot run.
-
-    Examples
-    --------
-    >>> from lowprec.planning import KernelRow, OperandSpec
-    >>> square = OperandSpec.contiguous(DType.FLOAT32, (256, 256))
-    >>> numpy = KernelRow("numpy", "NumPy's BLAS", "module:function", holds_in=DType.FLOAT32)
-    >>> plan = plan_gemm(GemmProblem(square, square), Capabilities("cpu", "any", (numpy,)), MathMode.BF16)
-    >>> plan.kernel, plan.a_becomes
-    ('numpy', 'bfloat16, held in float32')
-    """
+    """Return the plan of a product on a device in a mode; raises if the product cannot run."""
     if mode is MathMode.FP32_EMULATED:
         return replace(_emulated(problem, capabilities), mode=mode)
     return _plan(problem, capabilities, mode)

@@ -45,12 +45,10 @@ def _reason_kind(plan: GemmPlan, prepared_for: str) -> ReasonKind:
         # Kept if b is the matrix and its rounded form has half the bytes.
         halves = plan.problem.b.dtype is DType.FLOAT32 and plan.operand_format in (BFLOAT16, FLOAT16)
         return ReasonKind.KEPT if halves and multiplies_b(plan.layout) else ReasonKind.NOT_KEPT
-    rewrites = plan.call.pack_b if plan.call else _converts_b(plan)
+    if plan.call:
+        rewrites = plan.call.pack_b is not None
+    else:
+        rounds = plan.mode_has_effect and plan.operand_format is not plan.accumulator.format
+        converts = rounds or plan.problem.b.dtype is not plan.accumulator
+        rewrites = converts and plan.flops > 0 and plan.compute_dtype is not DType.INT8
     return ReasonKind.KEPT if rewrites else ReasonKind.NOTHING_TO_KEEP
-
-
-def _converts_b(plan: GemmPlan) -> bool:
-    if not plan.flops or plan.compute_dtype is DType.INT8:
-        return False
-    rounds = plan.mode_has_effect and plan.operand_format is not plan.accumulator.format
-    return rounds or plan.problem.b.dtype is not plan.accumulator

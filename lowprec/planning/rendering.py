@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lowprec.modes import row
 from lowprec.planning.costs import Roofline
-from lowprec.planning.costs import roofline as roofline
-from lowprec.planning.kernels import KernelRow, format_name
+from lowprec.planning.kernels import KernelRow
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.util.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
-    from lowprec.formats import ComputeType, DType, NumberFormat
     from lowprec.planning.kernels import Capabilities
     from lowprec.planning.layout import MatrixStack, OperandSpec
-    from lowprec.planning.plan import Candidate, Copy, GemmPlan
+    from lowprec.planning.plan import GemmPlan
 
 #: Multiple, in bytes, of the contiguous dimension for which tensor cores are fastest.
 ALIGNMENT_BYTES = 16
@@ -33,26 +31,6 @@ SMALL_DIMENSION = 128
 _TENSOR_CORE_BITS = {"float16": 16, "bfloat16": 16, "tf32": 32}
 
 
-def misaligned_dimensions(m: int, n: int, k: int, bits: int) -> tuple[str, ...]:
-    """Return the dimensions whose size in bytes is not a multiple of 16, for elements of ``bits`` bits."""
-    step = ALIGNMENT_BYTES * 8 // bits
-    return tuple(f"{name} = {size}" for name, size in (("m", m), ("n", n), ("k", k)) if size % step)
-
-
-def memory_bound_dimensions(m: int, n: int, k: int) -> tuple[str, ...]:
-    """Return the dimensions that are small enough for a memory-bound product."""
-    sizes = {"m": m, "n": n, "k": k}
-    return tuple(f"{name} = {size}" for name, size in sizes.items() if size <= SMALL_DIMENSION)
-
-
-def conversion_outweighs(m: int, n: int, flops_per_conversion: float) -> bool:
-    """Whether rounding the operands costs more than the product itself.
-
-    An element of ``a`` is used n times, one of ``b`` m times, two flops each.
-    """
-    return flops_per_conversion * (1 / (2 * n) + 1 / (2 * m)) > 1
-
-
 def advise(plan: GemmPlan) -> tuple[Reason, ...]:
     """Return advice on the speed of a product."""
     layout, able, fmt, call = plan.layout, plan.capabilities, plan.operand_format, plan.call
@@ -61,17 +39,18 @@ def advise(plan: GemmPlan) -> tuple[Reason, ...]:
         return ()
     advice = []
     bits = 8 if fmt is None else _TENSOR_CORE_BITS.get(fmt.name)
-    on_tensor_cores = able.compute_capability is not None
-    if bits and on_tensor_cores and (misaligned := misaligned_dimensions(m, n, k, bits)):
+    sizes = (("m", m), ("n", n), ("k", k))
+    if bits and able.compute_capability is not None:
         step = ALIGNMENT_BYTES * 8 // bits
-        advice.append(Reason.of(ReasonKind.MISALIGNED, dimensions=misaligned, step=step, bits=bits))
-    small = memory_bound_dimensions(m, n, k)
-    if small:
+        if misaligned := tuple(f"{name} = {size}" for name, size in sizes if size % step):
+            advice.append(Reason.of(ReasonKind.MISALIGNED, dimensions=misaligned, step=step, bits=bits))
+    if small := tuple(f"{name} = {size}" for name, size in sizes if size <= SMALL_DIMENSION):
         advice.append(Reason.of(ReasonKind.SMALL_DIMENSIONS, dimensions=small, most=SMALL_DIMENSION))
     elif (intensity := plan.arithmetic_intensity) < able.flops_per_byte:
         advice.append(Reason.of(ReasonKind.LOW_INTENSITY, intensity=intensity, device=able.flops_per_byte))
     converts = any(plan.rounded) and (call is None or call.pack_a or call.pack_b)
-    if converts and conversion_outweighs(m, n, plan.kernel_row.cost_per_element):
+    # An element of ``a`` is used n times, one of ``b`` m times, two flops each.
+    if converts and plan.kernel_row.cost_per_element * (1 / (2 * n) + 1 / (2 * m)) > 1:
         advice.append(Reason.of(ReasonKind.ROUNDING_COSTS_MORE))
     return tuple(advice)
 
@@ -105,7 +84,10 @@ def tables(plan: GemmPlan) -> Iterator[Table]:
     """Yield the plan as a table of two columns, and that of the candidates where ``rtol`` chose."""
     yield Table(title(plan), ("", ""), list(_rows(plan)))
     if plan.candidates:
-        rows = [(str(c.mode), f"{c.bound:.2e}", f"{c.cost:.2f}", _verdict(c)) for c in plan.candidates]
+        rows = [
+            (str(c.mode), f"{c.bound:.2e}", f"{c.cost:.2f}", f"taken: {c.why}" if c.accepted else str(c.why))
+            for c in plan.candidates
+        ]
         columns = ("mode", ">bound", ">cost", "verdict")
         yield Table("candidates, the cheapest first (cost: expected time, relative to fp32)", columns, rows, ("cost",))
 
@@ -249,10 +231,6 @@ def _bound_rows(plan: GemmPlan) -> Iterator[Row]:
     yield "provided", bound.condition
 
 
-def _verdict(candidate: Candidate) -> str:
-    return f"taken: {candidate.why}" if candidate.accepted else str(candidate.why)
-
-
 def _spec(spec: OperandSpec) -> str:
     return f"{spec.dtype} {spec.shape}"
 
@@ -272,10 +250,7 @@ _DERIVED = (
 
 
 def to_dict(plan: GemmPlan) -> dict[str, Any]:
-    """Return the plan as dictionaries, lists, strings, numbers, booleans and None.
-
-    An infinite bound is None, because JSON has no infinity.
-    """
+    """Return the plan as values for JSON, which has no infinity: None instead."""
     result: dict[str, Any] = _plain(plan)
     return result | {name: _plain(getattr(plan, name)) for name in _DERIVED}
 
@@ -294,40 +269,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def kernel_reason(plan: GemmPlan) -> str:
-    """Return the kernel's units, and the reasons against preferred kernels."""
-    row = plan.kernel_row
-    as_real = plan.compute_dtype.is_complex and row.products_per_complex > 1
-    return "; ".join([row.units, *map(str, plan.passed_over), *(["four real products"] if as_real else [])])
-
-
-def compute_words(compute: ComputeType, data: DType | None) -> str:
-    """Return a compute type with the type of its data, unless its name implies it."""
-    if data is None or data.bits >= 32 or data.format is None:
-        return str(compute)
-    return f"{compute} on {'float8' if data.is_float8 else data} data"
-
-
-def note(plan: GemmPlan) -> str:
-    """Return the reason if the mode has no effect, otherwise an empty string."""
-    if plan.mode_has_effect:
-        return ""
-    dtype = plan.compute_dtype
-    summed_in = format_name(dtype.accumulator.format) if dtype.format else dtype.accumulator
-    return (
-        f"the mode {plan.mode} has no effect: it acts on float32 and complex64 only; "
-        f"{dtype} operands stay as they are and are summed in {summed_in}"
-    )
-
-
-def fallbacks(plan: GemmPlan) -> tuple[str, ...]:
-    """Return the treatment of operands that the kernel does not support."""
-    why = plan.kernel_row.fallback if plan.fallback else None
-    if max(plan.split) > 1:
-        why = ReasonKind.NOT_FINITE_IN_PARTS
-    return (str(Reason.of(why)),) if why else ()
-
-
 def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     """Describe an operand as multiplied."""
     operand = int(name == "b")
@@ -343,21 +284,11 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     if kernel.parts > 1:
         each = "each " if kernel.sums_products else ""
         text += f", {each}as the exact sum of {kernel.parts} bfloat16 parts"
-    elif kernel.holds_in and _is_narrower(plan.operand_format, kernel.holds_in):
-        text += f", held in {kernel.holds_in}"
+    elif kernel.holds_in:
+        fmt, wide = plan.operand_format, kernel.holds_in.format
+        text += f", held in {kernel.holds_in}" if fmt and wide and fmt.precision < wide.precision else ""
     if plan.scaled[operand]:
         text += f", each {'column' if operand else 'row'} scaled by a power of two"
     if pack and pack.complex_as != "no":
         text += ", as a real matrix of twice the extents"
     return text
-
-
-def _is_narrower(fmt: NumberFormat | None, held_in: DType) -> bool:
-    wide = held_in.format
-    return fmt is not None and wide is not None and fmt.precision < wide.precision
-
-
-def copy_reason(copy: Copy) -> str:
-    """Return the reasons of a copy as text."""
-    text = "; ".join(map(str, copy.reasons))
-    return f"staged in temporary memory: {text}" if copy.operand == "out" else text

@@ -39,16 +39,9 @@ def make_schedule(
 ) -> tuple[Product, ...]:
     """Return the products of a mode, the smallest first.
 
-    ``rounded``: whether ``a`` and ``b`` are split; an operand that is already in the format has one part. The product
-    of the leading parts runs in chunks of ``k_chunk``, each added in the accumulator's format; None is one chunk. With
-    ``concatenates``, products with the same factor run as one over concatenated parts.
-
-    Examples
-    --------
-    >>> from lowprec.modes import MathMode, row
-    >>> made = make_schedule(row(MathMode.BF16X3), (True, True), 512, 256, concatenates=True)
-    >>> [(x.pairs, x.k_start, x.k_stop) for x in made]
-    [(((1, 0), (0, 1)), 0, 512), (((0, 0),), 0, 256), (((0, 0),), 256, 512)]
+    ``rounded``: whether ``a`` and ``b`` are split. The product of the leading parts runs in chunks of ``k_chunk``, each
+    added in the accumulator's format; None is one chunk. With ``concatenates``, products with the same factor run as
+    one over concatenated parts.
     """
     step = min(k_chunk or k, k) or 1
     products: list[Product] = []

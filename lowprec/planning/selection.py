@@ -64,10 +64,9 @@ def select_mode(
     excluded: frozenset[MathMode] = frozenset(),
     bound: Bound = Bound.GUARANTEED,
 ) -> Selection:
-    """Return the cheapest mode on this device whose bound of the relative error is at most ``rtol``.
+    """Return the cheapest mode whose bound of ``|C - AB| / (|A| |B|)`` (Frobenius norms) is at most ``rtol``.
 
-    The error is ``|C - AB| / (|A| |B|)`` in the Frobenius norm. ``excluded`` are modes excluded by the environment.
-    Raises ModeError, with all bounds, if no mode meets ``rtol``.
+    ``excluded`` are modes excluded by the environment. Raises ModeError, with all bounds, if no mode meets ``rtol``.
     """
     plans = list(_plans(problem, capabilities))
     costs = {plan.mode: expected_cost(plan) for plan in plans}
@@ -85,7 +84,13 @@ def select_mode(
             why = Reason.of(ReasonKind.NO_CHEAPER, chosen=chosen)
         candidates.append(Candidate(plan.mode, size, costs[plan.mode], accepted, why))
     if chosen is None:
-        raise ModeError(_no_mode(rtol, candidates, plans[0], bound))
+        bounds = ", ".join(f"{c.mode} {c.bound:.3g}" for c in candidates)
+        verb = "guarantees" if bound is Bound.GUARANTEED else "probably keeps"
+        dtype, k = plans[0].compute_dtype, plans[0].layout.k
+        raise ModeError(
+            f"no math mode {verb} rtol = {rtol:.3g} for {dtype} operands at k = {k}; bounds: {bounds}. Use a larger "
+            f"rtol or {'complex128' if dtype.is_complex else 'float64'} operands"
+        )
     return Selection(chosen, tuple(candidates))
 
 
@@ -106,13 +111,3 @@ def _unsupported_reason(plan: GemmPlan, bound: float, rtol: float, excluded: fro
     if not plan.bound.unconditional:
         return Reason.of(ReasonKind.BOUND_NEEDS_RANGE, condition=plan.bound.condition)
     return None
-
-
-def _no_mode(rtol: float, candidates: list[Candidate], plan: GemmPlan, bound: Bound) -> str:
-    bounds = ", ".join(f"{c.mode} {c.bound:.3g}" for c in candidates)
-    verb = "guarantees" if bound is Bound.GUARANTEED else "probably keeps"
-    dtype = "complex128" if plan.compute_dtype.is_complex else "float64"
-    return (
-        f"no math mode {verb} rtol = {rtol:.3g} for {plan.compute_dtype} operands at k = {plan.layout.k}; "
-        f"bounds: {bounds}. Use a larger rtol or {dtype} operands"
-    )

@@ -72,10 +72,6 @@ class Depth(NamedTuple):
     nearest: int
     cut: int = 0
 
-    def and_nearest(self, more: int) -> Depth:
-        """Return the depth with more roundings to nearest."""
-        return Depth(self.nearest + more, self.cut)
-
     @property
     def total(self) -> int:
         """Sum of both, in units of a rounding to nearest."""
@@ -105,7 +101,8 @@ def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dic
     for number, product in enumerate(schedule):
         added = len(schedule) - max(number, 1)
         inexact = int(abs(frexp(product.factor)[0]) != 0.5)
-        depth = of_sum(product.length).and_nearest(added + inexact)
+        nearest, cut = of_sum(product.length)
+        depth = Depth(nearest + added + inexact, cut)
         for pair in product.pairs:
             before = found.get(pair)
             if before is None or before[0].total < depth.total:
@@ -116,9 +113,9 @@ def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dic
 def in_one_pass(
     schedule: tuple[Product, ...], of_chunk: Callable[[int, int], int], chunk: int, more: int
 ) -> dict[Pair, tuple[Depth, float]]:
-    """Return the same if all products share an accumulator over each chunk of k, and the chunks are then added.
+    """Return the same if all products share an accumulator over each chunk of k, and ``more`` roundings follow.
 
-    ``of_chunk(i, length)`` is the depth of product i in the sum of a chunk; ``more`` roundings follow.
+    ``of_chunk(i, length)`` is the depth of product i in the sum of a chunk; the chunks are then added.
     """
     length = schedule[0].length
     added = -(-length // chunk) - 1 + more if length else 0
@@ -134,11 +131,6 @@ def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
     It is the longest whose error on data of one sign, where truncations add up, is about that of an FP32 sum; if there
     is none, the shortest. Observed errors on such data are a seventh of the worst case of d truncations, and
     sqrt(k) u / 4 for k roundings to nearest. The bounds themselves do not predict this ratio.
-
-    Examples
-    --------
-    >>> [chunk_for(k, "bfloat16", (9, 0)) for k in (256, 1024, 16384, 65536, 2**18)]
-    [None, 256, 256, 512, 1024]
     """
     for chunk in (k, *CHUNKS):
         if on_tensor_cores(min(chunk, k), fmt, capability).cut <= 2 * sqrt(k):

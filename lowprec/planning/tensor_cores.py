@@ -81,15 +81,7 @@ def first_capability(fmt: str) -> Capability | None:
 
 
 def tensor_cores_multiply(fmt: str, capability: Capability | None) -> bool:
-    """Whether tensor cores of a compute capability (None: no tensor cores) support a format.
-
-    Examples
-    --------
-    >>> tensor_cores_multiply("bfloat16", (7, 0)), tensor_cores_multiply("bfloat16", (9, 0))
-    (False, True)
-    >>> tensor_cores_multiply("float64", (8, 0)), tensor_cores_multiply("float64", (8, 9))
-    (True, False)
-    """
+    """Whether tensor cores of a compute capability (None: no tensor cores) support a format."""
     if fmt == "float64":
         return capability in _FLOAT64_TENSOR_CORES
     first = first_capability(fmt)
@@ -97,27 +89,13 @@ def tensor_cores_multiply(fmt: str, capability: Capability | None) -> bool:
 
 
 def accumulation(fmt: str, capability: Capability) -> Accumulation | None:
-    """Return how tensor cores of a compute capability sum products of a format in FP32; None if they do not.
-
-    Examples
-    --------
-    >>> accumulation("tf32", (9, 0)).group, accumulation("tf32", (7, 0))
-    (8, None)
-    """
+    """Return how tensor cores of a compute capability sum products of a format in FP32; None if they do not."""
     models = (model for since, model in _MODELS.get(fmt, ()) if capability >= since)
     return next(models, None)
 
 
 def roundings(k: int, fmt: str, capability: Capability) -> int:
-    """Return the largest number of roundings to FP32 of a term in a sum of ``k`` products.
-
-    Examples
-    --------
-    >>> roundings(4096, "float32", (9, 0)), roundings(4096, "bfloat16", (9, 0))
-    (4096, 2688)
-    >>> roundings(4096, "float16", (7, 0))
-    12288
-    """
+    """Return the largest number of roundings to FP32 of a term in a sum of ``k`` products."""
     model = accumulation(fmt, capability)
     if model is None:
         return k

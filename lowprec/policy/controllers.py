@@ -70,13 +70,7 @@ def unregister_controller(name: str) -> None:
 
 
 def controllers() -> tuple[Controller, ...]:
-    """Return all controllers in the order of registration.
-
-    Examples
-    --------
-    >>> [controller.name for controller in controllers()][:2]
-    ['torch', 'jax']
-    """
+    """Return all controllers in the order of registration."""
     return tuple(_by_name.values())
 
 

@@ -23,10 +23,9 @@ def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decorated(scope: Scope, function: Callable[..., Any], plain: Callable[..., Any] = _plain) -> Callable[..., Any]:
-    """Return a function that enters the scope in each call.
+    """Return a function that enters the scope in each call; ``plain`` wraps functions of no other kind.
 
-    For a coroutine function the scope lasts until the coroutine ends; for a generator it is open only while the body
-    runs, not while the consumer does. ``plain`` wraps all other functions.
+    For a coroutine function the scope lasts until it ends; for a generator it is open only while the body runs.
     """
     if isinstance(function, staticmethod | classmethod):
         return type(function)(decorated(scope, function.__func__))

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from lowprec.modes import MathMode
-from lowprec.policy.interrupts import attempt
-from lowprec.policy.protocol import Controller
+from lowprec.policy.protocol import Controller, attempt
 
-#: By library and mode: the products that stay in full FP32; None if the switch has an effect.
-_known: dict[tuple[str, MathMode], str | None] = {}
+#: By library and mode, the results of :func:`without_effect`.
+known: dict[tuple[str, MathMode], str | None] = {}
 _reported: set[tuple[str, MathMode]] = set()
 
 #: Rounds to 1 in TF32 and in bfloat16.
@@ -40,18 +39,13 @@ def without_effect(controller: Controller, mode: MathMode, inside: Mapping[str, 
     if mode in (MathMode.FP32, MathMode.FP32_PEDANTIC) or ask is None:
         return None
     key = controller.name, mode
-    if key not in _known:
+    if key not in known:
         left, _ = attempt(controller, partial(ask, mode))
         # None: unknown at the moment, for example while PyTorch traces.
         if left is None or (inside is not None and controller.save() != inside):
             return None
-        _known[key] = left or None
-    return _known[key]
-
-
-def known(name: str, mode: MathMode) -> str | None:
-    """Return the cached result of :func:`without_effect`."""
-    return _known.get((name, mode))
+        known[key] = left or None
+    return known[key]
 
 
 def unreported(found: Iterable[tuple[Controller, Mapping[str, Any] | None]], mode: MathMode) -> list[str]:

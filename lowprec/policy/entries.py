@@ -156,10 +156,7 @@ class PolicyEntry(Entry):
             scope._set_libraries(self)
 
     def close(self) -> list[str]:
-        """Leave the scope in this context and restore other libraries' switches.
-
-        A copy of this context may have left the scope before.
-        """
+        """Leave the scope in this context, unless a copy of it has, and restore other libraries' switches."""
         remarks = []
         here = innermost.get()
         if here is self:

@@ -52,18 +52,12 @@ def _take() -> EnvironmentSnapshot:
 
 
 def snapshot() -> EnvironmentSnapshot:
-    """Return the variables that set a mode; the first call reads them.
-
-    Raises EnvironmentVariableError for an illegal value; the next call reads again.
-    """
+    """Return the variables that set a mode; read by the first call that finds no illegal value."""
     return _taken.get(None) or _taken.setdefault(None, _take())
 
 
 def refresh() -> None:
-    """Drop the snapshot, so that the next use of a mode reads the environment again.
-
-    For tests and interactive work. cuBLAS keeps the value that it has read.
-    """
+    """Drop the snapshot, so that the next use of a mode reads the environment again; cuBLAS keeps what it has read."""
     _taken.clear()
     entries.notify(True)
     _taken.clear()  # again, because listeners resolve modes
@@ -104,40 +98,13 @@ def numba_is_off() -> bool:
 
 
 def hidden_cpu_flags() -> frozenset[str]:
-    """Return the CPU flags above ``LOWPREC_MAX_CPU_ISA``; raise EnvironmentVariableError for an illegal value.
-
-    Like the variables of the snapshot it is read once.
-    """
+    """Return the CPU flags above ``LOWPREC_MAX_CPU_ISA``, which is read once."""
     taken = _taken.get(None)
-    limit = variables.MAX_CPU_ISA.value(variables.MAX_CPU_ISA.text()) if taken is None else taken.max_cpu_isa
+    limit = variables.MAX_CPU_ISA.current() if taken is None else taken.max_cpu_isa
     if limit is None:
         return frozenset()
     names = list(variables.ISAS)
     return frozenset().union(*(variables.ISAS[name] for name in names[names.index(limit) + 1 :]))
-
-
-def autotune() -> bool | None:
-    """Return the value of ``LOWPREC_AUTOTUNE``, None if unset; raise if it is neither 0 nor 1."""
-    return variables.AUTOTUNE.value(variables.AUTOTUNE.text())
-
-
-def cache_directory() -> str | None:
-    """Return the folder in ``LOWPREC_CACHE_DIR``, None if unset."""
-    return variables.CACHE_DIR.value(variables.CACHE_DIR.text())
-
-
-def amp_list(which: str, action: str) -> tuple[str, ...]:
-    """Return the names in ``LOWPREC_AMP_ALLOWLIST_ADD`` and similar variables; raise for an illegal name.
-
-    ``which`` is "allow", "deny" or "infer", ``action`` is "ADD" or "REMOVE".
-    """
-    variable = variables.AMP_LISTS[which, action]
-    return variable.value(variable.text()) or ()
-
-
-def uses_own_threads() -> bool:
-    """Return whether ``LOWPREC_THREADS`` is ``own``; raise if it is neither that nor ``openmp``."""
-    return variables.THREADS.value(variables.THREADS.text()) == "own"
 
 
 def thread_limit() -> int | None:

@@ -15,8 +15,7 @@ from lowprec.modes import MathMode, parse_mode
 from lowprec.policy import effects
 from lowprec.policy.controllers import controllers
 from lowprec.policy.environment import RUN_GUARD
-from lowprec.policy.interrupts import attempt
-from lowprec.policy.protocol import Controller, Tier
+from lowprec.policy.protocol import Controller, Tier, attempt
 from lowprec.policy.scopes import guarded_libraries
 from lowprec.policy.switches import FLOOR, Block, hold, kept, release
 
@@ -30,10 +29,7 @@ def _controller_of(name: str) -> Controller:
 
 
 def set_library(name: str, order: str) -> str | None:
-    """Set a loaded library's switches for all threads; return the reason if that is impossible, otherwise None.
-
-    ``name`` is the controller's, ``order`` a mode or ``"fp32_guard"``.
-    """
+    """Set a loaded library's switches for all threads, by a mode or "fp32_guard"; return the reason if impossible."""
     block = Block()  # released only after an exception
     try:
         return _set(block, _controller_of(name), order)

@@ -1,16 +1,19 @@
-"""``Controller``: the interface that reads and sets the switches of one library.
+"""``Controller``: the interface that reads and sets the switches of one library; and calls of it.
 
 ``policy.switches`` calls it. A controller does not import its library, but looks it up in ``sys.modules``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import unique
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from lowprec.errors import UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.util.plain import StrEnum
+
+T = TypeVar("T")
 
 
 @unique
@@ -71,3 +74,24 @@ class Controller(Protocol):
 
     def describe(self) -> Mapping[str, Any]:
         """Return the switches as the library reports them, for ``info()``, without changing any."""
+
+
+def raised_in(error: BaseException, *modules: str) -> bool:
+    """Whether an exception was raised in a module whose name begins so; a C function counts as part of its caller."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    name = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
+    return bool(name.startswith(modules))
+
+
+def attempt(controller: Controller, step: Callable[[], T]) -> tuple[T | None, str | None]:
+    """Call a controller's method; return its result, and the text of an exception from it or its library."""
+    try:
+        return step(), None
+    except Exception as error:
+        if not raised_in(error, "lowprec", controller.module, type(controller).__module__):
+            raise
+        if isinstance(error, UnsupportedError):
+            return None, str(error)
+        return None, f"{type(error).__name__}: {error}"

@@ -44,13 +44,7 @@ class LibraryStatus:
 
 
 def selection(frameworks: Frameworks) -> frozenset[str] | None:
-    """Return the names of the selected libraries, None for all.
-
-    Examples
-    --------
-    >>> sorted(selection(["torch", "jax"]))
-    ['jax', 'torch']
-    """
+    """Return the names of the selected libraries, None for all."""
     if isinstance(frameworks, bool):
         return None if frameworks else NO_LIBRARY
     if isinstance(frameworks, str) or not isinstance(frameworks, Iterable):
@@ -69,11 +63,9 @@ def selection(frameworks: Frameworks) -> frozenset[str] | None:
 
 
 class PolicyScope(Scope):
-    """A change of policy for a ``with`` block or a decorated function.
+    """A change of policy for a ``with`` block or a decorated function; threads and tasks may share an instance.
 
-    Each entry is recorded in the context (thread and task) that made it, so an instance may be entered several times
-    and shared by threads and tasks. A ``with`` statement leaves its own entry; an explicit call of ``__exit__`` leaves
-    the innermost entry of the instance.
+    A ``with`` statement leaves its own entry, an explicit call of ``__exit__`` the innermost entry of the instance.
     """
 
     __slots__ = ("_libraries", "_mode")
@@ -178,7 +170,7 @@ class PolicyScope(Scope):
             elif (unset := self._why_not(controller, entry)) is not None:
                 status, reason = f"not {done}", unset
             else:
-                left = self._mode and effects.known(controller.name, self._mode)
+                left = self._mode and effects.known.get((controller.name, self._mode))
                 reach = f"its switches belong to the {controller.tier}"
                 status, reason = done, f"{reach}; {left}" if left else reach
             rows.append(LibraryStatus(controller.name, status, reason))

@@ -253,11 +253,6 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 
     Raises ModeError for an unknown argument, even if it is overruled, and EnvironmentVariableError for an illegal value
     of a variable.
-
-    Examples
-    --------
-    >>> resolve("bf16").source
-    <ModeSource.ARGUMENT: 'math_mode= argument'>
     """
     here = innermost.get()
     taken = environment.snapshot()
@@ -270,10 +265,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 
 
 def overriding_mode() -> ResolvedMode | None:
-    """Return the mode set by the guard or ``LOWPREC_FORCE_MATH_MODE``, None if neither is active.
-
-    For a caller that chooses the mode itself, such as ``rtol=``, and passes it to :func:`restrict`.
-    """
+    """Return the mode set by the guard or ``LOWPREC_FORCE_MATH_MODE``, None if neither is active."""
     here, taken = innermost.get(), environment.snapshot()
     if not here.guarded and not taken.fp32_guard and taken.force_math_mode is None:
         return None

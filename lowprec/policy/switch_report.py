@@ -9,7 +9,7 @@ from typing import Any
 
 from lowprec.policy import environment
 from lowprec.policy.controllers import loaded_controllers
-from lowprec.policy.interrupts import attempt
+from lowprec.policy.protocol import attempt
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lowprec.modes import MathMode
-from lowprec.policy.interrupts import attempt
-from lowprec.policy.protocol import Controller, Tier
+from lowprec.policy.protocol import Controller, Tier, attempt
 from lowprec.util import forking
 
 #: The reason why a block does not set switches that a guard has set.
@@ -105,11 +104,6 @@ _process_stacks: Stacks = {}
 _thread = _OfThread()
 
 
-def _stack_of(controller: Controller) -> list[_Layer]:
-    stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
-    return stacks.setdefault(controller, [])
-
-
 def hold(
     block: Block,
     found: Iterable[Controller],
@@ -119,9 +113,8 @@ def hold(
 ) -> None:
     """Set the switches of these loaded libraries for a mode, and record in the new block the data for `release`.
 
-    After an exception, which is always an interrupt, the block must be released. ``is_floor`` marks a guard: while it
-    is open, other blocks do not lower the switches. ``is_guarded`` returns whether a guard of the caller covers a
-    library.
+    After an exception, which is always an interrupt, the block must be released. ``is_floor`` marks a guard, below
+    which other blocks do not lower the switches; ``is_guarded`` returns whether a guard of the caller covers a library.
     """
     failures: dict[str, str] = {}
     layers: dict[str, _Layer] = {}
@@ -153,7 +146,8 @@ def _join(
     block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
 ) -> str | None:
     """Add the block to a layer of this library's switches, or return the reason against it."""
-    stack = _stack_of(controller)
+    stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
+    stack = stacks.setdefault(controller, [])
     _settle(stack)
     if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
         return FLOOR

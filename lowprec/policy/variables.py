@@ -31,6 +31,10 @@ class Variable(Generic[T]):
         """Return the current text, None if unset or blank."""
         return os.environ.get(self.name, "").strip() or None
 
+    def current(self) -> T | None:
+        """Return the current value, None if unset; raise :class:`EnvironmentVariableError` if it is illegal."""
+        return self.value(self.text())
+
     def value(self, text: str | None) -> T | None:
         """Return the value of this text; raise :class:`EnvironmentVariableError` if it is illegal."""
         return None if text is None else self.parse(text)

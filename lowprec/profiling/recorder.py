@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -27,14 +28,11 @@ from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
 from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord
 from lowprec.profiling.summary import extents, to_text, totals
+from lowprec.util.atomic import write_file
+from lowprec.util.plain import finite
 
 if TYPE_CHECKING:
     from lowprec.backends import Arguments
-import json
-from collections.abc import Sequence
-
-from lowprec.util.atomic import write_file
-from lowprec.util.plain import finite
 
 #: Rows of the time line that are streams: above the numbers of threads, and within the 31 bits that viewers read.
 _FIRST_STREAM_ROW = 0x7FFF0000
@@ -346,11 +344,8 @@ def _nvtx() -> Any | None:
 
 
 def _annotate(name: Callable[[], str]) -> AbstractContextManager[Any]:
-    package = _nvtx()
-    found: AbstractContextManager[Any] = contextlib.nullcontext()
-    if package is not None:
-        found = package.annotate(name(), domain="lowprec")
-    return found
+    package: Any = _nvtx()
+    return contextlib.nullcontext() if package is None else package.annotate(name(), domain="lowprec")
 
 
 def _name(plan: GemmPlan) -> str:

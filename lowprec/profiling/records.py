@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.arrays import ArrayView
 from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
-from lowprec.planning.kernels import format_name
+from lowprec.planning.kernels import Summation, format_name
+from lowprec.planning.tensor_cores import first_capability, tensor_cores_multiply
 
 if TYPE_CHECKING:
     from lowprec.backends import ExecutionInfo, Stopwatch
-from typing import NamedTuple
-
-from lowprec.planning.kernels import Summation
-from lowprec.planning.tensor_cores import first_capability, tensor_cores_multiply
 
 _EMPTY = "the product is empty"
 

@@ -248,11 +248,7 @@ _SUPPORTED = frozenset(inspect.signature(matmul).parameters)
 
 
 def traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
-    """Multiply in a function that PyTorch's compiler traces, with the arguments of :func:`lowprec.matmul`.
-
-    The compiler is disabled below ``lowprec.matmul``: after a graph break it would replace NumPy's arithmetic there by
-    PyTorch operators.
-    """
+    """Multiply in a function that PyTorch's compiler traces, with the arguments of :func:`lowprec.matmul`."""
     given = {name: x for name, x in keywords.items() if x is not None}
     # The compiler represents NumPy scalars as tensors.
     numbers = all(isinstance(given.get(name, 1.0), int | float | complex) for name in ("alpha", "beta"))
@@ -312,23 +308,19 @@ def _product(a: Tensor, b: Tensor, math_mode: Any, backward_mode: Any, alpha: fl
         is_current = math_mode is None
         mode = current_mode() if is_current else str(math_mode)
         rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
-        found: Tensor = OPERATOR(a, b, *rest, is_current)
-        return found
+        return OPERATOR(a, b, *rest, is_current)
     mode = policy.resolve(math_mode).mode.value
     rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
     plain = type(a) in _PLAIN and type(b) in _PLAIN and not a.is_meta
     if plain and not _dispatch_modes() and not _transforms():
         if forward_ad._current_level < 0:
             if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-                recorded: Tensor = _Plain.apply(_unwrapped(a), _unwrapped(b), *rest)
-                return recorded
+                return _Plain.apply(_unwrapped(a), _unwrapped(b), *rest)
             return multiply_plain(a, b, mode, alpha, out_dtype)
     elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
         ensure_sharded()
-        seen: Tensor = OPERATOR(a, b, *rest)
-        return seen
-    transformed: Tensor = _Transformed.apply(a, b, *rest)
-    return transformed
+        return OPERATOR(a, b, *rest)
+    return _Transformed.apply(a, b, *rest)
 
 
 def _backward(backward_mode: Any, mode: str) -> str:
@@ -338,8 +330,7 @@ def _backward(backward_mode: Any, mode: str) -> str:
 def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
     if not _is_compiling() and (_is_batched(a) or _is_batched(b)):
         # In torch.autograd.grad(is_grads_batched=True) PyTorch calls the operator once per gradient.
-        found: Tensor = OPERATOR(a, b, mode, mode, alpha)
-        return found
+        return OPERATOR(a, b, mode, mode, alpha)
     return _product(a, b, mode, mode, alpha, "")
 
 
@@ -364,8 +355,7 @@ class _Transformed(torch.autograd.Function):
     @staticmethod
     def forward(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         mode, backward_mode, alpha, out_dtype = rest
-        found: Tensor = OPERATOR(a, b, mode, backward_mode, alpha, out_dtype)
-        return found
+        return OPERATOR(a, b, mode, backward_mode, alpha, out_dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:

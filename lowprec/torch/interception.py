@@ -261,8 +261,7 @@ def _product(terms: Terms, mode: Any) -> Tensor:
         rest = {"bias": c.detach()}
     elif c is not None:
         rest = {"alpha": alpha} if beta == 0 else {"c": c.detach(), "alpha": alpha, "beta": beta}
-    found: Tensor = dispatch.matmul(a.detach(), b.detach(), math_mode=mode, **rest)
-    return found
+    return dispatch.matmul(a.detach(), b.detach(), math_mode=mode, **rest)
 
 
 def _stored(found: Tensor, out: Tensor | None) -> Tensor:

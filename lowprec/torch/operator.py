@@ -64,8 +64,7 @@ def multiply_plain(a: Tensor, b: Tensor, mode: Any, alpha: float, out_dtype: str
     dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
     if a.dtype in _DOUBLE or b.dtype in _DOUBLE:
         mode = None  # without effect here; only an argument would give a warning
-    found: Tensor = dispatch.matmul(a, b, alpha=alpha, out_dtype=dtype, math_mode=mode)
-    return found
+    return dispatch.matmul(a, b, alpha=alpha, out_dtype=dtype, math_mode=mode)
 
 
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
@@ -78,8 +77,7 @@ def result_dtype(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype:
     if out_dtype == ACCUMULATOR:
         return torch.float32
     if out_dtype:
-        named: torch.dtype = getattr(torch, out_dtype)
-        return named
+        return getattr(torch, out_dtype)
     return torch.int32 if a.dtype == torch.int8 else torch.promote_types(a.dtype, b.dtype)
 
 
@@ -144,11 +142,6 @@ def operand_gradients(
     return for_a, for_b
 
 
-def _traced_product(x: Tensor, y: Tensor, mode: str, alpha: float) -> Tensor:
-    found: Tensor = OPERATOR(x, y, mode, mode, alpha)
-    return found
-
-
 _AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 _KERNEL_IS_NEXT = tuple(torch._C.DispatchKeySet(key) for key in _DEVICES)
 
@@ -158,8 +151,7 @@ def _below_autograd(keyset: Any, *arguments: Any) -> Tensor:
     if below in _KERNEL_IS_NEXT:
         return _multiply(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
-        found: Tensor = OPERATOR.redispatch(below, *arguments)
-    return found
+        return OPERATOR.redispatch(below, *arguments)
 
 
 #: Functions of one level lack this attribute, which compiled backward passes need.
@@ -179,7 +171,10 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], _traced_product)
+        def multiply(x: Tensor, y: Tensor, mode: str, alpha: float) -> Any:
+            return OPERATOR(x, y, mode, mode, alpha)
+
+        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], multiply)
         return None, *found, None, None, None, None, None
 
 
@@ -192,8 +187,7 @@ def _record(keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         # A kernel is called at one level; without this PyTorch expects a Function for all levels.
         with enable_single_level_autograd_function():
-            recorded: Tensor = _Recorded.apply(keyset, a, b, *_Options(*rest))
-        return recorded
+            return _Recorded.apply(keyset, a, b, *_Options(*rest))
     return _below_autograd(keyset, a, b, *rest)
 
 

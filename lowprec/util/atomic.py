@@ -16,20 +16,20 @@ _LONGEST_PREFIX = 40
 
 
 def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *, mode: int | None = None) -> None:
-    """Write a temporary file in the same folder, then replace the target by it in one step.
+    """Write a temporary file in the same folder by ``write``, then replace the target by it in one step.
 
-    After an error the old file is unchanged and the temporary file is removed. The target of a symbolic link is
-    replaced, not the link. A device, pipe or folder is an OSError.
-
-    ``write`` gets the temporary file, open for writing bytes. ``mode`` are the permissions, by default those of the old
-    file, or the default ones of a new file.
+    After an error the old file is unchanged. The target of a symbolic link is replaced, not the link; a device, pipe or
+    folder is an OSError. ``mode`` are the permissions, by default those of the old file, or of a new one.
     """
-    _refuse_special(path)
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, "not a regular file", os.fspath(path))
     target = Path(path).resolve()
     temporary = target.with_name(f".{target.name[:_LONGEST_PREFIX]}.{secrets.token_hex(8)}.tmp")
     # One frame, so that an exception of a signal handler cannot leave the temporary file.
     try:
-        with open(temporary, "xb", opener=_opener(mode)) as file:
+        permissions = 0o666 if mode is None else mode
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, permissions)) as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -40,13 +40,3 @@ def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-
-
-def _refuse_special(path: str | os.PathLike[str]) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise FileExistsError(errno.EEXIST, "not a regular file", os.fspath(path))
-
-
-def _opener(mode: int | None) -> Callable[[str, int], int]:
-    return lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)

@@ -8,13 +8,7 @@ from typing import Any
 
 
 def finite(value: Any) -> Any:
-    """Return a value or container with Inf and NaN, which JSON lacks, replaced by None.
-
-    Examples
-    --------
-    >>> finite({"a": [float("inf"), (float("nan"), 1.5)]})
-    {'a': [None, [None, 1.5]]}
-    """
+    """Return a value or container with Inf and NaN, which JSON lacks, replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -25,15 +19,7 @@ def finite(value: Any) -> Any:
 
 
 class StrEnum(str, Enum):
-    """An enumeration of strings, as :class:`enum.StrEnum` of Python 3.11.
-
-    Examples
-    --------
-    >>> class Colour(StrEnum):
-    ...     RED = "red"
-    >>> str(Colour.RED), f"{Colour.RED}", Colour.RED == "red"
-    ('red', 'red', True)
-    """
+    """An enumeration of strings, as :class:`enum.StrEnum` of Python 3.11."""
 
     def __str__(self) -> str:
         return str.__str__(self)

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 
 def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]:
-    """Return the strides, in elements, of a row-major array without gaps.
-
-    A dimension of extent 0 counts as 1, as in PyTorch. ``step`` is the stride of the last dimension.
-
-    Examples
-    --------
-    >>> contiguous_strides((2, 3, 4)), contiguous_strides((2, 0, 3)), contiguous_strides((2, 3), 10)
-    ((12, 4, 1), (3, 3, 1), (30, 10))
-    """
+    """Return the strides of a row-major array without gaps, the last one ``step``; an extent of 0 counts as 1."""
     if len(shape) == 2:
         return (step * (shape[1] or 1), step)
     strides = []
@@ -23,13 +15,7 @@ def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]
 
 
 def reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Return the offsets of the first and the last element in memory from the element with all indices zero.
-
-    Examples
-    --------
-    >>> reach((4, 3), (-3, 1))
-    (-9, 2)
-    """
+    """Return the offsets of the first and the last element in memory from the element with all indices zero."""
     first = last = 0
     for extent, stride in zip(shape, strides, strict=True):
         if stride < 0:
@@ -44,11 +30,6 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
     True for every view with such indices, and also for interleaved strides without them (3 and 2 over shape
     ``(2, 2)``), which no slice, transpose or reshape creates.
-
-    Examples
-    --------
-    >>> overlaps_itself((4, 3), (0, 1)), overlaps_itself((4, 3), (-3, 1))
-    (True, False)
     """
     if 0 in shape:
         return False

@@ -40,18 +40,7 @@ def fill(text: str, width: int, hang: int = 0) -> str:
 
 
 def plain_text(table: Table, width: int = sys.maxsize) -> str:
-    """Return the table as aligned text, in lines of at most this width that are broken between words.
-
-    Too wide a table loses its optional columns, then its shape: each row becomes a table of headings and cells.
-
-    Examples
-    --------
-    >>> print(plain_text(Table("Sizes", ["name", ">n"], [["a", "8"], ["bc", "1024"]])))
-    Sizes
-      name     n
-      a        8
-      bc    1024
-    """
+    """Return the table as text of this width; one too wide loses optional columns, then becomes a table per row."""
     lines = [*([table.headings] if table.rows and any(table.headings) else []), *table.rows]
     columns = list(zip(*lines, strict=True))
     right = [c.startswith(">") for c in table.columns]

@@ -105,10 +105,10 @@ def test_pytorch_reports_whether_its_switch_has_an_effect(switches: Switches, mo
         with math_mode("bf16", frameworks=["torch"]) as mode:
             return mode.report()[0].reason
 
-    monkeypatch.setattr(effects, "_known", {})
+    monkeypatch.setattr(effects, "known", {})
     with imitated_units(switches.torch):  # a mode of PyTorch's, which is to see no product of ours
         assert reason() == "its switches belong to the process"
-    assert effects._known == {}
+    assert effects.known == {}
     if switches.torch.cuda.device_count():
         pytest.skip("on a machine with a GPU, PyTorch is not asked about the CPU")
     assert ("stay in full FP32" in reason()) is not medium_lowers(128)

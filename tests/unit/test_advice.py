@@ -9,18 +9,8 @@ import pytest
 from lowprec.formats import BFLOAT16, FLOAT32, TF32, DType
 from lowprec.modes import MathMode
 from lowprec.planning import GemmProblem, OperandSpec, ReasonKind, plan_gemm
-from lowprec.planning.rendering import advise, conversion_outweighs, memory_bound_dimensions, misaligned_dimensions
+from lowprec.planning.rendering import advise
 from support import machines
-
-
-@pytest.mark.parametrize(("bits", "fine", "off"), [(8, 48, 40), (16, 40, 36), (32, 36, 34)], ids=["8", "16", "32"])
-def test_alignment_is_16_bytes_of_any_element(bits, fine, off):
-    assert misaligned_dimensions(fine, fine, fine, bits) == ()
-    assert misaligned_dimensions(off, fine, off, bits) == (f"m = {off}", f"k = {off}")
-
-
-def test_128_is_still_small():
-    assert memory_bound_dimensions(128, 129, 128) == ("m = 128", "k = 128")
 
 
 def a_plan(sizes, fmt, intensity, rounds_for, capability):
@@ -40,13 +30,6 @@ def test_low_intensity_is_below_the_devices_own():
 
     assert kinds(15.9) == [ReasonKind.LOW_INTENSITY]
     assert kinds(16.0) == []
-
-
-def test_conversion_outweighs_a_product_with_a_small_side():
-    # An element of a takes part in 2 n flops, one of b in 2 m: 60 / 20 > 1, 60 / 400 < 1.
-    assert conversion_outweighs(10, 4096, 60.0)
-    assert conversion_outweighs(4096, 10, 60.0)
-    assert not conversion_outweighs(200, 200, 60.0)
 
 
 SQUARE = (1024, 1024, 1024)
@@ -74,6 +57,8 @@ SQUARE = (1024, 1024, 1024)
           "rounding the operands costs more than the product: a low-precision mode is slower here")),
         ((8, 1024, 1024), BFLOAT16, 100.0, None,
          ("m = 8 (at most 128): memory-bound rather than compute-bound",)),
+        ((128, 136, 1024), BFLOAT16, 100.0, None,
+         ("m = 128 (at most 128): memory-bound rather than compute-bound",)),
         ((0, 3, 5), BFLOAT16, 0.0, 60.0, ()),
     ],
 )  # fmt: skip

@@ -33,7 +33,7 @@ class Asked(Library):
 
 @pytest.fixture
 def library(register: Any, monkeypatch: pytest.MonkeyPatch) -> Asked:
-    monkeypatch.setattr(effects, "_known", {})
+    monkeypatch.setattr(effects, "known", {})
     monkeypatch.setattr(effects, "_reported", set())
     return register(made=Asked())
 
@@ -81,7 +81,7 @@ def test_an_answer_while_another_thread_changes_the_switch_does_not_count(librar
 
     library.without_effect = interfere  # type: ignore[method-assign]
     assert not any("changes nothing" in text for text in said("bf16"))
-    assert effects.known("library", MathMode.BF16) is None
+    assert effects.known.get(("library", MathMode.BF16)) is None
 
 
 def test_processes_without_the_guard_are_left_alone(library: Asked) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import MathMode, available_modes
-from lowprec.policy import environment
+from lowprec.policy import environment, variables
 from support.programs import run_python
 
 MODE_VARIABLES = ("LOWPREC_MATH_MODE", "LOWPREC_FORCE_MATH_MODE")
@@ -119,7 +119,7 @@ def test_the_guard_variable(text: str, on: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("name", "text", "read"),
-    [("LOWPREC_FP32_GUARD", "yes", environment.snapshot), ("LOWPREC_AUTOTUNE", "2", environment.autotune)],
+    [("LOWPREC_FP32_GUARD", "yes", environment.snapshot), ("LOWPREC_AUTOTUNE", "2", variables.AUTOTUNE.current)],
 )
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(
     name: str, text: str, read: Any, monkeypatch: pytest.MonkeyPatch
@@ -190,16 +190,16 @@ def test_thread_variables_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch)
 def test_autotune(text: str | None, value: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if text is not None:
         monkeypatch.setenv("LOWPREC_AUTOTUNE", text)
-    assert environment.autotune() is value
+    assert variables.AUTOTUNE.current() is value
     effect = {None: "cached choices are used", False: "library's own", True: "at first use"}[value]
     assert effect in row_of("LOWPREC_AUTOTUNE").effect
 
 
 def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.snapshot()
-    assert environment.cache_directory() is None
+    assert variables.CACHE_DIR.current() is None
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "somewhere")
-    assert environment.cache_directory() == "somewhere"
+    assert variables.CACHE_DIR.current() == "somewhere"
     assert row_of("LOWPREC_CACHE_DIR").effect == "somewhere"
 
 

@@ -9,7 +9,7 @@ import pytest
 from lowprec import formats
 from lowprec.errors import ModeError
 from lowprec.modes import ALIASES, TABLE, MathMode, ModeSource, available_modes, mode_names, parse_mode, row
-from lowprec.planning.rendering import compute_words
+from lowprec.planning.plan import compute_words
 
 #: mode: (format of each part, parts, products, JAX preset, compute type, whether it is TF32-based).
 DESIGN = {

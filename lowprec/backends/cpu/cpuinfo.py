@@ -7,7 +7,7 @@ import os
 import platform
 
 from lowprec.policy import environment
-from lowprec.policy.interrupts import raised_in
+from lowprec.policy.protocol import raised_in
 
 
 @functools.cache

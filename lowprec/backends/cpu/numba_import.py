@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 
 from lowprec.errors import warn
-from lowprec.policy.interrupts import raised_in
+from lowprec.policy.protocol import raised_in
 from lowprec.util import forking
 
 #: The module that uses most of numba's interfaces.

@@ -22,7 +22,7 @@ import numpy as np
 from lowprec.backends.cpu import cpuinfo, threads
 from lowprec.backends.cpu.blas_calls import OpenBlas
 from lowprec.policy import environment
-from lowprec.policy.interrupts import raised_in
+from lowprec.policy.protocol import raised_in
 from lowprec.util import forking
 
 _PACKAGE = "scipy_openblas64"

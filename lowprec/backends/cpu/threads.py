@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lowprec.policy import environment
-from lowprec.policy.interrupts import raised_in
+from lowprec.policy import environment, variables
+from lowprec.policy.protocol import raised_in
 
 _REFRESH_SECONDS = 1.0
 _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
@@ -149,7 +149,7 @@ class _Limits:
         self.expires = -math.inf
 
     def refresh(self, now: float) -> None:
-        own = environment.uses_own_threads()
+        own = variables.THREADS.current() == "own"
         self.cpus = min(_cgroup_cpus() or sys.maxsize, environment.thread_limit() or sys.maxsize)
         if self.getter is None:
             self.getter = _openblas_getter()

@@ -15,7 +15,7 @@ from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
 from lowprec.backends.cuda.measuring import Contest, Measured, Progress, rotated
-from lowprec.policy import environment
+from lowprec.policy.variables import AUTOTUNE
 
 #: Default number of algorithms that are measured.
 CANDIDATES = 32
@@ -26,7 +26,7 @@ _FORMAT = 1
 
 def choose(invocation: Invocation, handle: int, stream: int, operands: Operands) -> Algorithm | None:
     """Return the algorithm for a product, measured or the heuristics' first choice; None if there is none."""
-    setting = environment.autotune()
+    setting = AUTOTUNE.current()
     if setting is not False and (known := _known(invocation, handle)) is not None:
         return known
     found = invocation.search(handle, 1)
@@ -45,8 +45,7 @@ def tune(
 ) -> tuple[Measured, ...]:
     """Measure the algorithms of a product, store the choice on disk, and return all, the chosen one first.
 
-    Results are written to temporary memory; the stream is synchronised. Raises the first algorithm's error if none
-    runs.
+    The stream is synchronised; ``operands`` are not written. Raises the first algorithm's error if none runs.
     """
     found = invocation.search(handle, candidates)
     with rotated(invocation, operands, runtime.current_device(), stream) as turns:

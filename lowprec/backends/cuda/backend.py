@@ -19,6 +19,8 @@ from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.util.strides import contiguous_strides
 
+release_memory = memory.release
+
 
 def capabilities(device: Device) -> Capabilities:
     """Return the capabilities of a GPU, queried once per device."""
@@ -58,10 +60,7 @@ def prepare(plan: GemmPlan) -> Executor:
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
-    """Return cuBLASLt's description of the algorithm for these arguments, as (name, value) pairs.
-
-    It depends on the alignment of the pointers; no element is read.
-    """
+    """Return cuBLASLt's description of the algorithm for pointers of this alignment, as (name, value) pairs."""
     if 0 in plan.out_shape or plan.call is None:
         return ()
     executor = GemmExecutor(plan)
@@ -98,20 +97,12 @@ def stopwatch(arguments: Arguments) -> Stopwatch:
 def tune(
     execute: Executor, arguments: Arguments, *, candidates: int, progress: Progress | None = None
 ) -> tuple[AlgorithmTiming, ...]:
-    """Measure the algorithms of a product, and use the fastest in this and later processes.
-
-    The fastest comes first; the result is empty if the plan does not call cuBLASLt.
-    """
+    """Measure the algorithms of a product, the fastest first, and use it from now on; empty without cuBLASLt."""
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):
         found = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
         return tuple(AlgorithmTiming(x.rank, x.median_ms, bindings.describe_algorithm(x.algorithm).text) for x in found)
-
-
-def release_memory() -> None:
-    """Free the unused memory of all GPUs, after the work queued there is done."""
-    memory.release()
 
 
 @contextlib.contextmanager

@@ -121,17 +121,8 @@ def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -
     return made
 
 
-def matrix_layout(data_type: int, rows: int, cols: int, leading_dimension: int, batch: tuple[int, int]) -> Descriptor:
-    """Return the layout of column-major matrices; ``batch`` is (count, stride in elements)."""
-    attributes = {"BATCH_COUNT": batch[0], "STRIDED_BATCH_OFFSET": batch[1]} if batch[0] > 1 else {}
-    return create("matrix_layout", (data_type, rows, cols, leading_dimension), attributes)
-
-
 def preference(workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]) -> Descriptor:
-    """Return the constraints of a search for algorithms.
-
-    All are set, because the library's defaults are a workspace of 0 and pointers aligned to 256 bytes.
-    """
+    """Return all constraints of a search; the defaults are a workspace of 0 and pointers aligned to 256 bytes."""
     schemes = libraries().cublas_lt.ReductionScheme
     mask = sum(int(getattr(schemes, name)) for name in reduction_schemes)
     attributes = {"MAX_WORKSPACE_BYTES": workspace_bytes, "REDUCTION_SCHEME_MASK": mask}

@@ -74,11 +74,7 @@ class _Arguments(NamedTuple):
 
 
 class Launch:
-    """A kernel with its grid and its arguments; a call sets only the addresses and factors.
-
-    The kernel is compiled at the first call. Its parameters are ``addresses`` pointers, the integer ``constants``, and
-    ``factors`` float64 numbers.
-    """
+    """A kernel, compiled at the first call, with its grid and arguments; a call sets only addresses and factors."""
 
     def __init__(
         self,

@@ -28,10 +28,7 @@ EpilogueLauncher: TypeAlias = Callable[[int, int, int, int, int, int, complex, c
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """Parameters of an epilogue; element types and activation have been checked by planning.
-
-    int32 has no factors. ``c`` is not read if ``beta`` is 0.
-    """
+    """Parameters of an epilogue, checked by planning; int32 has no factors, ``c`` is not read if ``beta`` is 0."""
 
     product_dtype: DType  # also the type of the arithmetic
     leading_dimension: int  # of the product, which is row-major with contiguous matrices
@@ -50,10 +47,7 @@ _PRODUCT, _OUT, _C, _BIAS, _ROW_EXPONENTS, _COL_EXPONENTS = range(6)
 
 @cached
 def prepare_epilogue(spec: Epilogue, device: int) -> EpilogueLauncher:
-    """Return the function that queues the epilogue on a stream of ``device``, which must be current.
-
-    The kernel is compiled at the first call.
-    """
+    """Return the function that queues the epilogue on a stream of ``device``, which must be current."""
     if not spec.out.rows * spec.out.cols:
         return in_sequence(())
     batch, rows, cols = _dimensions(spec)

@@ -90,10 +90,7 @@ class GemmExecutor:
         self.use(arguments, run)
 
     def use(self, arguments: Arguments, use: Callable[[_LoweredPlan], _T]) -> _T:
-        """Call ``use`` with the first lowering that cuBLASLt supports, and remember it.
-
-        The device must be current.
-        """
+        """Call ``use`` with the first lowering that cuBLASLt supports, and remember it; the device must be current."""
         tried: list[CublasLtCall | None] = []
         refusal: UnsupportedError | None = None
         for index in range(self._lowering, len(_LOWERINGS)):
@@ -285,10 +282,7 @@ class _LoweredPlan:
         return measured
 
     def _operands(self, arguments: Arguments, pointers: Pointers, term: _Term) -> Operands:
-        """Return the addresses and factors of one product in cuBLASLt's order.
-
-        The epilogue of a staged product applies the caller's factors.
-        """
+        """Return one product's addresses and factors in cuBLASLt's order; an epilogue applies the caller's factors."""
         call, (a, b, d) = term.call, pointers
         scale_a, scale_b = _scale_pointer(arguments.scale_a), _scale_pointer(arguments.scale_b)
         if self._swapped:

@@ -32,10 +32,7 @@ class _Local(threading.local):
 
 
 class HandlePool:
-    """Handles of one library; ``create`` returns a new one on the current device.
-
-    There is no lock, which the end of a thread, a signal handler or a fork could find held; all steps are atomic.
-    """
+    """Handles of one library; ``create`` returns a new one on the current device. All steps are atomic."""
 
     def __init__(self, create: Callable[[], int]) -> None:
         self._create = create

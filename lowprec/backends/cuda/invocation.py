@@ -31,10 +31,7 @@ _OPERATIONS = {"N": 0, "T": 1}
 
 
 class Operands(NamedTuple):
-    """Addresses of a call in cuBLASLt's order, and its factors.
-
-    ``bias``, ``scale_first`` and ``scale_second`` are 0 for none; alpha and beta are numbers.
-    """
+    """Addresses of a call in cuBLASLt's order (bias and scales: 0 for none), and its factors."""
 
     first: int
     second: int
@@ -160,10 +157,7 @@ class Invocation:
         workspace: Workspace = NO_WORKSPACE,
         operation: int = 0,
     ) -> None:
-        """Queue calls for these addresses of the first and second operand, c and d.
-
-        ``operation`` is a descriptor in use by this thread only; 0 if it has no pointers as attributes.
-        """
+        """Queue calls for these addresses; ``operation`` is a descriptor of this thread, 0 if it has no pointers."""
         algorithm, needed_bytes, _ = self._chosen
         address, nbytes = workspace
         if nbytes < needed_bytes:
@@ -210,7 +204,8 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
 def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
     def layout(x: LtMatrix) -> Descriptor:
         stored = (x.dtype.cuda_data_type, x.rows, x.cols, x.leading_dimension)
-        return bindings.matrix_layout(*stored, (call.batch_count, x.batch_stride))
+        batch = {"BATCH_COUNT": call.batch_count, "STRIDED_BATCH_OFFSET": x.batch_stride}
+        return bindings.create("matrix_layout", stored, batch if call.batch_count > 1 else {})
 
     d = layout(call.d)
     # Without an addend D is passed as C, which is not read; with one descriptor, because cuBLASLt 13 rejects two.

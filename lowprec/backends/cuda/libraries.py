@@ -19,11 +19,7 @@ _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12
 
 
 class Libraries(NamedTuple):
-    """Modules by purpose.
-
-    ``runtime``: devices, memory, streams and events. ``core``: compilation of kernels. ``driver``: launches, and the
-    current context of each thread.
-    """
+    """Modules by purpose: devices, memory, streams and events; compilation of kernels; launches and contexts."""
 
     cublas_lt: Any
     cublas: Any
@@ -35,6 +31,9 @@ class Libraries(NamedTuple):
 _MODULES = Libraries(
     "nvmath.bindings.cublasLt", "nvmath.bindings.cublas", "cuda.bindings.runtime", "cuda.core", "cuda.bindings.driver"
 )
+
+#: Earlier versions lack FP8 types and some attributes of descriptors.
+_OLDEST_CUBLAS = 120000
 
 _loaded: Libraries | None = None
 
@@ -77,7 +76,14 @@ def _load() -> Libraries:
             f"arrays on a GPU need nvmath-python, cuda-bindings and cuda-core ({error}); {_INSTALL}"
         ) from error
     _check_devices(found.runtime)
-    _check_cublas(found.cublas_lt)
+    try:
+        version = int(found.cublas_lt.get_version())  # the bindings load cuBLASLt at the first call of a function
+    except Exception as error:
+        raise BackendError(f"cuBLASLt cannot be loaded: {error}; {_INSTALL}") from error
+    if version < _OLDEST_CUBLAS:
+        raise BackendError(
+            f"cuBLASLt {version // 10000}.{version // 100 % 100} is too old: lowprec needs 12.0 or later; {_INSTALL}"
+        )
     _loaded = found
     return found
 
@@ -115,19 +121,3 @@ def _no_device(runtime: Any, status: Any) -> str:
 def _version(result: tuple[Any, Any]) -> str | None:
     status, number = result
     return f"{number // 1000}.{number % 1000 // 10}" if not int(status) and number else None
-
-
-#: Earlier versions lack FP8 types and some attributes of descriptors.
-_OLDEST_CUBLAS = 120000
-
-
-def _check_cublas(cublas_lt: Any) -> None:
-    """Load cuBLASLt, which the bindings load at the first call of a function."""
-    try:
-        version = int(cublas_lt.get_version())
-    except Exception as error:
-        raise BackendError(f"cuBLASLt cannot be loaded: {error}; {_INSTALL}") from error
-    if version < _OLDEST_CUBLAS:
-        raise BackendError(
-            f"cuBLASLt {version // 10000}.{version // 100 % 100} is too old: lowprec needs 12.0 or later; {_INSTALL}"
-        )

@@ -28,11 +28,7 @@ _idle: dict[tuple[Any, int], list[Any]] = {}
 
 
 class EventStopwatch:
-    """Two events around a product; the first is recorded now, on the current device.
-
-    The events are reused after this object is destroyed. A product that is captured into a CUDA graph does not run and
-    has no time.
-    """
+    """Two events around a product, the first recorded now; a product captured into a CUDA graph has no time."""
 
     __slots__ = ("_device", "_events", "_idle", "stream")
 
@@ -130,10 +126,7 @@ class Contest:
         self._host_ms = _HOST_MS
 
     def results(self, found: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
-        """Return the algorithms that run, the chosen one first and the others by time.
-
-        Raises the first one's error if none runs.
-        """
+        """Return the algorithms that run, the chosen one first; raise the first one's error if none runs."""
         self._spin(self._stream, 0)  # compile the kernel here, so that an error is not attributed to a candidate
         candidates: list[Measured] = []
         errors: list[LowprecError] = []
@@ -199,10 +192,7 @@ class _Offsets(NamedTuple):
 
 @contextlib.contextmanager
 def rotated(invocation: Invocation, operands: Operands, device: int, stream: int) -> Iterator[Iterator[Operands]]:
-    """Yield an iterator over copies of ``operands`` with the same alignment.
-
-    If the arrays exceed the cache, or memory is short, only D is copied.
-    """
+    """Yield an iterator over copies of ``operands`` with the same alignment; only D if they exceed cache or memory."""
     read = ("first", "second", *(("c",) if operands.beta else ()))
     layout, nbytes = _set_layout(invocation, operands, (*read, "d"))
     count = -(-_CACHES * runtime.attribute("cudaDevAttrL2CacheSize", device) // nbytes)

@@ -312,10 +312,7 @@ def hold(owners: Sequence[Any], device: Device) -> None:
 
 
 def keep(owners: Sequence[Any], stream: int, device: Device) -> None:
-    """Keep objects alive until the queued work of a stream is done; a thread or a later call releases them.
-
-    Objects of a captured stream are never released, those of a call that raises by :func:`release`.
-    """
+    """Keep objects alive until the queued work of a stream is done; objects of a captured stream are never released."""
     hold(owners, device)
     with runtime.on_device(device.index):
         _pool(device.index).keep(owners, stream)
@@ -328,7 +325,7 @@ def release_finished() -> bool:
 
 
 def release() -> None:
-    """Free all unused memory."""
+    """Free the unused memory of all GPUs, after the work queued there is done."""
     _each(_Pool.release)
 
 

@@ -111,10 +111,7 @@ def _shape(packing: Packing) -> _Shape:
 
 @cached
 def prepare_packing(packing: Packing, device: int) -> Packer:
-    """Return the function that queues a packing on a stream of ``device``, which must be current.
-
-    Kernels are compiled at the first call.
-    """
+    """Return the function that queues a packing on a stream of ``device``, which must be current."""
     shape, source = _shape(packing), packing.source
     empty = not shape.out_rows * shape.out_cols
     batches = () if empty else launch_batches(shape.batch, 1)

@@ -103,11 +103,7 @@ def _primary_context(index: int) -> Any:
 
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Make the primary context of a device current in this thread for a ``with`` block.
-
-    All copies of the CUDA runtime in a process use the driver's current context. ``cudaSetDevice`` is not used, because
-    restoring the old device would create a context there.
-    """
+    """Make the primary context of a device current in this thread; ``cudaSetDevice`` would create others."""
     if current_device() == index:
         yield
         return
@@ -160,8 +156,7 @@ def create_pool(device: int, keeps_bytes: int) -> Any:
 def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
     """Return the address of new memory on the current device, aligned to 256 bytes or more.
 
-    Memory of a pool is for work on a stream, and belongs to the graph if the stream is being captured; memory without a
-    pool never does.
+    Memory of a pool is for work on a stream, and belongs to the graph if that is captured; other memory never does.
     """
     runtime = libraries().runtime
     if pool is not None:

@@ -94,8 +94,7 @@ class Staging:
     def packed_b(self, arguments: Arguments) -> KeptPacking | None:
         """Return the packed form of a prepared ``b``; None if each product packs its own.
 
-        It is not created during a capture, because it would belong to the graph. If a graph reads it, it is never
-        released.
+        It is not created during a capture: it would belong to the graph. If a graph reads it, it is never released.
         """
         view, operand = arguments.b, self._operands[1]
         if type(view) is not PreparedView or operand is None or view.mode not in self._kept_modes:

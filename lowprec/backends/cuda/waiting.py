@@ -21,11 +21,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
 
 
 class Waiter:
-    """Calls ``look`` in a thread until it returns False.
-
-    The thread starts at the first :meth:`wake`; a forked child starts its own. It holds no lock between two calls, so
-    that the interpreter can exit while it runs.
-    """
+    """Calls ``look`` in a thread, started by the first :meth:`wake`, until it returns False; holds no lock between."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
         self._look = look

@@ -21,8 +21,7 @@ from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
 from lowprec.policy import environment
 from lowprec.policy.effects import probe
-from lowprec.policy.interrupts import raised_in
-from lowprec.policy.protocol import Tier
+from lowprec.policy.protocol import Tier, raised_in
 
 T = TypeVar("T")
 Pair = tuple[str, str]

@@ -16,7 +16,7 @@ from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
 from lowprec.backends.cpu.emulation.arrays import NOWHERE, Operand
 from lowprec.backends.cpu.packed import native  # noqa: F401 - makes numba's target, safely
 from lowprec.backends.cpu.packed.stored_code import sources_digest
-from lowprec.policy.interrupts import raised_in
+from lowprec.policy.protocol import raised_in
 
 # Module constants, which numba compiles into the code.
 _LEAST = np.int32(-126)  # least exponent of a float32, normal or subnormal

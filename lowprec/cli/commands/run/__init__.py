@@ -142,13 +142,7 @@ def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
 
 
 def interpreter_options(words: Sequence[str]) -> list[str]:
-    """Return Python's own options from the words of ``sys.orig_argv``.
-
-    Examples
-    --------
-    >>> interpreter_options(["python", "-W", "error", "-um", "lowprec", "run", "-X"])
-    ['-W', 'error', '-u']
-    """
+    """Return Python's own options from the words of ``sys.orig_argv``."""
     found: list[str] = []
     rest = iter(words[1:])
     for word in rest:
@@ -169,10 +163,7 @@ def interpreter_options(words: Sequence[str]) -> list[str]:
 
 
 def python_command(program: Sequence[str]) -> list[str]:
-    """Return the command that runs a program (the words after ``python``) with this interpreter and its options.
-
-    Raises if the interpreter ignores the environment, and with it the start-up hook.
-    """
+    """Return the command that runs a program with this interpreter; raise if it ignores the environment."""
     if not sys.executable:
         raise CommandError("run: this Python does not know its own executable")
     ignoring = {"-I": sys.flags.isolated, "-E": sys.flags.ignore_environment, "-S": sys.flags.no_site}
