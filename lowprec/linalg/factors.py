@@ -1,19 +1,15 @@
-"""Blocked factors in lower precision, and their application to right-hand sides.
+"""Factors in lower precision, and their application to right-hand sides.
 
-Right-looking LU with partial pivoting, or Cholesky. Panels are in float32; the updates, almost all of the arithmetic,
-are by ``lowprec.matmul`` in the mode of the factor. Diagonal blocks are inverted, so that solves are products; their
-forward error, which limits refinement, is that of substitution (J. Du Croz and N. J. Higham, "Stability of methods for
-matrix inversion", IMA J. Numer. Anal. 12, 1992).
-
-On a GPU the array's library factors the panels. In host memory recursion in NumPy does (S. Toledo, "Locality of
-reference in LU decomposition with partial pivoting", SIAM J. Matrix Anal. Appl. 18, 1997): LAPACK's threads spin after
-their work and would take cores from lowprec's.
+LAPACK computes an LU factor with partial pivoting in float32. In other modes, and for Cholesky, the factorization is
+right-looking: LAPACK factors panels in float32, and ``lowprec.matmul`` computes the updates, almost all of the
+arithmetic. In host memory LAPACK is SciPy's, on a GPU that of the array's library.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,22 +19,11 @@ from lowprec.arrays.namespaces import array_module, cast, dtype_label
 from lowprec.core.dispatch import matmul
 from lowprec.modes import MathMode
 
-#: Columns eliminated one by one; rows that fit the cache; width of a strip of an update; largest extent of a product,
-#: which limits the number of planned shapes.
-_LEAF, _ROWS, _STRIP, _EXTENT = 16, 32, 1024, 2048
+#: Most columns of a panel; rows that fit the cache, also when they are transposed; width of a strip of an update.
+_WIDTH, _ROWS, _STRIP = 512, 16, 1024
 
-#: Elements between rows: with a power of two as row stride, a column would map to few cache lines.
-_PADDING = 16
-
-
-class Block(NamedTuple):
-    """The part of both factors from one panel."""
-
-    order: Any  # order of the rows from the panel's first one; None if unchanged
-    lower_inverse: Any  # inverse of the diagonal block of L, (k, k)
-    upper_inverse: Any  # inverse of the diagonal block of U
-    below: Any = None  # L below the block, (m - k, k)
-    right: Any = None  # U to the right of it, (k, m - k)
+#: Returns the solution for right-hand sides (n, k), which may be changed.
+Solver = Callable[[Any], Any]
 
 
 class Operations:
@@ -58,7 +43,7 @@ class Operations:
         """Return the conjugate transpose."""
         return x.conj().T
 
-    def concatenate(self, parts: Sequence[Any]) -> Any:
+    def concatenate(self, parts: Any) -> Any:
         """Return the parts concatenated along the rows."""
         return np.concatenate(parts)
 
@@ -72,22 +57,13 @@ class Operations:
             squares[i : i + _ROWS] = np.einsum("ij,ij->i", part, part)
         return rows, columns, squares
 
-    def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None) -> Any:
+    def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None, order: Any = "C") -> Any:
         """Return a copy of a matrix in another type, with rows and columns scaled."""
-        work = np.empty((len(a), len(a) + _PADDING), dtype)[:, : len(a)]
+        work = np.empty(a.shape, dtype, order)
         for i in range(0, len(a), _ROWS):
             part = slice(i, i + _ROWS)
             work[part] = a[part] if scales is None else a[part] * scales[0][part, None] * scales[1]
         return work
-
-    def panel(self, a: Any) -> tuple[Any, Any, Any, Any]:
-        """Factor a panel; return the order of its rows, the inverses on the diagonal, and L below."""
-        m, k = a.shape
-        # The row stride of the matrix, so that all panels have one stride.
-        columns = np.empty((k, a.strides[0] // a.itemsize), a.dtype)[:, :m]
-        for i in range(0, m, 2 * _ROWS):
-            columns[:, i : i + 2 * _ROWS] = a[i : i + 2 * _ROWS].T
-        return *_eliminated(columns), columns[:, k:].T
 
     def permuted(self, rows: Any, order: Any) -> Any:
         """Return rows in this order; may change the array."""
@@ -95,77 +71,31 @@ class Operations:
         rows[moved] = rows[order[moved]]
         return rows
 
-    def reduced(self, c: Any, a: Any, b: Any) -> Any:
-        """Return ``c - a @ b``; may change ``c``."""
-        for i in range(0, len(a), _EXTENT):
-            for k in range(0, len(b), _EXTENT):
-                for j in range(0, b.shape[1], _EXTENT):
-                    rows, inner, columns = (slice(x, x + _EXTENT) for x in (i, k, j))
-                    out = c[rows, columns]
-                    matmul(a[rows, inner], b[inner, columns], c=out, out=out, alpha=-1.0, beta=1.0)
-        return c
+    def lu_solver(self, a: Any) -> Solver:
+        """Factor a matrix, stored in its memory."""
+        both, pivots, _ = self._lapack("getrf", a.T, overwrite_a=True)  # LAPACK stores matrices by columns
+        return lambda b: self._lapack("getrs", both, pivots, b, trans=1)[0]
 
-    def cholesky_inverse(self, a: Any) -> Any:
-        """Return the inverse of a block's Cholesky factor; reads the lower triangle."""
-        if len(a) <= 4 * _LEAF:
-            return np.linalg.inv(np.linalg.cholesky(a))
-        h = len(a) // 2
-        first = self.cholesky_inverse(a[:h, :h])
-        below = matmul(a[h:, :h], self.adjoint(first))
-        second = self.cholesky_inverse(matmul(below, self.adjoint(below), c=a[h:, h:], alpha=-1.0, beta=1.0))
-        return _joined(first, below, second)
+    def lu(self, a: Any) -> tuple[Any, Any]:
+        """Factor a panel; return both factors and, in host memory, the row that was exchanged with each one."""
+        both, pivots, _ = self._lapack("getrf", self.lowered(a, a.dtype, None, "F"), overwrite_a=True)
+        return both, pivots
 
+    def cholesky(self, a: Any) -> Any:
+        """Return the lower factor of a block; reads its lower triangle."""
+        return self._lapack("potrf", a, lower=True)[0]
 
-def _joined(first: Any, below: Any, second: Any) -> Any:
-    """Return the inverse of a lower triangle from the inverses of its diagonal blocks."""
-    h, k = len(first), len(first) + len(second)
-    inverse = np.zeros((k, k), first.dtype)
-    inverse[:h, :h], inverse[h:, h:] = first, second
-    inverse[h:, :h] = -_product(_product(second, below), first)
-    return inverse
+    def triangular(self, a: Any, b: Any, lower: bool, unit: bool = False) -> Any:
+        """Return the solution for a triangle of the first rows."""
+        if not a.flags.f_contiguous:
+            return self._lapack("trtrs", a.T, b, lower=not lower, unitdiag=unit, trans=1)[0]
+        return self._lapack("trtrs", a, b, lower=lower, unitdiag=unit)[0]
 
-
-def _product(a: Any, b: Any) -> Any:
-    """Return a product of square matrices; NumPy computes the smallest ones, in one thread."""
-    return a @ b if len(a) <= 4 * _LEAF else matmul(a, b)
-
-
-def _eliminated(columns: Any) -> tuple[Any, Any, Any]:
-    """Factor a transposed panel in place; return the order of its rows and the inverses of the diagonal blocks."""
-    k, m = columns.shape
-    if k <= _LEAF:
-        return _eliminated_one_by_one(columns)
-    h = k // 2
-    left, right = columns[:h], columns[h:]
-    order, lower, upper = _eliminated(left)
-    moved = np.flatnonzero(order != np.arange(m))
-    right[:, moved] = right[:, order[moved]]
-    corner, rest = right[:, :h], right[:, h:]
-    corner[:] = _product(corner, lower.T)
-    Operations().reduced(rest, corner, left[:, h:])
-    later, second_lower, second_upper = _eliminated(rest)
-    left[:, h:] = left[:, h:][:, later]
-    order[h:] = order[h:][later]
-    return order, _joined(lower, left[:, h:k].T, second_lower), _joined(upper.T, corner, second_upper.T).T
-
-
-def _eliminated_one_by_one(columns: Any) -> tuple[Any, Any, Any]:
-    k, m = columns.shape
-    order = np.arange(m)
-    for j, column in enumerate(columns):
-        p = j + int(np.abs(column[j:]).argmax())
-        if column[p] == 0:
-            raise np.linalg.LinAlgError("a pivot is zero")
-        if p != j:
-            kept = columns[:, j].copy()
-            columns[:, j] = columns[:, p]
-            columns[:, p] = kept
-            order[j], order[p] = order[p], order[j]
-        column[j + 1 :] /= column[j]
-        columns[j + 1 :, j + 1 :] -= columns[j + 1 :, j, None] * column[j + 1 :]
-    both = columns[:, :k].T
-    lower, upper = np.linalg.inv([np.tril(both, -1) + np.eye(k, dtype=both.dtype), np.triu(both)])
-    return order, lower, upper
+    def _lapack(self, name: str, a: Any, *arrays: Any, **keywords: Any) -> Any:
+        found = importlib.import_module("scipy.linalg").get_lapack_funcs(name, (a,))(a, *arrays, **keywords)
+        if found[-1] > 0:
+            raise np.linalg.LinAlgError("a pivot is zero, or the matrix is not positive definite")
+        return found
 
 
 #: SciPy's counterpart in libraries other than PyTorch.
@@ -175,10 +105,11 @@ _SCIPY = {"cupy": "cupyx.scipy.linalg", "jax": "jax.scipy.linalg"}
 class _OnDevice(Operations):
     def __init__(self, a: Any) -> None:
         self._like, self._xp, self._name = a, array_module(a), library_name(a)
-        self.in_place = self._name != "jax"
+        self._is_torch, self.in_place = self._name == "torch", self._name != "jax"
+        self._linalg = self._xp.linalg if self._is_torch else importlib.import_module(_SCIPY[self._name])
 
     def from_host(self, x: Any) -> Any:
-        if self._name == "torch":
+        if self._is_torch:
             return self._xp.tensor(x, device=self._like.device)  # a copy: the NumPy array may be read-only
         if self._name == "jax":
             return importlib.import_module("jax").device_put(x, self._like.device)
@@ -186,12 +117,12 @@ class _OnDevice(Operations):
             return self._xp.asarray(x)
 
     def to_host(self, x: Any) -> Any:
-        return x.get() if self._name == "cupy" else np.asarray(x.cpu() if self._name == "torch" else x)
+        return x.get() if self._name == "cupy" else np.asarray(x.cpu() if self._is_torch else x)
 
     def adjoint(self, x: Any) -> Any:
-        return x.mH.resolve_conj() if self._name == "torch" else x.conj().T
+        return x.mH.resolve_conj() if self._is_torch else x.conj().T
 
-    def concatenate(self, parts: Sequence[Any]) -> Any:
+    def concatenate(self, parts: Any) -> Any:
         return self._xp.concatenate(parts)
 
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
@@ -199,43 +130,41 @@ class _OnDevice(Operations):
         rows, columns, squares = self._xp.amax(sizes, 1), self._xp.amax(sizes, 0), (sizes * sizes).sum(1)
         return self.to_host(rows), self.to_host(columns), self.to_host(squares)
 
-    def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None) -> Any:
+    def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None, order: Any = "C") -> Any:
         if scales is not None:
             a = a * self.from_host(scales[0][:, None]) * self.from_host(scales[1])
         return cast(a, dtype) if dtype_label(a.dtype) != dtype else self._xp.asarray(a, copy=True)
 
-    def panel(self, a: Any) -> tuple[Any, Any, Any, Any]:
-        if self._name == "torch":
-            both, pivots, _ = self._xp.linalg.lu_factor_ex(a)
-            pivots = self.to_host(pivots) - 1
-        else:
-            both, pivots = importlib.import_module(_SCIPY[self._name]).lu_factor(a, check_finite=False)
-        order = np.arange(len(a))
-        for j, p in enumerate(self.to_host(pivots) if self._name != "torch" else pivots):
-            order[[j, p]] = order[[p, j]]
-        k = a.shape[1]
-        return self.from_host(order), self._inverse(both[:k], True, True), self._inverse(both[:k], False), both[k:]
-
     def permuted(self, rows: Any, order: Any) -> Any:
-        return rows[order]
+        return rows[self.from_host(order)]
 
-    def reduced(self, c: Any, a: Any, b: Any) -> Any:
-        return matmul(a, b, c=c, alpha=-1.0, beta=1.0)
+    def lu_solver(self, a: Any) -> Solver:
+        if self._is_torch:
+            both, pivots, _ = self._linalg.lu_factor_ex(a)
+            return lambda b: self._linalg.lu_solve(both, pivots, b)
+        factor = self._linalg.lu_factor(a, check_finite=False)
+        return lambda b: self._linalg.lu_solve(factor, b, check_finite=False)
 
-    def cholesky_inverse(self, a: Any) -> Any:
-        if self._name != "torch":
-            return self._inverse(self._xp.linalg.cholesky(a), True)
-        found, info = self._xp.linalg.cholesky_ex(a)
+    def lu(self, a: Any) -> tuple[Any, Any]:
+        if self._is_torch:
+            both, pivots, _ = self._linalg.lu_factor_ex(a)
+            return both, self.to_host(pivots) - 1
+        both, pivots = self._linalg.lu_factor(a, check_finite=False)
+        return both, self.to_host(pivots)
+
+    def cholesky(self, a: Any) -> Any:
+        if not self._is_torch:
+            return self._xp.linalg.cholesky(a)
+        found, info = self._linalg.cholesky_ex(a)
         if int(info):
-            raise np.linalg.LinAlgError("not positive definite")
-        return self._inverse(found, True)
+            raise np.linalg.LinAlgError("the matrix is not positive definite")
+        return found
 
-    def _inverse(self, a: Any, lower: bool, unit: bool = False) -> Any:
-        identity = self.from_host(np.eye(len(a), dtype=dtype_label(a.dtype)))
-        if self._name == "torch":
-            return self._xp.linalg.solve_triangular(a, identity, upper=not lower, unitriangular=unit)
-        solve = importlib.import_module(_SCIPY[self._name]).solve_triangular
-        return solve(a, identity, lower=lower, unit_diagonal=unit, check_finite=False)
+    def triangular(self, a: Any, b: Any, lower: bool, unit: bool = False) -> Any:
+        a, solve = a[: a.shape[1]], self._linalg.solve_triangular
+        if self._is_torch:
+            return solve(a, b, upper=not lower, unitriangular=unit)
+        return solve(a, b, lower=lower, unit_diagonal=unit, check_finite=False)
 
 
 def operations(a: Any, on_host: bool) -> Operations:
@@ -243,56 +172,67 @@ def operations(a: Any, on_host: bool) -> Operations:
     return Operations() if on_host else _OnDevice(a)
 
 
-def _updated(rest: Any, below: Any, right: Any, mode: MathMode, ops: Operations) -> Any:
-    out = rest if ops.in_place else None
-    return matmul(below, right, c=rest, out=out, alpha=-1.0, beta=1.0, math_mode=mode)
+class _Block(NamedTuple):
+    """The part of both factors from one panel of k columns."""
+
+    order: Any  # order of the rows from the panel's first one; None for Cholesky
+    lower: Any  # L on the diagonal, in the lower triangle of the first k rows; with a unit diagonal in LU
+    upper: Any  # U on the diagonal, in the upper triangle
+    below: Any  # L below the block, (m - k, k)
+    right: Any  # U to the right of it, (k, m - k)
 
 
-def lu(rest: Any, ops: Operations, mode: MathMode, width: int) -> tuple[Block, ...]:
-    """Return the factors of a matrix, stored in its memory."""
-    blocks: list[Block] = []
+def factor(rest: Any, ops: Operations, mode: MathMode, *, is_positive: bool) -> Solver:
+    """Factor a matrix, stored in its memory; of a Hermitian one the lower triangle is read."""
+    if not is_positive and mode in (MathMode.FP32, MathMode.FP32_PEDANTIC):
+        return ops.lu_solver(rest)
+    width, panel = min(_WIDTH, max(32, len(rest) // 128 * 16)), _cholesky_panel if is_positive else _lu_panel
+    strip = _STRIP if is_positive and ops.in_place else len(rest)
+    blocks: list[_Block] = []
     while True:
-        order, lower, upper, below = ops.panel(rest[:, :width])
-        if len(rest) <= width:
-            return (*blocks, Block(order, lower, upper))
-        rows = ops.permuted(rest[:, width:], order)
-        right = matmul(lower, rows[:width])
-        if ops.in_place:
-            rows[:width], right = right, rows[:width]
-        blocks.append(Block(order, lower, upper, below, right))
-        rest = _updated(rows[width:], below, right, mode, ops)
+        block, rest = panel(rest, ops, width)
+        blocks.append(block)
+        if not len(rest):
+            return partial(_solution, blocks, ops)
+        for j in range(0, len(rest), strip):  # for Cholesky little more than the lower triangle
+            c, columns = rest[j:, j : j + strip], slice(j, j + strip)
+            out = c if ops.in_place else None
+            c = matmul(block.below[j:], block.right[:, columns], c=c, out=out, alpha=-1.0, beta=1.0, math_mode=mode)
+        rest = rest if ops.in_place else c
 
 
-def cholesky(rest: Any, ops: Operations, mode: MathMode, width: int) -> tuple[Block, ...]:
-    """Return the factors of a Hermitian matrix; reads its lower triangle and overwrites it."""
-    blocks: list[Block] = []
-    while True:
-        lower = ops.cholesky_inverse(rest[:width, :width])
-        upper = ops.adjoint(lower)
-        if len(rest) <= width:
-            return (*blocks, Block(None, lower, upper))
-        below = matmul(rest[width:, :width], upper)
-        right = ops.adjoint(below)
-        blocks.append(Block(None, lower, upper, below, right))
-        rest = rest[width:, width:]
-        if not ops.in_place:
-            rest = _updated(rest, below, right, mode, ops)
-            continue
-        for j in range(0, len(rest), _STRIP):  # little more than the lower triangle
-            _updated(rest[j:, j : j + _STRIP], below[j:], right[:, j : j + _STRIP], mode, ops)
+def _lu_panel(rest: Any, ops: Operations, width: int) -> tuple[_Block, Any]:
+    """Return the block of the first columns, and the rows and columns that remain to be updated."""
+    both, pivots = ops.lu(rest[:, :width])
+    order = list(range(len(rest)))
+    for i, p in enumerate(pivots.tolist()):
+        order[i], order[p] = order[p], order[i]
+    rows = ops.permuted(rest[:, width:], np.array(order))
+    right = matmul(_inverse(both, ops, True), rows[:width])
+    if ops.in_place:
+        rows[:width], right = right, rows[:width]
+    return _Block(np.array(order), both, both, both[width:], right), rows[width:]
 
 
-def solved(blocks: tuple[Block, ...], b: Any, ops: Operations) -> Any:
-    """Return the solution for right-hand sides (n, k), which may be changed."""
+def _cholesky_panel(rest: Any, ops: Operations, width: int) -> tuple[_Block, Any]:
+    lower = ops.cholesky(rest[:width, :width])
+    below = matmul(rest[width:, :width], ops.adjoint(_inverse(lower, ops, False)))
+    return _Block(None, lower, ops.adjoint(lower), below, ops.adjoint(below)), rest[width:, width:]
+
+
+def _inverse(lower: Any, ops: Operations, unit: bool) -> Any:
+    identity = np.eye(lower.shape[1], dtype=dtype_label(lower.dtype))
+    return ops.triangular(lower, ops.from_host(identity), True, unit)
+
+
+def _solution(blocks: list[_Block], ops: Operations, b: Any) -> Any:
     parts = []
     for block in blocks:
-        b = b if block.order is None else ops.permuted(b, block.order)
-        k = len(block.lower_inverse)
-        parts.append(matmul(block.lower_inverse, b[:k]))
-        if block.below is not None:
-            b = ops.reduced(b[k:], block.below, parts[-1])
-    x = None
+        k, is_lu = block.lower.shape[1], block.order is not None
+        b = ops.permuted(b, block.order) if is_lu else b
+        parts.append(ops.triangular(block.lower, b[:k], True, is_lu))
+        b = matmul(block.below, parts[-1], c=b[k:], alpha=-1.0, beta=1.0)
     for block, part in zip(reversed(blocks), reversed(parts), strict=True):
-        part = matmul(block.upper_inverse, part if x is None else ops.reduced(part, block.right, x))
-        x = part if x is None else ops.concatenate((part, x))
-    return x
+        part = matmul(block.right, b, c=part, alpha=-1.0, beta=1.0)
+        b = ops.concatenate((ops.triangular(block.upper, part, False), b))
+    return b

@@ -95,13 +95,12 @@ class System:
         self._work = ops.lowered(a, self._narrow, self._scales)
         self._scaled_norm = float(np.sqrt(ops.magnitudes(self._work)[2].sum()))
 
-    def factor(self, mode: MathMode, width: int) -> None:
+    def factor(self, mode: MathMode) -> None:
         """Factor the scaled matrix; replaces an earlier factor."""
         work, self._work = self._work, None
         work = self._ops.lowered(self._a, self._narrow, self._scales) if work is None else work
         try:
-            factorize = factors.cholesky if self._is_positive else factors.lu
-            self._blocks = factorize(work, self._ops, mode, width)
+            self._solve = factors.factor(work, self._ops, mode, is_positive=self._is_positive)
         except np.linalg.LinAlgError:
             raise Unsolved(Reason.BREAKDOWN) from None
 
@@ -110,7 +109,7 @@ class System:
         r = r if self._scales is None else r * self._scales[0][:, None]
         power = _power(np.abs(r).max(axis=0)).astype(self._real)
         low = self._ops.from_host(np.ascontiguousarray(r * power, self._narrow))
-        x = self._ops.to_host(factors.solved(self._blocks, low, self._ops)).astype(self._dtype) / power
+        x = self._ops.to_host(self._solve(low)).astype(self._dtype) / power
         return x if self._scales is None else x * self._scales[1][:, None]
 
     def product(self, x: Any) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from math import nan, prod, sqrt
+from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from lowprec.arrays import ArrayView, library_of
+from lowprec.arrays import library_of
 from lowprec.core.arguments import check_devices, name_argument
 from lowprec.core.dispatch import matmul
 from lowprec.core.plan_call import plan
@@ -24,16 +26,18 @@ from lowprec.policy import fp32_guard, is_guarded, math_mode
 
 _METHODS, _ASSUMPTIONS = ("direct", "refine", "auto"), ("gen", "pos")
 
-#: Most columns of a panel; largest probable relative error of the updates in the default mode; factor by which another
-#: mode must be cheaper to be tried before.
-_WIDTH, _USUAL_ERROR, _WORTH_A_TRIAL = 256, 1e-5, 4.0
+#: Inner extent of the planned updates; largest probable relative error of those in the default mode; factor by which
+#: another mode must be cheaper to be tried before.
+_WIDTH, _USUAL_ERROR, _WORTH_A_TRIAL = 256, 2e-5, 4.0
 
-#: Measured on Zen 5: LAPACK's time over that of a product with as many flops; cost of refinement without the updates
-#: of its factor, in FP32 flops per element of the matrix; steps.
-_LAPACK, _OVERHEAD, _STEPS = 1.8, 4000.0, 4
+#: Measured on Zen 5, in flops per element of the matrix: what a direct solve costs beyond products, in its precision,
+#: and what refinement costs, in FP32; number of steps.
+_DIRECT, _REFINE, _STEPS = 2800.0, 3200.0, 4
 
 #: With ``method="auto"`` smaller systems are solved directly, without an estimate of the costs.
 _SMALLEST = 512
+
+_is_on_host = attrgetter("device.is_host")  # of a view
 
 
 def solve(a: Any, b: Any, *, method: str, factor_mode: str | MathMode | None, assume: str, full_output: bool) -> Any:
@@ -63,17 +67,13 @@ def _check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
         raise ShapeError(f"the stacks of a, shape {a}, and b, shape {b}, do not broadcast") from None
 
 
-def _is_on_host(view: ArrayView) -> bool:
-    return view.device.is_host
-
-
 class _Solve:
     def __init__(self, found: Operands, method: str, mode: MathMode | None, is_positive: bool) -> None:
         self._found, self._method, self._mode, self._is_positive = found, method, mode, is_positive
         self._a, self._b = found.arrays
         self._n, self._columns = int(self._a.shape[-1]), int(self._b.shape[-1]) if self._b.ndim > 1 else 1
         self._batch = np.broadcast_shapes(tuple(self._a.shape[:-2]), tuple(self._b.shape[:-2]))
-        self._width = min(_WIDTH, max(32, self._n // 128 * 16))
+        self._own = operations(self._a, found.library == "numpy")
         self._reason, self._factor_mode = Reason.REQUESTED, mode
         self._seconds: dict[str, float] = {}
         self._refined: list[Refinement] = []
@@ -84,42 +84,40 @@ class _Solve:
         """Return the result and the report; the backward error is computed only for ``full_output``."""
         reason = self._read()
         if reason is not None:
-            with self._timed("direct"), fp32_guard():
-                x = find("solve", self._found.library)(self._a, self._b)
-            self._reason, error = reason, self._error(x) if full_output and reason is not Reason.NOT_READABLE else nan
-            return self._found.handed_back(x), self._report(error)
-        # On a GPU the library's own functions are called, so its switches are set; on the host none is called.
-        with math_mode("fp32", frameworks=False if self._on_host else [self._found.library]), np.errstate(all="ignore"):
-            x = self._solved()
-        x = x[..., 0] if self._b.ndim == 1 else x
-        if self._on_host:
-            target = library_of(self._a).allocate(x.shape, self._found.dtype, self._view.device, self._a)
-            target.ndarray()[...] = x
-            x = library_of(self._a).wrap(target.owner, self._a, self._b)
+            self._reason, x = reason, self._direct(self._a, self._b)
         else:
-            x = self._ops.from_host(x)
-        return self._found.handed_back(x), self._report(self._error(x) if full_output else nan)
+            # On a GPU the library's own functions are called, so its switches are set; on the host none is called.
+            with math_mode("fp32", frameworks=not self._on_host and [self._found.library]):
+                x = self._solved()
+            x = self._own.from_host(x[..., 0] if self._b.ndim == 1 else x)
+        error = self._error(x) if full_output and reason is not Reason.NOT_READABLE else nan
+        return self._found.handed_back(x), self._report(error)
 
     def _read(self) -> Reason | None:
         """Inspect the operands; return the reason for a direct solve, or None."""
+        arrays = dict(zip("ab", self._found.arrays, strict=True))
         try:
-            views = {name: library_of(x).view(x) for name, x in zip("ab", self._found.arrays, strict=True)}
+            views = {name: library_of(x).view(x) for name, x in arrays.items()}
         except ArrayError as error:
             if self._method == "refine":
-                name_argument(error, dict(zip("ab", self._found.arrays, strict=True)))
+                name_argument(error, arrays)
                 raise
             return Reason.NOT_READABLE
         check_devices(views)
-        self._view, self._on_host = views["a"], _is_on_host(views["a"])
+        self._on_host = _is_on_host(views["a"])
         self._ops = operations(self._a, self._on_host)
         a, b = (v.ndarray() for v in views.values()) if self._on_host else self._found.arrays
-        self._arrays = a, b[:, None] if b.ndim == 1 else b
+        self._arrays = a, self._ops.to_host(b[:, None] if b.ndim == 1 else b)
         if self._method == "direct":
             return Reason.REQUESTED
         if is_guarded():
             return Reason.GUARDED
         if not prod((*self._batch, self._n, self._columns)):
             return Reason.EMPTY
+        if self._on_host and not find_spec("scipy"):
+            if self._method == "refine":
+                raise UnsupportedError(f"refinement {Reason.NO_LAPACK}; install it (pip install scipy)")
+            return Reason.NO_LAPACK
         if self._method == "auto" and self._n < _SMALLEST:
             return Reason.NOT_FASTER
         self._candidates = self._modes()
@@ -132,16 +130,17 @@ class _Solve:
 
     def _costs(self, dtype: str) -> dict[MathMode, tuple[float, float]]:
         """Return cost and probable error of an update by mode, the default mode last; cost 1 for a forced mode."""
-        shapes = (self._n, self._width), (self._width, self._n)
+        width = min(self._n, _WIDTH)
+        shapes = (self._n, width), (width, self._n)
         made = plan(*(self._ops.from_host(np.empty(s, dtype)) for s in shapes), rtol=_USUAL_ERROR, bound="probable")
         found = {x.mode: (x.cost, x.bound) for x in made.candidates}
-        return found | {made.mode: found.pop(made.mode, (1.0, 0.0))} if found else {made.mode: (1.0, 0.0)}
+        return found | {made.mode: found.pop(made.mode, (1.0, 0.0))}
 
     def _modes(self) -> list[tuple[MathMode, float, float]]:
         """Return the modes to try, in order, with costs and errors."""
         costs = self._costs("complex64" if self._found.dtype.is_complex else "float32")
-        usual = list(costs)[-1]
-        if self._mode is not None and len(costs) > 1:
+        *others, usual = costs
+        if self._mode is not None and others:
             return [(self._mode, *costs.get(self._mode, costs[usual]))]
         first = min(costs, key=lambda mode: costs[mode][0])
         tried = [first] if costs[first][0] * _WORTH_A_TRIAL < costs[usual][0] else []
@@ -151,9 +150,9 @@ class _Solve:
         n, k = self._n, self._columns
         is_double = self._found.dtype.label in ("float64", "complex128")
         working = max(c for c, _ in self._costs(self._found.dtype.label).values()) if is_double else 1.0
-        direct = _LAPACK * working * (2 * n**3 / 3 + 2 * n**2 * k)
+        direct = working * (2 * n**3 / 3 + _DIRECT * n**2 + 2 * n**2 * k)
         factor = cost * n**3 * (1 / 3 if self._is_positive else 2 / 3)
-        return factor + n**2 * (_OVERHEAD + 2 * _STEPS * k * (working + 1)) < direct
+        return factor + n**2 * (_REFINE + 2 * _STEPS * k * (working + 1)) < direct
 
     # -- the systems -------------------------------------------------------------------------------
 
@@ -166,27 +165,28 @@ class _Solve:
 
     def _solved(self) -> Any:
         a, b = self._arrays
-        x = np.empty((*self._batch, self._n, self._columns), self._found.dtype.label)
+        x = np.empty((*self._batch, self._n, self._columns), b.dtype)
         if prod(a.shape[:-2]) == 1:  # one factor for all
-            right = np.moveaxis(np.broadcast_to(self._ops.to_host(b), x.shape).reshape(-1, *x.shape[-2:]), 0, 1)
+            right = np.moveaxis(np.broadcast_to(b, x.shape).reshape(-1, *x.shape[-2:]), 0, 1)
             found = self._one((0,) * (a.ndim - 2), right.reshape(self._n, -1))
             return np.moveaxis(found.reshape(right.shape), 1, 0).reshape(x.shape)
         for at, of_a, of_b in self._positions():
-            x[at] = self._one(of_a, np.ascontiguousarray(self._ops.to_host(b[of_b])))
+            x[at] = self._one(of_a, np.ascontiguousarray(b[of_b]))
         return x
 
     def _one(self, of_a: Any, b: Any) -> Any:
         """Return the solution of one system, by a direct solve where refinement fails."""
         try:
-            return self._refine(self._arrays[0][of_a], b)
+            with np.errstate(all="ignore"):
+                return self._refine(self._arrays[0][of_a], b)
         except Unsolved as error:
             self._reason = self._reason if self._fallbacks else error.reason
             self._fallbacks += 1
+        return self._own.to_host(self._direct(self._a[of_a], self._own.from_host(b)))
+
+    def _direct(self, a: Any, b: Any) -> Any:
         with self._timed("direct"), fp32_guard():
-            like = self._a[of_a]
-            own = b if self._found.library == "numpy" else operations(like, False).from_host(b)
-            found = find("solve", self._found.library)(like, own)
-            return library_of(found).view(found).ndarray() if self._on_host else self._ops.to_host(found)
+            return find("solve", self._found.library)(a, b)
 
     def _refine(self, a: Any, b: Any) -> Any:
         if not np.isfinite(b).all():
@@ -194,25 +194,23 @@ class _Solve:
         with self._timed("scaling"):
             system = System(a, b.dtype, self._ops, is_positive=self._is_positive)
         for mode, _, error in self._candidates:
-            is_last = mode is self._candidates[-1][0]
             try:
                 with self._timed("factor"):
-                    system.factor(mode, self._width)
+                    system.factor(mode)
                 with self._timed("refinement"):
                     x, condition = system.first(b)
                     self._conditions.append(condition)
-                    if not is_last and condition * error > sqrt(self._n):
+                    if mode is not self._candidates[-1][0] and condition * error > sqrt(self._n):
                         continue  # the mode is not precise enough for this matrix
                     iteration = Refinement(system, b, x)
                     iteration.run()
-            except Unsolved:
-                if is_last:
-                    raise
+            except Unsolved as failure:
+                reason = failure.reason
                 continue
             self._refined.append(iteration)
             self._factor_mode = mode
-            break
-        return iteration.x
+            return iteration.x
+        raise Unsolved(reason)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -225,15 +223,13 @@ class _Solve:
     # -- the report --------------------------------------------------------------------------------
 
     def _error(self, x: Any) -> float:
-        (a, b), ops, found = self._arrays, self._ops, [0.0]
-        x = library_of(x).view(x).ndarray() if self._on_host else x
-        x = x[..., None] if self._b.ndim == 1 else x
+        (a, b), found = self._arrays, [0.0]
+        x = self._own.to_host(x)[..., None] if self._b.ndim == 1 else self._own.to_host(x)
         with math_mode("fp32"), np.errstate(all="ignore"):
             for at, of_a, of_b in self._positions():
-                y, right = np.ascontiguousarray(ops.to_host(x[at])), ops.to_host(b[of_b])
-                size = float(norms(np.sqrt(ops.magnitudes(a[of_a])[2])[:, None])[0])
-                r = right - ops.to_host(matmul(a[of_a], ops.from_host(y)))
-                found.extend(backward_errors(r, size, y, right))
+                size = float(norms(np.sqrt(self._ops.magnitudes(a[of_a])[2])[:, None])[0])
+                product = matmul(a[of_a], self._ops.from_host(np.ascontiguousarray(x[at])))
+                found.extend(backward_errors(b[of_b] - self._ops.to_host(product), size, x[at], b[of_b]))
         return float(np.max(found))
 
     def _report(self, error: float) -> SolveReport:

@@ -317,7 +317,7 @@ def test_the_operations_of_a_gpu(
 ) -> None:
     """The functions that a library has for its own arrays: the same on the CPU."""
     monkeypatch.setattr(solving, "_is_on_host", lambda view: False)
-    monkeypatch.setattr(factors.Operations, "panel", None)
+    monkeypatch.setattr(factors.Operations, "_lapack", None)
     a, b = np.stack([positive(rng, 150, 20.0, dtype)] * 2), normal(rng, (150, 2), dtype)
     a[1] = np.tril(a[1]) + np.triu(
         a[1].conj().swapaxes(0, 1).T if assume == "pos" else normal(rng, (150, 150), dtype), 1
@@ -344,16 +344,17 @@ class LikeCupy(np.ndarray):
         return np.asarray(self)
 
 
-@pytest.mark.parametrize("kind", ["lu", "cholesky"])
+@pytest.mark.parametrize("kind", ["lu", "blocked lu", "cholesky"])
 def test_the_operations_of_cupy(kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("scipy", reason="scipy is not installed")
-    monkeypatch.setitem(factors._SCIPY, "cupy", "scipy.linalg")
+    scipy = pytest.importorskip("scipy", reason="scipy is not installed")
     a, b = positive(rng, 100, 10.0, "float32"), normal(rng, (100, 2), "float32")
     ops = factors._OnDevice.__new__(factors._OnDevice)
-    ops._like, ops._xp, ops._name, ops.in_place = a.view(LikeCupy), np, "cupy", True
+    ops._like, ops._xp, ops._linalg, ops._name = a.view(LikeCupy), np, scipy.linalg, "cupy"
+    ops._is_torch, ops.in_place = False, True
     monkeypatch.setattr(factors._OnDevice, "to_host", lambda self, x: np.asarray(x))
-    blocks = getattr(factors, kind)(ops.lowered(a, "float32", None), ops, lowprec.MathMode.FP32, 32)
-    x = factors.solved(blocks, b.copy(), ops)
+    mode = lowprec.MathMode.FP32 if kind == "lu" else lowprec.MathMode.TF32X3
+    solve = factors.factor(ops.lowered(a, "float32", None), ops, mode, is_positive=kind == "cholesky")
+    x = solve(b.copy())
     # Substitution with |L||U| = O(n) |A|, and inverses of blocks of condition 10.
     assert backward_error(a, x, b) <= 100 * bound(100, "float32")
     np.testing.assert_array_equal(ops.magnitudes(a)[0], abs(a).max(1))
