@@ -129,8 +129,7 @@ def _dask_array(x: Any, name: str) -> da.Array:
         refuse_prepared(**{name: x})
         if not isinstance(getattr(x, "dtype", None), np.dtype):
             raise ArrayError(
-                f"{name} is no array that Dask can split into chunks, but {type(x).__qualname__}; pass a Dask or NumPy "
-                "array"
+                f"{name} is a {type(x).__qualname__}, which Dask cannot split into chunks; pass a Dask or NumPy array"
             )
         x = da.from_array(x, chunks=-1)
     if isinstance(x._meta, np.ndarray):

@@ -98,7 +98,7 @@ def is_module(value: Any) -> bool:
 def norms_of(model: Any) -> frozenset[str]:
     """Return the names of the parameters and buffers of a model's normalizations."""
     if not is_module(model):
-        raise ArrayError(f"model is a torch.nn.Module, got {quoted(model)}")
+        raise ArrayError(f"model must be a torch.nn.Module, got {quoted(model)}")
     found: list[str] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         if any(_NORM.fullmatch(c.__name__) for c in type(module).__mro__):

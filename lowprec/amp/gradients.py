@@ -134,7 +134,7 @@ class GradientReport:
         known = figure.canvas.get_supported_filetypes()
         if suffix not in known:
             raise UnsupportedError(
-                f"plot writes {', '.join(known)} by the ending of the path, got {quoted(os.fspath(path))}"
+                f"plot writes {', '.join(known)}, chosen by the suffix of the path, got {quoted(os.fspath(path))}"
             )
         axes = figure.subplots()
         axes.bar(list(self.exponents), list(self.exponents.values()), width=0.9, color="#0072b2")
@@ -262,7 +262,7 @@ def _scale(arrays: list[Any]) -> float:
 def _host(array: Any) -> Any:
     name = dtype_name(array)
     if name not in FLOATS:
-        raise DTypeError(f"gradients are of {', '.join(FLOATS)}, got {name}; cast them first")
+        raise DTypeError(f"gradients must be of {', '.join(FLOATS)}, got {name}; cast them first")
     library = library_name(array)
     if library == "torch":
         array = array.detach().cpu()

@@ -117,10 +117,10 @@ class Policy:
     def __post_init__(self) -> None:
         for name, legal in (("params", _STORAGE), ("compute", _COMPUTE), ("output", _STORAGE)):
             if getattr(self, name) not in legal:
-                raise SettingError(f"{name} is one of {', '.join(legal)}, got {quoted(getattr(self, name))}")
+                raise SettingError(f"{name} must be one of {', '.join(legal)}, got {quoted(getattr(self, name))}")
         for name in ("functions", "norms_float32", "masters"):
             if not isinstance(getattr(self, name), bool):
-                raise SettingError(f"{name} is True or False, got {quoted(getattr(self, name))}")
+                raise SettingError(f"{name} must be True or False, got {quoted(getattr(self, name))}")
         scale = self.loss_scale
         if scale is None:
             scale = "dynamic" if self.compute == "float16" else 1.0
@@ -129,11 +129,13 @@ class Policy:
         try:
             moves = dict(self.moves)
         except (TypeError, ValueError):
-            raise SettingError(f"moves are pairs of a function's name and a list, got {quoted(self.moves)}") from None
+            raise SettingError(
+                f"moves must be pairs of a function's name and a list, got {quoted(self.moves)}"
+            ) from None
         for name, which in moves.items():
             _check_list(which, "none")
             if not (isinstance(name, str) and name.isidentifier()):
-                raise SettingError(f"{quoted(name)} is no name of a function")
+                raise SettingError(f"{quoted(name)} is not the name of a function")
         object.__setattr__(self, "loss_scale", scale)
         object.__setattr__(self, "moves", tuple(sorted(moves.items())))
         object.__setattr__(self, "_lists", _list_table(self.moves))
@@ -206,7 +208,7 @@ class Policy:
         if isinstance(text, cls):
             return text
         if not isinstance(text, str):
-            raise SettingError(f"a policy is a Policy or its text, got {quoted(text)}")
+            raise SettingError(f"policy must be a Policy or its text, got {quoted(text)}")
         level, *rest = (part.strip() for part in text.split(","))
         if "=" in level:
             level, rest = "", [level, *rest]
@@ -224,7 +226,7 @@ class Policy:
             elif equals and name in {f.name for f in fields(cls) if f.init} - {"moves"}:
                 values[name] = _value(name, value)
             else:
-                raise SettingError(f"{quoted(part)} is no part of a policy; write name=value")
+                raise SettingError(f"{quoted(part)} is not an item of a policy; write name=value")
         if moves:
             values["moves"] = tuple(moves.items())
         if is_jmps and not level:
@@ -350,13 +352,13 @@ class Policy:
 
 def _check_list(which: Any, *more: str) -> None:
     if which not in (*LISTS, *more):
-        raise SettingError(f"a list is one of {', '.join((*LISTS, *more))}, got {quoted(which)}")
+        raise SettingError(f"the list must be one of {', '.join((*LISTS, *more))}, got {quoted(which)}")
 
 
 def _value(name: str, text: str) -> Any:
     if name in ("functions", "norms_float32", "masters"):
         if text.lower() not in _WORDS:
-            raise SettingError(f"{name} is true or false, got {quoted(text)}")
+            raise SettingError(f"{name} must be true or false, got {quoted(text)}")
         return _WORDS[text.lower()]
     if name == "loss_scale" and text != "dynamic":
         return check_scale("loss_scale", text)
@@ -366,7 +368,7 @@ def _value(name: str, text: str) -> Any:
 def _level(level: str, half: str) -> dict[str, Any]:
     halves = ("float16", "bfloat16", "tf32") if level == "O1" else ("float16", "bfloat16")
     if half not in halves:
-        raise SettingError(f"half is one of {', '.join(halves)} at {level}, got {quoted(half)}")
+        raise SettingError(f"half must be one of {', '.join(halves)} at {level}, got {quoted(half)}")
     levels: dict[str, dict[str, Any]] = {
         "O0": {"compute": "float32", "functions": False},
         "O1": {"compute": half},
@@ -378,7 +380,7 @@ def _level(level: str, half: str) -> dict[str, Any]:
         },
     }  # fmt: skip
     if level not in tuple(levels):  # also for unhashable values
-        raise SettingError(f"a level is one of {', '.join(levels)}, got {quoted(level)}")
+        raise SettingError(f"the level must be one of {', '.join(levels)}, got {quoted(level)}")
     return levels[level]
 
 

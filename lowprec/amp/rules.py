@@ -78,7 +78,9 @@ class ScaleRule:
             if limit is not None:
                 check_scale(name, limit)
         if self._floor < _LEAST:
-            raise SettingError(f"min_scale is at least 2^-127, whose inverse float32 holds, got {self._floor}")
+            raise SettingError(
+                f"min_scale must be at least 2^-127, so that float32 holds its inverse, got {self._floor}"
+            )
         if self.max_scale is not None and self._floor > self.max_scale:
             raise SettingError(f"min_scale={self._floor} is above max_scale={self.max_scale}; exchange them")
 
@@ -143,20 +145,20 @@ def _rounded(value: float) -> float:
 def check_number(name: str, value: Any, is_legal: Callable[[float], bool], words: str) -> None:
     """Raise :class:`SettingError` unless a value is a legal number."""
     if not (isinstance(value, Real) and is_legal(float(value))):
-        raise SettingError(f"{name} is {words}, got {quoted(value)}")
+        raise SettingError(f"{name} must be {words}, got {quoted(value)}")
 
 
 def check_count(name: str, value: Any, least: int) -> int:
     """Return an integer; raise :class:`SettingError` if it is not one, or too small."""
     if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise SettingError(f"{name} is an integer from {least} on, got {quoted(value)}")
+        raise SettingError(f"{name} must be an integer of at least {least}, got {quoted(value)}")
     return int(value)
 
 
 def check_entries(what: str, state: Any, names: Iterable[str], remedy: str) -> None:
     """Raise :class:`SettingError` if a state is not a mapping or lacks an entry."""
     if not isinstance(state, Mapping):
-        raise SettingError(f"{what} is a mapping, got {quoted(state)}; {remedy}")
+        raise SettingError(f"{what} must be a mapping, got {quoted(state)}; {remedy}")
     if lacking := [name for name in names if name not in state]:
         raise SettingError(f"{what} lacks {', '.join(lacking)}; {remedy}")
 
@@ -169,5 +171,5 @@ def check_scale(name: str, value: Any, *, zero: bool = False) -> float:
         found = math.nan
     if not (0 < found < math.inf or (zero and found == 0)):
         words = "number from 0 on" if zero else "positive number"
-        raise SettingError(f"{name} is a {words} that float32 holds, got {quoted(value)}")
+        raise SettingError(f"{name} must be a {words} that float32 holds, got {quoted(value)}")
     return found

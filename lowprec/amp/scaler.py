@@ -75,7 +75,7 @@ class LossScaler:
     ) -> None:
         self._rule = ScaleRule(growth_factor, backoff_factor, growth_interval, min_scale, max_scale, dynamic)
         if reduce is not None and not callable(reduce):
-            raise SettingError(f"reduce is a function of one bool, got {quoted(reduce)}")
+            raise SettingError(f"reduce must be a function of one bool, got {quoted(reduce)}")
         self._enabled = bool(enabled)
         self._reduce = reduce
         self._scale = self._rule.limited(check_scale("init_scale", init_scale))

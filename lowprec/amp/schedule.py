@@ -66,10 +66,10 @@ class PrecisionSchedule:
     ) -> None:
         named = _listed(modes)
         if not named:
-            raise SettingError(f"a schedule takes a list of modes, got {quoted(modes)}")
+            raise SettingError(f"the modes of a schedule must be a list, got {quoted(modes)}")
         self._modes = tuple(parse_mode(mode) for mode in named)
         if (at is None) is (patience is None):
-            raise SettingError("a schedule is driven by at= or by patience=; give one of the two")
+            raise SettingError("a schedule needs either at= or patience=; pass one of them")
         self._at = None if at is None else self._steps(at)
         self._patience = 0 if patience is None else check_count("patience", patience, 1)
         check_number("threshold", threshold, lambda x: 0 <= x < 1, "a share from 0 to 1")
@@ -82,7 +82,7 @@ class PrecisionSchedule:
         rises = all(a < b for a, b in zip((0, *steps), steps, strict=False))
         if listed is None or len(steps) != len(self._modes) - 1 or not rises:
             raise SettingError(
-                f"at holds {len(self._modes) - 1} rising numbers of steps for {len(self._modes)} modes, got "
+                f"at must hold {len(self._modes) - 1} increasing numbers of steps for {len(self._modes)} modes, got "
                 f"{quoted(at)}"
             )
         return steps
@@ -150,7 +150,7 @@ class PrecisionSchedule:
             )
         lowest = math.inf if state["lowest"] is None else _number("lowest", state["lowest"])
         if math.isnan(lowest):
-            raise SettingError("lowest is NaN, below which there is no loss; save it with state_dict()")
+            raise SettingError("lowest is NaN; load a state that state_dict() returned")
         self._state = _State(**counts, lowest=lowest)
 
 
@@ -162,4 +162,4 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last one PyTorch's
-        raise SettingError(f"{name} is a number, or an array of no axes, got {quoted(value)}") from None
+        raise SettingError(f"{name} must be a number or an array without axes, got {quoted(value)}") from None

@@ -49,7 +49,7 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
             written = _elements(target, name)
             if first.setdefault(written, i) != i:
                 if _elements(x, name) != _elements(arrays[first[written]], name):
-                    raise ArrayError("out holds one array for two gradients; give each its own")
+                    raise ArrayError("out contains one array for two gradients; pass one array for each")
                 continue  # tied weights: one gradient, twice in the container
         device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
         groups.setdefault((name, device), []).append(i)
@@ -93,11 +93,11 @@ def check_gradient(array: Any, *, coo: bool = False) -> str:
     name = dtype_name(array)
     if name == "float16":
         raise GradientTypeError(
-            "float16 gradients must not be unscaled: small ones are lost again. Keep master weights in float32 "
-            "(lowprec.amp.MasterWeights) and cast their gradients to float32 first"
+            "float16 gradients cannot be unscaled, because small ones would be lost again. Keep master weights in "
+            "float32 (lowprec.amp.MasterWeights) and cast their gradients to float32 first"
         )
     if name not in DTYPES:
-        raise DTypeError(f"gradients are of {', '.join(DTYPES)}, got {name}; cast them first")
+        raise DTypeError(f"gradients must be of {', '.join(DTYPES)}, got {name}; cast them first")
     # PyTorch: `is_sparse` is true for COO only, not for CSR, CSC and blocks.
     if hasattr(array, "is_sparse") and str(array.layout).startswith("torch.sparse"):
         values = "coalesce().values()" if array.is_sparse else "values()"
@@ -196,7 +196,7 @@ def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tupl
     jax: Any = sys.modules["jax"]
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         raise ArrayError(
-            "gradients that JAX traces: LossScaler decides by their values, which are not there yet; use "
+            "JAX traces these gradients, and LossScaler needs their values, which do not exist yet; use "
             "lowprec.amp.functional inside jit, or unscale the compiled function's results"
         )
     if any(out is not None for out in targets):

@@ -63,7 +63,7 @@ def _one_of(name: str, legal: Collection[str]) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in legal:
             raise EnvironmentVariableError(
-                f"environment variable {name}: {quoted(text)} is none of {', '.join(legal)}; or unset the variable"
+                f"environment variable {name} must be one of {', '.join(legal)}, got {quoted(text)}; or unset it"
             )
         return text
 

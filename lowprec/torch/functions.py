@@ -194,7 +194,9 @@ def _check_addend(name: str, x: Tensor, out: Tensor, shape: tuple[int, ...]) -> 
 
 def _activate(x: Tensor, activation: str) -> Tensor:
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise UnsupportedError(f"activation {activation!r} is none of {', '.join(map(repr, _ACTIVATIONS))}")
+        raise UnsupportedError(
+            f"activation {activation!r} is not supported; choose one of: {', '.join(map(repr, _ACTIVATIONS))}"
+        )
     if x.is_complex():
         raise UnsupportedError(f"activation {activation} is not defined for {x.dtype} operands")
     return _ACTIVATIONS[activation](x)

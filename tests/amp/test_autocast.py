@@ -312,5 +312,5 @@ def test_non_functions_pass() -> None:
 def test_mistakes() -> None:
     with pytest.raises(ArrayError, match="autocast takes a namespace of arrays, such as numpy"):
         autocast(math)
-    with pytest.raises(SettingError, match="a policy is a Policy or its text, got 3"):
+    with pytest.raises(SettingError, match="policy must be a Policy or its text, got 3"):
         autocast(np, 3)  # type: ignore[arg-type]

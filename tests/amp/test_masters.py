@@ -112,16 +112,16 @@ def test_a_training_with_a_scaler_goes_on_from_a_checkpoint(xp: ArrayNamespace) 
 def test_a_damaged_checkpoint_changes_nothing() -> None:
     weights, scaler = MasterWeights([np.ones(2, np.float32)]), LossScaler()
     state = weights.state_dict(scaler)
-    with pytest.raises(SettingError, match="the checkpoint is a mapping, got None"):
+    with pytest.raises(SettingError, match="the checkpoint must be a mapping, got None"):
         weights.load_state_dict(None)  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="a policy is a Policy or its text, got 3"):
+    with pytest.raises(SettingError, match="policy must be a Policy or its text, got 3"):
         MasterWeights([np.ones(2)], 3)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="the checkpoint lacks scaler"):
         weights.load_state_dict(weights.state_dict(), scaler)
     with pytest.raises(ShapeError, match=r"cannot become one of \(3,\)"):
         weights.load_state_dict({**state, "masters": [np.ones(3, np.float32)]})
     changed = {"masters": [np.zeros(2, np.float32)], "scaler": {**state["scaler"], "scale": -1}}
-    with pytest.raises(SettingError, match="scale is a number from 0 on"):
+    with pytest.raises(SettingError, match="scale must be a number from 0 on"):
         weights.load_state_dict({**state, **changed}, scaler)
     assert (weights.masters[0] == 1).all()
 
@@ -174,10 +174,10 @@ def test_a_schedule_goes_on_from_a_checkpoint() -> None:
         PrecisionSchedule(["fp32"], at=[]).load_state_dict(whole.state_dict())
     with pytest.raises(SettingError, match="lacks steps, stage"):
         whole.load_state_dict({})
-    with pytest.raises(SettingError, match="stage is an integer from 0 on, got 'a'"):
+    with pytest.raises(SettingError, match="stage must be an integer of at least 0, got 'a'"):
         whole.load_state_dict({**whole.state_dict(), "stage": "a"})
     before = whole.state_dict()
-    for lowest, words in (("a", "lowest is a number"), ([1], "lowest is"), (math.nan, "is NaN")):
+    for lowest, words in (("a", "lowest must be a number"), ([1], "lowest is"), (math.nan, "is NaN")):
         with pytest.raises(SettingError, match=words):
             whole.load_state_dict({**before, "lowest": lowest})
     assert whole.state_dict() == before
@@ -187,7 +187,7 @@ def test_a_schedule_goes_on_from_a_checkpoint() -> None:
 def test_a_loss_is_a_number(loss: Any) -> None:
     schedule = PrecisionSchedule(["bf16", "fp32"], patience=3)
     before = schedule.state_dict()
-    with pytest.raises(SettingError, match="the loss is a number, or an array of no axes, got"):
+    with pytest.raises(SettingError, match="the loss must be a number or an array without axes, got"):
         schedule.update(loss)
     assert schedule.state_dict() == before
 
@@ -196,18 +196,18 @@ def test_a_loss_is_a_number(loss: Any) -> None:
     ("arguments", "message"),
     [
         ({"modes": ["bf16", "fp32"]}, "driven by at= or by patience="),
-        ({"modes": ["bf16", "fp32"], "at": [1], "patience": 1}, "give one of the two"),
-        ({"modes": ["bf16", "fp32"], "at": [1, 2]}, r"at holds 1 rising numbers of steps for 2"),
-        ({"modes": ["bf16", "tf32", "fp32"], "at": [2, 2]}, "at holds 2 rising numbers"),
-        ({"modes": ["bf16"], "patience": 0}, "patience is an integer from 1 on, got 0"),
-        ({"modes": ["bf16"], "patience": 1, "threshold": 1.0}, "threshold is a share"),
-        ({"modes": ["bf16"], "patience": 1, "threshold": "a"}, "threshold is a share"),
-        ({"modes": ["bf16", "fp32"], "at": [1.5]}, "a step of at is an integer from 0 on, got 1.5"),
-        ({"modes": [], "at": []}, "a schedule takes a list of modes, got"),
-        ({"modes": "bf16", "at": []}, "a schedule takes a list of modes, got 'bf16'"),
-        ({"modes": 3, "at": []}, "a schedule takes a list of modes, got 3"),
-        ({"modes": ["bf16", "fp32"], "at": 3}, "at holds 1 rising numbers .* got 3"),
-        ({"modes": ["bf16"], "at": ""}, "at holds 0 rising numbers .* got ''"),
+        ({"modes": ["bf16", "fp32"], "at": [1], "patience": 1}, "pass one of them"),
+        ({"modes": ["bf16", "fp32"], "at": [1, 2]}, r"at must hold 1 increasing numbers of steps for 2"),
+        ({"modes": ["bf16", "tf32", "fp32"], "at": [2, 2]}, "at must hold 2 increasing numbers"),
+        ({"modes": ["bf16"], "patience": 0}, "patience must be an integer of at least 1, got 0"),
+        ({"modes": ["bf16"], "patience": 1, "threshold": 1.0}, "threshold must be a share"),
+        ({"modes": ["bf16"], "patience": 1, "threshold": "a"}, "threshold must be a share"),
+        ({"modes": ["bf16", "fp32"], "at": [1.5]}, "a step of at must be an integer of at least 0, got 1.5"),
+        ({"modes": [], "at": []}, "the modes of a schedule must be a list, got"),
+        ({"modes": "bf16", "at": []}, "the modes of a schedule must be a list, got 'bf16'"),
+        ({"modes": 3, "at": []}, "the modes of a schedule must be a list, got 3"),
+        ({"modes": ["bf16", "fp32"], "at": 3}, "at must hold 1 increasing numbers .* got 3"),
+        ({"modes": ["bf16"], "at": ""}, "at must hold 0 increasing numbers .* got ''"),
     ],
 )
 def test_schedules_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:

@@ -129,16 +129,16 @@ def test_the_texts_of_jmp_with_others() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("p=f64", "params is one of float32, bfloat16, float16, got 'f64'"),
-        ("q=f16", "'q=f16' is no part of a policy; write name=value"),
-        ("O4", "a level is one of O0, O1, O2, O3, got 'O4'"),
-        ("compute=float8", "compute is one of float32, tf32, bfloat16, float16, got 'float8'"),
-        ("params=float64", "params is one of float32, bfloat16, float16"),
-        ("O1,masters=maybe", "masters is true or false, got 'maybe'"),
-        ("O1,loss_scale=-2", "loss_scale is a positive number"),
-        ("O1,speed=high", "'speed=high' is no part of a policy; write name=value"),
-        ("", "a level is one of"),
-        ("O2,compute=tf32", "half is one of float16, bfloat16 at O2"),
+        ("p=f64", "params must be one of float32, bfloat16, float16, got 'f64'"),
+        ("q=f16", "'q=f16' is not an item of a policy; write name=value"),
+        ("O4", "the level must be one of O0, O1, O2, O3, got 'O4'"),
+        ("compute=float8", "compute must be one of float32, tf32, bfloat16, float16, got 'float8'"),
+        ("params=float64", "params must be one of float32, bfloat16, float16"),
+        ("O1,masters=maybe", "masters must be true or false, got 'maybe'"),
+        ("O1,loss_scale=-2", "loss_scale must be a positive number"),
+        ("O1,speed=high", "'speed=high' is not an item of a policy; write name=value"),
+        ("", "the level must be one of"),
+        ("O2,compute=tf32", "half must be one of float16, bfloat16 at O2"),
     ],
 )
 def test_text_that_is_no_policy(text: str, message: str) -> None:
@@ -150,21 +150,21 @@ def test_text_that_is_no_policy(text: str, message: str) -> None:
 def test_other_mistakes() -> None:
     with pytest.raises(SettingError, match="a policy has no half_type; it has compute"):
         Policy.preset("O1", half_type="float16")
-    with pytest.raises(SettingError, match="functions is True or False, got 1"):
+    with pytest.raises(SettingError, match="functions must be True or False, got 1"):
         Policy(functions=1)  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="a list is one of allow, deny, infer, none"):
+    with pytest.raises(SettingError, match="the list must be one of allow, deny, infer, none"):
         Policy().moved("maybe", "exp")
-    with pytest.raises(SettingError, match="a list is one of allow, deny, infer, got 'half'"):
+    with pytest.raises(SettingError, match="the list must be one of allow, deny, infer, got 'half'"):
         Policy().register("half")
     with pytest.raises(SettingError, match="takes a function and a list, got 3"):
         Policy().register(3, "deny")
-    with pytest.raises(SettingError, match="'a,b' is no name of a function"):
+    with pytest.raises(SettingError, match="'a,b' is not the name of a function"):
         Policy().moved("deny", "a,b")
-    with pytest.raises(SettingError, match="moves are pairs of a function's name and a list"):
+    with pytest.raises(SettingError, match="moves must be pairs of a function's name and a list"):
         Policy(moves="tanh")  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match=r"a level is one of O0, O1, O2, O3, got \['O1'\]"):
+    with pytest.raises(SettingError, match=r"the level must be one of O0, O1, O2, O3, got \['O1'\]"):
         Policy.preset(["O1"])  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="a policy is a Policy or its text, got 3"):
+    with pytest.raises(SettingError, match="policy must be a Policy or its text, got 3"):
         Policy.parse(3)  # type: ignore[arg-type]
     assert Policy.parse(Policy()) == Policy()
 
@@ -277,7 +277,7 @@ def test_statistics_give_a_norm_away() -> None:
 
 
 def test_a_model_that_is_none_is_refused() -> None:
-    with pytest.raises(ArrayError, match=r"model is a torch\.nn\.Module, got 3"):
+    with pytest.raises(ArrayError, match=r"model must be a torch\.nn\.Module, got 3"):
         Policy.preset("O2").cast_params({"w": np.ones(2, np.float32)}, 3)
 
 

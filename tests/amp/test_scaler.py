@@ -211,7 +211,7 @@ def test_the_twin_under_jit() -> None:
 
 def test_the_twin_refuses() -> None:
     state = functional.init(np)
-    with pytest.raises(GradientTypeError, match="float16 gradients must not be unscaled"):
+    with pytest.raises(GradientTypeError, match="float16 gradients cannot be unscaled"):
         functional.unscale(np.ones(2, np.float16), state)
     with pytest.raises(ArrayError, match="no gradients to unscale"):
         functional.unscale([None], state)
@@ -414,7 +414,7 @@ def test_other_sparse_gradients_are_refused() -> None:
     coo = eye.to_sparse()
     with pytest.raises(ArrayError, match=r"a sparse gradient: pass grad\.coalesce\(\)\.values"):
         functional.unscale(coo, functional.init(torch))
-    with pytest.raises(GradientTypeError, match="float16 gradients must not be unscaled"):
+    with pytest.raises(GradientTypeError, match="float16 gradients cannot be unscaled"):
         LossScaler().unscale([coo.half()])
     for grads, out in ((coo, eye), (eye, coo)):
         with pytest.raises(ArrayError, match="out is a sparse tensor if and only if the gradient is"):
@@ -423,7 +423,7 @@ def test_other_sparse_gradients_are_refused() -> None:
 
 def test_refused_gradients_leave_the_scaler_ready() -> None:
     scaler, good = LossScaler(), np.ones(2, np.float32)
-    with pytest.raises(GradientTypeError, match="float16 gradients must not be unscaled") as caught:
+    with pytest.raises(GradientTypeError, match="float16 gradients cannot be unscaled") as caught:
         scaler.unscale([good, np.ones(2, np.float16)], out=[good, good])
     assert isinstance(caught.value, ValueError)
     assert (good == 1).all(), "nothing was written before the refusal"
@@ -456,7 +456,7 @@ def test_two_views_of_the_same_elements() -> None:
         tied = whole + 0
         LossScaler(4.0).unscale([tied, tied], out=[tied, tied])
         assert (tied == 2).all()
-        with pytest.raises(ArrayError, match="out holds one array for two gradients"):
+        with pytest.raises(ArrayError, match="out contains one array for two gradients"):
             LossScaler(4.0).unscale([tied, tied + 1], out=[tied, tied])
         assert (tied == 2).all()
         views = [whole[:2], whole[:2], whole[2:], whole[:0], whole[:0]]
@@ -467,7 +467,7 @@ def test_two_views_of_the_same_elements() -> None:
         column, row = whole[:, 0], whole[0, :]
         scaler.unscale([column, row[1:]], out=[column, row[1:]])
         assert whole.tolist() == [[0.5, 0.5, 0.5], [0.5, 2, 2], [0.5, 2, 2]]
-        with pytest.raises(ArrayError, match="out holds one array for two gradients"):
+        with pytest.raises(ArrayError, match="out contains one array for two gradients"):
             LossScaler(4.0).unscale([whole + 1, whole + 2], out=[whole[:], whole[:]])
 
 
@@ -481,17 +481,17 @@ def test_jax_has_no_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"growth_factor": 1.0}, "growth_factor is above 1, got 1.0"),
-        ({"growth_factor": float("nan")}, "growth_factor is above 1, got nan"),
-        ({"backoff_factor": 1.0}, "backoff_factor is between 0 and 1, got 1.0"),
-        ({"growth_factor": "2"}, "growth_factor is above 1, got '2'"),
-        ({"growth_interval": 0}, "growth_interval is an integer from 1 on, got 0"),
-        ({"growth_interval": 2.5}, "growth_interval is an integer from 1 on, got 2.5"),
-        ({"reduce": 3}, "reduce is a function of one bool, got 3"),
-        ({"init_scale": 0.0}, "init_scale is a positive number that float32 holds, got 0.0"),
-        ({"init_scale": 1e39}, "init_scale is a positive number"),
-        ({"init_scale": "big"}, "init_scale is a positive number that float32 holds, got 'big'"),
-        ({"min_scale": 2.0**-128}, "min_scale is at least 2\\^-127, whose inverse float32 holds"),
+        ({"growth_factor": 1.0}, "growth_factor must be above 1, got 1.0"),
+        ({"growth_factor": float("nan")}, "growth_factor must be above 1, got nan"),
+        ({"backoff_factor": 1.0}, "backoff_factor must be between 0 and 1, got 1.0"),
+        ({"growth_factor": "2"}, "growth_factor must be above 1, got '2'"),
+        ({"growth_interval": 0}, "growth_interval must be an integer of at least 1, got 0"),
+        ({"growth_interval": 2.5}, "growth_interval must be an integer of at least 1, got 2.5"),
+        ({"reduce": 3}, "reduce must be a function of one bool, got 3"),
+        ({"init_scale": 0.0}, "init_scale must be a positive number that float32 holds, got 0.0"),
+        ({"init_scale": 1e39}, "init_scale must be a positive number"),
+        ({"init_scale": "big"}, "init_scale must be a positive number that float32 holds, got 'big'"),
+        ({"min_scale": 2.0**-128}, "min_scale must be at least 2\\^-127, so that float32 holds its inverse"),
         ({"min_scale": 4.0, "max_scale": 2.0}, "min_scale=4.0 is above max_scale=2.0"),
     ],
 )
@@ -505,12 +505,12 @@ def test_numbers_out_of_range_are_refused(arguments: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"scale": -1.0}, "scale is a number from 0 on that float32 holds"),
-        ({"scale": float("nan")}, "scale is a number from 0 on that float32 holds, got nan"),
-        ({"_growth_tracker": -1}, "_growth_tracker is an integer from 0 on"),
-        ({"_growth_tracker": 1.5}, "_growth_tracker is an integer from 0 on, got 1.5"),
-        ({"growth_factor": 0.5}, "growth_factor is above 1"),
-        ({"growth_interval": "5"}, "growth_interval is an integer from 1 on, got '5'"),
+        ({"scale": -1.0}, "scale must be a number from 0 on that float32 holds"),
+        ({"scale": float("nan")}, "scale must be a number from 0 on that float32 holds, got nan"),
+        ({"_growth_tracker": -1}, "_growth_tracker must be an integer of at least 0"),
+        ({"_growth_tracker": 1.5}, "_growth_tracker must be an integer of at least 0, got 1.5"),
+        ({"growth_factor": 0.5}, "growth_factor must be above 1"),
+        ({"growth_interval": "5"}, "growth_interval must be an integer of at least 1, got '5'"),
     ],
 )
 def test_a_damaged_state_is_refused_whole(change: dict[str, Any], message: str) -> None:
@@ -521,7 +521,7 @@ def test_a_damaged_state_is_refused_whole(change: dict[str, Any], message: str) 
     assert scaler.state_dict() == before
     with pytest.raises(SettingError, match=r"lacks scale, .* of an enabled scaler"):
         scaler.load_state_dict({})
-    with pytest.raises(SettingError, match="the state dictionary is a mapping, got None"):
+    with pytest.raises(SettingError, match="the state dictionary must be a mapping, got None"):
         scaler.load_state_dict(None)  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="lacks scale, growth_factor"):
         scaler.load_state_dict({"growth_interval": 1, "_growth_tracker": 0})
@@ -583,7 +583,7 @@ def test_a_new_scale_is_taken() -> None:
     scaler = LossScaler(max_scale=64.0, init_scale=4.0)
     scaler.update(new_scale=32.0)
     assert scaler.get_scale() == 32.0
-    with pytest.raises(SettingError, match="new_scale is a positive number"):
+    with pytest.raises(SettingError, match="new_scale must be a positive number"):
         scaler.update(new_scale=-1.0)
     assert scaler.get_scale() == 32.0
 

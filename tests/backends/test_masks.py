@@ -107,7 +107,7 @@ print(json.dumps({"raised": raised, "warnings": shown["warnings"], "devices": sh
 """
     found = json.loads(run_python(program, LOWPREC_MAX_CPU_ISA="avx1024"))
     legal = ", ".join(ALLOWED)
-    assert f"{ISA}: 'avx1024' is none of {legal}" in found["raised"]
+    assert f"{ISA} must be one of {legal}, got 'avx1024'" in found["raised"]
     assert found["raised"] in found["warnings"]
     assert found["devices"][0]["instruction_sets"] == []
 
@@ -149,7 +149,7 @@ def test_a_limit_hides_every_flag_of_a_micro_kernel(monkeypatch: pytest.MonkeyPa
 def test_a_limit_is_read_again_after_a_bad_one(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.refresh()
     monkeypatch.setenv(ISA, "sse")
-    with pytest.raises(EnvironmentVariableError, match="LOWPREC_MAX_CPU_ISA: 'sse' is none of"):
+    with pytest.raises(EnvironmentVariableError, match=r"LOWPREC_MAX_CPU_ISA must be one of .*, got 'sse'"):
         cpuinfo.hidden_flags.__wrapped__()
     monkeypatch.setenv(ISA, "amx")
     assert cpuinfo.hidden_flags.__wrapped__() == frozenset()

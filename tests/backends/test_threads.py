@@ -396,4 +396,4 @@ def test_an_illegal_choice_of_threads_is_an_error() -> None:
     """
     lines = run_python(code).splitlines()
     for value, line in zip(("two", "OWN", "1"), lines, strict=True):
-        assert f"LOWPREC_THREADS: '{value}' is none of own, openmp" in line
+        assert f"LOWPREC_THREADS must be one of own, openmp, got '{value}'" in line

@@ -280,7 +280,7 @@ def test_refused_arguments() -> None:
         matmul(x, x, math_mode="bf17")
     with pytest.raises(lowprec.ShapeError, match="compute_chunk_sizes"):
         matmul(x[x[:, 0] > 0], x)
-    with pytest.raises(lowprec.ArrayError, match="a is no array that Dask can split into chunks, but list"):
+    with pytest.raises(lowprec.ArrayError, match="a is a list, which Dask cannot split into chunks"):
         matmul([1.0], x)
     masked = np.ma.masked_array(np.ones((4, 4), np.float32), mask=True)
     for given in (masked, da.from_array(masked, chunks=2)):
@@ -312,7 +312,7 @@ def test_a_tensor_with_a_dask_array_is_refused_by_type() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, tensor = da.ones((4, 4), chunks=2, dtype="float32"), torch.ones(4, 4)
     for a, b in ((x, tensor), (tensor, x)):
-        with pytest.raises(lowprec.ArrayError, match="Dask can split into chunks, but Tensor"):
+        with pytest.raises(lowprec.ArrayError, match="is a Tensor, which Dask cannot split into chunks"):
             lowprec.matmul(a, b)
 
 

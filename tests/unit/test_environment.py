@@ -125,7 +125,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(
     name: str, text: str, read: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, text)
-    with pytest.raises(EnvironmentVariableError, match=f"{name}: '{text}' is none of 0, 1; or unset"):
+    with pytest.raises(EnvironmentVariableError, match=f"{name} must be one of 0, 1, got '{text}'; or unset it"):
         read()
 
 
