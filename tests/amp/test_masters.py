@@ -177,7 +177,7 @@ def test_a_schedule_goes_on_from_a_checkpoint() -> None:
     with pytest.raises(SettingError, match="stage must be an integer of at least 0, got 'a'"):
         whole.load_state_dict({**whole.state_dict(), "stage": "a"})
     before = whole.state_dict()
-    for lowest, words in (("a", "lowest must be a number"), ([1], "lowest is"), (math.nan, "is NaN")):
+    for lowest, words in (("a", "lowest must be a number"), ([1], "lowest must be"), (math.nan, "is NaN")):
         with pytest.raises(SettingError, match=words):
             whole.load_state_dict({**before, "lowest": lowest})
     assert whole.state_dict() == before
@@ -195,7 +195,7 @@ def test_a_loss_is_a_number(loss: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"modes": ["bf16", "fp32"]}, "driven by at= or by patience="),
+        ({"modes": ["bf16", "fp32"]}, "needs either at= or patience="),
         ({"modes": ["bf16", "fp32"], "at": [1], "patience": 1}, "pass one of them"),
         ({"modes": ["bf16", "fp32"], "at": [1, 2]}, r"at must hold 1 increasing numbers of steps for 2"),
         ({"modes": ["bf16", "tf32", "fp32"], "at": [2, 2]}, "at must hold 2 increasing numbers"),
