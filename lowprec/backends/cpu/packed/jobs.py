@@ -170,8 +170,9 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-#: Strips up to which A may be short; strips, and bytes, of B that each task then packs.
-_SHORT_STRIPS, _GROUP_STRIPS, _GROUP_BYTES = 8, 8, 256 << 10
+#: Strips up to which A may be short; bytes of B that each task then packs at a time, and strips, by whether B is
+#: contiguous along k: two such strips are read in long runs, 15 % faster at 16 x 4096 x 4096 on a Zen 5.
+_SHORT_STRIPS, _GROUP_BYTES, _GROUP_STRIPS = 8, 256 << 10, {False: 8, True: 2}
 
 
 #: Largest number of strips of A in a task: larger tasks took 7 % longer at 2048 x 2048 x 2048 on a Zen 4.
@@ -205,12 +206,13 @@ class _Sizes(NamedTuple):
     n: int
     k: int
     is_short: bool
+    b_along_k: bool  # B is contiguous along k
     workers: int
 
 
 def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tuple[dict[int, int], int, int]:
     """Return the words of the block sizes, and the bytes of the packed operand and of a thread's workspace."""
-    m, n, k, is_short, workers = sizes
+    m, n, k, is_short, b_along_k, workers = sizes
     parts_a, parts_b, longest = kernels.parts_a, kernels.parts_b, micro_kernel.chunk_steps
     parts = max(parts_a, parts_b)
     steps, strips_m, strips_n = _ceil_div(k, kernels.step), _ceil_div(m, 32), _ceil_div(n, 32)
@@ -221,7 +223,7 @@ def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tup
     strip_bytes_b = steps * 2048 * parts_b + _STRIP_PAD
     words: dict[int, int] = {}
     if is_short:
-        task_m, task_n = strips_m, max(1, min(_GROUP_STRIPS, strips_n // (2 * workers)))
+        task_m, task_n = strips_m, max(1, min(_GROUP_STRIPS[b_along_k], strips_n // (2 * workers)))
         if not kernels.sums_chunks:
             fitting = max(1, _GROUP_BYTES // (2048 * task_n))
             chunk = _ceil_div(steps, _ceil_div(steps, fitting))
@@ -320,7 +322,8 @@ class Job:
         m, n, k = self.shape
         # The threads together pack no more of A than twice B; copies of their own save exchanging it between cores.
         is_short = self.may_be_short and workers * m <= 2 * n
-        sizes = _Sizes(m, n, k, is_short, workers)
+        b_along_k = abs(self.words[J.B_ROW_STRIDE]) < abs(self.words[J.B_COL_STRIDE])
+        sizes = _Sizes(m, n, k, is_short, b_along_k, workers)
         words, packed_bytes, workspace_bytes = _blocking(self.micro_kernel, self.kernels, sizes)
         if self.checks_a:
             words[J.PACK_TASKS] += words[J.TASKS] // words[J.TASKS_N]
@@ -403,7 +406,7 @@ def job_of(
 
 def packing_job(kernels: Kernels, micro_kernel: MicroKernel, n: int, k: int, b: Operand) -> Blocking:
     """Return a job that only packs ``b``."""
-    sizes = _Sizes(1, n, k, is_short=False, workers=1)
+    sizes = _Sizes(1, n, k, is_short=False, b_along_k=False, workers=1)
     words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, sizes)
     made = words_of(kernels.words | words | b.words(J.B) | {J.TASKS: 0})
     return Blocking(made, packed_bytes, workspace_bytes, 0, is_short=False)
