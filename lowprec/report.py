@@ -11,6 +11,7 @@ import importlib
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,31 +119,21 @@ def info() -> Info:
 
 
 def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    driver = _driver()
+    driver = None
+    with suppress(OSError):
+        driver = _NVIDIA_DRIVER.read_text().partition("\n")[0].strip() or None
     nothing: dict[str, Any] = {"used": False, "driver": driver, "cuda": None, "cublas": None}
     module = "lowprec.backends.cuda.backend"
-    if module not in sys.modules and driver is None and not _opens_driver():
-        return {**nothing, "reason": "no NVIDIA driver was found"}, []
+    if module not in sys.modules and driver is None:
+        try:
+            ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        except OSError:
+            return {**nothing, "reason": "no NVIDIA driver was found"}, []
     try:
         found = importlib.import_module(module).info()
     except LowprecError as error:
         return {**nothing, "reason": str(error)}, []
     return {**nothing, **found["versions"], "used": True, "reason": None}, found["devices"]
-
-
-def _opens_driver() -> bool:
-    try:
-        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def _driver() -> str | None:
-    try:
-        return _NVIDIA_DRIVER.read_text().partition("\n")[0].strip() or None
-    except OSError:
-        return None
 
 
 def _library(name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]) -> dict[str, Any]:
@@ -187,7 +178,8 @@ def tables(facts: dict[str, Any], every_variable: bool = False) -> Iterator[Tabl
     cache = ("cache", facts["cache"] or "none: see the warnings")
     yield Table(title, ("", ""), [*_mode_rows(facts["mode"]), modes, cache])
     for device in facts["devices"]:
-        yield _cpu(device, facts["gpu"]) if device["device"] == "cpu" else _device_table(device)
+        rows = _cpu_rows(device, facts["gpu"]) if device["device"] == "cpu" else _gpu_rows(device)
+        yield Table(f"{device['device']}: {device['name']}", ("", ""), list(rows))
     yield Table(
         "libraries",
         ("name", "version", "status", "role"),
@@ -220,29 +212,19 @@ def _mode_rows(mode: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "because", reason
 
 
-def _cpu(device: dict[str, Any], gpu: dict[str, Any]) -> Table:
-    rows = [
-        ("CPUs", f"{device['cores']}, of which this process may use {device['affinity']}"),
-        ("threads", f"up to {device['threads']} per product"),
-        *((s["name"], _use(s)) for s in device["instruction_sets"]),
-        ("GPU", _gpu(gpu)),
-    ]
-    return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
-
-
-def _gpu(gpu: dict[str, Any]) -> str:
+def _cpu_rows(device: dict[str, Any], gpu: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "CPUs", f"{device['cores']}, of which this process may use {device['affinity']}"
+    yield "threads", f"up to {device['threads']} per product"
+    for instruction_set in device["instruction_sets"]:
+        yield instruction_set["name"], _use(instruction_set)
     if gpu["used"]:
-        return f"used: driver for CUDA {gpu['cuda']}, cuBLAS {gpu['cublas']}"
-    return f"not used: {gpu['reason']}" + (f" ({gpu['driver']})" if gpu["driver"] else "")
+        yield "GPU", f"used: driver for CUDA {gpu['cuda']}, cuBLAS {gpu['cublas']}"
+    else:
+        yield "GPU", f"not used: {gpu['reason']}" + (f" ({gpu['driver']})" if gpu["driver"] else "")
 
 
-def _device_table(device: dict[str, Any]) -> Table:
-    rows = [(label, show(device[key])) for key, label, show in _DEVICE_ROWS if key in device]
-    return Table(f"{device['device']}: {device['name']}", ("", ""), rows)
-
-
-def _rates(peak: dict[str, float]) -> str:
-    return ", ".join(f"{name} {rate:.0f}" for name, rate in peak.items()) or "unknown"
+def _gpu_rows(device: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(label, show(device[key])) for key, label, show in _DEVICE_ROWS if key in device]
 
 
 #: Properties of a device: key, label, format.
@@ -250,7 +232,7 @@ _DEVICE_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("compute_capability", "compute capability", str),
     ("memory_bytes", "memory", lambda nbytes: f"{nbytes / 2**30:.1f} GiB"),
     ("multiprocessors", "multiprocessors", str),
-    ("peak_tflops", "peak TFLOP/s", _rates),
+    ("peak_tflops", "peak TFLOP/s", lambda x: ", ".join(f"{name} {rate:.0f}" for name, rate in x.items()) or "unknown"),
     ("workspace_bytes", "workspace", lambda n: f"{n / 2**20:.0f} MiB per handle and stream"),
 )
 

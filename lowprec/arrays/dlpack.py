@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.view import CPU, FROM_NUMPY, ArrayView, Device, HostView
+from lowprec.arrays.numpy_library import view_of_copy
+from lowprec.arrays.view import CPU, FROM_NUMPY, ArrayView, Device
 from lowprec.errors import ArrayError, BackendError, LowprecError
 from lowprec.formats import DType, dtype_from_dlpack, dtype_from_name
 from lowprec.util.strides import contiguous_strides, reach
@@ -130,7 +131,11 @@ def view_of_capsule(capsule: object) -> ArrayView:
     device = _device(tensor.device_type, tensor.device_id)
     copied = "the array's library exported a copy" if flags & _IS_COPIED else None
     view = ArrayView(dtype, shape, strides, device, capsule, bool(flags & _READ_ONLY), address, copied)
-    return _aligned_copy(view) if address % min(dtype.itemsize, 8) else view
+    if not address % min(dtype.itemsize, 8):
+        return view
+    if not device.is_host:
+        raise ArrayError(f"the {dtype} array on {device} is not aligned to its element size")
+    return view_of_copy(view.ndarray())
 
 
 def _check_extent(shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int) -> None:
@@ -144,15 +149,6 @@ def _check_extent(shape: tuple[int, ...], strides: tuple[int, ...], address: int
             f"the DLPack capsule reaches outside of the address space: shape {shape}, strides {strides} (in elements) "
             f"from address {address:#x}"
         )
-
-
-def _aligned_copy(view: ArrayView) -> ArrayView:
-    if not view.device.is_host:
-        raise ArrayError(f"the {view.dtype} array on {view.device} is not aligned to its element size")
-    array = np.array(view.ndarray(), order="C")
-    strides = contiguous_strides(view.shape)
-    reason = "its memory is not aligned to the element size"
-    return HostView(view.dtype, view.shape, strides, CPU, array, view.read_only, None, reason)
 
 
 def _device(kind: int, index: int) -> Device:

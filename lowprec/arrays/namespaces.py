@@ -40,13 +40,14 @@ def namespace_of(array: Any) -> Namespace:
 
 
 @functools.lru_cache(maxsize=256)
-def _numpy_name(dtype: np.dtype[Any]) -> str:
-    return dtype.name  # NumPy builds the string in each call
+def numpy_name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a NumPy dtype, cached because NumPy builds it in each call."""
+    return dtype.name
 
 
 def dtype_label(dtype: Any) -> str:
     """Return the name of a library's element type: ``"float32"`` of ``torch.float32``."""
-    return _numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+    return numpy_name(dtype) if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
 
 
 dtype_label._dynamo_marked_constant = True  # type: ignore[attr-defined]  # PyTorch's compiler calls it
@@ -56,7 +57,7 @@ def dtype_name(array: Any) -> str:
     """Return the name of an array's element type, also for arrays known only by DLPack."""
     dtype = getattr(array, "dtype", None)
     if isinstance(dtype, np.dtype):
-        return _numpy_name(dtype)
+        return numpy_name(dtype)
     return library_of(array).view(array).dtype.label if dtype is None else dtype_label(dtype)
 
 

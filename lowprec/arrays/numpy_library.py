@@ -28,32 +28,33 @@ def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
     entry = _ENTRIES.get(array.dtype)
     flags = array.flags
     if entry is None or not flags.aligned:
-        return _view_of_copy(array)
+        return view_of_copy(array)
     dtype, shift, lost = entry
     strides = array.strides
     if len(strides) == 2:  # the common case, 0.3 us faster than the loop below
         first, second = strides
         if (first | second) & lost:
-            return _view_of_copy(array)
+            return view_of_copy(array)
         strides = (first >> shift, second >> shift)
     else:
         for stride in strides:
             if stride & lost:
-                return _view_of_copy(array)
+                return view_of_copy(array)
         strides = tuple([s >> shift for s in strides])
     return HostView(dtype, array.shape, strides, CPU, array, not flags.writeable, None, copied)
 
 
-def _view_of_copy(array: NDArray[Any]) -> ArrayView:
+def view_of_copy(array: NDArray[Any]) -> ArrayView:
+    """Return the view of a copy in native byte order, contiguous and aligned, with the reason for it."""
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     entry = _ENTRIES.get(native)
     dtype = dtype_from_name(native.name) if entry is None else entry[0]
     if array.dtype != native:
         reason = "its byte order is not this machine's"
-    elif not array.flags.aligned:
-        reason = "its memory is not aligned to the element size"
-    else:
+    elif array.flags.aligned and any(stride % native.itemsize for stride in array.strides):
         reason = "its byte strides are not multiples of the element size"
+    else:
+        reason = "its memory is not aligned to the element size"
     copy = np.array(array, NUMPY_DTYPES[dtype], order="C")
     strides = contiguous_strides(copy.shape)
     return HostView(dtype, copy.shape, strides, CPU, copy, not array.flags.writeable, None, reason)

@@ -26,15 +26,11 @@ def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple
     joined = library.keeps_owners
     for other in arrays:
         if type(other) is not kind and other is not None:
-            joined = joined or _is_foreign(other, library)
+            joined = joined or (hasattr(other, "__dlpack__") and library_of(other) is not library)
     if joined:
         _run_joined(execute, arguments, arrays)
     else:
         execute(arguments)
-
-
-def _is_foreign(other: Any, library: Library) -> bool:
-    return hasattr(other, "__dlpack__") and library_of(other) is not library
 
 
 def _run_joined(execute: Executor, arguments: Arguments, arrays: tuple[Any, ...]) -> None:

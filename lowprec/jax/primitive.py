@@ -80,32 +80,13 @@ for _name in _PLATFORMS:
     mlir.register_lowering(_product_p, _lower, platform=_name)
 
 
-def _gradient_of_a(gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, **params: Any) -> Any:
-    contracted, batch = dimensions
-    return _gradient(gradient, b, a.aval, contracted, batch, is_a=True, **params)
-
-
-def _gradient_of_b(gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, **params: Any) -> Any:
-    contracted, batch = (axes[::-1] for axes in dimensions)
-    return _gradient(gradient, a, b.aval, contracted, batch, is_a=False, **params)
-
-
 def _gradient(
-    gradient: Any,
-    other: Any,
-    aval: Any,
-    contracted: tuple[tuple[int, ...], tuple[int, ...]],
-    batch: tuple[tuple[int, ...], tuple[int, ...]],
-    *,
-    is_a: bool,
-    backward_mode: str,
-    **_: Any,
+    gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, is_a: bool, backward_mode: str, **_: Any
 ) -> Any:
-    """Return an operand's gradient: ``gradient`` times ``other``, contracted over the free axes of ``other``.
-
-    ``aval`` is the operand's shape and type; ``contracted`` and ``batch`` are the axes of the operand and of ``other``
-    in the forward product.
-    """
+    """Return an operand's gradient: ``gradient`` times the other operand, contracted over the other's free axes."""
+    other, aval = (b, a.aval) if is_a else (a, b.aval)
+    # Of the operand and of the other one, in the forward product.
+    contracted, batch = dimensions if is_a else (axes[::-1] for axes in dimensions)
     mode = policy.resolve(backward_mode).mode.value
     dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
     x, y = (v.astype(dtype.label) for v in (gradient, other))
@@ -133,7 +114,7 @@ def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
     return NamedSharding(mesh, PartitionSpec(*(aval.sharding.spec[axis] for axis in axes)))
 
 
-ad.defbilinear(_product_p, _gradient_of_a, _gradient_of_b)
+ad.defbilinear(_product_p, functools.partial(_gradient, is_a=True), functools.partial(_gradient, is_a=False))
 
 
 # jet is experimental, and its rules have no public names.

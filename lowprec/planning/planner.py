@@ -14,7 +14,7 @@ from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities, choose_kernel, format_name
-from lowprec.planning.layout import GemmLayout, addend_layout, gemm_layout, stacked_layout, with_rows_copied
+from lowprec.planning.layout import addend_layout, gemm_layout, stacked_layout, with_rows_copied
 from lowprec.planning.plan import Copy, GemmPlan
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, ReasonKind
@@ -69,8 +69,10 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     if k_chunk is None and capability and any(rounded) and scheme.parts > 1:
         k_chunk = chunk_for(layout.k, scheme.operand_format.name, capability)
     schedule = make_schedule(scheme, rounded, layout.k, k_chunk, concatenates=kernel.concatenates)
-    if kernel.is_cublaslt:
-        layout = _uncollapsed_for_addend(problem, layout)
+    reads_c = kernel.is_cublaslt and layout.collapsed and problem.has_beta
+    if reads_c and problem.c and addend_layout(problem.c, problem.a, problem.b, layout) is None:
+        # The rows of ``c`` have no single stride.
+        layout = stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
     multiplied = compute_dtype
     if has_effect:
         multiplied = accumulator if scheme.widens else scheme.data or compute_dtype
@@ -86,8 +88,13 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     if not kernel.is_cublaslt:
         copies = _copies(plan)
         return replace(plan, copies=copies) if copies else plan
-    call = _lower()(plan) if plan.flops else None
-    return replace(plan, call=call, copies=_copies_of_call(call))
+    if not plan.flops:
+        return plan
+    call = _lower()(plan)
+    packs = (("a", call.pack_a), ("b", call.pack_b))
+    copies = tuple(Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack)
+    staged = (Copy("out", call.staged, call.product_bytes),) if call.staged else ()
+    return replace(plan, call=call, copies=copies + staged)
 
 
 @cache
@@ -95,15 +102,6 @@ def _lower() -> Callable[[GemmPlan], CublasLtCall]:
     from lowprec.planning.lowering import lower
 
     return lower
-
-
-def _uncollapsed_for_addend(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:
-    """Return the uncollapsed layout if the rows of ``c`` have no single stride."""
-    if not (problem.has_beta and problem.c and layout.collapsed):
-        return layout
-    if addend_layout(problem.c, problem.a, problem.b, layout) is None:
-        return stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
-    return layout
 
 
 def _check_sums(compute_dtype: DType, k: int, k_chunk: int | None) -> None:
@@ -155,14 +153,4 @@ def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
     out = problem.out
     if out and not layout.out.blas_expressible and out.dtype is epilogue:
         copies.append(Copy("out", (Reason.of(ReasonKind.RESULT_STRIDES),), out.stored_bytes))
-    return tuple(copies)
-
-
-def _copies_of_call(call: CublasLtCall | None) -> tuple[Copy, ...]:
-    if call is None:
-        return ()
-    packs = (("a", call.pack_a), ("b", call.pack_b))
-    copies = [Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack]
-    if call.staged:
-        copies.append(Copy("out", call.staged, call.product_bytes))
     return tuple(copies)

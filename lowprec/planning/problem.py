@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import unique
 
@@ -105,7 +106,7 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
         raise UnsupportedError(f"activation {problem.activation} is not defined for {compute_dtype} operands")
     if problem.bias and problem.bias.shape != (layout.n,):
         raise ShapeError(f"bias has shape {problem.bias.shape}, but must have shape {(layout.n,)}, the columns of b")
-    if problem.c and not _broadcasts(problem.c.shape, layout.out_shape):
+    if problem.c and not broadcasts(problem.c.shape, layout.out_shape):
         raise ShapeError(
             f"c has shape {problem.c.shape}, which does not broadcast to the result's shape {layout.out_shape}"
         )
@@ -125,6 +126,7 @@ def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
         raise DTypeError(f"{name} has dtype {dtype}, but is added in {epilogue}; it may be {choices}")
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether an array of this shape broadcasts to another shape."""
     pairs = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)

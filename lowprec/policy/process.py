@@ -30,14 +30,13 @@ def _controller_of(name: str) -> Controller:
 
 def set_library(name: str, order: str) -> str | None:
     """Set a loaded library's switches for all threads, by a mode or "fp32_guard"; return the reason if impossible."""
-    block = Block()  # released only after an exception
+    block = Block()
     try:
         return _set(block, _controller_of(name), order)
-    except LowprecError as error:
+    except BaseException as error:
         release(block)
-        return str(error)
-    except BaseException:
-        release(block)
+        if isinstance(error, LowprecError):
+            return str(error)
         raise
 
 

@@ -14,29 +14,25 @@ from lowprec.util.tables import Table, fill, plain_text
 
 
 @dataclass
-class Group:
+class _Group:
     """Products with equal keys."""
 
     records: list[ProductRecord] = field(default_factory=list)
 
     @property
     def timed(self) -> list[ProductRecord]:
-        """The products with a time."""
         return [r for r in self.records if r.elapsed_ms is not None]
 
     @property
     def elapsed_ms(self) -> float:
-        """Total time of the products."""
         return sum(r.elapsed_ms or 0.0 for r in self.records)
 
     @property
     def flops(self) -> int:
-        """Flops of the products with a time."""
         return sum(r.flops for r in self.timed)
 
     @property
     def tflops(self) -> float | None:
-        """Rate of those with a time."""
         return self.flops / self.elapsed_ms * 1e-9 if self.elapsed_ms else None
 
     @property
@@ -47,11 +43,11 @@ class Group:
         return sum((r.peak_share or 0.0) * (r.elapsed_ms or 0.0) for r in self.timed) / self.elapsed_ms
 
 
-def grouped(records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any]) -> dict[Any, Group]:
+def grouped(records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any]) -> dict[Any, _Group]:
     """Return the groups of equal keys, the longest time first."""
-    groups: dict[Any, Group] = {}
+    groups: dict[Any, _Group] = {}
     for record in records:
-        groups.setdefault(key(record), Group()).records.append(record)
+        groups.setdefault(key(record), _Group()).records.append(record)
     return dict(sorted(groups.items(), key=lambda item: -item[1].elapsed_ms))
 
 
@@ -63,7 +59,7 @@ def extents(m: int, n: int, k: int, batch_count: int) -> str:
 
 def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
     """Return the sums that ``profile.totals`` documents."""
-    everything = Group(list(records))
+    everything = _Group(list(records))
     on_units = sum(r.flops for r in everything.timed if r.units_used)
     return {
         "products": len(records),
@@ -137,7 +133,7 @@ def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: st
 
 def _table(title: str, records: Sequence[ProductRecord], keys: dict[str, Callable[[ProductRecord], str]]) -> Table:
     groups = grouped(records, lambda r: tuple(cell(r) for cell in keys.values()))
-    whole_ms = Group(list(records)).elapsed_ms
+    whole_ms = _Group(list(records)).elapsed_ms
     rows = [[*key, *_numbers(group, whole_ms)] for key, group in groups.items()]
     columns = [
         (heading, *cells)
@@ -148,7 +144,7 @@ def _table(title: str, records: Sequence[ProductRecord], keys: dict[str, Callabl
     return Table(title, headings, rows, _OPTIONAL)
 
 
-def _numbers(group: Group, whole_ms: float) -> list[str]:
+def _numbers(group: _Group, whole_ms: float) -> list[str]:
     return [
         str(len(group.records)),
         f"{group.elapsed_ms:.3f}" if group.timed else "-",

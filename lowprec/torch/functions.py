@@ -24,6 +24,7 @@ from lowprec.core.plan_call import mode_within
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, parse_mode
 from lowprec.planning import Activation, OperandSpec
+from lowprec.planning.problem import broadcasts
 from lowprec.torch.current_mode import current_mode
 from lowprec.torch.operator import (
     ACCUMULATOR,
@@ -175,31 +176,23 @@ def _with_epilogue(
             limits = torch.iinfo(out.dtype)
             out = out.clamp(limits.min - bias.clamp(max=0), limits.max - bias.clamp(min=0))
         out = out + bias
-    return out if activation is None else _activate(out, activation)
-
-
-def _check_addend(name: str, x: Tensor, out: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse an addend that would change the result's shape or element type, as ``lowprec.matmul`` does."""
-    if name == "bias":
-        fits = tuple(x.shape) == shape
-    else:
-        fits = x.ndim <= len(shape) and all(
-            n in (1, m) for n, m in zip(reversed(x.shape), reversed(shape), strict=False)
-        )
-    if not fits:
-        raise ShapeError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to {shape} of the result")
-    if torch.promote_types(x.dtype, out.dtype) != out.dtype:
-        raise DTypeError(f"{name} has dtype {x.dtype}, but is added in {out.dtype}")
-
-
-def _activate(x: Tensor, activation: str) -> Tensor:
+    if activation is None:
+        return out
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedError(
             f"activation {activation!r} is not supported; choose one of: {', '.join(map(repr, _ACTIVATIONS))}"
         )
-    if x.is_complex():
-        raise UnsupportedError(f"activation {activation} is not defined for {x.dtype} operands")
-    return _ACTIVATIONS[activation](x)
+    if out.is_complex():
+        raise UnsupportedError(f"activation {activation} is not defined for {out.dtype} operands")
+    return _ACTIVATIONS[activation](out)
+
+
+def _check_addend(name: str, x: Tensor, out: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse an addend that would change the result's shape or element type, as ``lowprec.matmul`` does."""
+    if not (tuple(x.shape) == shape if name == "bias" else broadcasts(x.shape, shape)):
+        raise ShapeError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to {shape} of the result")
+    if torch.promote_types(x.dtype, out.dtype) != out.dtype:
+        raise DTypeError(f"{name} has dtype {x.dtype}, but is added in {out.dtype}")
 
 
 def linear(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.arrays.namespaces import numpy_name as name_of
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, numba_import, team, threads
 from lowprec.backends.cpu.rounding import round_all
@@ -47,12 +48,6 @@ class _Scratch(threading.local):
 
 
 kernel_scratch = _Scratch()
-
-
-@functools.lru_cache(maxsize=64)
-def name_of(dtype: np.dtype[Any]) -> str:
-    """Return the name of a dtype, cached because NumPy builds it each time."""
-    return dtype.name
 
 
 @functools.cache

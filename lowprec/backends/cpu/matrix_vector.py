@@ -227,16 +227,11 @@ class _Gemv(NamedTuple):
     in_place: bool
 
 
-@functools.cache
-def _native() -> Any:
-    from lowprec.backends.cpu import gemv_kernels
-
-    return gemv_kernels
-
-
 @functools.lru_cache(maxsize=256)
 def _gemv(geometry: _Geometry) -> _Gemv:
-    native, g = _native(), geometry
+    from lowprec.backends.cpu import gemv_kernels as native
+
+    g = geometry
     of_matrix, of_vectors = (casting.cast_index(x, g.to) for x in (g.dtype, g.vector_dtype))
     # Guaranteed by the plan.
     assert of_matrix is not None

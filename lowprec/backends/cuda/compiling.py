@@ -163,7 +163,10 @@ def _text(file: str) -> str:
 def _load(core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]) -> Any:
     """Return a kernel from the cache on disk or from the compiler."""
     source = source_text(file, definitions)
-    path = _file_name(core, arch, name, source)
+    # The digest is of everything that determines the code. In tests cuda.core is an object that is not a module.
+    maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"
+    words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
+    path = f"kernels/{name}_{arch}_{hashlib.sha256(words.encode()).hexdigest()[:32]}.cubin"
     data = disk.read_bytes(path)
     if data is not None:
         digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
@@ -184,14 +187,6 @@ def _load(core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[s
         ) from error
     disk.write_bytes(path, hashlib.sha256(code).digest() + code)
     return loaded
-
-
-def _file_name(core: Any, arch: str, name: str, source: str) -> str:
-    """Return the name of a kernel's file, with a digest of everything that determines its code."""
-    # In tests cuda.core is replaced by an object that is not a module.
-    maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"
-    words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
-    return f"kernels/{name}_{arch}_{hashlib.sha256(words.encode()).hexdigest()[:32]}.cubin"
 
 
 @functools.cache

@@ -36,27 +36,13 @@ class Arithmetic(NamedTuple):
 
 
 def formats_of(architecture: Architecture) -> tuple[str, ...]:
-    """Return the names of the emulated formats of an architecture.
-
-    Examples
-    --------
-    >>> formats_of(Architecture.VOLTA), formats_of(Architecture.HOPPER)
-    (('float16',), ('float16', 'bfloat16', 'tf32'))
-    """
+    """Return the names of the emulated formats of an architecture."""
     return tuple(name for name in FORMATS if accumulation(name, architecture.capability))
 
 
 @functools.cache
 def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
-    """Return the arithmetic of an architecture's tensor cores for a format, by name.
-
-    Raises UnsupportedError if they do not support the format.
-
-    Examples
-    --------
-    >>> arithmetic(Architecture.AMPERE, "float16")
-    Arithmetic(group=8, fraction_bits=24, least_exponent=-132, emin=-14)
-    """
+    """Return the arithmetic of an architecture's tensor cores for a format; UnsupportedError if they lack it."""
     model = accumulation(fmt, architecture.capability) if fmt in FORMATS else None
     if model is None:
         raise UnsupportedError(
@@ -70,13 +56,7 @@ _BLAS = "lowprec.backends.cpu.emulation.products"
 
 
 def kernels(architecture: Architecture) -> tuple[KernelRow, ...]:
-    """Return the kernels of an architecture.
-
-    Examples
-    --------
-    >>> [row.name for row in kernels(Architecture.HOPPER)]
-    ['hopper_float16', 'hopper_bfloat16', 'hopper_tf32']
-    """
+    """Return the kernels of an architecture."""
     return tuple(_kernel(architecture, fmt) for fmt in formats_of(architecture))
 
 
