@@ -18,7 +18,6 @@ from lowprec.backends.cpu.packed import micro_kernels
 from lowprec.checking.measure import load
 from lowprec.cli import main
 from lowprec.cli.commands.check import conditions, describe
-from lowprec.planning import KernelRow
 from lowprec.policy import environment
 from lowprec.policy.switch_report import SwitchRow
 
@@ -154,23 +153,6 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _named(sets, "avx2")["present"] is True
     assert _named(sets, "amx_bf16") == {"name": "amx_bf16", "present": False, "used": False, "by": ""}
     assert any("no tile units (AMX): amx_bf16 is missing" in w for w in found["warnings"])
-
-
-@pytest.mark.usefixtures("x86_64")
-def test_instruction_sets_are_reported_from_the_kernels_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = KernelRow("mine", "my units", "m:f", requires="openblas", instruction_sets=("avx512_vnni",))
-    monkeypatch.setattr(cpu_module, "KERNELS", (row,))
-    monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx512_vnni"}))
-    for found in (frozenset({"openblas"}), frozenset()):
-        monkeypatch.setattr(cpu_module, "features", lambda found=found: found)
-        sets = info()["devices"][0]["instruction_sets"]
-        assert _named(sets, "avx512_vnni") == {
-            "name": "avx512_vnni",
-            "present": True,
-            "used": bool(found),
-            "by": "lowprec's kernels mine" if found else "",
-        }
-        assert conditions(load())["tile_units"] is False
 
 
 @pytest.mark.usefixtures("x86_64")

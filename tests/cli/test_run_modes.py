@@ -42,15 +42,6 @@ def test_the_user_s_own_sitecustomize_runs() -> None:
     assert start(script, under=TF32, variables=where) == (0, "True\n", "")
 
 
-def test_a_sitecustomize_that_fails_is_reported_as_ever() -> None:
-    write("import missing_module", "own/sitecustomize.py")
-    variables = {"PYTHONPATH": str(Path("own").resolve())}
-    script = write("print(1)")
-    plain = start(script, variables=variables)
-    assert "Error in sitecustomize" in plain.err
-    assert start(script, under=TF32, variables=variables) == plain
-
-
 # -- the program is under the mode ----------------------------------------------------------------
 
 LATE = """
@@ -163,19 +154,6 @@ def test_a_child_can_be_left_on_its_own(cuts: str) -> None:
         subprocess.run([sys.executable, *options, "-c", code], check=True)
     """)
     assert start(script, under=TF32) == (0, "its own\n", "")
-
-
-def test_a_program_need_not_have_lowprec_on_its_path() -> None:
-    write(LIBRARY, "tensorflow.py")
-    script = write("""
-        import importlib.util, os, sys
-        package = importlib.util.find_spec("lowprec").submodule_search_locations[0]
-        sys.path.remove(os.path.dirname(package))
-        before = list(sys.path)
-        import tensorflow
-        print(tensorflow.switch.tf32, sys.path == before)
-    """)
-    assert start(script, under=TF32) == (0, "True True\n", "")
 
 
 def test_a_program_under_the_guard_starts_none_below_it() -> None:

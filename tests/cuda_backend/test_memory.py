@@ -349,6 +349,7 @@ def test_owners_are_held_until_their_work_is_done(cuda: Small) -> None:
     memory.keep(fast, cuda.second, GPU)
     del slow, fast
     assert memory.release_finished()  # a slow stream does not delay another
+    assert cuda.runtime.cudaGetLastError() == (0,), "another library would find that an event is not ready"
     assert (slow_alive(), fast_alive()) == (2, 0)
     cuda.drain()
     assert slow_alive() == 2

@@ -93,19 +93,6 @@ def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     assert all(r["allowed"] == ["MASK"] for r in narrow)
 
 
-def test_extents(rows: Callable[[str], list[dict[str, Any]]]) -> None:
-    found = rows("extents")
-    assert not [r for r in found if r["ok"] is False]
-    tf32 = [r for r in found if r["question"] == "TF32 by extents"]
-    assert len(tf32) == 6
-    assert all(r["taken"] and r["tensor_cores"] for r in tf32)
-    eight = [r for r in found if r["question"] == "int8 by rows"]
-    assert {r["ok"] for r in eight if r["taken"]} == {True}
-    in_place = [r for r in found if r["question"] == "c in the place of d"]
-    assert {(r["descriptors"], r["ok"]) for r in in_place} >= {(1, True)}
-    assert len(in_place) == 6
-
-
 def test_compute_types_and_handles(load: Load) -> None:
     found = {r["what"]: r for r in load("gpu.override").probe(0)}
     assert {what: r["level"] for what, r in found.items()} == {

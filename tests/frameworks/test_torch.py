@@ -609,8 +609,10 @@ def test_operands_that_no_gradient_uses_are_not_saved(torch: Any, needed: Any) -
 
 
 def test_meta_tensors_give_meta_results(torch: Any) -> None:
+    import lowprec.torch as lt
+
     x = torch.ones(5, 3, device="meta", dtype=torch.bfloat16)
-    layer = lowprec.torch.Linear(3, 4, device="meta")
+    layer = lt.Linear(3, 4, device="meta")
     for found, shape, dtype in (
         (lowprec.matmul(x, torch.ones(2, 3, 4, device="meta")), (2, 5, 4), torch.float32),
         (lowprec.matmul(x, x.mT, out_dtype="float32"), (5, 5), torch.float32),
@@ -663,9 +665,11 @@ def test_jagged_tensors_are_refused(torch: Any) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0])
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_product_times_zero_is_not_read(torch: Any, alpha: Any, grad: bool) -> None:
+    import lowprec.torch as lt
+
     c = torch.ones(3, 3)
     nan = torch.full((3, 3), torch.nan).requires_grad_(grad)
-    found = lowprec.torch.matmul(nan, c, c=c, alpha=alpha, beta=2.0)
+    found = lt.matmul(nan, c, c=c, alpha=alpha, beta=2.0)
     assert torch.equal(found.detach(), 2 * c)
     if grad:
         found.sum().backward()

@@ -168,24 +168,6 @@ def test_a_table_has_one_line_a_row(load: Load) -> None:
     assert made == "| a | n |\n| --- | ---: |\n| x \\| y | 1\N{NO-BREAK SPACE}2 |\n"
 
 
-def test_generated_files(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    generated = load("generated")
-    monkeypatch.setattr(generated, "ROOT", tmp_path)
-    path, old = (tmp_path / "page.md", "<!-- generated: x -->\nold\n<!-- end of generated -->\nmore\n")
-    path.write_text(old)
-    wanted = {path: generated.filled(path, "x", "new\n"), tmp_path / "new" / "a.md": "a\n"}
-    assert wanted[path] == old.replace("old", "new")
-    assert generated.check(wanted) == 2
-    assert "-old\n+new\n" in capsys.readouterr().err
-    assert path.read_text() == old
-    generated.write(wanted)
-    assert generated.check(wanted) == 0
-    with pytest.raises(ValueError, match=r"page\.md has 0 places for the table of y, not 1"):
-        generated.filled(path, "y", "")
-
-
 def test_quick_results_are_refused(load: Load, tmp_path: Path) -> None:
     result = {"benchmark": "stress", "settings": {"quick": True}}
     (tmp_path / "stress-x.json").write_text(json.dumps(result))

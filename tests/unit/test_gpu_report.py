@@ -445,44 +445,6 @@ def torch() -> Any:
     return pytest.importorskip("torch", reason="PyTorch is not installed")
 
 
-@pytest.mark.parametrize("distribution", ["normal", "uniform"])
-def test_split_products(load: Load, torch: Any, distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    splits, clock = load("gpu.splits"), load("gpu.clock")
-    monkeypatch.setattr(splits, "CHUNKS", (48, None, "plan"))
-    options = load("gpu.parts").Options(quick=False, seed=0)
-    rows = list(splits.measure(torch, 128, distribution, options, clock.HostClock()))
-    found = [r for r in rows if "mode" in r]
-    assert len(found) == len(splits.MODES) * len(splits.CHUNKS)
-    assert {r["plan_k_chunk"] for r in found} == {48, 128}
-    assert not any("error" in r for r in rows)
-    # Two parts of bfloat16 leave up to 2^-15 of an element out, the others 2^-21; FP32 sums cost up to 128 * 2^-24. The
-    # errors are as random as the products, so that both sums grow alike.
-    worst = dict.fromkeys(splits.MODES, 2**-17) | {"bf16x3": 3 * 2**-17}
-    assert all(r["relative_error"] < worst[r["mode"]] for r in found)
-    by_mode = {r["mode"]: r["relative_error"] for r in found}
-    assert max(by_mode["fp16x3"], by_mode["bf16x6"], by_mode["tf32x3"]) < by_mode["bf16x3"]
-    theirs = {r["name"]: r["relative_error"] for r in rows if "mode" not in r}
-    assert list(theirs) == ["torch float32", "torch tf32", "torch float64"]
-    assert theirs["torch float64"] < 1e-14 < theirs["torch float32"] < 1e-6
-    for r in found:
-        assert ("speed" in r) is (distribution == "normal")
-        if "speed" in r:
-            assert set(r["speed"]) == set(theirs)
-            assert r["share_of_splitting"] == 1 - r["seconds_of_products"] / r["seconds"]
-
-
-def test_the_products_alone_are_those_of_the_plan(load: Load, torch: Any) -> None:
-    """On parts of ones each sum is its length, and the factors scale it."""
-    splits = load("gpu.splits")
-    x = torch.ones(64, 64)
-    for mode in (*splits.MODES, "fp16_karatsuba"):
-        plan = lowprec.plan(x, x, math_mode=mode, k_chunk=16)
-        found = splits.Parts(torch, 64, "cpu").multiply(plan)
-        total = sum(step.length * step.factor for step in plan.schedule)
-        np.testing.assert_allclose(found.numpy(), total, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("errors", "value", "met"),
     [
