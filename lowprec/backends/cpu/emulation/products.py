@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -23,19 +24,13 @@ _ROWS, _COLUMNS = 16, 512
 _Accumulate = Callable[[Operand, Operand, Any, slice, slice, Arithmetic], None]
 
 
-class Emulation(NamedTuple):
-    """The product of arrays of one format, used like a BLAS; see ``KernelRow.blas``."""
-
-    multiply: Callable[[Any, Any, Any], None]
-
-
-def __getattr__(name: str) -> Emulation:
-    """Return the emulation of a kernel's row by name, such as ``hopper_tf32``."""
+def __getattr__(name: str) -> SimpleNamespace:
+    """Return the emulation of a kernel's row by name, such as ``hopper_tf32``, for use as a ``KernelRow.blas``."""
     architecture, _, fmt = name.partition("_")
     if architecture not in [x.value for x in Architecture]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = arithmetic(parse_architecture(architecture), fmt)
-    return Emulation(functools.partial(_multiply_into, found))
+    return SimpleNamespace(multiply=functools.partial(_multiply_into, found))
 
 
 def prepare(plan: GemmPlan) -> Executor:
