@@ -30,7 +30,7 @@ _METHODS, _ASSUMPTIONS = ("direct", "refine", "auto"), ("gen", "pos")
 #: another mode must be cheaper to be tried before.
 _WIDTH, _USUAL_ERROR, _WORTH_A_TRIAL = 256, 2e-5, 4.0
 
-#: Measured on Zen 5, in flops per element of the matrix: what a direct solve costs beyond products, in its precision;
+#: Measured on Zen 5, in flops per element of the matrix: overhead of a direct solve over products, in its precision;
 #: the refinement of one column, and of each further one, in FP32.
 _DIRECT, _REFINE, _COLUMN = 2500.0, 3200.0, 100.0
 
