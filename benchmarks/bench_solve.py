@@ -2,8 +2,8 @@
 
 usage: python benchmarks/bench_solve.py [--quick] [--output DIR] [--seed N] [--sizes N ...]
 
-Matrices by family and size, one right-hand side. The second part has one size, condition numbers from 1 to 1e14 and
-two modes of the factor.
+Matrices by family and size, one right-hand side; three rounds, one from n = 8192 on. The second part has one size,
+condition numbers from 1 to 1e14 and two modes of the factor.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ NUMPY, REFINE, AUTO = "numpy.linalg.solve", "lowprec, refine", "lowprec, auto"
 
 #: Required speed at a size, where FP32 is twice as fast as FP64.
 LIMITS = {4096: 1.4, 8192: 1.6}
+
+#: Size from which one round is measured.
+LONG = 8192
 
 MODES = ("fp32", "bf16")
 
@@ -84,19 +87,19 @@ def backward_error(a: Any, b: Any, x: Any) -> float:
     return float(np.linalg.norm(b - a @ np.asarray(x)) / size)
 
 
-def measure(variants: dict[str, Solver], rounds: int, seed: int) -> dict[str, list[float]]:
-    """Return seconds by variant, which take turns; the first round is omitted."""
+def measure(variants: dict[str, Solver], rounds: int, seed: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Return seconds and result by variant; they take turns, and the first of several rounds is omitted."""
+    results = {}
 
     def sample(name: str, _: int) -> float:
         time.sleep(timing.SPIN_SECONDS)
         begin = time.perf_counter()
-        kept = variants[name]()
-        elapsed = time.perf_counter() - begin
-        del kept
-        return elapsed
+        results[name] = variants[name]()
+        return time.perf_counter() - begin
 
-    taken = timing.take_turns(list(variants), sample, rounds=rounds + 1, seed=seed)
-    return {name: seconds[1:] for name, seconds in taken.items()}
+    omitted = int(rounds > 1)
+    taken = timing.take_turns(list(variants), sample, rounds=rounds + omitted, seed=seed)
+    return {name: seconds[omitted:] for name, seconds in taken.items()}, results
 
 
 def families(sizes: list[int], rounds: int, seed: int) -> list[dict[str, Any]]:
@@ -111,20 +114,21 @@ def families(sizes: list[int], rounds: int, seed: int) -> list[dict[str, Any]]:
                 REFINE: lambda a=a, b=b: lowprec.linalg.solve(a, b, method="refine"),
                 AUTO: lambda a=a, b=b: lowprec.linalg.solve(a, b, method="auto"),
             }
-            seconds = measure(library | own, rounds, seed)
+            seconds, results = measure(library | own, rounds if n < LONG else 1, seed)
             best = [min(round_) for round_ in zip(*(seconds[name] for name in library), strict=True)]
-            for name, solve in (library | own).items():
+            for name in library | own:
                 rows.append(
                     {
                         "kind": "family", "family": family, "n": n, "variant": name,
                         "time": timing.summary(seconds[name]),
                         "speed": timing.speed_ratio(best, seconds[name]),
                         "over_numpy": timing.speed_ratio(seconds[NUMPY], seconds[name]),
-                        "backward_error": backward_error(a, b, solve()),
+                        "backward_error": backward_error(a, b, results[name]),
                     }
                 )  # fmt: skip
-            for row, method in zip(rows[-2:], ("refine", "auto"), strict=True):
-                row["report"] = lowprec.linalg.solve(a, b, method=method, full_output=True)[1].to_dict()
+            if n < LONG:
+                for row, method in zip(rows[-2:], ("refine", "auto"), strict=True):
+                    row["report"] = lowprec.linalg.solve(a, b, method=method, full_output=True)[1].to_dict()
     return rows
 
 
@@ -138,7 +142,7 @@ def conditions(n: int, rounds: int, seed: int) -> list[dict[str, Any]]:
             mode: lambda a=a, b=b, mode=mode: lowprec.linalg.solve(a, b, method="refine", factor_mode=mode)
             for mode in MODES
         }
-        seconds = measure(others(a, b) | own, rounds, seed)
+        seconds, _ = measure(others(a, b) | own, rounds, seed)
         library = [taken for name, taken in seconds.items() if name not in MODES]
         best = [min(round_) for round_ in zip(*library, strict=True)]
         for mode in MODES:
@@ -176,7 +180,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 4096, 8192], metavar="N")
     arguments = parser.parse_args()
-    rounds, sizes, n = (1, [64, 128], 128) if arguments.quick else (3, arguments.sizes, 4096)
+    rounds, sizes, n = (1, [64, 128], 128) if arguments.quick else (3, arguments.sizes, 2048)
     rows = families(sizes, rounds, arguments.seed) + conditions(min(n, max(sizes)), rounds, arguments.seed)
     common.report("solve", arguments, rows, claims_of(rows), rounds=rounds, sizes=sizes)
 

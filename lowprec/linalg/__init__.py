@@ -141,8 +141,8 @@ def solve(
         that it is faster; for arrays whose elements cannot be read (under a gradient, in ``jit``) it is ``"direct"``.
         Inside :func:`lowprec.fp32_guard` every method is ``"direct"``.
     factor_mode : str or MathMode, optional
-        Math mode of the factor's updates. By default the cheapest on the device with a probable error of at most 1e-5.
-        A mode below a quarter of its cost is tried before, and kept if the estimated condition allows it.
+        Math mode of the factor's updates; in ``fp32`` LAPACK computes the LU factor, in host memory SciPy's. By default
+        the cheapest with a probable error of at most 2e-5; one that costs less than a quarter of it is tried before.
     assume : {"gen", "pos"}
         ``"pos"``: the matrices are Hermitian and positive definite, and refinement uses a Cholesky factorization.
     full_output : bool

@@ -30,12 +30,12 @@ _METHODS, _ASSUMPTIONS = ("direct", "refine", "auto"), ("gen", "pos")
 #: another mode must be cheaper to be tried before.
 _WIDTH, _USUAL_ERROR, _WORTH_A_TRIAL = 256, 2e-5, 4.0
 
-#: Measured on Zen 5, in flops per element of the matrix: what a direct solve costs beyond products, in its precision,
-#: and what refinement costs, in FP32; number of steps.
-_DIRECT, _REFINE, _STEPS = 2800.0, 3200.0, 4
+#: Measured on Zen 5, in flops per element of the matrix: overhead of a direct solve over products, in its precision;
+#: the refinement of one column, and of each further one, in FP32.
+_DIRECT, _REFINE, _COLUMN = 2500.0, 3200.0, 100.0
 
 #: With ``method="auto"`` smaller systems are solved directly, without an estimate of the costs.
-_SMALLEST = 512
+_SMALLEST = 1024
 
 _is_on_host = attrgetter("device.is_host")  # of a view
 
@@ -152,7 +152,7 @@ class _Solve:
         working = max(c for c, _ in self._costs(self._found.dtype.label).values()) if is_double else 1.0
         direct = working * (2 * n**3 / 3 + _DIRECT * n**2 + 2 * n**2 * k)
         factor = cost * n**3 * (1 / 3 if self._is_positive else 2 / 3)
-        return factor + n**2 * (_REFINE + 2 * _STEPS * k * (working + 1)) < direct
+        return factor + n**2 * (_REFINE + _COLUMN * (k - 1)) < direct
 
     # -- the systems -------------------------------------------------------------------------------
 
