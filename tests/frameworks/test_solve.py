@@ -488,6 +488,16 @@ def test_auto_refines_where_it_is_faster(rng: np.random.Generator, monkeypatch: 
     assert backward_error(a, x, b) <= max(unit("float64"), backward_error(a, np.linalg.solve(a, b), b))
 
 
+def test_without_scipy(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solving, "find_spec", lambda name: None)
+    a, b = rng.standard_normal((8, 8)), rng.standard_normal(8)
+    with pytest.raises(lowprec.UnsupportedError, match=r"refinement in host memory uses SciPy.*pip install scipy"):
+        linalg.solve(a, b, method="refine")
+    x, report = linalg.solve(a, b, method="auto", full_output=True)
+    assert (report.method, report.reason) == ("direct", Reason.NO_LAPACK)
+    np.testing.assert_array_equal(x, np.linalg.solve(a, b))
+
+
 def test_a_cheap_mode_is_tried_first(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     bf16, fp32 = lowprec.MathMode.BF16, lowprec.MathMode.FP32
     monkeypatch.setattr(solving._Solve, "_costs", lambda self, dtype: {bf16: (0.1, 8e-3), fp32: (1.0, 1e-6)})

@@ -580,7 +580,7 @@ def test_wrong_operands_are_reported_by_type(torch: Any) -> None:
         lt.Linear(2, 2, rtol=0.1, bound="likely")
     with pytest.raises(lowprec.UnsupportedError, match="activation 'tanh' is not supported; choose one of: 'relu', 'gelu'"):
         lowprec.matmul(x, x, activation="tanh")
-    with pytest.raises(lowprec.UnsupportedError, match=r"activation \['relu'\] is none of"):
+    with pytest.raises(lowprec.UnsupportedError, match=r"activation \['relu'\] is not supported"):
         lowprec.matmul(x, x, activation=["relu"])
     with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
         lowprec.matmul(x, x, out=torch.ones(2, 2))
