@@ -50,7 +50,7 @@ ACTIVATIONS = {None: 0, "relu": RELU, "gelu": GELU}
 # --- a batch: its products are copies of one job with other addresses ---
 BATCH_NEXT = 0  # the next product; written by the threads
 BATCH_NOT_FINITE = 1  # set if NOT_FINITE or SUM_NOT_FINITE of a product is set
-BATCH_JOB, BATCH_COUNT, BATCH_FIELD_A, BATCH_FIELD_B, BATCH_MACRO_KERNEL, BATCH_SCRATCH = range(8, 8 + 6)
+BATCH_JOB, BATCH_COUNT, BATCH_FIELD_A, BATCH_FIELD_B, BATCH_SCRATCH = range(8, 8 + 5)
 BATCH_TABLE = 14  # addresses of a, b, out and c of each product
 BATCH_BYTES_A, BATCH_BYTES_B = 15, 16  # bytes from these addresses to be prefetched
 BATCH_EXTREMA = 17  # the kernel whose results for a and b replace their addresses in the table; 0 for none

@@ -320,8 +320,9 @@ class Job:
     def blocking(self, workers: int) -> Blocking:
         """Return the cached job for a number of threads."""
         m, n, k = self.shape
+        own_bytes = 2048 * _ceil_div(m, 32) * _ceil_div(k, self.kernels.step)
         # The threads together pack no more of A than twice B; copies of their own save exchanging it between cores.
-        is_short = self.may_be_short and workers * m <= 2 * n
+        is_short = self.may_be_short and workers * m <= 2 * n and workers * own_bytes <= _MOST_PACKED
         b_along_k = abs(self.words[J.B_ROW_STRIDE]) < abs(self.words[J.B_COL_STRIDE])
         sizes = _Sizes(m, n, k, is_short, b_along_k, workers)
         words, packed_bytes, workspace_bytes = _blocking(self.micro_kernel, self.kernels, sizes)
@@ -332,7 +333,7 @@ class Job:
         return self.blockings.setdefault(workers, found)
 
 
-#: Bytes of B packed at a time, at least one strip of 32 columns.
+#: Bytes of B packed at a time, at least one strip of 32 columns, or of the threads' copies of a short A.
 _MOST_PACKED = 32 << 20
 
 #: Number of columns of B up to which the transposed product is computed.

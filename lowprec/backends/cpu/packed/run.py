@@ -261,7 +261,7 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
     table = stacks.addresses_of(batch.matrices, arguments, batch.offsets)
     a, b = (J.B, J.A) if job.transposed else (J.A, J.B)
     of_batch = _BatchWords()
-    of_batch[J.BATCH_JOB], of_batch[J.BATCH_MACRO_KERNEL] = (ctypes.addressof(words), job.kernels.macro_kernel)
+    of_batch[J.BATCH_JOB] = ctypes.addressof(words)
     of_batch[J.BATCH_TABLE], of_batch[J.BATCH_COUNT] = data_pointer(table), batch.batch_count
     of_batch[J.BATCH_FIELD_A], of_batch[J.BATCH_FIELD_B] = a, b
     of_batch[J.BATCH_BYTES_A], of_batch[J.BATCH_BYTES_B] = batch.dense_bytes
