@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
@@ -128,7 +129,8 @@ def families(sizes: list[int], rounds: int, seed: int) -> list[dict[str, Any]]:
                 )  # fmt: skip
             if n < LONG:
                 for row, method in zip(rows[-2:], ("refine", "auto"), strict=True):
-                    row["report"] = lowprec.linalg.solve(a, b, method=method, full_output=True)[1].to_dict()
+                    report = lowprec.linalg.solve(a, b, method=method, full_output=True)[1]
+                    row["report"] = asdict(report) | {"seconds": dict(report.seconds)}
     return rows
 
 

@@ -86,27 +86,16 @@ UnsupportedError
     The library lacks the function, or an argument is unsupported. Every other error is the library's own.
 """
 
-_SEE_ALSO = """
-See Also
---------
-{routes}
-
-"""
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _guarded(function: _Function) -> _Function:
+    """Add the sections that all functions share to a docstring, before its own last ones."""
     if function.__doc__ is not None:
         routes = ", ".join(map(str, ROUTES[function.__name__].values()))
-        text = cleandoc(function.__doc__)
-        head, _, rest = text.partition("Raises\n------\n")
-        if not rest:
-            head, _, rest = text.partition("Examples\n--------\n")
-            rest = f"Examples\n--------\n{rest}"
-        own, section, rest = rest.partition("References\n" if "References\n" in rest else "Examples\n")
-        own = f"{own.rstrip()}\n" if own else ""
-        function.__doc__ = f"{head}{_RAISES}{own}{_SEE_ALSO.format(routes=routes)}{section}{rest}"
+        shared = f"{_RAISES}\nSee Also\n--------\n{routes}\n\n"
+        section = "References\n" if "References\n" in function.__doc__ else "Examples\n"
+        function.__doc__ = cleandoc(function.__doc__).replace(section, shared + section, 1)
     return function
 
 
@@ -128,7 +117,8 @@ def solve(
     the operands (classical, then GMRES preconditioned by the factor) then reduces the backward error
     ``|b - a x| / (|a| |x| + |b|)``, with the Frobenius norm of ``a``, as far as it can. As in LAPACK's ``dsgesv``, the
     result is accepted if that is at most ``sqrt(n) eps``. Systems that do not converge in 50 steps of each kind,
-    singular matrices, and Inf and NaN go to the library's own solver, with its result or error.
+    singular matrices, and Inf and NaN go to the library's own solver, with its result or error. Shapes that do not
+    match raise ShapeError (a direct solve without a report the library's error), an unknown ``factor_mode`` ModeError.
 
     Parameters
     ----------
@@ -152,13 +142,6 @@ def solve(
     -------
     array, shape (..., n) or (..., n, k)
         With ``full_output`` a pair of this and a :class:`SolveReport`, which ``print`` shows as a table.
-
-    Raises
-    ------
-    ShapeError
-        The matrices are not square, or shapes do not match; a direct solve without a report raises the library's error.
-    ModeError
-        ``factor_mode`` is unknown.
 
     References
     ----------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,150 +26,111 @@ _WIDTH, _ROWS, _STRIP = 512, 16, 1024
 Solver = Callable[[Any], Any]
 
 
-class Operations:
-    """Operations of a factorization on NumPy arrays, as which all arrays in host memory are read."""
+#: The module with each library's LU factorization and triangular solver.
+_LAPACK = {"numpy": "scipy.linalg", "torch": "torch.linalg", "jax": "jax.scipy.linalg", "cupy": "cupyx.scipy.linalg"}
 
-    in_place = True  # whether arrays are writable
+
+class Operations:
+    """Operations of a factorization on the arrays of one library; NumPy's are those in host memory."""
+
+    def __init__(self, like: Any) -> None:
+        self._like, self.xp, self._name = like, array_module(like), library_name(like)
+        self.is_numpy, self._is_torch = self._name == "numpy", self._name == "torch"
+        self.in_place = self._name != "jax"  # whether arrays are writable
+
+    @cached_property
+    def _linalg(self) -> Any:
+        return importlib.import_module(_LAPACK[self._name])
 
     def from_host(self, x: Any) -> Any:
         """Return a NumPy array as an array on the device of the matrix."""
-        return x
-
-    def to_host(self, x: Any) -> Any:
-        """Return an array as a NumPy array."""
-        return x
-
-    def adjoint(self, x: Any) -> Any:
-        """Return the conjugate transpose."""
-        return x.conj().T
-
-    def concatenate(self, parts: Any) -> Any:
-        """Return the parts concatenated along the rows."""
-        return np.concatenate(parts)
-
-    def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
-        """Return the largest magnitude of each row and each column, and the sum of squares of each row."""
-        rows, columns, squares = np.empty(len(a)), np.zeros(len(a)), np.empty(len(a))
-        for i in range(0, len(a), _ROWS):
-            part = np.abs(a[i : i + _ROWS])
-            rows[i : i + _ROWS] = part.max(axis=1)
-            np.maximum(columns, part.max(axis=0), out=columns)
-            squares[i : i + _ROWS] = np.einsum("ij,ij->i", part, part)
-        return rows, columns, squares
-
-    def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None, order: Any = "C") -> Any:
-        """Return a copy of a matrix in another type, with rows and columns scaled."""
-        work = np.empty(a.shape, dtype, order)
-        for i in range(0, len(a), _ROWS):
-            part = slice(i, i + _ROWS)
-            work[part] = a[part] if scales is None else a[part] * scales[0][part, None] * scales[1]
-        return work
-
-    def permuted(self, rows: Any, order: Any) -> Any:
-        """Return rows in this order; may change the array."""
-        moved = np.flatnonzero(order != np.arange(len(order)))
-        rows[moved] = rows[order[moved]]
-        return rows
-
-    def lu_solver(self, a: Any) -> Solver:
-        """Factor a matrix, stored in its memory."""
-        both, pivots, _ = self._lapack("getrf", a.T, overwrite_a=True)  # LAPACK stores matrices by columns
-        return lambda b: self._lapack("getrs", both, pivots, b, trans=1)[0]
-
-    def lu(self, a: Any) -> tuple[Any, Any]:
-        """Factor a panel; return both factors and, in host memory, the row that was exchanged with each one."""
-        both, pivots, _ = self._lapack("getrf", self.lowered(a, a.dtype, None, "F"), overwrite_a=True)
-        return both, pivots
-
-    def cholesky(self, a: Any) -> Any:
-        """Return the lower factor of a block; reads its lower triangle."""
-        return self._lapack("potrf", a, lower=True)[0]
-
-    def triangular(self, a: Any, b: Any, lower: bool, unit: bool = False) -> Any:
-        """Return the solution for a triangle of the first rows."""
-        if not a.flags.f_contiguous:
-            return self._lapack("trtrs", a.T, b, lower=not lower, unitdiag=unit, trans=1)[0]
-        return self._lapack("trtrs", a, b, lower=lower, unitdiag=unit)[0]
-
-    def _lapack(self, name: str, a: Any, *arrays: Any, **keywords: Any) -> Any:
-        found = importlib.import_module("scipy.linalg").get_lapack_funcs(name, (a,))(a, *arrays, **keywords)
-        if found[-1] > 0:
-            raise np.linalg.LinAlgError("a pivot is zero, or the matrix is not positive definite")
-        return found
-
-
-#: SciPy's counterpart in libraries other than PyTorch.
-_SCIPY = {"cupy": "cupyx.scipy.linalg", "jax": "jax.scipy.linalg"}
-
-
-class _OnDevice(Operations):
-    def __init__(self, a: Any) -> None:
-        self._like, self._xp, self._name = a, array_module(a), library_name(a)
-        self._is_torch, self.in_place = self._name == "torch", self._name != "jax"
-        self._linalg = self._xp.linalg if self._is_torch else importlib.import_module(_SCIPY[self._name])
-
-    def from_host(self, x: Any) -> Any:
+        if self.is_numpy:
+            return x
         if self._is_torch:
-            return self._xp.tensor(x, device=self._like.device)  # a copy: the NumPy array may be read-only
+            return self.xp.tensor(np.ascontiguousarray(x), device=self._like.device)
         if self._name == "jax":
             return importlib.import_module("jax").device_put(x, self._like.device)
         with self._like.device:
-            return self._xp.asarray(x)
+            return self.xp.asarray(x)
 
     def to_host(self, x: Any) -> Any:
+        """Return an array as a NumPy array."""
         return x.get() if self._name == "cupy" else np.asarray(x.cpu() if self._is_torch else x)
 
     def adjoint(self, x: Any) -> Any:
+        """Return the conjugate transpose."""
         return x.mH.resolve_conj() if self._is_torch else x.conj().T
 
-    def concatenate(self, parts: Any) -> Any:
-        return self._xp.concatenate(parts)
-
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
-        sizes = abs(a)
-        rows, columns, squares = self._xp.amax(sizes, 1), self._xp.amax(sizes, 0), (sizes * sizes).sum(1)
-        return self.to_host(rows), self.to_host(columns), self.to_host(squares)
+        """Return the largest magnitude of each row and each column, and the sum of squares of each row."""
+        step = _ROWS if self.is_numpy else len(a)
+        parts = (abs(a[i : i + step]) for i in range(0, len(a), step))
+        found = [(self.xp.amax(x, 1), self.xp.amax(x, 0), (x * x).sum(1)) for x in parts]
+        rows, columns, squares = ([self.to_host(x) for x in part] for part in zip(*found, strict=True))
+        return np.concatenate(rows), np.maximum.reduce(columns), np.concatenate(squares)
 
     def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None, order: Any = "C") -> Any:
+        """Return a copy of a matrix in another type, with rows and columns scaled."""
+        if self.is_numpy:
+            work = np.empty(a.shape, dtype, order)
+            for i in range(0, len(a), _ROWS):
+                part = slice(i, i + _ROWS)
+                work[part] = a[part] if scales is None else a[part] * scales[0][part, None] * scales[1]
+            return work
         if scales is not None:
             a = a * self.from_host(scales[0][:, None]) * self.from_host(scales[1])
-        return cast(a, dtype) if dtype_label(a.dtype) != dtype else self._xp.asarray(a, copy=True)
+        return cast(a, dtype) if dtype_label(a.dtype) != dtype else self.xp.asarray(a, copy=True)
 
     def permuted(self, rows: Any, order: Any) -> Any:
-        return rows[self.from_host(order)]
-
-    def lu_solver(self, a: Any) -> Solver:
-        if self._is_torch:
-            both, pivots, _ = self._linalg.lu_factor_ex(a)
-            return lambda b: self._linalg.lu_solve(both, pivots, b)
-        factor = self._linalg.lu_factor(a, check_finite=False)
-        return lambda b: self._linalg.lu_solve(factor, b, check_finite=False)
+        """Return rows in this order; may change the array."""
+        if not self.in_place:
+            return rows[order]
+        moved = np.flatnonzero(order != np.arange(len(order)))
+        rows[self.from_host(moved)] = rows[self.from_host(order[moved])]
+        return rows
 
     def lu(self, a: Any) -> tuple[Any, Any]:
+        """Return both factors, in the memory of a NumPy array stored by columns, and the library's pivots."""
         if self._is_torch:
             both, pivots, _ = self._linalg.lu_factor_ex(a)
-            return both, self.to_host(pivots) - 1
-        both, pivots = self._linalg.lu_factor(a, check_finite=False)
-        return both, self.to_host(pivots)
+        elif self.is_numpy:
+            both, pivots, failure = self._linalg.get_lapack_funcs("getrf", (a,))(a, overwrite_a=True)
+            if failure > 0:
+                raise np.linalg.LinAlgError("a pivot is zero")
+        else:
+            both, pivots = self._linalg.lu_factor(a, check_finite=False)
+        return both, pivots
+
+    def lu_solver(self, a: Any) -> Solver:
+        """Factor a matrix, stored in its memory."""
+        factors = self.lu(a.T if self.is_numpy else a)
+        if self._is_torch:
+            return partial(self._linalg.lu_solve, *factors)
+        return partial(self._linalg.lu_solve, factors, trans=int(self.is_numpy), check_finite=False)
+
+    def lu_panel(self, a: Any) -> tuple[Any, Any]:
+        """Factor a panel; return both factors, and the order of the rows as a NumPy array."""
+        both, pivots = self.lu(self.lowered(a, a.dtype, None, "F") if self.is_numpy else a)
+        order = np.arange(len(a))
+        for i, p in enumerate((self.to_host(pivots) - self._is_torch).tolist()):  # PyTorch counts from one
+            order[[i, p]] = order[[p, i]]
+        return both, order
 
     def cholesky(self, a: Any) -> Any:
+        """Return the lower factor of a block; reads its lower triangle."""
         if not self._is_torch:
-            return self._xp.linalg.cholesky(a)
-        found, info = self._linalg.cholesky_ex(a)
-        if int(info):
+            return self.xp.linalg.cholesky(a)
+        found, failure = self._linalg.cholesky_ex(a)
+        if int(failure):
             raise np.linalg.LinAlgError("the matrix is not positive definite")
         return found
 
     def triangular(self, a: Any, b: Any, lower: bool, unit: bool = False) -> Any:
+        """Return the solution for a triangle of the first rows."""
         a, solve = a[: a.shape[1]], self._linalg.solve_triangular
         if self._is_torch:
             return solve(a, b, upper=not lower, unitriangular=unit)
         return solve(a, b, lower=lower, unit_diagonal=unit, check_finite=False)
-
-
-def operations(a: Any, on_host: bool) -> Operations:
-    """Return the operations on arrays where ``a`` is."""
-    return Operations() if on_host else _OnDevice(a)
 
 
 class _Block(NamedTuple):
@@ -203,15 +164,12 @@ def factor(rest: Any, ops: Operations, mode: MathMode, *, is_positive: bool) -> 
 
 def _lu_panel(rest: Any, ops: Operations, width: int) -> tuple[_Block, Any]:
     """Return the block of the first columns, and the rows and columns that remain to be updated."""
-    both, pivots = ops.lu(rest[:, :width])
-    order = list(range(len(rest)))
-    for i, p in enumerate(pivots.tolist()):
-        order[i], order[p] = order[p], order[i]
-    rows = ops.permuted(rest[:, width:], np.array(order))
+    both, order = ops.lu_panel(rest[:, :width])
+    rows = ops.permuted(rest[:, width:], order)
     right = matmul(_inverse(both, ops, True), rows[:width])
     if ops.in_place:
         rows[:width], right = right, rows[:width]
-    return _Block(np.array(order), both, both, both[width:], right), rows[width:]
+    return _Block(order, both, both, both[width:], right), rows[width:]
 
 
 def _cholesky_panel(rest: Any, ops: Operations, width: int) -> tuple[_Block, Any]:
@@ -234,5 +192,5 @@ def _solution(blocks: list[_Block], ops: Operations, b: Any) -> Any:
         b = matmul(block.below, parts[-1], c=b[k:], alpha=-1.0, beta=1.0)
     for block, part in zip(reversed(blocks), reversed(parts), strict=True):
         part = matmul(block.right, b, c=part, alpha=-1.0, beta=1.0)
-        b = ops.concatenate((ops.triangular(block.upper, part, False), b))
+        b = ops.xp.concatenate((ops.triangular(block.upper, part, False), b))
     return b

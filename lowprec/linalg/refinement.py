@@ -18,29 +18,16 @@ from lowprec.linalg import factors
 from lowprec.linalg.report import Reason
 from lowprec.modes import MathMode
 
-#: Limit of the applications of the factor to a right-hand side, in classical refinement and in GMRES; number of them
-#: after which GMRES stops unless the residual has fallen to a tenth.
-MAX_STEPS, _TRIAL_STEPS = 50, 20
-
-#: A step that leaves more than this share of the error is the last of its kind.
-_PROGRESS = 0.5
-
-#: Largest number of right-hand sides that GMRES solves.
-_GMRES_COLUMNS = 8
-
-#: Random vectors that estimate the norm of the inverse.
-_PROBES = 2
-
-#: Rows and columns whose largest magnitudes are within this ratio are not scaled.
-_EVEN = 1e-3
+MAX_STEPS = 50  # applications of the factor to a right-hand side, in classical refinement and in GMRES
+_TRIAL_STEPS = 20  # after these GMRES stops unless the residual has fallen to a tenth
+_PROGRESS = 0.5  # a step that leaves more than this share of the error is the last of its kind
+_GMRES_COLUMNS = 8  # largest number of right-hand sides that GMRES solves
+_PROBES = 2  # random vectors that estimate the norm of the inverse
+_EVEN = 1e-3  # rows and columns whose largest magnitudes are within this ratio are not scaled
 
 
 class Unsolved(Exception):
-    """Refinement does not apply to a system, or does not converge."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """Refinement does not apply to a system, or does not converge; the argument is the reason."""
 
 
 def norms(x: Any) -> Any:
@@ -108,13 +95,13 @@ class System:
         """Return the solution for right-hand sides in the precision of the factor."""
         r = r if self._scales is None else r * self._scales[0][:, None]
         power = _power(np.abs(r).max(axis=0)).astype(self._real)
-        low = self._ops.from_host(np.ascontiguousarray(r * power, self._narrow))
+        low = self._ops.from_host((r * power).astype(self._narrow))
         x = self._ops.to_host(self._solve(low)).astype(self._dtype) / power
         return x if self._scales is None else x * self._scales[1][:, None]
 
     def product(self, x: Any) -> Any:
         """Return the product of the matrix and vectors."""
-        return self._ops.to_host(matmul(self._a, self._ops.from_host(np.ascontiguousarray(x))))
+        return self._ops.to_host(matmul(self._a, self._ops.from_host(x)))
 
     def backward_errors(self, r: Any, x: Any, b: Any) -> Any:
         """Return each column's backward error, the larger of those of the matrix and of the scaled matrix."""

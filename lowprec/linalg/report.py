@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from lowprec.modes import MathMode
-from lowprec.util.plain import StrEnum, finite
+from lowprec.util.plain import StrEnum
 from lowprec.util.tables import Table, html, plain_text
 
 
@@ -32,11 +31,9 @@ class SolveReport:
     For a stack, steps, backward error and condition are the largest ones.
     """
 
-    requested: str  # the argument ``method``
     method: str  # "refine" if any system was solved by it, else "direct"
     reason: Reason  # for the method, or for the first fallback to a direct solve
-    factorization: str | None  # "LU" or "Cholesky", in lower precision
-    factor_mode: MathMode | None  # mode of its updates
+    factor_mode: MathMode | None  # mode of the updates of the factor in lower precision
     systems: int  # number of systems in the broadcast stack
     fallbacks: int  # number of systems for refinement that were solved directly
     steps: int  # applications of the factor in classical refinement, the first solution's included
@@ -47,25 +44,19 @@ class SolveReport:
 
     @property
     def _table(self) -> Table:
-        factor = f"{self.factorization}, updates in {self.factor_mode}" if self.factorization else "-"
         rows = {
             "method": f"{self.method} ({self.reason})",
-            "factor": factor,
+            "factor": "-" if self.factor_mode is None else f"updates in {self.factor_mode}",
             "systems": f"{self.systems}, of which {self.fallbacks} solved directly after all",
             "steps": f"{self.steps} classical, {self.gmres_steps} of GMRES",
             "backward error": f"{self.backward_error:.2g}",
             "condition": "-" if self.condition is None else f"about {self.condition:.1g}",
             "ms": ", ".join(f"{phase} {1e3 * seconds:.3g}" for phase, seconds in self.seconds),
         }
-        return Table(f"solve, method={self.requested!r}", ("", ""), list(rows.items()))
+        return Table("solve", ("", ""), list(rows.items()))
 
     def __str__(self) -> str:
         return plain_text(self._table)
 
     def _repr_html_(self) -> str:
         return html(self._table)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, ready for JSON."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)} | {"seconds": dict(self.seconds)}
-        return dict(finite({name: str(x) if isinstance(x, StrEnum) else x for name, x in named.items()}))

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays import library_of
+from lowprec.arrays.namespaces import array_module
 from lowprec.core.arguments import check_devices, name_argument
 from lowprec.core.dispatch import matmul
 from lowprec.core.plan_call import plan
 from lowprec.errors import ArrayError, ShapeError, UnsupportedError, quoted
-from lowprec.linalg.factors import operations
+from lowprec.linalg.factors import Operations
 from lowprec.linalg.refinement import Refinement, System, Unsolved, backward_errors, norms
 from lowprec.linalg.report import Reason, SolveReport
 from lowprec.linalg.routes import Operands, call, find, operands
@@ -26,16 +27,14 @@ from lowprec.policy import fp32_guard, is_guarded, math_mode
 
 _METHODS, _ASSUMPTIONS = ("direct", "refine", "auto"), ("gen", "pos")
 
-#: Inner extent of the planned updates; largest probable relative error of those in the default mode; factor by which
-#: another mode must be cheaper to be tried before.
-_WIDTH, _USUAL_ERROR, _WORTH_A_TRIAL = 256, 2e-5, 4.0
+_WIDTH = 256  # inner extent of the planned updates
+_USUAL_ERROR = 2e-5  # largest probable relative error of updates in the default mode
+_WORTH_A_TRIAL = 4.0  # factor by which another mode must be cheaper to be tried before
+_SMALLEST = 1024  # smaller systems are solved directly by method="auto", without an estimate of the costs
 
 #: Measured on Zen 5, in flops per element of the matrix: overhead of a direct solve over products, in its precision;
 #: the refinement of one column, and of each further one, in FP32.
 _DIRECT, _REFINE, _COLUMN = 2500.0, 3200.0, 100.0
-
-#: With ``method="auto"`` smaller systems are solved directly, without an estimate of the costs.
-_SMALLEST = 1024
 
 _is_on_host = attrgetter("device.is_host")  # of a view
 
@@ -51,29 +50,32 @@ def solve(a: Any, b: Any, *, method: str, factor_mode: str | MathMode | None, as
     if method == "direct" and not full_output:
         return call("solve", a, b)
     found = operands("solve", (a, b))
-    _check_shapes(*(tuple(x.shape) for x in found.arrays))
-    x, report = _Solve(found, method, mode, assume == "pos").run(full_output)
+    batch = _stack(*(tuple(x.shape) for x in found.arrays))
+    x, report = _Solve(found, batch, method, mode, assume == "pos").run(full_output)
     return (x, report) if full_output else x
 
 
-def _check_shapes(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+def _stack(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the stack of systems; raise ShapeError if the operands do not match."""
     if len(a) < 2 or a[-1] != a[-2]:
         raise ShapeError(f"solve takes square matrices, shape (..., n, n), and a has shape {a}")
     if not b or b[max(len(b) - 2, 0)] != a[-1]:
         raise ShapeError(f"b must have shape ({a[-1]},) or (..., {a[-1]}, k), as a has shape {a}, and it has shape {b}")
     try:
-        np.broadcast_shapes(a[:-2], b[:-2])
+        return np.broadcast_shapes(a[:-2], b[:-2])
     except ValueError:
         raise ShapeError(f"the stacks of a, shape {a}, and b, shape {b}, do not broadcast") from None
 
 
 class _Solve:
-    def __init__(self, found: Operands, method: str, mode: MathMode | None, is_positive: bool) -> None:
-        self._found, self._method, self._mode, self._is_positive = found, method, mode, is_positive
-        self._a, self._b = found.arrays
-        self._n, self._columns = int(self._a.shape[-1]), int(self._b.shape[-1]) if self._b.ndim > 1 else 1
-        self._batch = np.broadcast_shapes(tuple(self._a.shape[:-2]), tuple(self._b.shape[:-2]))
-        self._own = operations(self._a, found.library == "numpy")
+    def __init__(
+        self, found: Operands, batch: tuple[int, ...], method: str, mode: MathMode | None, is_positive: bool
+    ) -> None:
+        self._found, self._batch, self._method, self._mode = found, batch, method, mode
+        self._is_positive, self._is_vector = is_positive, found.arrays[1].ndim == 1
+        self._n, self._columns = found.arrays[0].shape[-1], 1 if self._is_vector else found.arrays[1].shape[-1]
+        #: Conversions from and to the library of the operands.
+        self._own = Operations(found.arrays[0])
         self._reason, self._factor_mode = Reason.REQUESTED, mode
         self._seconds: dict[str, float] = {}
         self._refined: list[Refinement] = []
@@ -84,12 +86,12 @@ class _Solve:
         """Return the result and the report; the backward error is computed only for ``full_output``."""
         reason = self._read()
         if reason is not None:
-            self._reason, x = reason, self._direct(self._a, self._b)
+            self._reason, x = reason, self._direct(*self._found.arrays)
         else:
             # On a GPU the library's own functions are called, so its switches are set; on the host none is called.
-            with math_mode("fp32", frameworks=not self._on_host and [self._found.library]):
+            with math_mode("fp32", frameworks=not self._ops.is_numpy and [self._found.library]):
                 x = self._solved()
-            x = self._own.from_host(x[..., 0] if self._b.ndim == 1 else x)
+            x = self._own.from_host(x[..., 0] if self._is_vector else x)
         error = self._error(x) if full_output and reason is not Reason.NOT_READABLE else nan
         return self._found.handed_back(x), self._report(error)
 
@@ -104,17 +106,19 @@ class _Solve:
                 raise
             return Reason.NOT_READABLE
         check_devices(views)
-        self._on_host = _is_on_host(views["a"])
-        self._ops = operations(self._a, self._on_host)
-        a, b = (v.ndarray() for v in views.values()) if self._on_host else self._found.arrays
-        self._arrays = a, self._ops.to_host(b[:, None] if b.ndim == 1 else b)
+        a, b = (v.ndarray() for v in views.values()) if _is_on_host(views["a"]) else self._found.arrays
+        self._ops = Operations(a)
+        #: The matrices on their device, and the right-hand sides as a NumPy array, both broadcast to the stack.
+        self._a = array_module(a).broadcast_to(a, (*self._batch, self._n, self._n))
+        b = self._ops.to_host(b[:, None] if self._is_vector else b)
+        self._b = np.broadcast_to(b, (*self._batch, self._n, self._columns))
         if self._method == "direct":
             return Reason.REQUESTED
         if is_guarded():
             return Reason.GUARDED
-        if not prod((*self._batch, self._n, self._columns)):
+        if not self._b.size:
             return Reason.EMPTY
-        if self._on_host and not find_spec("scipy"):
+        if self._ops.is_numpy and not find_spec("scipy"):
             if self._method == "refine":
                 raise UnsupportedError(f"refinement {Reason.NO_LAPACK}; install it (pip install scipy)")
             return Reason.NO_LAPACK
@@ -125,8 +129,6 @@ class _Solve:
             self._reason = Reason.FASTER
             return None if self._is_faster(self._candidates[0][1]) else Reason.NOT_FASTER
         return None
-
-    # -- the choice --------------------------------------------------------------------------------
 
     def _costs(self, dtype: str) -> dict[MathMode, tuple[float, float]]:
         """Return cost and probable error of an update by mode, the default mode last; cost 1 for a forced mode."""
@@ -154,35 +156,26 @@ class _Solve:
         factor = cost * n**3 * (1 / 3 if self._is_positive else 2 / 3)
         return factor + n**2 * (_REFINE + _COLUMN * (k - 1)) < direct
 
-    # -- the systems -------------------------------------------------------------------------------
-
-    def _positions(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield the index of each system, of its matrix and of its right-hand sides."""
-        for at in np.ndindex(*self._batch):
-            own = [(at[len(at) + 2 - x.ndim :], x.shape) for x in self._arrays]
-            of_a, of_b = (tuple(0 if m == 1 else i for i, m in zip(*pair, strict=False)) for pair in own)
-            yield at, of_a, of_b
-
     def _solved(self) -> Any:
-        a, b = self._arrays
-        x = np.empty((*self._batch, self._n, self._columns), b.dtype)
-        if prod(a.shape[:-2]) == 1:  # one factor for all
-            right = np.moveaxis(np.broadcast_to(b, x.shape).reshape(-1, *x.shape[-2:]), 0, 1)
-            found = self._one((0,) * (a.ndim - 2), right.reshape(self._n, -1))
-            return np.moveaxis(found.reshape(right.shape), 1, 0).reshape(x.shape)
-        for at, of_a, of_b in self._positions():
-            x[at] = self._one(of_a, np.ascontiguousarray(b[of_b]))
+        if prod(self._found.arrays[0].shape[:-2]) == 1:  # one factor for all
+            right = np.moveaxis(self._b.reshape(-1, self._n, self._columns), 0, 1)
+            found = self._one((0,) * len(self._batch), right.reshape(self._n, -1))
+            return np.moveaxis(found.reshape(right.shape), 1, 0).reshape(self._b.shape)
+        x = np.empty_like(self._b, order="C")
+        for at in np.ndindex(*self._batch):
+            x[at] = self._one(at, self._b[at])
         return x
 
-    def _one(self, of_a: Any, b: Any) -> Any:
+    def _one(self, at: tuple[int, ...], b: Any) -> Any:
         """Return the solution of one system, by a direct solve where refinement fails."""
         try:
             with np.errstate(all="ignore"):
-                return self._refine(self._arrays[0][of_a], b)
+                return self._refine(self._a[at], b)
         except Unsolved as error:
-            self._reason = self._reason if self._fallbacks else error.reason
+            self._reason = self._reason if self._fallbacks else error.args[0]
             self._fallbacks += 1
-        return self._own.to_host(self._direct(self._a[of_a], self._own.from_host(b)))
+        a = self._own.from_host(self._a[at]) if self._ops.is_numpy else self._a[at]
+        return self._own.to_host(self._direct(a, self._own.from_host(b)))
 
     def _direct(self, a: Any, b: Any) -> Any:
         with self._timed("direct"), fp32_guard():
@@ -205,7 +198,7 @@ class _Solve:
                     iteration = Refinement(system, b, x)
                     iteration.run()
             except Unsolved as failure:
-                reason = failure.reason
+                reason = failure.args[0]
                 continue
             self._refined.append(iteration)
             self._factor_mode = mode
@@ -220,24 +213,24 @@ class _Solve:
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + perf_counter() - begin
 
-    # -- the report --------------------------------------------------------------------------------
-
     def _error(self, x: Any) -> float:
-        (a, b), found = self._arrays, [0.0]
-        x = self._own.to_host(x)[..., None] if self._b.ndim == 1 else self._own.to_host(x)
+        """Return the largest backward error."""
+        if not self._b.size:
+            return 0.0
+        found: list[float] = []
+        x = self._own.to_host(x).reshape(self._b.shape)
         with math_mode("fp32"), np.errstate(all="ignore"):
-            for at, of_a, of_b in self._positions():
-                size = float(norms(np.sqrt(self._ops.magnitudes(a[of_a])[2])[:, None])[0])
-                product = matmul(a[of_a], self._ops.from_host(np.ascontiguousarray(x[at])))
-                found.extend(backward_errors(b[of_b] - self._ops.to_host(product), size, x[at], b[of_b]))
+            for at in np.ndindex(*self._batch):
+                a, b = self._a[at], self._b[at]
+                size = float(norms(np.sqrt(self._ops.magnitudes(a)[2])[:, None])[0])
+                product = self._ops.to_host(matmul(a, self._ops.from_host(x[at])))
+                found.extend(backward_errors(b - product, size, x[at], b))
         return float(np.max(found))
 
     def _report(self, error: float) -> SolveReport:
         return SolveReport(
-            requested=self._method,
             method="refine" if self._refined else "direct",
             reason=self._reason,
-            factorization=("Cholesky" if self._is_positive else "LU") if self._conditions else None,
             factor_mode=self._factor_mode if self._conditions else None,
             systems=prod(self._batch),
             fallbacks=self._fallbacks,

@@ -9,6 +9,7 @@ that is not refined is the one of the library, bit by bit.
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,14 +123,14 @@ def check(a: Array, b: Array, **keywords: Any) -> linalg.SolveReport:
 def test_random_matrices(dtype: str, n: int, columns: int | None, rng: np.random.Generator) -> None:
     a = normal(rng, (n, n), dtype)
     report = check(a, normal(rng, (n,) if columns is None else (n, columns), dtype))
-    assert (report.method, report.fallbacks, report.factorization) == ("refine", 0, "LU")
+    assert (report.method, report.fallbacks) == ("refine", 0)
 
 
 @dtypes
 @pytest.mark.parametrize("n", [1, 2, 40, 130, 300])
 def test_positive_definite_matrices(dtype: str, n: int, rng: np.random.Generator) -> None:
     report = check(positive(rng, n, 100.0, dtype), normal(rng, (n, 2), dtype), assume="pos")
-    assert (report.method, report.factorization) == ("refine", "Cholesky")
+    assert report.method == "refine"
 
 
 @pytest.mark.parametrize("mode", [m for m in lowprec.MathMode if m not in ("fp64", "fp32_pedantic")], ids=str)
@@ -317,7 +318,7 @@ def test_the_operations_of_a_gpu(
 ) -> None:
     """The functions that a library has for its own arrays: the same on the CPU."""
     monkeypatch.setattr(solving, "_is_on_host", lambda view: False)
-    monkeypatch.setattr(factors.Operations, "_lapack", None)
+    monkeypatch.setitem(factors._LAPACK, "numpy", "a module that is not imported")
     a, b = np.stack([positive(rng, 150, 20.0, dtype)] * 2), normal(rng, (150, 2), dtype)
     a[1] = np.tril(a[1]) + np.triu(
         a[1].conj().swapaxes(0, 1).T if assume == "pos" else normal(rng, (150, 150), dtype), 1
@@ -348,10 +349,9 @@ class LikeCupy(np.ndarray):
 def test_the_operations_of_cupy(kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     scipy = pytest.importorskip("scipy", reason="scipy is not installed")
     a, b = positive(rng, 100, 10.0, "float32"), normal(rng, (100, 2), "float32")
-    ops = factors._OnDevice.__new__(factors._OnDevice)
-    ops._like, ops._xp, ops._linalg, ops._name = a.view(LikeCupy), np, scipy.linalg, "cupy"
-    ops._is_torch, ops.in_place = False, True
-    monkeypatch.setattr(factors._OnDevice, "to_host", lambda self, x: np.asarray(x))
+    ops = factors.Operations(a)
+    ops._like, ops._linalg, ops._name, ops.is_numpy = a.view(LikeCupy), scipy.linalg, "cupy", False
+    monkeypatch.setattr(factors.Operations, "to_host", lambda self, x: np.asarray(x))
     mode = lowprec.MathMode.FP32 if kind == "lu" else lowprec.MathMode.TF32X3
     solve = factors.factor(ops.lowered(a, "float32", None), ops, mode, is_positive=kind == "cholesky")
     x = solve(b.copy())
@@ -470,7 +470,7 @@ def test_small_systems_are_direct(xp: ArrayNamespace, rng: np.random.Generator) 
 def test_large_systems_are_refined() -> None:
     def chosen(n: int, columns: int = 1, dtype: str = "float64") -> bool:
         found = solving.operands("solve", (np.broadcast_to(np.zeros((), dtype), (n, n)), np.zeros((n, columns), dtype)))
-        call = solving._Solve(found, "auto", None, False)
+        call = solving._Solve(found, (), "auto", None, False)
         return call._read() is None
 
     assert [chosen(n) for n in (256, 1024, 4096, 8192)] == [False, True, True, True]
@@ -532,12 +532,12 @@ def test_the_report(rng: np.random.Generator) -> None:
     a, b = normal(rng, (64, 64), "float64"), normal(rng, (64,), "float64")
     x, report = linalg.solve(a, b, method="refine", factor_mode="bf16x3", full_output=True)
     text = str(report)
-    assert text.startswith("solve, method='refine'\n")
-    assert "LU, updates in bf16x3" in text
+    assert text.startswith("solve\n")
+    assert "updates in bf16x3" in text
     assert "<table>" in report._repr_html_()
-    plain = report.to_dict()
+    plain = json.loads(json.dumps(dataclasses.asdict(report)))
     assert (plain["method"], plain["factor_mode"], plain["systems"]) == ("refine", "bf16x3", 1)
-    assert set(plain["seconds"]) == {"scaling", "factor", "refinement"}
+    assert set(dict(plain["seconds"])) == {"scaling", "factor", "refinement"}
     assert report.backward_error == pytest.approx(backward_error(a, x, b), abs=64 * unit("float64"))
     with pytest.raises(dataclasses.FrozenInstanceError, match="steps"):
         report.steps = 0  # type: ignore[misc]
@@ -581,6 +581,8 @@ def test_options_are_keywords() -> None:
         linalg.solve(EYE, EYE[0], "refine")
 
 
+# An interrupt in a generator of SciPy's is not raised but reported.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("assume", ["gen", "pos"])
 def test_an_interrupt_leaves_the_operands_as_they_are(assume: str, rng: np.random.Generator) -> None:
     a, b = positive(rng, 64, 10.0, "float64"), normal(rng, (64, 2), "float64")
