@@ -108,16 +108,19 @@ class Operations:
             return partial(self._linalg.lu_solve, *factors)
         return partial(self._linalg.lu_solve, factors, trans=int(self.is_numpy), check_finite=False)
 
-    def lu_panel(self, a: Any) -> tuple[Any, Any]:
-        """Factor a panel; return both factors, and the order of the rows as a NumPy array."""
+    def lu_panel(self, a: Any) -> tuple[Any, Any, Any]:
+        """Factor a panel; return its square of both factors, the rows below, and the order of rows as a NumPy array."""
         both, pivots = self.lu(self.lowered(a, a.dtype, None, "F") if self.is_numpy else a)
-        order = np.arange(len(a))
+        order = list(range(len(a)))
         for i, p in enumerate((self.to_host(pivots) - self._is_torch).tolist()):  # PyTorch counts from one
-            order[[i, p]] = order[[p, i]]
-        return both, order
+            order[i], order[p] = order[p], order[i]
+        square = both[: a.shape[1]]
+        return np.asfortranarray(square) if self.is_numpy else square, both[a.shape[1] :], np.array(order)
 
     def cholesky(self, a: Any) -> Any:
         """Return the lower factor of a block; reads its lower triangle."""
+        if self.is_numpy:
+            return self._linalg.cholesky(a, lower=True, check_finite=False)
         if not self._is_torch:
             return self.xp.linalg.cholesky(a)
         found, failure = self._linalg.cholesky_ex(a)
@@ -126,8 +129,8 @@ class Operations:
         return found
 
     def triangular(self, a: Any, b: Any, lower: bool, unit: bool = False) -> Any:
-        """Return the solution for a triangle of the first rows."""
-        a, solve = a[: a.shape[1]], self._linalg.solve_triangular
+        """Return the solution for a triangle."""
+        solve = self._linalg.solve_triangular
         if self._is_torch:
             return solve(a, b, upper=not lower, unitriangular=unit)
         return solve(a, b, lower=lower, unit_diagonal=unit, check_finite=False)
@@ -137,7 +140,7 @@ class _Block(NamedTuple):
     """The part of both factors from one panel of k columns."""
 
     order: Any  # order of the rows from the panel's first one; None for Cholesky
-    lower: Any  # L on the diagonal, in the lower triangle of the first k rows; with a unit diagonal in LU
+    lower: Any  # L on the diagonal, in the lower triangle; with a unit diagonal in LU
     upper: Any  # U on the diagonal, in the upper triangle
     below: Any  # L below the block, (m - k, k)
     right: Any  # U to the right of it, (k, m - k)
@@ -164,12 +167,12 @@ def factor(rest: Any, ops: Operations, mode: MathMode, *, is_positive: bool) -> 
 
 def _lu_panel(rest: Any, ops: Operations, width: int) -> tuple[_Block, Any]:
     """Return the block of the first columns, and the rows and columns that remain to be updated."""
-    both, order = ops.lu_panel(rest[:, :width])
+    both, below, order = ops.lu_panel(rest[:, :width])
     rows = ops.permuted(rest[:, width:], order)
     right = matmul(_inverse(both, ops, True), rows[:width])
     if ops.in_place:
         rows[:width], right = right, rows[:width]
-    return _Block(order, both, both, both[width:], right), rows[width:]
+    return _Block(order, both, both, below, right), rows[width:]
 
 
 def _cholesky_panel(rest: Any, ops: Operations, width: int) -> tuple[_Block, Any]:
