@@ -73,7 +73,7 @@ class _Solve:
     ) -> None:
         self._found, self._batch, self._method, self._mode = found, batch, method, mode
         self._is_positive, self._is_vector = is_positive, found.arrays[1].ndim == 1
-        self._n, self._columns = found.arrays[0].shape[-1], 1 if self._is_vector else found.arrays[1].shape[-1]
+        self._n, self._columns = int(found.arrays[0].shape[-1]), 1 if self._is_vector else found.arrays[1].shape[-1]
         #: Conversions from and to the library of the operands.
         self._own = Operations(found.arrays[0])
         self._reason, self._factor_mode = Reason.REQUESTED, mode

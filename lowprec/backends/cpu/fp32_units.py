@@ -24,9 +24,6 @@ from lowprec.modes import row
 from lowprec.planning import GemmPlan, KernelRow
 from lowprec.planning.prepared import kept_modes
 
-#: Largest operand or result, in elements, of a batch that runs in slices; elements of a slice.
-_SMALL_PRODUCT, _SLICE = 1 << 14, 1 << 17
-
 #: Element types of BLAS.
 _BLAS_DTYPES = (DType.FLOAT32, DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128)
 
@@ -82,9 +79,9 @@ def execute(plan: GemmPlan, arguments: Arguments) -> None:
 def _slices(stacks: Stacks) -> list[Stacks]:
     a, b, out, c, bias = stacks
     each = max([x.shape[-2] * x.shape[-1] for x in (a, b, out)])
-    if out.ndim < 3 or each > _SMALL_PRODUCT or not a.ndim == b.ndim == out.ndim or 1 in (len(a), len(b)):
+    if out.ndim < 3 or each > splitting.SMALL_PRODUCT or not a.ndim == b.ndim == out.ndim or 1 in (len(a), len(b)):
         return [stacks]
-    step = max(1, _SLICE * len(out) // max(1, a.size, b.size, out.size))
+    step = max(1, splitting.SLICE * len(out) // max(1, a.size, b.size, out.size))
     found = []
     for i in range(0, len(out), step):
         part = slice(i, i + step)

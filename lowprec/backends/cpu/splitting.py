@@ -21,6 +21,9 @@ _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 #: Numbers per block, which fits the cache.
 _BLOCK = 1 << 16
 
+#: Largest operand or result, in elements, of a batch that runs in slices; elements of a slice, which is one block.
+SMALL_PRODUCT, SLICE = 1 << 14, 1 << 18
+
 #: Sum of the magnitudes of two exponents up to which unscaling a product gives normal numbers.
 _SMALL_EXPONENT = 50
 
@@ -170,9 +173,13 @@ def _scaled(x: Any, dtype: np.dtype[Any], axis: int, workspace: Workspace) -> tu
     return out, exponents
 
 
+def _block(rows: int, row_numbers: int) -> int:
+    return SLICE if rows * row_numbers <= SMALL_PRODUCT else _BLOCK
+
+
 def _blocks(count: int, rows: int, row_numbers: int) -> list[tuple[slice, slice]]:
-    """Return slices over matrices and their rows that fit the cache."""
-    height = max(1, _BLOCK // max(1, row_numbers))
+    """Return slices over matrices and their rows, of one block each."""
+    height = max(1, _block(rows, row_numbers) // max(1, row_numbers))
     step = max(1, height // max(1, rows))
     return [(slice(i, i + step), slice(j, j + height)) for i in range(0, count, step) for j in range(0, rows, height)]
 
@@ -200,5 +207,5 @@ def unscale(out: Any, a: Split, b: Split) -> None:
                 if not is_exact:
                     part[...] = wide
 
-    height = max(1, _BLOCK * out.shape[-2] // max(1, out.size))
+    height = max(1, _block(*out.shape[-2:]) * out.shape[-2] // max(1, out.size))
     team.share(take_back, [slice(i, i + height) for i in range(0, out.shape[-2], height)])
