@@ -351,7 +351,7 @@ def test_a_child_that_is_forked_while_another_thread_compiles(tmp_path: Path) ->
         def triple(x):
             return 3 * x
         def result(function):
-            return native.callable_at(compilation.compile_kernel(function, 1), 1)(5)
+            return native.compiled(function)(5)
 
         compiling = threading.Thread(target=result, args=(double,))
         compiling.start()

@@ -181,7 +181,7 @@ def pack(x: np.ndarray, scheme: Any, *, is_b: bool) -> tuple[np.ndarray, bool]:
     strips, steps = -(-lanes // 32), -(-k // scheme.step)
     strip_bytes = steps * scheme.parts * 2048
     (_, target), (_, scratch) = held = page(strips * strip_bytes), page(packing.SCRATCH_BYTES)
-    kernel = native.callable_at(packing.pack_kernel(scheme), packing.PACK_ARITY)
+    kernel = native.compiled(packing._pack_function(scheme))
     flags = kernel(
         x.ctypes.data, *x.strides, lanes, k, 0, strips, 0, steps, target, strip_bytes, int(is_b), scratch, 0
     )  # fmt: skip

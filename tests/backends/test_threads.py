@@ -264,7 +264,7 @@ def triple_address() -> int:
     def triple(x: int, scratch: int) -> int:
         return 3 * x
 
-    return compile_kernel(triple, 2)
+    return compile_kernel(triple)
 
 
 @needs_numba

@@ -13,9 +13,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from lowprec.backends.cpu.packed import native
-from lowprec.backends.cpu.packed.compilation import compile_kernel
-from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, emitted, load, pointer, store
+from lowprec.backends.cpu import team
+from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, compiled, emitted, load, pointer, store
 from lowprec.backends.cpu.packed.vector_arithmetic import (
     INFINITY,
     SIGN,
@@ -237,12 +236,6 @@ def _cast_function(index: int, writes: int = 1) -> Any:
 
 
 @cache
-def cast_address(index: int) -> int:
-    """Return the address of :func:`cast_kernel`'s kernel."""
-    return compile_kernel(_cast_function(index), 7)
-
-
-@cache
 def cast_kernel(index: int) -> Any:
     """Return the kernel of one of `CASTS`, a function of seven integers.
 
@@ -250,19 +243,19 @@ def cast_kernel(index: int) -> Any:
     contiguous row-major float32 matrix; the address of 512 bytes of scratch memory. It returns the extrema if it rounds
     to float16's digits, otherwise 0.
     """
-    return native.callable_at(cast_address(index), 7)
+    return compiled(_cast_function(index))
 
 
 @cache
 def extrema_address() -> int:
-    """Return the address of :func:`extrema_kernel`'s kernel."""
-    return compile_kernel(_cast_function(CASTS.index(("float32", DIGITS)), 0), 7)
+    """Return the address of :func:`extrema_kernel`."""
+    return team.address_of(extrema_kernel())
 
 
 @cache
 def extrema_kernel() -> Any:
     """Return the kernel that finds the extrema of float32 numbers, with the arguments of a casting kernel."""
-    return native.callable_at(extrema_address(), 7)
+    return compiled(_cast_function(CASTS.index(("float32", DIGITS)), 0))
 
 
 def _narrow_float16(builder: Any, bits: Any) -> Any:
@@ -324,5 +317,4 @@ def narrow_kernel(dtype: str) -> Any:
     They are the address of a contiguous row-major float32 matrix; address, row stride and column stride of the result,
     in bytes; rows and columns; the address of 512 bytes of scratch memory.
     """
-    function = _narrow_function(int(dtype == "float16"))
-    return native.callable_at(compile_kernel(function, 7), 7)
+    return compiled(_narrow_function(int(dtype == "float16")))

@@ -31,9 +31,8 @@ from lowprec.backends.cpu.gemv_arithmetic import (
     multiply_add,
     numbers_of,
 )
-from lowprec.backends.cpu.packed import native
-from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
-from lowprec.backends.cpu.packed.native import I8, I16, I32, call, emitted, load, pointer, store
+from lowprec.backends.cpu.packed.compilation import inlined
+from lowprec.backends.cpu.packed.native import I8, I16, I32, call, compiled, emitted, load, pointer, store
 
 # The key of the cache on disk includes a kernel's name and its closure.
 
@@ -231,13 +230,12 @@ def gemv_kernel(index: int, width: int, by_rows: bool) -> Any:
     Returns the same as a cast.
     """
     function = _rows_function(index, width) if by_rows else _columns_function(index, width)
-    return native.callable_at(compile_kernel(function, 12), 12)
+    return compiled(function)
 
 
 _merged = njit(scaling.merged)
 
 
-@njit
 def _read(cast, source, stride, step, count, k, x, x_stride, scratch):
     extrema = 0
     for j in range(count):
@@ -256,11 +254,7 @@ def vectors_kernel() -> Any:
     Address of the casting kernel; vectors: address, strides between vectors and between numbers, both counts; address
     and stride of the float32 vectors; address of scratch memory. Returns the same as a cast.
     """
-
-    def read(cast, source, stride, step, count, k, x, x_stride, scratch):
-        return _read(cast, source, stride, step, count, k, x, x_stride, scratch)
-
-    return native.callable_at(compile_kernel(read, 9), 9)
+    return compiled(_read)
 
 
 @cache
@@ -276,4 +270,4 @@ def integer_vectors_kernel() -> Any:
                 store(target + i, 0, "u16")
         return 0
 
-    return native.callable_at(compile_kernel(read, 9), 9)
+    return compiled(read)

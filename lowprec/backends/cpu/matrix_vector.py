@@ -241,7 +241,7 @@ def _gemv(geometry: _Geometry) -> _Gemv:
     kernel = native.gemv_kernel(of_matrix, width, by_rows)
     numbers, is_integer = native.arithmetic(of_matrix), g.dtype == "int8"
     read = native.integer_vectors_kernel() if is_integer else native.vectors_kernel()
-    cast = 0 if is_integer else casting.kernels().cast_address(of_vectors)
+    cast = 0 if is_integer else team.address_of(casting.kernels().cast_kernel(of_vectors))
     sum_dtype = np.dtype(np.int32 if is_integer else np.float32)
     pieces, shape, (stride, step, written) = _pieces(g, width, by_rows)
     in_place = not shape

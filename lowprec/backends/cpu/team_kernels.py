@@ -26,7 +26,7 @@ from lowprec.backends.cpu.packed.native import (
     atomic_load,
     atomic_store,
     call,
-    callable_at,
+    compiled,
     emitted,
     exchange_if,
     field,
@@ -130,22 +130,19 @@ def look(count):
     return 0
 
 
-_KERNELS: dict[str, Any] = {"enter": (enter, 1), "run": (run, 2), "serve": (serve, 1), "look": (look, 1)} | {
-    "offer": (offer, 2),
-    "finish": (finish, 2),
-}
+_KERNELS: dict[str, Any] = {x.__name__: x for x in (enter, run, serve, look, offer, finish)}
 
 
 @cache
 def kernel(name: str) -> int:
     """Return the address of a function above."""
-    return compile_kernel(*_KERNELS[name])
+    return compile_kernel(_KERNELS[name])
 
 
 @cache
 def callable_kernel(name: str) -> Callable[..., int]:
     """Return a function above as a Python callable; the GIL is released while it runs."""
-    return callable_at(kernel(name), _KERNELS[name][1])
+    return compiled(_KERNELS[name])
 
 
 _BASES = {"a": T.A, "b": T.B, "c": T.C}
@@ -195,4 +192,4 @@ def rows_kernel(signature: str) -> int:
                 store(results + 8 * index, found, "i64")
         return 0
 
-    return compile_kernel(rows, 2)
+    return compile_kernel(rows)

@@ -42,4 +42,4 @@ def unscale_kernel(dtype: str) -> int:
     They are the addresses of the numbers and of the results (the same, or not overlapping), the count, and the address
     of the inverse scale, of the same type. It returns 1 if a number is Inf or NaN, otherwise 0.
     """
-    return compile_kernel(_unscale_function(*KINDS[dtype]), 4)
+    return compile_kernel(_unscale_function(*KINDS[dtype]))

@@ -71,15 +71,15 @@ def inlined(result: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def compile_kernel(function: Callable[..., Any], arity: int) -> int:
+def compile_kernel(function: Callable[..., Any]) -> int:
     """Return the address of a function of integers that does not raise, compiled or loaded from disk."""
     with global_compiler_lock:
-        name = f"{stored_code.made_of(function)} {arity}"
-        return stored_code.address(name, lambda: _machine_code(function, arity))
+        return stored_code.address(stored_code.made_of(function), lambda: _machine_code(function))
 
 
-def _machine_code(function: Callable[..., Any], arity: int) -> bytes:
+def _machine_code(function: Callable[..., Any]) -> bytes:
     """Return an object file with the symbol `stored_code.SYMBOL`, which does not depend on Python."""
+    arity = function.__code__.co_argcount
     how: Any = (types.intp,) * arity, types.intp, _flags(), {}
     result = compiler.compile_extra(cpu_target.typing_context, _TARGET, function, *how)
     described, library, word = result.fndesc, result.library, ir.IntType(64)

@@ -26,7 +26,7 @@ from lowprec.backends.cpu.packed.native import (
     I16,
     I32,
     call,
-    callable_at,
+    compiled,
     emitted,
     field,
     lesser,
@@ -36,8 +36,6 @@ from lowprec.backends.cpu.packed.native import (
     vector,
 )
 from lowprec.backends.cpu.packed.result_rows import BFLOAT16, FLOAT16, FLOAT32, at, writer
-
-EPILOGUE_ARITY = 7
 
 
 @emitted(types.float32)
@@ -201,10 +199,10 @@ def _epilogue_function(kind: int, computes: bool) -> Any:
 def epilogue_kernel(dtype: str, computes: bool) -> int:
     """Return the address of the epilogue that writes `dtype`; without `computes` it only writes.
 
-    It takes `EPILOGUE_ARITY` integers: address of the accumulator block (which it may overwrite), address of the job,
+    It takes seven integers: address of the accumulator block (which it may overwrite), address of the job,
     first row, first column, address of 256 bytes of scratch; the last two are those of ``result_rows.writer``.
     """
-    return compile_kernel(_epilogue_function(J.KINDS[dtype], computes), EPILOGUE_ARITY)
+    return compile_kernel(_epilogue_function(J.KINDS[dtype], computes))
 
 
 @cache
@@ -224,4 +222,4 @@ def rows_kernel() -> Any:
                 call(field(job, J.EPILOGUE), (acc, job, row, col, acc + 4096, 0, 0))
         return 0
 
-    return callable_at(compile_kernel(apply, 3), 3)
+    return compiled(apply)

@@ -59,7 +59,5 @@ BATCH_WORDS = 24
 #: Bytes of an accumulator block and of the scratch memory of its epilogue.
 BLOCK_SCRATCH_BYTES = 4096 + 256
 
-#: Number of arguments of a micro-kernel; cache lines of the next piece of B that it prefetches per step, which is a
-#: strip in eight calls.
-MICRO_ARITY = 6
+#: Cache lines of the next piece of B that a micro-kernel prefetches per step, which is a strip in eight calls.
 PREFETCH_LINES = 4

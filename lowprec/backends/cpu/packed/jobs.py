@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import team
 from lowprec.backends.cpu.casting import name_of
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, Pairs
@@ -135,7 +136,7 @@ def _products(a: Scheme, b: Scheme, rounding: str) -> Pairs:
 @lru_cache(maxsize=256)
 def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: str, rows: int = 32) -> Kernels:
     """Return the compiled kernels for these types, for a last strip of A with ``rows`` rows."""
-    from lowprec.backends.cpu.packed import macro_kernel, native, packing
+    from lowprec.backends.cpu.packed import macro_kernel, packing
 
     if (a_dtype == "int8") != (micro_kernel.storage == "int8"):
         raise ValueError(f"the micro-kernel {micro_kernel.name} multiplies {micro_kernel.storage}")
@@ -150,10 +151,9 @@ def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: 
         J.KERNEL: emit(micro_kernel.name, products),
         J.LAST_KERNEL: emit(micro_kernel.name, products, *few_rows),
     }
-    address = macro_kernel.macro_kernel()
-    run = native.callable_at(address, macro_kernel.MACRO_ARITY)
+    run = macro_kernel.macro_kernel()
     is_split, sums_chunks = a.is_split or b.is_split, a.is_wide
-    return Kernels(a.step, a.parts, b.parts, is_split, sums_chunks, words, address, run)
+    return Kernels(a.step, a.parts, b.parts, is_split, sums_chunks, words, team.address_of(run), run)
 
 
 class Blocking(NamedTuple):

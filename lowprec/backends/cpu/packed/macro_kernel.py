@@ -1,7 +1,7 @@
 """The macro-kernel: the loops around a micro-kernel, the same for all units.
 
-A micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. It takes `MICRO_ARITY`
-integers: packed A, packed B, accumulators (four 16 x 16 tiles of float32 or int32), number of steps (at least 1),
+A micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. It takes
+six integers: packed A, packed B, accumulators (four 16 x 16 tiles of float32 or int32), number of steps (at least 1),
 whether to add to the accumulators, and the address from which to prefetch `PREFETCH_LINES` cache lines of the next
 piece of B per step and part of B.
 
@@ -20,6 +20,7 @@ The result does not depend on the number of threads or their schedule.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,7 @@ from lowprec.backends.cpu.packed.native import (
     atomic_load,
     atomic_store,
     call,
+    compiled,
     emitted,
     field,
     inline_asm,
@@ -49,8 +51,6 @@ from lowprec.backends.cpu.packed.native import (
 )
 from lowprec.backends.cpu.packed.result_rows import FIRST, KEPT_BYTES, LAST
 from lowprec.backends.cpu.packed.vector_arithmetic import INFINITY, bits_of, magnitude_of, splat
-
-MACRO_ARITY = 2
 
 
 @emitted()
@@ -297,8 +297,8 @@ def _copy_job(source, target):
 def batch_kernel() -> int:
     """Return the address of the kernel that runs the macro-kernel for each product of a batch.
 
-    It takes `MACRO_ARITY` integers: address of the batch, address of the thread's memory, for a copy of the job (4096
-    bytes), packed B, and scratch.
+    It takes the addresses of the batch and of the thread's memory, for a copy of the job (4096 bytes), packed B, and
+    scratch.
     """
 
     def share_batch(batch, memory):
@@ -343,15 +343,12 @@ def batch_kernel() -> int:
         _fence()
         return 0
 
-    return compile_kernel(share_batch, MACRO_ARITY)
+    return compile_kernel(share_batch)
 
 
 @cache
-def macro_kernel() -> int:
-    """Return the address of the macro-kernel, which each thread of a job calls once.
-
-    It takes `MACRO_ARITY` integers: address of the job, address of the thread's scratch.
-    """
+def macro_kernel() -> Callable[[int, int], int]:
+    """Return the macro-kernel, which each thread calls once with the addresses of the job and of its scratch."""
 
     def share_product(job, scratch):
         _packing_phase(job, scratch)
@@ -375,4 +372,4 @@ def macro_kernel() -> int:
         _fence()
         return 0
 
-    return compile_kernel(share_product, MACRO_ARITY)
+    return compiled(share_product)

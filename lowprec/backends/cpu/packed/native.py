@@ -170,6 +170,22 @@ pause = instruction("pause")
 yield_cpu = instruction("movl $$24, %eax\nsyscall", "~{rax},~{rcx},~{r11},~{memory},~{flags}")
 
 
+def assembled(name: str, text: str, clobbers: str) -> int:
+    """Return the address of a micro-kernel in assembly; ``name`` identifies it."""
+
+    def emit(builder, a, b, acc, steps, add, following):
+        inline_asm(builder, text, "r,r,r,r,r,r," + clobbers, ir.VoidType(), [a, b, acc, steps, add, following])
+
+    emit.__name__ = name
+    assembly = emitted()(emit)
+
+    def micro(a, b, acc, steps, add, following):
+        assembly(a, b, acc, steps, add, following)
+        return 0
+
+    return compile_kernel(micro)
+
+
 def try_compiler() -> None:
     """Compile a test function, which fails if numba lacks an interface that kernels need."""
 
@@ -180,9 +196,10 @@ def try_compiler() -> None:
     def probe(x):
         return lesser(same(x), 1)
 
-    compile_kernel(probe, 1)
+    compile_kernel(probe)
 
 
-def callable_at(address: int, arity: int) -> Callable[..., int]:
-    """A Python callable for a kernel; the GIL is released while it runs."""
-    return ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_ssize_t] * arity)(address)
+def compiled(function: Callable[..., Any]) -> Callable[..., int]:
+    """Return a kernel as a Python callable; the GIL is released while it runs."""
+    arity = function.__code__.co_argcount
+    return ctypes.CFUNCTYPE(ctypes.c_ssize_t, *[ctypes.c_ssize_t] * arity)(compile_kernel(function))

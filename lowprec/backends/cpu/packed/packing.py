@@ -30,8 +30,6 @@ from lowprec.backends.cpu.packed.tile_rows import Scheme, pack_row, transpose
 SCRATCH_BYTES = 16 << 10
 _TILES_AT = 8 << 10
 
-PACK_ARITY = 13
-
 #: Prefetch distance in steps, for reading along k: hardware prefetchers do not follow 32 streams.
 _AHEAD = 4
 
@@ -195,8 +193,8 @@ def _pack_function(scheme: Scheme) -> Any:
 def pack_kernel(scheme: Scheme) -> int:
     """Return the address of the packing kernel of a scheme.
 
-    It takes `PACK_ARITY` integers: address, lane stride and k stride in bytes, lanes, k; strips and steps to pack
+    It takes 13 integers: address, lane stride and k stride in bytes, lanes, k; strips and steps to pack
     (first, end); target and its strip stride in bytes; 1 for the layout of B, 0 for that of A; address of
     `SCRATCH_BYTES` of scratch. For operands in two parts it returns nonzero if a rounded value is not finite.
     """
-    return compile_kernel(_pack_function(scheme), PACK_ARITY)
+    return compile_kernel(_pack_function(scheme))

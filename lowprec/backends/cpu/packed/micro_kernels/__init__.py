@@ -22,16 +22,6 @@ _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
 Pairs = tuple[tuple[int, int], ...]
 
 
-def format_pairs(pairs: Pairs) -> str:
-    """Return pairs as text, which can be a constant in a kernel's code."""
-    return " ".join(f"{i}{j}" for i, j in pairs)
-
-
-def parse_pairs(text: str) -> Pairs:
-    """Return the pairs of a text."""
-    return tuple((int(pair[0]), int(pair[1])) for pair in text.split())
-
-
 @dataclass(frozen=True, slots=True)
 class MicroKernel:
     """Properties and requirements of one micro-kernel."""

@@ -10,14 +10,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-
-from lowprec.backends.cpu.packed.compilation import compile_kernel
-from lowprec.backends.cpu.packed.job import MICRO_ARITY, PREFETCH_LINES
-from lowprec.backends.cpu.packed.micro_kernels import Pairs, format_pairs, parse_pairs
-from lowprec.backends.cpu.packed.native import inline_asm
+from lowprec.backends.cpu.packed.job import PREFETCH_LINES
+from lowprec.backends.cpu.packed.micro_kernels import Pairs
+from lowprec.backends.cpu.packed.native import assembled
 
 
 def in_tile_order(products: Pairs) -> Pairs:
@@ -93,25 +88,8 @@ def micro_kernel_text(multiply: str, products: Pairs) -> str:
 _CLOBBERS = "~{rax},~{rcx},~{rdx},~{r8},~{r9},~{r11},~{memory},~{flags},~{dirflag},~{fpsr}"
 
 
-@intrinsic(prefer_literal=True)
-def _micro(typing_context, multiply, products, a, b, acc, steps, add, following):
-    text = micro_kernel_text(multiply.literal_value, parse_pairs(products.literal_value))
-
-    def generate(context, builder, signature, args):
-        inline_asm(builder, text, "r,r,r,r,r,r," + _CLOBBERS, ir.VoidType(), args[2:])
-        return context.get_dummy_value()
-
-    return types.void(multiply, products, *[types.intp] * 6), generate
-
-
 @cache
 def emit(name: str, products: Pairs) -> int:
     """Return the address of a micro-kernel for these products of parts."""
     multiply = "tdpbssd" if name == "amx_int8" else "tdpbf16ps"
-    pairs = format_pairs(in_tile_order(products))
-
-    def micro(a, b, acc, steps, add, following):
-        _micro(multiply, pairs, a, b, acc, steps, add, following)
-        return 0
-
-    return compile_kernel(micro, MICRO_ARITY)
+    return assembled(f"{multiply} {products}", micro_kernel_text(multiply, in_tile_order(products)), _CLOBBERS)

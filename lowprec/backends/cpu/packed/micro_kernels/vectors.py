@@ -18,14 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
-
-from lowprec.backends.cpu.packed.compilation import compile_kernel
-from lowprec.backends.cpu.packed.job import MICRO_ARITY, PREFETCH_LINES
-from lowprec.backends.cpu.packed.micro_kernels import Pairs, format_pairs, parse_pairs
-from lowprec.backends.cpu.packed.native import inline_asm
+from lowprec.backends.cpu.packed.job import PREFETCH_LINES
+from lowprec.backends.cpu.packed.micro_kernels import Pairs
+from lowprec.backends.cpu.packed.native import assembled
 
 
 @dataclass(frozen=True)
@@ -178,30 +173,12 @@ _INSTRUCTIONS: dict[str, tuple[Registers, str, int, bool]] = {
 }
 
 
-@intrinsic(prefer_literal=True)
-def _micro(typing_context, name, products, rows, a, b, acc, steps, add, following):
-    registers, multiply, offset, adds_sums = _INSTRUCTIONS[name.literal_value]
-    pairs = parse_pairs(products.literal_value)
-    count = rows.literal_value
-    text = micro_kernel_text(registers, multiply, pairs, offset=offset, adds_sums=adds_sums, rows=count)
-    general = ("rax", "rcx", "rdx", "r8", "r9", "memory", "flags", "dirflag", "fpsr")
-    used = tuple(f"{registers.name}{i}" for i in range(registers.a[1] + 1))
-    clobbers = ",".join(f"~{{{register}}}" for register in general + used)
-
-    def generate(context, builder, signature, args):
-        inline_asm(builder, text, "r,r,r,r,r,r," + clobbers, ir.VoidType(), args[3:])
-        return context.get_dummy_value()
-
-    return types.void(name, products, rows, *[types.intp] * 6), generate
-
-
 @cache
 def emit(name: str, products: Pairs, rows: int = 32) -> int:
     """Return the address of a micro-kernel for these products of parts and 8, 16 or 32 rows."""
-    pairs = format_pairs(products)
-
-    def micro(a, b, acc, steps, add, following):
-        _micro(name, pairs, rows, a, b, acc, steps, add, following)
-        return 0
-
-    return compile_kernel(micro, MICRO_ARITY)
+    registers, multiply, offset, adds_sums = _INSTRUCTIONS[name]
+    text = micro_kernel_text(registers, multiply, products, offset=offset, adds_sums=adds_sums, rows=rows)
+    general = ("rax", "rcx", "rdx", "r8", "r9", "memory", "flags", "dirflag", "fpsr")
+    used = tuple(f"{registers.name}{i}" for i in range(registers.a[1] + 1))
+    clobbers = ",".join(f"~{{{register}}}" for register in general + used)
+    return assembled(f"{name} {products} {rows}", text, clobbers)
