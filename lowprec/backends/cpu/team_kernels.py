@@ -13,7 +13,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu import team as T
 from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 from lowprec.backends.cpu.packed.native import (
@@ -30,12 +29,10 @@ from lowprec.backends.cpu.packed.native import (
     emitted,
     exchange_if,
     field,
-    instruction,
+    pause,
     pointer,
     store,
 )
-
-_pause = instruction("pause" if cpuinfo.is_x86_64() else "yield")
 
 _WORKERS, _WORKER_BYTES, _ASLEEP = 8 * T.TEAM_WORDS, 8 * T.WORKER_WORDS, 8 * T.ASLEEP
 
@@ -43,15 +40,16 @@ _WORKERS, _WORKER_BYTES, _ASLEEP = 8 * T.TEAM_WORDS, 8 * T.WORKER_WORDS, 8 * T.A
 _PATIENCE = 4000
 
 
-@inlined(types.void)
-def _enter(job):
+def enter(job):
+    """Do a thread's share of a job; an OpenMP runtime calls it in each thread."""
     number = atomic_add(job + 8 * T.NEXT_THREAD, 1)
     scratch = field(job, T.SCRATCH) + number * field(job, T.SCRATCH_BYTES)
     call(field(job, T.FUNCTION), (field(job, T.ARGUMENT), scratch))
+    return 0
 
 
-@inlined(types.void)
-def _offer(job, team):
+def offer(job, team):
+    """Put a job into the mailboxes of idle workers, and wake sleeping ones."""
     wanted = field(job, T.WORKERS) - 1
     for i in range(field(team, T.COUNT)):
         worker = team + _WORKERS + i * _WORKER_BYTES
@@ -59,38 +57,25 @@ def _offer(job, team):
             wanted -= 1
             if atomic_exchange(worker + _ASLEEP, 0) != 0:
                 call(field(team, T.POST), (field(worker, T.SEMAPHORE), 1, 0))
-
-
-@inlined(types.void)
-def _finish(job, team):
-    for i in range(field(team, T.COUNT)):
-        worker = team + _WORKERS + i * _WORKER_BYTES
-        exchange_if(worker, job, 0)  # withdraw the job from a worker that has not begun
-        looks = 0
-        while atomic_load(worker) == job + 1:
-            looks += 1
-            if looks < _PATIENCE:
-                _pause()
-            else:
-                call(field(team, T.YIELD), (0,))
-
-
-def enter(job):
-    """Do a thread's share of a job; an OpenMP runtime calls it in each thread."""
-    _enter(job)
-    return 0
-
-
-def offer(job, team):
-    """Put a job into the mailboxes of idle workers, and wake sleeping ones."""
-    _offer(job, team)
     return 0
 
 
 def finish(job, team):
     """Withdraw a job from workers that have not begun, and wait for the others."""
-    _finish(job, team)
+    for i in range(field(team, T.COUNT)):
+        worker = team + _WORKERS + i * _WORKER_BYTES
+        exchange_if(worker, job, 0)
+        looks = 0
+        while atomic_load(worker) == job + 1:
+            looks += 1
+            if looks < _PATIENCE:
+                pause()
+            else:
+                call(field(team, T.YIELD), (0,))
     return 0
+
+
+_enter, _offer, _finish = (inlined(types.intp)(function) for function in (enter, offer, finish))
 
 
 def run(job, team):
@@ -109,7 +94,7 @@ def serve(worker):
         while looks > 0 and job == 0:
             job = atomic_load(worker)
             looks -= 1
-            _pause()
+            pause()
         if job == 0:
             atomic_exchange(worker + _ASLEEP, 1)
             # A job offered before is found here; later callers find that the worker sleeps.
@@ -126,7 +111,7 @@ def serve(worker):
 def look(count):
     """Poll ``count`` times as a worker does, to measure the time."""
     for _ in range(count):
-        _pause()
+        pause()
     return 0
 
 

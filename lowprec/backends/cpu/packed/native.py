@@ -16,6 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from lowprec.backends.cpu.cpuinfo import is_x86_64
 from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -165,8 +166,8 @@ def instruction(text: str, clobbers: str = "~{memory}") -> Any:
     return emitted()(lambda builder: inline_asm(builder, text, clobbers, ir.VoidType(), []))
 
 
-#: The instruction for spin loops, and ``sched_yield`` as a system call.
-pause = instruction("pause")
+#: The instruction for spin loops, and ``sched_yield`` as a system call of x86-64.
+pause = instruction("pause" if is_x86_64() else "yield")
 yield_cpu = instruction("movl $$24, %eax\nsyscall", "~{rax},~{rcx},~{r11},~{memory},~{flags}")
 
 
