@@ -51,6 +51,12 @@ CASTS = (
 ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, "int8": I8}
 KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
 
+
+def item_bytes(index: int) -> int:
+    """Return the bytes of a number that a kernel of `CASTS` reads."""
+    return int(ELEMENTS[CASTS[index][0]].width) // 8
+
+
 #: Offset in scratch memory of the extrema: 16 largest magnitudes, then 16 smallest ones minus 1.
 _EXTREMA = 384
 
@@ -188,17 +194,14 @@ def extrema_in(builder, scratch):
 @emitted(literals=("index", "count", "writes"))
 def _cast_runs(builder, index, count, writes, source, target, steps, scratch):
     """Cast contiguous numbers, ``count`` times 16 per step; without ``writes``, only find the extrema."""
-    number, vectors = index, count
-    is_written = bool(writes)
-    item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
-    word, extrema = source.type, Extrema(builder, number, scratch)
+    word, item, extrema = source.type, item_bytes(index), Extrema(builder, index, scratch)
     with cgutils.for_range(builder, steps, intp=word) as loop:
-        first = builder.mul(loop.index, word(LANES * vectors))
-        for i in range(vectors):
+        first = builder.mul(loop.index, word(LANES * count))
+        for i in range(count):
             at = builder.add(first, word(LANES * i))
             from_ = builder.add(source, builder.mul(at, word(item)))
-            bits = cast_vector(builder, number, from_, extrema)
-            if is_written:
+            bits = cast_vector(builder, index, from_, extrema)
+            if writes:
                 to = builder.add(target, builder.mul(at, word(4)))
                 builder.store(bits, pointer(builder, to, bits.type), align=1)
     extrema.write()
@@ -206,9 +209,7 @@ def _cast_runs(builder, index, count, writes, source, target, steps, scratch):
 
 def _cast_function(index: int, writes: int = 1) -> Any:
     storage, rounding = CASTS[index]
-    kind = KINDS[storage]
-    item = {"u32": 4, "u16": 2, "i8": 1}[kind]
-    is_scaled = rounding == DIGITS
+    kind, item, is_scaled = KINDS[storage], item_bytes(index), rounding == DIGITS
 
     def cast(source, row_stride, col_stride, rows, cols, target, scratch):
         if is_scaled:
@@ -289,7 +290,6 @@ def _narrow_run(builder, is_float16, source, target):
 
 
 def _narrow_function(is_float16: int) -> Any:
-
     def narrow(source, target, row_stride, col_stride, rows, cols, scratch):
         for row in range(rows):
             from_, to = source + row * cols * 4, target + row * row_stride

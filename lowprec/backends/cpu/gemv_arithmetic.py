@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from lowprec.backends.cpu.casting_kernels import CASTS, LANES, Extrema, cast_vector, float_splat, floats_of
+from lowprec.backends.cpu.casting_kernels import CASTS, LANES, Extrema, cast_vector, floats_of
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, pointer
 
@@ -33,11 +33,6 @@ class Arithmetic:
     def factor_bytes(self) -> int:
         """Bytes per factor."""
         return 4 // self.pair
-
-    @property
-    def zeros(self) -> Any:
-        """Initial sums."""
-        return float_splat(0.0) if self.total == F32 else native.vector(I32, [0] * LANES)
 
 
 FLOATS, INTEGERS = Arithmetic(F32, F32), Arithmetic(I16, I32, pair=2)

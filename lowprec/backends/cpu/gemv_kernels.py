@@ -14,13 +14,13 @@ from lowprec.backends.cpu.casting import SCRATCH_BYTES
 from lowprec.backends.cpu.casting_kernels import (
     CASTS,
     DIGITS,
-    ELEMENTS,
     KINDS,
     LANES,
     Extrema,
     clear_extrema,
     clear_run,
     extrema_in,
+    item_bytes,
 )
 from lowprec.backends.cpu.gemv_arithmetic import (
     INTEGERS,
@@ -32,7 +32,7 @@ from lowprec.backends.cpu.gemv_arithmetic import (
     numbers_of,
 )
 from lowprec.backends.cpu.packed.compilation import inlined
-from lowprec.backends.cpu.packed.native import I8, I16, I32, call, compiled, emitted, load, pointer, store
+from lowprec.backends.cpu.packed.native import I8, I32, call, compiled, emitted, load, pointer, store
 
 # The key of the cache on disk includes a kernel's name and its closure.
 
@@ -59,25 +59,22 @@ def _prefetch(builder: Any, address: Any) -> None:
 @emitted(literals=("index", "count", "width"))
 def _dots(builder, index, count, width, source, steps, x, x_stride, sums, scratch):
     """Add the products of a row with each vector to that vector's 16 sums, ``count`` groups of them per step."""
-    number, vectors = index, range(width)
-    numbers = arithmetic(number)
-    item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
-    runs = range(count)
-    extrema = Extrema(builder, number, scratch)
+    numbers, item = arithmetic(index), item_bytes(index)
+    extrema = Extrema(builder, index, scratch)
     vector, word = ir.VectorType(numbers.total, LANES), source.type
     multipliers = ir.VectorType(numbers.factor, numbers.step)
     # Several sums, because additions to a single one would wait for each other.
-    totals = [[cgutils.alloca_once(builder, vector) for _ in runs] for _ in vectors]
+    totals = [[cgutils.alloca_once(builder, vector) for _ in range(count)] for _ in range(width)]
     for total in (total for each in totals for total in each):
-        builder.store(numbers.zeros, total)
+        builder.store(ir.Constant(vector, None), total)
     with cgutils.for_range(builder, steps, intp=word) as loop:
-        for i in runs:
-            number_at = builder.add(builder.mul(loop.index, word(numbers.step * len(runs))), word(numbers.step * i))
-            from_ = builder.add(source, builder.mul(number_at, word(item)))
+        for i in range(count):
+            first = builder.add(builder.mul(loop.index, word(numbers.step * count)), word(numbers.step * i))
+            from_ = builder.add(source, builder.mul(first, word(item)))
             if i * numbers.step * item % 64 == 0:
                 _prefetch(builder, from_)
-            value = numbers_of(builder, number, from_, extrema)
-            at = builder.add(x, builder.mul(number_at, word(numbers.factor_bytes)))
+            value = numbers_of(builder, index, from_, extrema)
+            at = builder.add(x, builder.mul(first, word(numbers.factor_bytes)))
             for j, each in enumerate(totals):
                 place = builder.add(at, builder.mul(x_stride, word(j)))
                 factors = builder.load(pointer(builder, place, multipliers), align=1)
@@ -95,24 +92,21 @@ def _dots(builder, index, count, width, source, steps, x, x_stride, sums, scratc
 @emitted(literals=("index", "cols", "width"))
 def _axpys(builder, index, cols, width, source, col_stride, steps, x, x_stride, y, y_stride, scratch):
     """Add the products of ``cols`` columns with the numbers of each vector to y, 16 rows per step."""
-    number, count, vectors = index, cols, range(width)
-    item = {I32: 4, I16: 2, I8: 1}[ELEMENTS[CASTS[number][0]]]
-    extrema = Extrema(builder, number, scratch)
-    vector, word = ir.VectorType(arithmetic(number).total, LANES), source.type
-    starts = [builder.add(x, builder.mul(x_stride, word(j))) for j in vectors]
-    factors = [column_factors(builder, number, start, count) for start in starts]
+    item, extrema = item_bytes(index), Extrema(builder, index, scratch)
+    vector, word = ir.VectorType(arithmetic(index).total, LANES), source.type
+    starts = [builder.add(x, builder.mul(x_stride, word(j))) for j in range(width)]
+    factors = [column_factors(builder, index, start, cols) for start in starts]
     with cgutils.for_range(builder, steps, intp=word) as loop:
         addresses = []
-        for col in range(count):
+        for col in range(cols):
             from_ = builder.add(source, builder.mul(col_stride, word(col)))
             addresses.append(builder.add(from_, builder.mul(loop.index, word(LANES * item))))
             if LANES * item >= 32:  # for fewer bytes the hardware prefetcher suffices
                 _prefetch(builder, addresses[-1])
-        values = columns_of(builder, number, addresses, extrema)
+        values = columns_of(builder, index, addresses, extrema)
         row = builder.add(y, builder.mul(loop.index, word(64)))
         for j, each in enumerate(factors):
-            place = builder.add(row, builder.mul(y_stride, word(j)))
-            place = pointer(builder, place, vector)
+            place = pointer(builder, builder.add(row, builder.mul(y_stride, word(j))), vector)
             total = builder.load(place, align=1)
             for value, factor_ in zip(values, each, strict=True):
                 total = multiply_add(builder, value, factor_, total)
@@ -127,30 +121,24 @@ def _copy_rest(source, source_stride, target, target_stride, width, count):
             store(target + j * target_stride + i, load(source + j * source_stride + i, "u32"), "u32")
 
 
-@inlined(types.void)
-def _store_float_total(sums, target):
-    total = load(sums, "f32")
-    for i in range(4, 64, 4):
-        total += load(sums + i, "f32")
-    store(target, total, "f32")
+def _store_total_function(kind: str) -> Any:
+    @inlined(types.void)
+    def store_total(sums, target):
+        total = load(sums, kind)
+        for i in range(4, 64, 4):
+            total += load(sums + i, kind)
+        store(target, total, kind)
 
-
-@inlined(types.void)
-def _store_integer_total(sums, target):
-    total = 0
-    for i in range(0, 64, 4):
-        total += load(sums + i, "i32")
-    store(target, total, "i32")
+    return store_total
 
 
 def _rows_function(index: int, width: int) -> Any:
     storage, rounding = CASTS[index]
-    kind, is_scaled = KINDS[storage], rounding == DIGITS
-    item = {"u32": 4, "u16": 2, "i8": 1}[kind]
+    kind, item, is_scaled = KINDS[storage], item_bytes(index), rounding == DIGITS
     runs = max(2, 8 // width)  # so many that the sums fit the registers
     numbers = arithmetic(index)
     step, factor_bytes = numbers.step, numbers.factor_bytes
-    store_total = _store_integer_total if numbers is INTEGERS else _store_float_total
+    store_total = _store_total_function("i32" if numbers is INTEGERS else "f32")
 
     def gemv(source, row_stride, col_stride, rows, cols, x, x_stride, y, y_stride, y_step, count, scratch):
         sums = scratch + SUMS
@@ -182,8 +170,7 @@ def _rows_function(index: int, width: int) -> Any:
 
 def _columns_function(index: int, width: int) -> Any:
     storage, rounding = CASTS[index]
-    kind, is_scaled = KINDS[storage], rounding == DIGITS
-    item = {"u32": 4, "u16": 2, "i8": 1}[kind]
+    kind, item, is_scaled = KINDS[storage], item_bytes(index), rounding == DIGITS
     factor_bytes, pair = arithmetic(index).factor_bytes, arithmetic(index).pair
     group = max(2, min(4 * pair, 16 // width))  # so many that the factors fit the registers
 
@@ -199,11 +186,9 @@ def _columns_function(index: int, width: int) -> Any:
             taken = group if col + group <= cols else 1
             from_, at = source + col * col_stride, x + col * factor_bytes
             if taken == group:
-                _axpys(
-                    index, group, width, from_, col_stride, steps, at, x_stride, y, y_stride, scratch
-                )  # fmt: skip
+                _axpys(index, group, width, from_, col_stride, steps, at, x_stride, y, y_stride, scratch)
             else:
-                _axpys(index, 1, width, from_, col_stride, steps, at, x_stride, y, y_stride, scratch)  # fmt: skip
+                _axpys(index, 1, width, from_, col_stride, steps, at, x_stride, y, y_stride, scratch)
             if rest:
                 _copy_rest(end, y_stride, sums, 64, width, rest)
                 for c in range(taken):

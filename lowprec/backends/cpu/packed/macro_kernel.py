@@ -46,6 +46,7 @@ from lowprec.backends.cpu.packed.native import (
     load,
     pause,
     pointer,
+    prefetch_line,
     store,
     yield_cpu,
 )
@@ -88,28 +89,25 @@ def _holds_nonfinite(builder, block):
     return builder.zext(builder.bitcast(found, I16), I64)
 
 
-@inlined(types.intp)
-def _pack_a(job, first_strip, end_strip, first_step, end_step, target, strip_bytes, scratch):
-    return call(
-        field(job, J.PACK_A),
-        (
-            field(job, J.A), field(job, J.A_ROW_STRIDE), field(job, J.A_COL_STRIDE), field(job, J.M), field(job, J.K),
-            first_strip, end_strip, first_step, end_step,
-            target, strip_bytes, 0, scratch + field(job, J.SCRATCH_OFFSET),
-        ),
-    )  # fmt: skip
+def _packs(kernel: int, operand: int, lane_stride: int, k_stride: int, lanes: int, is_b: int) -> Any:
+    """Return the function that packs an operand, given the words of a job for `packing.pack_kernel`."""
+
+    @inlined(types.intp)
+    def pack(job, first_strip, end_strip, first_step, end_step, target, strip_bytes, scratch):
+        return call(
+            field(job, kernel),
+            (
+                field(job, operand), field(job, lane_stride), field(job, k_stride), field(job, lanes), field(job, J.K),
+                first_strip, end_strip, first_step, end_step,
+                target, strip_bytes, is_b, scratch + field(job, J.SCRATCH_OFFSET),
+            ),
+        )  # fmt: skip
+
+    return pack
 
 
-@inlined(types.intp)
-def _pack_b(job, first_strip, end_strip, first_step, end_step, target, strip_bytes, scratch):
-    return call(
-        field(job, J.PACK_B),
-        (
-            field(job, J.B), field(job, J.B_COL_STRIDE), field(job, J.B_ROW_STRIDE), field(job, J.N), field(job, J.K),
-            first_strip, end_strip, first_step, end_step,
-            target, strip_bytes, 1, scratch + field(job, J.SCRATCH_OFFSET),
-        ),
-    )  # fmt: skip
+_pack_a = _packs(J.PACK_A, J.A, J.A_ROW_STRIDE, J.A_COL_STRIDE, J.M, 0)
+_pack_b = _packs(J.PACK_B, J.B, J.B_COL_STRIDE, J.B_ROW_STRIDE, J.N, 1)
 
 
 @inlined(types.intp)
@@ -259,15 +257,10 @@ def _task(job, index, scratch):
     return 0
 
 
-@emitted()
-def _prefetch_line(builder, address):
-    inline_asm(builder, "prefetcht1 ($0)", "r", ir.VoidType(), [address])
-
-
 @inlined(types.void)
 def _prefetch(address, size):
     for offset in range(0, size, 64):
-        _prefetch_line(address + offset)
+        prefetch_line(address + offset)
 
 
 @inlined(types.intp)

@@ -171,6 +171,12 @@ pause = instruction("pause" if is_x86_64() else "yield")
 yield_cpu = instruction("movl $$24, %eax\nsyscall", "~{rax},~{rcx},~{r11},~{memory},~{flags}")
 
 
+@emitted()
+def prefetch_line(builder, address):
+    """Prefetch a cache line into the L2 cache."""
+    inline_asm(builder, "prefetcht1 ($0)", "r", ir.VoidType(), [address])
+
+
 def assembled(name: str, text: str, clobbers: str) -> int:
     """Return the address of a micro-kernel in assembly; ``name`` identifies it."""
 

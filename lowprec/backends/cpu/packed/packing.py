@@ -23,7 +23,7 @@ from numba.core import cgutils
 
 from lowprec.backends.cpu.cpuinfo import cpu_flags
 from lowprec.backends.cpu.packed.compilation import compile_kernel, inlined
-from lowprec.backends.cpu.packed.native import I8, I32, I64, emitted, inline_asm, lesser, load, pointer, store
+from lowprec.backends.cpu.packed.native import I8, I32, I64, emitted, lesser, load, pointer, prefetch_line, store
 from lowprec.backends.cpu.packed.tile_rows import Scheme, pack_row, transpose
 
 #: Scratch memory of a packing kernel: a padded block, and the tiles to be transposed.
@@ -85,11 +85,6 @@ def _clear(target, count):
         _clear_line(target + offset)
 
 
-@emitted()
-def _prefetch(builder, address):
-    inline_asm(builder, "prefetcht1 ($0)", "r", ir.VoidType(), [address])
-
-
 def _block_function(scheme: Scheme, across: int) -> Any:
     index, parts, per_dword = scheme.index, scheme.parts, scheme.per_dword
     run = 16 * scheme.item_bytes
@@ -109,7 +104,7 @@ def _block_function(scheme: Scheme, across: int) -> Any:
             for row in range(16):
                 from_ = source + tile * tile_stride + row * row_stride
                 if not across:
-                    _prefetch(from_ + ahead)
+                    prefetch_line(from_ + ahead)
                 flags |= pack_row(index, across, from_, run_stride, to + row * 64, part_stride)
             if is_b != across:
                 for part in range(parts):

@@ -108,10 +108,6 @@ def _rest(builder: Any, bits: Any, part: Any) -> Any:
     return bits_of(builder, left)
 
 
-def _load_run(builder: Any, address: Any, element: Any, count: int) -> Any:
-    return builder.load(pointer(builder, address, ir.VectorType(element, count)), align=1)
-
-
 def _words(interleave: bool, odd: bool) -> list[int]:
     """Return the indices of the 16-bit words of two vectors that form a tile row.
 
@@ -217,10 +213,10 @@ def pack_row(builder, index, interleave, source, run_stride, target, part_stride
     scheme = BY_INDEX[index]
     # TF32 is rounded on bits; the conversion to bfloat16 takes floats.
     by_bits = scheme.is_wide or scheme.rounding in ("tf32", "fp16", "tf32x3")
-    element = _ELEMENT.get(scheme.storage, I32 if by_bits else F32)
+    run = ir.VectorType(_ELEMENT.get(scheme.storage, I32 if by_bits else F32), 16)
     runs = []
     for _ in range(scheme.per_dword):
-        runs.append(_load_run(builder, source, element, 16))
+        runs.append(builder.load(pointer(builder, source, run), align=1))
         source = builder.add(source, run_stride)
     rows, flags = _tile_rows(builder, scheme, runs, bool(interleave))
     for row in rows:
