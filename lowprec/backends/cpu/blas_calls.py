@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,12 +22,12 @@ _ROW_MAJOR, _COLUMN_MAJOR, _NO_TRANS, _TRANS = 101, 102, 111, 112
 
 _ENUM, _INT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
-#: Letter in the functions' names, and the type of alpha and beta, by dtype.
-_FUNCTIONS: dict[str, tuple[str, Any]] = {
-    "float32": ("s", ctypes.c_float),
-    "float64": ("d", ctypes.c_double),
-    "complex64": ("c", _POINTER),
-    "complex128": ("z", _POINTER),
+#: By dtype: letter in the functions' names, type of alpha and beta, and its letter for `team_kernels.rows_kernel`.
+_FUNCTIONS: dict[str, tuple[str, Any, str]] = {
+    "float32": ("s", ctypes.c_float, "f"),
+    "float64": ("d", ctypes.c_double, "d"),
+    "complex64": ("c", _POINTER, "l"),
+    "complex128": ("z", _POINTER, "l"),
 }
 
 #: Alpha = 1 and beta = 0 in memory, for functions that take their addresses.
@@ -63,11 +64,11 @@ class OpenBlas:
         self._gemm_batch: dict[str, Callable[..., None]] = {}
         self._factors: dict[str, tuple[Any, Any]] = {}
         #: By dtype: the letter of alpha and beta in the signature of table rows, and 1 and 0 as words.
-        self._words: dict[str, tuple[str, tuple[int, int]]] = {}
-        for dtype, (letter, scalar) in _FUNCTIONS.items():
+        self._words: dict[str, tuple[str, list[int]]] = {}
+        for dtype, (letter, scalar, row_letter) in _FUNCTIONS.items():
             one, zero = _factor_addresses(dtype) if scalar is _POINTER else (1.0, 0.0)
-            self._factors[dtype] = scalar(one), scalar(zero)
-            self._words[dtype] = _scalar_words(dtype)
+            self._factors[dtype] = factors = scalar(one), scalar(zero)
+            self._words[dtype] = row_letter, [int.from_bytes(bytes(x), sys.byteorder) for x in factors]
             for table, name, types in (
                 (self._gemm, "gemm", _gemm_types(scalar)),
                 (self._gemv, "gemv", _gemv_types(scalar)),
@@ -271,16 +272,6 @@ def _element_addresses(x: Any) -> list[int]:
 
 def _factor_addresses(dtype: str) -> list[int]:
     return _element_addresses(_ONE_AND_ZERO[dtype])
-
-
-def _scalar_words(dtype: str) -> tuple[str, tuple[int, int]]:
-    """Return the letter of a scalar argument for `team_kernels.rows_kernel`, and 1 and 0 as words."""
-    one, zero = _factor_addresses(dtype)
-    real = {"float32": ("f", np.int32), "float64": ("d", np.int64)}
-    if dtype not in real:
-        return "l", (one, zero)
-    letter, integer = real[dtype]
-    return letter, (int(_ONE_AND_ZERO[dtype].view(integer)[0]), 0)
 
 
 def _declared(library: ctypes.CDLL, name: str, argtypes: list[Any]) -> Callable[..., None]:

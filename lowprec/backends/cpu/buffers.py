@@ -19,11 +19,10 @@ from lowprec.arrays.view import data_pointer
 RETAINED_LIMIT_BYTES = 512 << 20
 
 _PAGE = 4096
-_SMALLEST = 64 << 10
+#: Bytes of the smallest buffer. A smaller allocation comes from the allocator's pools and is faster than a buffer.
+SMALLEST_BYTES = 64 << 10
 #: Smaller buffers do not trigger a check of the memory that all threads retain.
 _LARGE = 1 << 20
-#: Below this, a new allocation comes from the allocator's pools and is faster than a reused buffer.
-_SMALL = 64 << 10
 
 
 class _Buffer(NamedTuple):
@@ -32,32 +31,26 @@ class _Buffer(NamedTuple):
     memory: np.ndarray
 
 
+class _Buffers(list[_Buffer]):
+    """A list that can be referenced weakly."""
+
+
 class _FreeList(threading.local):
     """The free buffers of one thread; no lock, because a fork or a signal handler could find it held."""
 
     def __init__(self) -> None:
         self.buffers = _Buffers()
-        _all[id(self.buffers)] = weakref.ref(self.buffers)
-
-
-class _Buffers(list[_Buffer]):
-    """A weakly referenced list that removes itself from `_all` when its thread ends."""
-
-    _all: dict[int, weakref.ref[_Buffers]]
-
-    def __del__(self) -> None:
-        self._all.pop(id(self), None)
+        _all[id(self.buffers)] = self.buffers
 
 
 #: The free list of each thread, by its id.
-_all: dict[int, weakref.ref[_Buffers]] = {}
-_Buffers._all = _all  # an attribute, because this module may be cleared before the lists at interpreter exit
+_all: weakref.WeakValueDictionary[int, _Buffers] = weakref.WeakValueDictionary()
 _free = _FreeList()
 
 
 def _new(nbytes: int) -> _Buffer:
     """Return a buffer of at least `nbytes`, rounded up to an eighth of a power of two for reuse by similar sizes."""
-    nbytes = max(nbytes, _SMALLEST)
+    nbytes = max(nbytes, SMALLEST_BYTES)
     step = max(_PAGE, 1 << (nbytes.bit_length() - 4))
     nbytes = -(-nbytes // step) * step
     memory = np.empty(nbytes + _PAGE, np.uint8)
@@ -66,7 +59,7 @@ def _new(nbytes: int) -> _Buffer:
 
 def _take(nbytes: int) -> _Buffer:
     buffers = _free.buffers
-    best, smallest = None, max(4 * nbytes, 4 * _SMALLEST) + 1  # no buffer of more than four times the size
+    best, smallest = None, 4 * max(nbytes, SMALLEST_BYTES) + 1  # no buffer of more than four times the size
     for index, buffer in enumerate(buffers):
         if nbytes <= buffer.nbytes < smallest:
             best, smallest = index, buffer.nbytes
@@ -122,7 +115,7 @@ class Workspace:
     def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         """Return an uninitialised C-contiguous array."""
         count = math.prod(shape)
-        if count * dtype.itemsize < _SMALL:
+        if count * dtype.itemsize < SMALLEST_BYTES:
             return np.empty(shape, dtype)
         buffer = _take(count * dtype.itemsize)
         self._buffers.append(buffer)
@@ -136,13 +129,12 @@ class Workspace:
 
 def retained_bytes() -> int:
     """Bytes held in free buffers by all threads."""
-    lists = list(_all.values())
-    return sum([buffer.nbytes for reference in lists for buffer in list(reference() or ())])
+    return sum([buffer.nbytes for reference in _all.valuerefs() for buffer in list(reference() or ())])
 
 
 def release_all() -> None:
     """Return the free buffers of all threads to the system."""
-    for reference in list(_all.values()):
+    for reference in _all.valuerefs():
         found = reference()
         if found is not None:
             found.clear()

@@ -205,7 +205,7 @@ def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
         return
     cols = out.shape[-1]
     rows = max(1, _PIECE // cols)
-    for matrix, result in _matrices(source, out):
+    for matrix, result in matrices_of(source, out):
         row_stride, col_stride = matrix.strides
         start, target = data_pointer(matrix), data_pointer(result)
         for first in range(0, len(result), rows):
@@ -214,14 +214,13 @@ def _pieces(source: Any, out: Any) -> Iterator[tuple[int, ...]]:
             yield at, row_stride, col_stride, count, cols, target + first * cols * 4
 
 
-def _matrices(source: Any, out: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the matrices of two arrays; a single one if the leading dimensions of both can be coalesced."""
-    cols = out.shape[-1]
+def matrices_of(*arrays: Any) -> list[tuple[Any, ...]]:
+    """Return the matrices of arrays of one shape, or None; a single one if the leading dimensions can be coalesced."""
+    shape = arrays[0].shape
     try:
-        yield source.reshape(-1, cols, copy=False), out.reshape(-1, cols, copy=False)
+        return [tuple(x if x is None else x.reshape(-1, shape[-1], copy=False) for x in arrays)]
     except ValueError:
-        for index in np.ndindex(source.shape[:-2]):
-            yield source[index], out[index]
+        return [tuple(x if x is None else x[i] for x in arrays) for i in np.ndindex(shape[:-2])]
 
 
 def _run(pieces: list[tuple[Any, ...]], elements: int) -> list[tuple[Any, int]]:

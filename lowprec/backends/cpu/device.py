@@ -83,8 +83,11 @@ def info() -> dict[str, Any]:
         modes = "modes" if unsupported_reason(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
         warnings.append(f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32")
     if library is None and sys.platform != "darwin":
+        why = "is not installed"
+        if openblas.library_path() is not None:
+            why = "is installed, but its library cannot be opened or is in the process for something else"
         warnings.append(
-            f'scipy-openblas64 {_why_not_openblas()} (pip install "lowprec[cpu]"): products that do not run on tile '
+            f'scipy-openblas64 {why} (pip install "lowprec[cpu]"): products that do not run on tile '
             "units are left to NumPy's BLAS"
         )
     blas = _blas()
@@ -105,16 +108,12 @@ def _threads() -> tuple[int, str]:
 
 
 def _device() -> dict[str, Any]:
-    try:
-        affinity = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # unknown to the system
-        affinity = os.cpu_count() or 1
     count, name_of_team = _threads()
     return {
         "device": "cpu",
         "name": cpuinfo.cpu_name(),
         "cores": os.cpu_count(),
-        "affinity": affinity,
+        "affinity": threads.affinity(),
         "threads": count,
         "team": name_of_team,
     }
@@ -190,9 +189,3 @@ def _blas_below_the_machine(core_type: str | None) -> list[str]:
         f"twice as long as it could (lowprec's own copy is not affected): {cure}"
     )
     return [warning]
-
-
-def _why_not_openblas() -> str:
-    if openblas.library_path() is None:
-        return "is not installed"
-    return "is installed, but its library cannot be opened or is in the process for something else"

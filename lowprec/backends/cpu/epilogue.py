@@ -16,7 +16,7 @@ from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, team
 from lowprec.backends.cpu.gelu import gelu_float32
 from lowprec.backends.cpu.packed.job import ACTIVATIONS, BLOCK_SCRATCH_BYTES
-from lowprec.backends.cpu.packed.jobs import anywhere, operand_of
+from lowprec.backends.cpu.packed.jobs import operand_of
 from lowprec.backends.cpu.packed.rows import epilogue_of, is_usable
 from lowprec.backends.cpu.rounding import rounded_to_odd
 from lowprec.planning import Activation
@@ -123,30 +123,19 @@ def _apply_native(product: Any, out: Any, alpha: float, beta: float, c: Any, bia
         c = None if c is None else c.reshape(shape)
         bias = None if bias is None else np.tile(bias, wide)
     n = product.shape[-1]
-    vector = None if bias is None else (0, casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize)
-    place = 0 if bias is None else data_pointer(bias)
+    vector = None if bias is None else (casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize)
 
     def run(piece: tuple[Any, ...]) -> None:
         numbers, to, addend = piece
-        m = len(numbers)
-        target, other = operand_of(to), None if addend is None else operand_of(addend)
-        apply = epilogue_of(m, n, anywhere(target), other and anywhere(other), vector, activation)
+        other = None if addend is None else operand_of(addend)
+        apply = epilogue_of(len(numbers), n, operand_of(to), other, vector, activation)
+        source, target, at_c, at_bias = (0 if x is None else data_pointer(x) for x in (numbers, to, addend, bias))
         with buffers.borrow(BLOCK_SCRATCH_BYTES) as memory:
-            at = data_pointer(numbers), target.address, other.address if other else 0, place
-            apply(*at, alpha, beta, memory)
+            apply(source, target, at_c, at_bias, alpha, beta, memory)
 
     pieces: list[tuple[Any, ...]] = []
-    for matrices in _as_matrices(product, out, c):
-        height = max(1, _PIECE // n)
+    height = max(1, _PIECE // n)
+    for matrices in casting.matrices_of(product, out, c):
         for i in range(0, len(matrices[0]), height):
             pieces.append(tuple(None if x is None else x[i : i + height] for x in matrices))
     team.share(run, pieces)
-
-
-def _as_matrices(*arrays: Any) -> list[tuple[Any, ...]]:
-    """Return the matrices of arrays of one shape; a single one if the leading dimensions can be coalesced."""
-    shape = arrays[0].shape
-    try:
-        return [tuple(x if x is None else x.reshape(-1, shape[-1], copy=False) for x in arrays)]
-    except ValueError:
-        return [tuple(x if x is None else x[i] for x in arrays) for i in np.ndindex(shape[:-2])]

@@ -132,20 +132,13 @@ def _numpy_call(plan: GemmPlan) -> Executor:
 
 
 def _openblas_call(plan: GemmPlan) -> Executor:
-    by_library, by_numpy = _library_call(plan), _numpy_call(plan)
+    product, by_numpy = library_product(plan.layout.a, plan.layout.b, plan.layout.out), _numpy_call(plan)
 
     def execute(arguments: Arguments) -> None:
-        (by_library if has_memory() else by_numpy)(arguments)
-
-    return execute
-
-
-def _library_call(plan: GemmPlan) -> Executor:
-    product = library_product(plan.layout.a, plan.layout.b, plan.layout.out)
-
-    def execute(arguments: Arguments) -> None:
-        a, b, out = arguments[:3]
-        product(a.address, b.address, out.address)
+        if has_memory():
+            product(*[x.address for x in arguments[:3]])
+        else:
+            by_numpy(arguments)
 
     return execute
 

@@ -29,8 +29,8 @@ from lowprec.planning.prepared import kept_modes
 #: Elements of a, b and the result up to which one thread casts them.
 _MOST_ELEMENTS = 1 << 18
 
-#: Bytes up to which a new allocation is faster than a reused buffer; alignment of arrays in it.
-_SMALL_BYTES, _ALIGNMENT = 64 << 10, 64
+#: Alignment of arrays in a product's memory.
+_ALIGNMENT = 64
 
 
 class _Operand(NamedTuple):
@@ -134,7 +134,7 @@ def prepare(plan: GemmPlan, to: NumberFormat | None, otherwise: Executor) -> Exe
     def execute(arguments: Arguments) -> None:
         if not has_memory():
             done = False
-        elif nbytes < _SMALL_BYTES:
+        elif nbytes < buffers.SMALLEST_BYTES:
             memory = np.empty(nbytes, np.uint8)
             done = run(arguments, _aligned(data_pointer(memory)))
         else:
@@ -188,7 +188,5 @@ def _epilogue(plan: GemmPlan) -> Epilogue | None:
             return None
         c = matrix_of(addend)
     if problem.bias is not None:
-        bias = 0, problem.bias.dtype.label, problem.bias.strides[0]
-    return epilogue_of(
-        layout.m, layout.n, matrix_of(layout.out), c, bias, problem.activation, problem.has_epilogue
-    )  # fmt: skip
+        bias = problem.bias.dtype.label, problem.bias.strides[0]
+    return epilogue_of(layout.m, layout.n, matrix_of(layout.out), c, bias, problem.activation, problem.has_epilogue)

@@ -294,10 +294,11 @@ def call(work: Callable[[], None], workers: int) -> None:
 def share(run_one: Callable[[T], None], items: Sequence[T]) -> None:
     """Call `run_one` with each product of a batch: many are distributed to threads, few use all threads each."""
     workers = threads.num_threads() if len(items) > 1 else 1
-    if workers == 1 or len(items) < 2 * workers:
-        for item in items:
-            run_one(item)
-        return
+    distribute(run_one, items, workers if len(items) >= 2 * workers else 1)
+
+
+def distribute(run_one: Callable[[T], None], items: Sequence[T], workers: int) -> None:
+    """Call `run_one` with each item, in up to ``workers`` threads."""
     queue = iter(items)
 
     def work() -> None:
@@ -305,4 +306,4 @@ def share(run_one: Callable[[T], None], items: Sequence[T]) -> None:
         for item in queue:
             run_one(item)
 
-    call(work, workers)
+    call(work, min(workers, len(items)))

@@ -35,11 +35,11 @@ def _cgroup_cpus() -> int | None:
         return None
 
 
-def _affinity() -> frozenset[int]:
-    """The CPUs that the calling thread may run on; empty if the system does not report it."""
-    if not hasattr(os, "sched_getaffinity"):
-        return frozenset()
-    return frozenset(os.sched_getaffinity(0))
+def affinity() -> int:
+    """Return the number of CPUs that the calling thread may run on, all if the system does not report it."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _loaded(path: str) -> ctypes.PyDLL | None:
@@ -133,7 +133,7 @@ class _Affinity(threading.local):
         self.expires = -math.inf
 
     def refresh(self, now: float) -> None:
-        self.cpus = len(_affinity()) or os.cpu_count() or 1
+        self.cpus = affinity()
         self.expires = now + _REFRESH_SECONDS
 
 

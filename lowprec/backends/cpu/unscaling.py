@@ -38,8 +38,7 @@ def unscale(pairs: Sequence[tuple[Any, Any]], inverse: Any) -> bool:
         if aligned and x.dtype.isnative and is_flat(x, out, first, target):
             flat.setdefault(x.dtype, []).append((x, out, first, target))
         else:
-            with np.errstate(all="ignore"):
-                found.append(_unscale_plain(x, out, inverse))
+            found.append(_unscale_plain(x, out, inverse))
     elements = sum([x.size for x, _ in pairs])
     return any(found + [_run(members, inverse, elements) for members in flat.values()])
 
@@ -51,11 +50,12 @@ def is_flat(x: Any, out: Any, first: int, target: int) -> bool:
 
 
 def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
-    found = not np.isfinite(x).all()
-    if x.dtype.itemsize == 2:  # rounded once, from float32
-        out[...] = x.astype(np.float32) * inverse
-    else:
-        np.multiply(x, x.dtype.type(inverse), out=out)
+    with np.errstate(all="ignore"):
+        found = not np.isfinite(x).all()
+        if x.dtype.itemsize == 2:  # rounded once, from float32
+            out[...] = x.astype(np.float32) * inverse
+        else:
+            np.multiply(x, x.dtype.type(inverse), out=out)
     return found
 
 
@@ -92,21 +92,11 @@ def _run_kernel(kernel: int, pairs: Sequence[_Pair], inverse: Any, workers: int)
 
 def _run_blocks(pairs: Sequence[_Pair], inverse: Any, workers: int) -> bool:
     flat = [(x.ravel("K"), out.ravel("K")) for x, out, *_ in pairs]
-    # `next` of a list iterator is atomic.
-    blocks = iter(
-        [
-            (x[first : first + _BLOCK], out[first : first + _BLOCK])
-            for x, out in flat
-            for first in range(0, x.size, _BLOCK)
-        ]
-    )
+    blocks = [
+        (x[first : first + _BLOCK], out[first : first + _BLOCK])
+        for x, out in flat
+        for first in range(0, x.size, _BLOCK)
+    ]
     found: list[bool] = []
-
-    def work() -> None:
-        # NumPy's error state is thread-local.
-        with np.errstate(all="ignore"):
-            for x, out in blocks:
-                found.append(_unscale_plain(x, out, inverse))
-
-    team.call(work, workers)
+    team.distribute(lambda block: found.append(_unscale_plain(*block, inverse)), blocks, workers)
     return any(found)

@@ -73,15 +73,12 @@ def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
         for j in range(0, n, _COLUMNS)
         for i in range(0, m, _ROWS)
     ]
-    queue = iter(blocks)
 
-    def work() -> None:
-        # NumPy's error state is thread-local. `next` of a list iterator is atomic.
-        with np.errstate(all="ignore"):
-            for rows, columns in queue:
-                accumulate(x, y, c, rows, columns, model)
+    def run(block: tuple[slice, slice]) -> None:
+        with np.errstate(all="ignore"):  # thread-local
+            accumulate(x, y, c, *block, model)
 
-    team.call(work, min(threads.num_threads(), len(blocks)))
+    team.distribute(run, blocks, threads.num_threads())
 
 
 @functools.cache

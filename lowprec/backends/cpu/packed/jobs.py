@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import team
 from lowprec.backends.cpu.casting import name_of
 from lowprec.backends.cpu.packed import job as J
@@ -34,9 +33,8 @@ _STRIP_PAD = 192
 
 
 class Operand(NamedTuple):
-    """A matrix in memory."""
+    """Element type and strides of a matrix."""
 
-    address: int  # of element (0, 0)
     #: ``"float32"``, ``"bfloat16"``, ``"float16"``, ``"int8"`` or, for a result, ``"int32"``.
     dtype: str
     #: In elements, also negative; 0 broadcasts a row or column.
@@ -46,7 +44,7 @@ class Operand(NamedTuple):
     @property
     def transposed(self) -> Operand:
         """The transpose, on the same memory."""
-        return Operand(self.address, self.dtype, self.col_stride, self.row_stride)
+        return Operand(self.dtype, self.col_stride, self.row_stride)
 
     def words(self, at: int) -> dict[int, int]:
         """Return the strides as words of a job, after the word of the address at ``at``."""
@@ -57,21 +55,16 @@ class Operand(NamedTuple):
 def operand_of(x: Any) -> Operand:
     """Return a NumPy array of two dimensions as an operand."""
     (row_stride, col_stride), item = x.strides, x.itemsize
-    return Operand(data_pointer(x), name_of(x.dtype), row_stride // item, col_stride // item)
+    return Operand(name_of(x.dtype), row_stride // item, col_stride // item)
 
 
 def matrix_of(stack: MatrixStack) -> Operand:
-    """Return a matrix of a stack as an operand without its address."""
-    return Operand(0, stack.dtype.label, stack.row_stride, stack.col_stride)
+    """Return a matrix of a stack as an operand."""
+    return Operand(stack.dtype.label, stack.row_stride, stack.col_stride)
 
 
-def anywhere(operand: Operand) -> Operand:
-    """Return an operand without its address."""
-    return Operand(0, *operand[1:])
-
-
-#: Address, element type, and stride in elements.
-Vector = tuple[int, str, int]
+#: Element type, and stride in elements.
+Vector = tuple[str, int]
 
 
 class Kernels(NamedTuple):
@@ -87,18 +80,9 @@ class Kernels(NamedTuple):
     run: Callable[[int, int], int]  # the macro-kernel, for one thread
 
 
-def _tile_config() -> Any:
-    """Palette 1, eight tiles of 16 rows of 64 bytes, as ``LDTILECFG`` reads it."""
-    config = bytearray(64)
-    config[0] = 1
-    for tile in range(8):
-        struct.pack_into("<H", config, 16 + 2 * tile, 64)
-        config[48 + tile] = 16
-    return (ctypes.c_char * 64).from_buffer_copy(config)
-
-
-#: Never freed, because jobs contain only its address.
-_TILE_CONFIG = _tile_config()
+#: Palette 1, eight tiles of 64 bytes by 16 rows, as ``LDTILECFG`` reads it; never freed, because jobs contain only its
+#: address.
+_TILE_CONFIG = (ctypes.c_char * 64).from_buffer_copy(struct.pack("<B15x8H16x8B8x", 1, *[64] * 8, *[16] * 8))
 
 
 def _scheme(dtype: str, rounding: str, storage: str, offset: int) -> Scheme:
@@ -201,18 +185,17 @@ def _task_shape(strips_m: int, strips_n: int, fitting: int, workers: int) -> tup
     return min(shapes, key=cost)
 
 
-class _Sizes(NamedTuple):
-    m: int
-    n: int
-    k: int
-    is_short: bool
-    b_along_k: bool  # B is contiguous along k
-    workers: int
-
-
-def _blocking(micro_kernel: MicroKernel, kernels: Kernels, sizes: _Sizes) -> tuple[dict[int, int], int, int]:
+def _blocking(
+    micro_kernel: MicroKernel,
+    kernels: Kernels,
+    shape: tuple[int, int, int],
+    workers: int = 1,
+    *,
+    is_short: bool = False,
+    b_along_k: bool = False,
+) -> tuple[dict[int, int], int, int]:
     """Return the words of the block sizes, and the bytes of the packed operand and of a thread's workspace."""
-    m, n, k, is_short, b_along_k, workers = sizes
+    m, n, k = shape
     parts_a, parts_b, longest = kernels.parts_a, kernels.parts_b, micro_kernel.chunk_steps
     parts = max(parts_a, parts_b)
     steps, strips_m, strips_n = _ceil_div(k, kernels.step), _ceil_div(m, 32), _ceil_div(n, 32)
@@ -283,7 +266,7 @@ def epilogue_words(
     if c is not None:
         words |= {**c.words(J.C), J.C_KIND: J.KINDS[c.dtype]}
     if bias is not None:
-        _, dtype, stride = bias
+        dtype, stride = bias
         along = J.BIAS_ROW_STRIDE if transposed else J.BIAS_COL_STRIDE
         words |= {along: stride * dtype_from_name(dtype).itemsize, J.BIAS_KIND: J.KINDS[dtype]}
     return words
@@ -307,15 +290,6 @@ class Job:
     #: Columns of the result computed at a time, so that packed B does not exceed `_MOST_PACKED`; 0 for all.
     block_columns: int
     blockings: dict[int, Blocking]  # by number of threads
-    blocks: dict[int, Job]  # by number of columns
-
-    def block(self, columns: int) -> Job:
-        """Return the cached job of so many columns."""
-        m, _, k = self.shape
-        found = self.blocks.get(columns)
-        if found is None:
-            found = replace(self, shape=(m, columns, k), block_columns=0, blockings={}, blocks={})
-        return self.blocks.setdefault(columns, found)
 
     def blocking(self, workers: int) -> Blocking:
         """Return the cached job for a number of threads."""
@@ -324,8 +298,9 @@ class Job:
         # The threads together pack no more of A than twice B; copies of their own save exchanging it between cores.
         is_short = self.may_be_short and workers * m <= 2 * n and workers * own_bytes <= _MOST_PACKED
         b_along_k = abs(self.words[J.B_ROW_STRIDE]) < abs(self.words[J.B_COL_STRIDE])
-        sizes = _Sizes(m, n, k, is_short, b_along_k, workers)
-        words, packed_bytes, workspace_bytes = _blocking(self.micro_kernel, self.kernels, sizes)
+        words, packed_bytes, workspace_bytes = _blocking(
+            self.micro_kernel, self.kernels, self.shape, workers, is_short=is_short, b_along_k=b_along_k
+        )
         if self.checks_a:
             words[J.PACK_TASKS] += words[J.TASKS] // words[J.TASKS_N]
         made = words_of(self.words | words)
@@ -366,7 +341,7 @@ def job_of(
     activation: str | None = None,
     has_alpha: bool = False,
 ) -> Job:
-    """Return the job of a product; addresses of the operands are ignored. See `run.gemm`."""
+    """Return the job of a product; see `run.gemm`."""
     transposed = out.row_stride == 1 and out.col_stride != 1
     # The transpose of a product with a narrow B, which is not prepared, has a short A.
     is_narrow = n <= _NARROW < m and bool(b.row_stride or b.col_stride)
@@ -401,13 +376,18 @@ def job_of(
         stream_bytes=item if m * n * item > STREAM_BYTES and out.col_stride == 1 else 0,
         block_columns=block if block < n and is_divisible else 0,
         blockings={},
-        blocks={},
     )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def block_of(job: Job, columns: int) -> Job:
+    """Return the job of so many columns of a product."""
+    m, _, k = job.shape
+    return replace(job, shape=(m, columns, k), block_columns=0, blockings={})
 
 
 def packing_job(kernels: Kernels, micro_kernel: MicroKernel, n: int, k: int, b: Operand) -> Blocking:
     """Return a job that only packs ``b``."""
-    sizes = _Sizes(1, n, k, is_short=False, b_along_k=False, workers=1)
-    words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, sizes)
+    words, packed_bytes, workspace_bytes = _blocking(micro_kernel, kernels, (1, n, k))
     made = words_of(kernels.words | words | b.words(J.B) | {J.TASKS: 0})
     return Blocking(made, packed_bytes, workspace_bytes, 0, is_short=False)

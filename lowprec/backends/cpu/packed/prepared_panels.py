@@ -105,7 +105,7 @@ def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Pa
                 memory = np.empty(len(offsets) * step + _PAGE, np.uint8)
                 address = -(-data_pointer(memory) // _PAGE) * _PAGE
             words = run.Words.from_buffer_copy(job.words)
-            words[J.B], words[J.B_PACKED] = b.address, address + i * step
+            words[J.B], words[J.B_PACKED] = data_pointer(x), address + i * step
             workers = threads.num_threads() if k * n >= _SHARED_FROM else 1
             nbytes = job.workspace_bytes
             with buffers.borrow(workers * nbytes) as scratch:

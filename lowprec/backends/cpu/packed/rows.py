@@ -30,7 +30,7 @@ def is_usable() -> bool:
 def epilogue_of(
     m: int, n: int, out: Operand, c: Operand | None, bias: Vector | None, activation: str | None, computes: bool = True
 ) -> Epilogue:
-    """Return the epilogue of m contiguous rows of n numbers; addresses of the operands are ignored.
+    """Return the epilogue of m contiguous rows of n numbers.
 
     Without ``computes`` it only casts and writes. It requires numba and :func:`is_usable`.
     """

@@ -28,7 +28,7 @@ from lowprec.backends.cpu.packed.jobs import (
     STREAM_BYTES,
     Job,
     Operand,
-    anywhere,
+    block_of,
     float_bits,
     job_of,
     matrix_of,
@@ -45,6 +45,13 @@ if TYPE_CHECKING:
 Words = ctypes.c_int64 * J.WORDS
 _BatchWords = ctypes.c_int64 * J.BATCH_WORDS
 _JOB_BYTES = 4096
+
+
+class _Memory(NamedTuple):
+    """An address, as an argument of a job."""
+
+    address: int
+
 
 #: Returns the panels of a prepared ``b``; None if the product packs it.
 FindPanels = Callable[[PreparedView], "Panels | None"]
@@ -77,19 +84,17 @@ def gemm(
     result is complete, with NaN or Inf in these elements. Raises ValueError for unsupported types.
     """
     (m, k), n = a.shape, b.shape[1]
-    x, to, other = operand_of(a), operand_of(out), operand_of(c) if beta else None
-    y = operand_of(b) if panels is None else Operand(0, panels.dtype, 0, 0)
-    vector = place = None
-    if bias is not None:
-        vector = 0, casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize
-        place = Operand(data_pointer(bias), *vector[1:], 0)
+    y = operand_of(b) if panels is None else Operand(panels.dtype, 0, 0)
+    addend = c if beta else None
+    vector = None if bias is None else (casting.name_of(bias.dtype), bias.strides[0] // bias.itemsize)
     job = job_of(
-        micro_kernel, m, n, k, anywhere(x), anywhere(y), anywhere(to), rounding,
-        other and anywhere(other), vector, activation, alpha != 1,
+        micro_kernel, m, n, k, operand_of(a), y, operand_of(out), rounding,
+        None if addend is None else operand_of(addend), vector, activation, alpha != 1,
     )  # fmt: skip
     if panels is not None and not panels.finite[0] and job.kernels.parts_b > 1:
         return False
-    given: Any = x, y, to, other, place, alpha, beta
+    places = (None if x is None else _Memory(data_pointer(x)) for x in (a, b, out, addend, bias))
+    given: Any = (*places, alpha, beta)
     return execute(job, None, Arguments(*given), panels.address if panels else 0)
 
 
@@ -140,7 +145,7 @@ def _execute_blocks(job: Job, arguments: Arguments) -> bool:
     n, done = job.shape[1], True
 
     def at(x: Any, first: int, stride: int) -> Any:
-        return None if x is None else Operand(x.address + first * job.words.get(stride, 0), "", 0, 0)
+        return None if x is None else _Memory(x.address + first * job.words.get(stride, 0))
 
     for first in range(0, n, job.block_columns):
         right = at(a if job.transposed else b, first, J.B_COL_STRIDE)
@@ -149,8 +154,7 @@ def _execute_blocks(job: Job, arguments: Arguments) -> bool:
             *((right, left) if job.transposed else (left, right)), at(out, first, J.OUT_COL_STRIDE),
             at(c, first, J.C_COL_STRIDE), at(bias, first, J.BIAS_COL_STRIDE), alpha, beta,
         )  # fmt: skip
-        block = job.block(min(job.block_columns, n - first))
-        done &= execute(block, None, Arguments(*given))
+        done &= execute(block_of(job, min(job.block_columns, n - first)), None, Arguments(*given))
     return done
 
 
@@ -191,7 +195,7 @@ def prepare(
         layout, c = _with_addend(problem, layout)
         activation, has_alpha = problem.activation, problem.has_alpha
         if problem.bias is not None:
-            bias = 0, problem.bias.dtype.label, problem.bias.strides[0]
+            bias = problem.bias.dtype.label, problem.bias.strides[0]
     a, b, out = (matrix_of(x) for x in (layout.a, layout.b, layout.out))
     job = job_of(
         micro_kernel, layout.m, layout.n, layout.k, a, b, out, rounding,
