@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,17 +36,6 @@ _PAYS_TO_CALL = 1 << 12
 SCRATCH_BYTES = 512
 
 Kernel = Callable[..., int]
-
-
-class _Scratch(threading.local):
-    """Scratch memory of each thread, used by one kernel call at a time, also in a signal handler."""
-
-    def __init__(self) -> None:
-        self.memory = np.empty(SCRATCH_BYTES, np.uint8)
-        self.address = data_pointer(self.memory)
-
-
-kernel_scratch = _Scratch()
 
 
 @functools.cache
@@ -226,7 +214,8 @@ def matrices_of(*arrays: Any) -> list[tuple[Any, ...]]:
 def _run(pieces: list[tuple[Any, ...]], elements: int) -> list[tuple[Any, int]]:
     workers = min(threads.num_threads(), len(pieces)) if elements >= _PAYS_TO_SHARE else 1
     if workers == 1:
-        own = kernel_scratch.address
+        memory = np.empty(SCRATCH_BYTES, np.uint8)
+        own = data_pointer(memory)
         return [(number, kernel(*arguments, own)) for number, kernel, *arguments in pieces]
     rows = [(team.address_of(kernel), *arguments, 0) for _, kernel, *arguments in pieces]
     results = np.empty(len(rows), np.int64)

@@ -37,13 +37,9 @@ _last = threading.local()
 
 
 def _rounding(plan: GemmPlan) -> str:
-    if _is_split(plan):
+    if plan.kernel_row.sums_products:
         return str(plan.scheme)
     return _ROUNDINGS[fp32_units.rounding_format(plan)]
-
-
-def _is_split(plan: GemmPlan) -> bool:
-    return plan.kernel_row.sums_products
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -174,7 +170,7 @@ def _multiplied_dtype(plan: GemmPlan, operand: int) -> str:
     if plan.compute_dtype.is_complex:
         return "float32"
     own = (plan.problem.a, plan.problem.b)[operand].dtype
-    is_whole = _is_split(plan) and not plan.rounded[operand]
+    is_whole = plan.kernel_row.sums_products and not plan.rounded[operand]
     return (own if is_whole else plan.compute_dtype).label
 
 
@@ -192,17 +188,18 @@ def _multiply(plan: GemmPlan, arguments: Arguments, single: Stacks, out: Any, **
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     # With split operands, elements may be recomputed before c is added.
-    fused = plan.problem.activation in ACTIVATIONS and not (_is_split(plan) and single.c is not None)
+    fused = plan.problem.activation in ACTIVATIONS and not (plan.kernel_row.sums_products and single.c is not None)
     if fused:
-        alpha, beta, activation = arguments.alpha.real, arguments.beta.real, plan.problem.activation
-        epilogue = {"alpha": alpha, "beta": beta, "c": single.c, "bias": single.bias}
-        done = _multiply(plan, arguments, single, single.out, activation=activation, **epilogue)
-        if done or not _is_split(plan):
+        done = _multiply(
+            plan, arguments, single, single.out, alpha=arguments.alpha.real, beta=arguments.beta.real,
+            c=single.c, bias=single.bias, activation=plan.problem.activation,
+        )  # fmt: skip
+        if done or not plan.kernel_row.sums_products:
             return done
     with Workspace() as workspace:
         product = workspace.array(single.out.shape, np.dtype(np.float32))
         done = _multiply(plan, arguments, single, product)
-        if not done and _is_split(plan):
+        if not done and plan.kernel_row.sums_products:
             done = _recompute_non_finite(plan, single, product)
         if done:
             fp32_units.apply_epilogue(plan, arguments, product, single)
@@ -239,9 +236,9 @@ def _complex_product(plan: GemmPlan, arguments: Arguments, single: Stacks, *, wh
                     micro_kernel, a[i], b[j], sums[to], rounding=rounding, alpha=sign, beta=beta, c=sums[to],
                     panels=packed[j],
                 )  # fmt: skip
-                if not (finite or _is_split(plan)):
+                if not (finite or plan.kernel_row.sums_products):
                     return False
-        lacks = min(a_parts, b_parts) < 2 and not _is_split(plan)
+        lacks = min(a_parts, b_parts) < 2 and not plan.kernel_row.sums_products
         if lacks and not (np.isfinite(real).all() and np.isfinite(imag).all()):
             return _complex_product(plan, arguments, single, whole=True)
         product = workspace.array(shape, dtype)

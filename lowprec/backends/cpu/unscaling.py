@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -11,6 +10,7 @@ import numpy as np
 
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import casting, team, threads
+from lowprec.backends.execution import imported
 
 #: Elements per block with NumPy alone; source, result and flags fit the L2 cache.
 _BLOCK = 1 << 16
@@ -62,17 +62,11 @@ def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
 def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
     loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
     compiled = casting.has_kernels() and (loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile()))
-    kernel = _kernel(casting.name_of(pairs[0][0].dtype)) if compiled else None
+    kernel = imported(f"{_KERNELS}:unscale_kernel")(casting.name_of(pairs[0][0].dtype)) if compiled else None
     workers = threads.num_threads() if elements > _PAYS_TO_SHARE else 1
-    run = _run_blocks if kernel is None else functools.partial(_run_kernel, kernel)
-    return run(pairs, inverse, workers)
-
-
-@functools.cache
-def _kernel(dtype: str) -> int | None:
-    from lowprec.backends.cpu import unscaling_kernels
-
-    return unscaling_kernels.unscale_kernel(dtype) if dtype in unscaling_kernels.KINDS else None
+    if kernel is None:
+        return _run_blocks(pairs, inverse, workers)
+    return _run_kernel(kernel, pairs, inverse, workers)
 
 
 def _run_kernel(kernel: int, pairs: Sequence[_Pair], inverse: Any, workers: int) -> bool:

@@ -36,10 +36,10 @@ def _unscale_function(kind: str, element: Any, numba_type: Any) -> Any:
 
 
 @cache
-def unscale_kernel(dtype: str) -> int:
-    """Return the address of the kernel of ``"float32"`` or ``"float64"``, a function of four integers.
+def unscale_kernel(dtype: str) -> int | None:
+    """Return the address of the kernel of ``"float32"`` or ``"float64"``, a function of four integers; otherwise None.
 
     They are the addresses of the numbers and of the results (the same, or not overlapping), the count, and the address
     of the inverse scale, of the same type. It returns 1 if a number is Inf or NaN, otherwise 0.
     """
-    return compile_kernel(_unscale_function(*KINDS[dtype]))
+    return compile_kernel(_unscale_function(*KINDS[dtype])) if dtype in KINDS else None

@@ -127,13 +127,14 @@ def kernels_of(micro_kernel: MicroKernel, a_dtype: str, b_dtype: str, rounding: 
     a = _scheme(a_dtype, rounding, micro_kernel.storage, micro_kernel.offset_a)
     b = _scheme(b_dtype, rounding, micro_kernel.storage, 0)
     emit = imported(f"{__package__}.micro_kernels.{micro_kernel.module}:emit")
-    few_rows, products = () if rows == 32 else (rows,), _products(a, b, rounding)
+    products = _products(a, b, rounding)
+    kernel = emit(micro_kernel.name, products)
     words = {
         J.TILE_CONFIG: ctypes.addressof(_TILE_CONFIG) if micro_kernel.has_tiles else 0,
         J.PACK_A: packing.pack_kernel(a),
         J.PACK_B: packing.pack_kernel(b),
-        J.KERNEL: emit(micro_kernel.name, products),
-        J.LAST_KERNEL: emit(micro_kernel.name, products, *few_rows),
+        J.KERNEL: kernel,
+        J.LAST_KERNEL: kernel if rows == 32 else emit(micro_kernel.name, products, rows),
     }
     run = macro_kernel.macro_kernel()
     is_split, sums_chunks = a.is_split or b.is_split, a.is_wide
@@ -245,9 +246,12 @@ def _blocking(
     return words, packed_bytes, kept_offset + task_m * kept_bytes
 
 
+Words = ctypes.c_int64 * J.WORDS
+
+
 def words_of(fields: dict[int, int]) -> bytes:
     """Return the words of a job with these fields, all others 0."""
-    words = (ctypes.c_int64 * J.WORDS)()
+    words = Words()
     for index, value in fields.items():
         words[index] = value
     return bytes(words)

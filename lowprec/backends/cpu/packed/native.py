@@ -178,7 +178,11 @@ def prefetch_line(builder, address):
 
 
 def assembled(name: str, text: str, clobbers: str) -> int:
-    """Return the address of a micro-kernel in assembly; ``name`` identifies it."""
+    """Return the address of a micro-kernel in assembly; ``name`` identifies it.
+
+    Operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to the accumulators, $5 address of
+    the next piece of B.
+    """
 
     def emit(builder, a, b, acc, steps, add, following):
         inline_asm(builder, text, "r,r,r,r,r,r," + clobbers, ir.VoidType(), [a, b, acc, steps, add, following])

@@ -16,8 +16,7 @@ from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, team, threads
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed import run
-from lowprec.backends.cpu.packed.jobs import kernels_of, operand_of, packing_job
+from lowprec.backends.cpu.packed.jobs import Words, kernels_of, operand_of, packing_job
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel
 
 _PAGE = 4096
@@ -104,7 +103,7 @@ def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Pa
             if not i:
                 memory = np.empty(len(offsets) * step + _PAGE, np.uint8)
                 address = -(-data_pointer(memory) // _PAGE) * _PAGE
-            words = run.Words.from_buffer_copy(job.words)
+            words = Words.from_buffer_copy(job.words)
             words[J.B], words[J.B_PACKED] = data_pointer(x), address + i * step
             workers = threads.num_threads() if k * n >= _SHARED_FROM else 1
             nbytes = job.workspace_bytes

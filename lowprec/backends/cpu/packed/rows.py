@@ -8,12 +8,10 @@ from collections.abc import Callable
 
 from lowprec.backends.cpu import cpuinfo
 from lowprec.backends.cpu.packed import job as J
-from lowprec.backends.cpu.packed.jobs import Operand, Vector, epilogue_words, float_bits, words_of
+from lowprec.backends.cpu.packed.jobs import Operand, Vector, Words, epilogue_words, float_bits, words_of
 from lowprec.backends.execution import imported
 
 _KERNELS = "lowprec.backends.cpu.packed.epilogue"
-
-_Words = ctypes.c_int64 * J.WORDS
 
 #: Function of the addresses of product, result, c and bias (0 for none), alpha, beta, and the address of
 #: `J.BLOCK_SCRATCH_BYTES` of memory at a multiple of 64.
@@ -41,7 +39,7 @@ def epilogue_of(
     made = words_of(words | epilogue_words(c, bias, activation))
 
     def apply(product: int, out: int, c: int, bias: int, alpha: float, beta: float, scratch: int) -> None:
-        job = _Words.from_buffer_copy(made)
+        job = Words.from_buffer_copy(made)
         job[J.OUT], job[J.C], job[J.BIAS] = out, c, bias
         job[J.ALPHA], job[J.BETA] = float_bits(alpha), float_bits(beta if c else 0.0)
         kernel(product, ctypes.addressof(job), scratch)

@@ -28,6 +28,7 @@ from lowprec.backends.cpu.packed.jobs import (
     STREAM_BYTES,
     Job,
     Operand,
+    Words,
     block_of,
     float_bits,
     job_of,
@@ -42,7 +43,6 @@ from lowprec.planning.layout import addend_layout, stacked_layout
 if TYPE_CHECKING:
     from lowprec.backends.cpu.packed.prepared_panels import Panels
 
-Words = ctypes.c_int64 * J.WORDS
 _BatchWords = ctypes.c_int64 * J.BATCH_WORDS
 _JOB_BYTES = 4096
 

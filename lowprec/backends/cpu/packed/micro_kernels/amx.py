@@ -67,11 +67,7 @@ def _advance_text(products: Pairs, steps: int) -> list[str]:
 
 
 def micro_kernel_text(multiply: str, products: Pairs) -> str:
-    """Return the assembly of a micro-kernel.
-
-    Operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to the accumulators, $5 address of
-    the next piece of B.
-    """
+    """Return the assembly of a micro-kernel, with the operands of `native.assembled`."""
     lines = ["movq $0, %rax", "movq $1, %rcx", "movq $2, %r8", "movq $3, %r9", "movq $5, %rdx"]
     lines += ["movq $$64, %r11", "testq $4, $4", "jz 2f"]
     lines += [f"tileloadd {1024 * t}(%r8,%r11,1), %tmm{t}" for t in range(4)]

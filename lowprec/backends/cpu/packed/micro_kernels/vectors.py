@@ -138,32 +138,6 @@ class _Group:
         return lines + [f"{r.move} {register}, {memory}" for register, memory in self.accumulators]
 
 
-def micro_kernel_text(
-    registers: Registers,
-    multiply: str,
-    products: Pairs = ((0, 0),),
-    *,
-    offset: int = 0,
-    adds_sums: bool = False,
-    rows: int = 32,
-) -> str:
-    """Return the assembly of a micro-kernel that multiplies ``rows`` rows of a block.
-
-    Operands: $0 A, $1 B, $2 accumulators, $3 steps (at least 1), $4 whether to add to the accumulators, $5 address of
-    the next piece of B. ``multiply`` is the instruction, ``offset`` the number added to A; with ``adds_sums`` the
-    accumulators are added after the last step.
-    """
-    # %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B.
-    lines = ["movq $2, %r8", "movq $5, %rdx"]
-    for columns in registers.columns:
-        first = 0
-        for count in registers.rows if rows == 32 else registers.few_rows[rows]:
-            group = _Group(registers, multiply, offset, first, first + count, columns, adds_sums)
-            lines += group.text(products)
-            first += count
-    return "\n".join([*lines, "vzeroupper"])
-
-
 #: Registers, instruction, number added to A, and whether each call sums separately, by micro-kernel.
 _INSTRUCTIONS: dict[str, tuple[Registers, str, int, bool]] = {
     "avx512_bf16": (AVX512, "vdpbf16ps", 0, False),  # pairs of bfloat16 into float32
@@ -177,8 +151,16 @@ _INSTRUCTIONS: dict[str, tuple[Registers, str, int, bool]] = {
 def emit(name: str, products: Pairs, rows: int = 32) -> int:
     """Return the address of a micro-kernel for these products of parts and 8, 16 or 32 rows."""
     registers, multiply, offset, adds_sums = _INSTRUCTIONS[name]
-    text = micro_kernel_text(registers, multiply, products, offset=offset, adds_sums=adds_sums, rows=rows)
+    # %rax A, %rcx B, %r8 accumulators, %r9 steps left, %rdx next piece of B.
+    lines = ["movq $2, %r8", "movq $5, %rdx"]
+    for columns in registers.columns:
+        first = 0
+        for count in registers.rows if rows == 32 else registers.few_rows[rows]:
+            group = _Group(registers, multiply, offset, first, first + count, columns, adds_sums)
+            lines += group.text(products)
+            first += count
+    lines.append("vzeroupper")
     general = ("rax", "rcx", "rdx", "r8", "r9", "memory", "flags", "dirflag", "fpsr")
     used = tuple(f"{registers.name}{i}" for i in range(registers.a[1] + 1))
     clobbers = ",".join(f"~{{{register}}}" for register in general + used)
-    return assembled(f"{name} {products} {rows}", text, clobbers)
+    return assembled(f"{name} {products} {rows}", "\n".join(lines), clobbers)
