@@ -228,6 +228,7 @@ def test_strides_and_batches(twin: Twin, rng: np.random.Generator) -> None:
 @pytest.fixture
 def twin_unknown() -> Iterator[None]:
     emulated_products._twin.cache_clear()
+    casting.has_kernels.cache_clear()
     yield
     emulated_products._twin.cache_clear()
     casting.has_kernels.cache_clear()

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -74,7 +74,8 @@ class OpenBlas:
                 (self._gemv, "gemv", _gemv_types(scalar)),
                 (self._gemm_batch, "gemm_batch", _GEMM_BATCH_TYPES),
             ):
-                table[dtype] = _declared(library, f"scipy_cblas_{letter}{name}64_", types)
+                table[dtype] = function = getattr(library, f"scipy_cblas_{letter}{name}64_")
+                function.restype, function.argtypes = None, types
         self.use_one_thread()
 
     def use_one_thread(self) -> None:
@@ -272,12 +273,6 @@ def _element_addresses(x: Any) -> list[int]:
 
 def _factor_addresses(dtype: str) -> list[int]:
     return _element_addresses(_ONE_AND_ZERO[dtype])
-
-
-def _declared(library: ctypes.CDLL, name: str, argtypes: list[Any]) -> Callable[..., None]:
-    function: Any = getattr(library, name)
-    function.restype, function.argtypes = None, argtypes
-    return cast("Callable[..., None]", function)
 
 
 def _text(library: ctypes.CDLL, name: str) -> str:

@@ -143,14 +143,7 @@ def narrow(source: Any, out: Any) -> None:
         out[...] = source
         return
     kernel = kernels().narrow_kernel(name_of(out.dtype))
-    # The pieces of a cast in the other direction, with the strided array first.
-    _run(
-        [
-            (0, kernel, target, address, row_stride, col_stride, rows, cols)
-            for address, row_stride, col_stride, rows, cols, target in _pieces(out, source)
-        ],
-        out.size,
-    )
+    _run([(0, kernel, *piece) for piece in _pieces(out, source)], out.size)
 
 
 def is_ready() -> bool:

@@ -259,7 +259,8 @@ def extrema_kernel() -> Any:
     return compiled(_cast_function(CASTS.index(("float32", DIGITS)), 0))
 
 
-def _narrow_float16(builder: Any, bits: Any) -> Any:
+def _narrowed_float16(builder: Any, bits: Any) -> Any:
+    """Round to 16 float16, ties to even."""
     magnitude = magnitude_of(builder, bits)
     normal = builder.lshr(nearest(builder, magnitude, 13), splat(13))
     normal = builder.sub(normal, splat(112 << 10))
@@ -271,26 +272,20 @@ def _narrow_float16(builder: Any, bits: Any) -> Any:
     is_subnormal = builder.icmp_unsigned("<", magnitude, splat(0x38800000))
     result = builder.select(is_subnormal, subnormal, normal)
     is_nan = builder.icmp_unsigned(">", magnitude, splat(INFINITY))
-    return builder.select(is_nan, splat(0x7E00), result)
-
-
-def _narrowed(builder: Any, bits: Any, *, is_float16: bool) -> Any:
-    """Round 16 float32, given by their bits, to nearest even; return the bits of float16 or bfloat16."""
-    if not is_float16:
-        return narrowed_bfloat16(builder, bits)
+    result = builder.select(is_nan, splat(0x7E00), result)
     sign = builder.lshr(builder.and_(bits, splat(SIGN)), splat(16))
-    words = builder.or_(sign, _narrow_float16(builder, bits))
-    return builder.trunc(words, ir.VectorType(I16, LANES))
+    return builder.trunc(builder.or_(sign, result), ir.VectorType(I16, LANES))
 
 
 @emitted(literals=("is_float16",))
 def _narrow_run(builder, is_float16, source, target):
-    row = _narrowed(builder, _read(builder, "float32", source), is_float16=bool(is_float16))
+    narrowed = _narrowed_float16 if is_float16 else narrowed_bfloat16
+    row = narrowed(builder, _read(builder, "float32", source))
     builder.store(row, pointer(builder, target, row.type), align=1)
 
 
 def _narrow_function(is_float16: int) -> Any:
-    def narrow(source, target, row_stride, col_stride, rows, cols, scratch):
+    def narrow(target, row_stride, col_stride, rows, cols, source, scratch):
         for row in range(rows):
             from_, to = source + row * cols * 4, target + row * row_stride
             first = 0
@@ -314,7 +309,6 @@ def _narrow_function(is_float16: int) -> Any:
 def narrow_kernel(dtype: str) -> Any:
     """Return the kernel that rounds to ``"float16"`` or ``"bfloat16"``, a function of seven integers.
 
-    They are the address of a contiguous row-major float32 matrix; address, row stride and column stride of the result,
-    in bytes; rows and columns; the address of 512 bytes of scratch memory.
+    They are those of :func:`cast_kernel` with the two matrices exchanged: the strided one is the result.
     """
     return compiled(_narrow_function(int(dtype == "float16")))

@@ -15,7 +15,6 @@ import numpy as np
 from lowprec.architectures import Architecture
 from lowprec.arrays import Device
 from lowprec.backends.cpu import casting, cpuinfo, numba_import, openblas, team, threads
-from lowprec.backends.cpu.cpuinfo import cpu_flags, cpu_name
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.packed.micro_kernels import (
     AMX_BF16,
@@ -41,7 +40,7 @@ def capabilities(device: Device) -> Capabilities:
 
 @functools.cache
 def _capabilities() -> Capabilities:
-    return Capabilities("cpu", cpu_name(), KERNELS, features())
+    return Capabilities("cpu", cpuinfo.cpu_name(), KERNELS, features())
 
 
 def forget() -> None:
@@ -61,7 +60,7 @@ def _emulating(architecture: Architecture) -> Capabilities:
 def features() -> frozenset[str]:
     """Return the features of this machine, for `KernelRow.requires`."""
     found = {
-        **{x.name: is_available(x) and x.is_for(cpu_flags()) for x in MICRO_KERNELS},
+        **{x.name: is_available(x) and x.is_for(cpuinfo.cpu_flags()) for x in MICRO_KERNELS},
         # Compiled kernels distribute its panels to threads; without them NumPy's multithreaded BLAS is faster.
         "openblas": casting.has_kernels() and openblas.openblas() is not None,
         "numba": casting.has_kernels(),

@@ -74,19 +74,6 @@ def library_path() -> str | None:
     return found[0] if found else None
 
 
-def _is_loaded(path: str) -> bool:
-    """Whether another package, such as a NumPy built with this library, has loaded it."""
-    if not hasattr(os, "RTLD_NOLOAD"):
-        return False
-    try:
-        ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
-    except OSError as error:
-        if not raised_in(error, "ctypes"):
-            raise
-        return False
-    return True
-
-
 #: The library by path, None if it is unavailable.
 _opened: dict[str, OpenBlas | None] = {}
 #: Paths of libraries that lowprec has loaded, or started to load, in this process.
@@ -127,8 +114,8 @@ def _is_limited() -> bool:
 
 
 def _load(path: str) -> OpenBlas | None:
-    # A library that another package loaded may have other threads and kernels.
-    if (path not in _ours and _is_loaded(path)) or not has_memory(_LIBRARY_BYTES):
+    # A library that another package loaded, such as a NumPy built with it, may have other threads and kernels.
+    if (path not in _ours and threads.loaded(path)) or not has_memory(_LIBRARY_BYTES):
         return None
     # Its single thread does not limit the threads of a product.
     threads.ignore_library(path)

@@ -42,8 +42,8 @@ def affinity() -> int:
     return os.cpu_count() or 1
 
 
-def _loaded(path: str) -> ctypes.PyDLL | None:
-    """A handle of a library that is already loaded; None otherwise, without loading it."""
+def loaded(path: str) -> ctypes.PyDLL | None:
+    """Return a handle of a library that is already loaded; None otherwise, without loading it."""
     try:
         return ctypes.PyDLL(path, mode=_RTLD_NOLOAD | ctypes.DEFAULT_MODE) if _RTLD_NOLOAD else None
     except OSError as error:
@@ -80,7 +80,7 @@ def openblas_paths() -> list[str]:
 
 def openblas_function(path: str, name: str) -> Any | None:
     """A function of an OpenBLAS in this process, by its name without the prefix and suffix of the build."""
-    library = _loaded(path)
+    library = loaded(path)
     for prefix in ("scipy_", ""):
         for suffix in ("64_", ""):
             function = getattr(library, f"{prefix}{name}{suffix}", None) if library else None
@@ -111,7 +111,7 @@ class OpenMP(NamedTuple):
 def _torch_openmp() -> OpenMP | None:
     """Return PyTorch's OpenMP runtime; None if PyTorch is not loaded or has none."""
     path = next(iter(_mapped("/libtorch_cpu.so")), "") if "torch" in sys.modules else ""
-    library = _loaded(path) if path else None
+    library = loaded(path) if path else None
     if library is None:
         return None
     try:

@@ -52,9 +52,6 @@ def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
     return Arithmetic(model.group, model.fraction_bits, model.least_exponent, FORMATS[fmt].emin)
 
 
-_BLAS = "lowprec.backends.cpu.emulation.products"
-
-
 def kernels(architecture: Architecture) -> tuple[KernelRow, ...]:
     """Return the kernels of an architecture."""
     return tuple(_kernel(architecture, fmt) for fmt in formats_of(architecture))
@@ -68,8 +65,7 @@ def _kernel(architecture: Architecture, fmt: str) -> KernelRow:
             f"{architecture.label}'s tensor cores, emulated bit by bit: groups of {model.group} products, "
             f"{model.fraction_bits} fraction bits, rounded toward zero"
         ),
-        executor=f"{_BLAS}:prepare",
-        blas=f"{_BLAS}:{architecture}_{fmt}",
+        blas=f"lowprec.backends.cpu.emulation.products:{architecture}_{fmt}",
         formats=frozenset({fmt}),
         summation=Summation.TENSOR_CORES,
         emulates=architecture,

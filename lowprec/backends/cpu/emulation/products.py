@@ -10,13 +10,10 @@ from typing import Any
 import numpy as np
 
 from lowprec.architectures import Architecture, parse_architecture
-from lowprec.backends.cpu import fp32_units, numba_import, team, threads
+from lowprec.backends.cpu import casting, team, threads
 from lowprec.backends.cpu.emulation import arrays
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic
 from lowprec.backends.cpu.emulation.arrays import NAN, Operand
-from lowprec.backends.execution import Executor
-from lowprec.planning import GemmPlan
-from lowprec.policy import environment
 
 #: Rows and columns of a block of the result; b's part of a block is read from the L2 cache.
 _ROWS, _COLUMNS = 16, 512
@@ -31,11 +28,6 @@ def __getattr__(name: str) -> SimpleNamespace:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = arithmetic(parse_architecture(architecture), fmt)
     return SimpleNamespace(multiply=functools.partial(_multiply_into, found))
-
-
-def prepare(plan: GemmPlan) -> Executor:
-    """Return the executor of a plan whose kernel emulates tensor cores."""
-    return functools.partial(fp32_units.execute, plan)
 
 
 def _multiply_into(model: Arithmetic, a: Any, b: Any, out: Any) -> None:
@@ -83,7 +75,7 @@ def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
 
 @functools.cache
 def _twin() -> _Accumulate:
-    if not numba_import.is_installed() or environment.numba_is_off() or numba_import.fails():
+    if not casting.can_compile():
         return arrays.accumulate
     from lowprec.backends.cpu.emulation import compiled
 
