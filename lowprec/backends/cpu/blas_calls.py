@@ -66,12 +66,12 @@ class OpenBlas:
         #: By dtype: the letter of alpha and beta in the signature of table rows, and 1 and 0 as words.
         self._words: dict[str, tuple[str, list[int]]] = {}
         for dtype, (letter, scalar, row_letter) in _FUNCTIONS.items():
-            one, zero = _factor_addresses(dtype) if scalar is _POINTER else (1.0, 0.0)
+            one, zero = _element_addresses(_ONE_AND_ZERO[dtype]) if scalar is _POINTER else (1.0, 0.0)
             self._factors[dtype] = factors = scalar(one), scalar(zero)
             self._words[dtype] = row_letter, [int.from_bytes(bytes(x), sys.byteorder) for x in factors]
             for table, name, types in (
-                (self._gemm, "gemm", _gemm_types(scalar)),
-                (self._gemv, "gemv", _gemv_types(scalar)),
+                (self._gemm, "gemm", _types(3, scalar)),
+                (self._gemv, "gemv", _types(2, scalar)),
                 (self._gemm_batch, "gemm_batch", _GEMM_BATCH_TYPES),
             ):
                 table[dtype] = function = getattr(library, f"scipy_cblas_{letter}{name}64_")
@@ -122,7 +122,7 @@ class OpenBlas:
         extents = np.array([m, n, k, *leading], np.int64)
         op_a, op_b = _element_addresses(ops)
         all_m, all_n, all_k, lda, ldb, ldc = _element_addresses(extents)
-        one, zero = _factor_addresses(out.dtype.label)
+        one, zero = _element_addresses(_ONE_AND_ZERO[out.dtype.label])
 
         symbol = team.address_of(function)
 
@@ -253,14 +253,9 @@ class OpenBlas:
 _ARRAY = [_POINTER, _INT]
 
 
-def _gemm_types(scalar: Any) -> list[Any]:
-    """Layout, op_a, op_b; m, n, k; alpha, a, b; beta, c."""
-    return [_ENUM] * 3 + [_INT] * 3 + [scalar, *_ARRAY, *_ARRAY, scalar, *_ARRAY]
-
-
-def _gemv_types(scalar: Any) -> list[Any]:
-    """Layout, op_a; m, n; alpha, a, x; beta, y."""
-    return [_ENUM] * 2 + [_INT] * 2 + [scalar, *_ARRAY, *_ARRAY, scalar, *_ARRAY]
+def _types(count: int, scalar: Any) -> list[Any]:
+    """For gemm (3): layout, op_a, op_b; m, n, k; alpha, a, b; beta, c. For gemv (2): layout, op_a; m, n; the same."""
+    return [_ENUM] * count + [_INT] * count + [scalar, *_ARRAY, *_ARRAY, scalar, *_ARRAY]
 
 
 #: Layout; an array for each argument of a product, with one element per group; number of groups; sizes of groups.
@@ -269,10 +264,6 @@ _GEMM_BATCH_TYPES = [_ENUM, *[_POINTER] * 13, _INT, _POINTER]
 
 def _element_addresses(x: Any) -> list[int]:
     return [data_pointer(x) + i * x.itemsize for i in range(x.size)]
-
-
-def _factor_addresses(dtype: str) -> list[int]:
-    return _element_addresses(_ONE_AND_ZERO[dtype])
 
 
 def _text(library: ctypes.CDLL, name: str) -> str:

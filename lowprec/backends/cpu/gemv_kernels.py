@@ -232,27 +232,21 @@ def _read(cast, source, stride, step, count, k, x, x_stride, scratch):
     return extrema
 
 
+def _read_integers(cast, source, stride, step, count, k, x, x_stride, scratch):
+    for j in range(count):
+        from_, target = source + j * stride, x + j * x_stride
+        for i in range(k):
+            store(target + 2 * i, load(from_ + i * step, "i8"), "u16")
+        for i in range(2 * k, x_stride, 2):
+            store(target + i, 0, "u16")
+    return 0
+
+
 @cache
-def vectors_kernel() -> Any:
-    """Return the kernel that casts vectors for :func:`gemv_kernel`, a function of nine integers.
+def vectors_kernel(is_integer: bool) -> Any:
+    """Return the kernel that casts vectors for :func:`gemv_kernel`, int8 to int16; a function of nine integers.
 
     Address of the casting kernel; vectors: address, strides between vectors and between numbers, both counts; address
-    and stride of the float32 vectors; address of scratch memory. Returns the same as a cast.
+    and stride of the cast vectors; address of scratch memory. Returns the same as a cast.
     """
-    return compiled(_read)
-
-
-@cache
-def integer_vectors_kernel() -> Any:
-    """Return the kernel that casts int8 vectors to int16, with the arguments of :func:`vectors_kernel`."""
-
-    def read(cast, source, stride, step, count, k, x, x_stride, scratch):
-        for j in range(count):
-            from_, target = source + j * stride, x + j * x_stride
-            for i in range(k):
-                store(target + 2 * i, load(from_ + i * step, "i8"), "u16")
-            for i in range(2 * k, x_stride, 2):
-                store(target + i, 0, "u16")
-        return 0
-
-    return compiled(read)
+    return compiled(_read_integers if is_integer else _read)

@@ -240,7 +240,7 @@ def _gemv(geometry: _Geometry) -> _Gemv:
     width = next(width for width in native.WIDTHS if width >= g.vectors)
     kernel = native.gemv_kernel(of_matrix, width, by_rows)
     numbers, is_integer = native.arithmetic(of_matrix), g.dtype == "int8"
-    read = native.integer_vectors_kernel() if is_integer else native.vectors_kernel()
+    read = native.vectors_kernel(is_integer)
     cast = 0 if is_integer else team.address_of(casting.kernels().cast_kernel(of_vectors))
     sum_dtype = np.dtype(np.int32 if is_integer else np.float32)
     pieces, shape, (stride, step, written) = _pieces(g, width, by_rows)

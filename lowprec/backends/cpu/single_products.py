@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,54 +71,13 @@ def _operand(stack: MatrixStack, to: NumberFormat | None) -> _Operand:
     return _Operand(result.transposed if turned else result, cast)
 
 
-class _Product(NamedTuple):
-    """The steps of a product. Its memory contains cast operands, the product, and scratch of casts and epilogue."""
-
-    a: _Operand
-    b: _Operand
-    multiply: Callable[[int, int, int], None]
-    epilogue: Epilogue | None  # None if the product is the result
-    at_b: int
-    at_product: int
-    at_block: int
-    kept_modes: frozenset[str]
-    key: Any  # of the cast operand that a prepared b keeps
-
-    def run(self, arguments: Arguments, memory: int) -> bool:
-        """Run a product with memory at an address; return False if operands must be scaled."""
-        a, b, out, c, bias, alpha, beta = arguments[:7]
-        x, y, to = a.address, b.address, out.address
-        if self.a.cast is not None:
-            source, x = x, memory + casting.SCRATCH_BYTES
-            if self.a.cast(source, x, memory):
-                return False
-        if type(b) is PreparedView and b.mode in self.kept_modes:
-            kept = b.packed_operand(self.key, functools.partial(self.cast_b, b))
-            if kept is None:
-                return False
-            y = data_pointer(kept)
-        elif self.b.cast is not None:
-            source, y = y, memory + self.at_b
-            if self.b.cast(source, y, memory):
-                return False
-        if self.epilogue is None:
-            self.multiply(x, y, to)
-            return True
-        product = memory + self.at_product
-        self.multiply(x, y, product)
-        self.epilogue(
-            product, to, 0 if c is None else c.address, 0 if bias is None else bias.address, alpha.real, beta.real,
-            memory + self.at_block,
-        )  # fmt: skip
-        return True
-
-    def cast_b(self, view: PreparedView) -> PackedOperand:
-        """Return the cast numbers of a prepared operand; None if they must be scaled."""
-        assert self.b.cast is not None, "nothing is kept of an operand that is multiplied in place"
-        memory = np.empty(self.b.nbytes + casting.SCRATCH_BYTES, np.uint8)
-        address = data_pointer(memory)
-        is_apart = self.b.cast(view.address, address, address + self.b.nbytes)
-        return PackedOperand(None if is_apart else memory, self.b.nbytes)
+def _kept_cast(operand: _Operand, view: PreparedView) -> PackedOperand:
+    """Return the cast numbers of a prepared operand; None if they must be scaled."""
+    assert operand.cast is not None, "nothing is kept of an operand that is multiplied in place"
+    memory = np.empty(operand.nbytes + casting.SCRATCH_BYTES, np.uint8)
+    address = data_pointer(memory)
+    is_apart = operand.cast(view.address, address, address + operand.nbytes)
+    return PackedOperand(None if is_apart else memory, operand.nbytes)
 
 
 def prepare(plan: GemmPlan, to: NumberFormat | None, otherwise: Executor) -> Executor | None:
@@ -129,7 +88,7 @@ def prepare(plan: GemmPlan, to: NumberFormat | None, otherwise: Executor) -> Exe
     product = _product(plan, to) if _is_small(plan) and casting.can_compile() else None
     if product is None:
         return None
-    run, nbytes = product.run, product.at_block + J.BLOCK_SCRATCH_BYTES + _ALIGNMENT
+    run, nbytes = product
 
     def execute(arguments: Arguments) -> None:
         if not has_memory():
@@ -159,12 +118,17 @@ def _is_small(plan: GemmPlan) -> bool:
     )
 
 
-def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
-    """Return the steps of a product; None if its epilogue has no kernel, or c does not have the result's shape."""
+def _product(plan: GemmPlan, to: NumberFormat | None) -> tuple[Callable[[Arguments, int], bool], int] | None:
+    """Return the function that runs a product in memory at an address, and the bytes of the memory.
+
+    The function returns False if operands must be scaled. None if the epilogue has no kernel, or c does not have the
+    result's shape.
+    """
     layout = plan.layout
     # The single matrix of a batch of one.
     left, right, out = (replace(x, batch_shape=(), batch_strides=()) for x in (layout.a, layout.b, layout.out))
-    a, b = _operand(left, to), _operand(right, to)
+    of_a, of_b = _operand(left, to), _operand(right, to)
+    cast_a, cast_b = of_a.cast, of_b.cast
     epilogue, size = None, 0
     if plan.problem.has_epilogue or out.dtype is not DType.FLOAT32 or not out.blas_expressible:
         epilogue = _epilogue(plan) if is_usable() else None
@@ -172,12 +136,41 @@ def _product(plan: GemmPlan, to: NumberFormat | None) -> _Product | None:
             return None
         size = _aligned(4 * layout.m * layout.n)
         out = MatrixStack.of(DType.FLOAT32, layout.m, layout.n, layout.n, 1)
-    at_b = casting.SCRATCH_BYTES + a.nbytes
-    at_product = at_b + b.nbytes
-    return _Product(
-        a, b, gemm.library_product(a.stack, b.stack, out), epilogue, at_b, at_product, at_product + size,
-        kept_modes(plan), ("cast", to, layout.b),
-    )  # fmt: skip
+    multiply = gemm.library_product(of_a.stack, of_b.stack, out)
+    # The memory contains scratch of casts, cast operands, the product, and scratch of the epilogue.
+    at_b = casting.SCRATCH_BYTES + of_a.nbytes
+    at_product = at_b + of_b.nbytes
+    at_block = at_product + size
+    modes, key = kept_modes(plan), ("cast", to, layout.b)
+
+    def run(arguments: Arguments, memory: int) -> bool:
+        a, b, out, c, bias, alpha, beta = arguments[:7]
+        x, y, to = a.address, b.address, out.address
+        if cast_a is not None:
+            source, x = x, memory + casting.SCRATCH_BYTES
+            if cast_a(source, x, memory):
+                return False
+        if type(b) is PreparedView and b.mode in modes:
+            kept = b.packed_operand(key, functools.partial(_kept_cast, of_b, b))
+            if kept is None:
+                return False
+            y = data_pointer(kept)
+        elif cast_b is not None:
+            source, y = y, memory + at_b
+            if cast_b(source, y, memory):
+                return False
+        if epilogue is None:
+            multiply(x, y, to)
+            return True
+        product = memory + at_product
+        multiply(x, y, product)
+        epilogue(
+            product, to, 0 if c is None else c.address, 0 if bias is None else bias.address, alpha.real, beta.real,
+            memory + at_block,
+        )  # fmt: skip
+        return True
+
+    return run, at_block + J.BLOCK_SCRATCH_BYTES + _ALIGNMENT
 
 
 def _epilogue(plan: GemmPlan) -> Epilogue | None:
