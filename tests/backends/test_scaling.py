@@ -156,7 +156,7 @@ def test_products_without_factors_equal_scaled_ones(
             for source in (x, np.asfortranarray(x), np.repeat(x, 2, 1)[:, ::2]):
                 out = np.empty_like(x)
                 assert cast([(source, out)], scaling.FLOAT16_DIGITS) == [apart], values
-                assert casting.lie_apart([source]) is apart
+                assert casting.need_scaling([source]) is apart
                 if not apart:
                     oracles.assert_equal(out, oracles.round_to(x, "fp16", -1))
                     oracles.assert_equal(out, oracles.round_to(x, "fp16", -2))
@@ -185,7 +185,7 @@ def test_tensor_cores_are_given_scaled_numbers(rng: np.random.Generator) -> None
 def test_bfloat16_is_looked_at_as_such(size: int) -> None:
     """Read as float32, two neighbours would make a number of another size."""
     x = np.full((size, size), 3, ml_dtypes.bfloat16)
-    assert not casting.lie_apart([x])
-    assert not casting.lie_apart([x.T[::-1]])
+    assert not casting.need_scaling([x])
+    assert not casting.need_scaling([x.T[::-1]])
     x[size - 1, size - 1] = 1e-30
-    assert casting.lie_apart([x])
+    assert casting.need_scaling([x])

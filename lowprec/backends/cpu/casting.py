@@ -16,7 +16,7 @@ from lowprec.arrays.namespaces import numpy_name as name_of
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, numba_import, team, threads
 from lowprec.backends.cpu.rounding import round_all
-from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, lies_apart, merged
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, merged, needs_scaling
 from lowprec.formats import NumberFormat, dtype_from_name
 from lowprec.planning.bounds import holds
 from lowprec.policy import environment
@@ -115,10 +115,10 @@ def cast(pairs: Sequence[tuple[Any, Any]], to: NumberFormat | None) -> list[bool
     if pieces:
         for number, found in _run(pieces, elements):
             extrema[number] = merged(extrema[number], found)
-    return [lies_apart(found) for found in extrema] if to is FLOAT16_DIGITS else [False] * len(pairs)
+    return [needs_scaling(found) for found in extrema] if to is FLOAT16_DIGITS else [False] * len(pairs)
 
 
-def lie_apart(arrays: Sequence[Any]) -> bool:
+def need_scaling(arrays: Sequence[Any]) -> bool:
     """Whether the range of float32 or bfloat16 arrays exceeds float16's, so that they must be scaled."""
     pieces, extrema = [], 0
     # A list, which keeps widened copies alive.
@@ -133,7 +133,7 @@ def lie_apart(arrays: Sequence[Any]) -> bool:
         pieces += [(None, kernel, *piece) for piece in _pieces(x, x)]
     for _, found in _run(pieces, sum([x.size for x in arrays])):
         extrema = merged(extrema, found)
-    return bool(lies_apart(extrema))
+    return bool(needs_scaling(extrema))
 
 
 def narrow(source: Any, out: Any) -> None:

@@ -17,8 +17,10 @@ from lowprec.backends.cpu import team
 from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, compiled, emitted, load, pointer, store
 from lowprec.backends.cpu.packed.vector_arithmetic import (
     INFINITY,
+    LANES,
     SIGN,
     bits_of,
+    floats_of,
     magnitude_of,
     narrowed_bfloat16,
     nearest,
@@ -27,8 +29,6 @@ from lowprec.backends.cpu.packed.vector_arithmetic import (
     unless_nan,
     widened_bfloat16,
 )
-from lowprec.backends.cpu.packed.vector_arithmetic import LANES as LANES
-from lowprec.backends.cpu.packed.vector_arithmetic import floats_of as floats_of
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 
 DIGITS = FLOAT16_DIGITS.name
@@ -59,8 +59,6 @@ def item_bytes(index: int) -> int:
 
 #: Offset in scratch memory of the extrema: 16 largest magnitudes, then 16 smallest ones minus 1.
 _EXTREMA = 384
-
-# The key of the cache on disk includes a kernel's name and its closure.
 
 
 def float_splat(value: float) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from lowprec.backends.cpu.casting_kernels import CASTS, LANES, Extrema, cast_vector, floats_of
+from lowprec.backends.cpu.casting_kernels import CASTS, Extrema, cast_vector
 from lowprec.backends.cpu.packed import native
 from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, pointer
+from lowprec.backends.cpu.packed.vector_arithmetic import LANES, floats_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from lowprec.backends.cpu.casting_kernels import (
     CASTS,
     DIGITS,
     KINDS,
-    LANES,
     Extrema,
     clear_extrema,
     clear_run,
@@ -33,8 +32,7 @@ from lowprec.backends.cpu.gemv_arithmetic import (
 )
 from lowprec.backends.cpu.packed.compilation import inlined
 from lowprec.backends.cpu.packed.native import I8, I32, call, compiled, emitted, load, pointer, store
-
-# The key of the cache on disk includes a kernel's name and its closure.
+from lowprec.backends.cpu.packed.vector_arithmetic import LANES
 
 #: Numbers of vectors for which there are kernels; other numbers are padded with arbitrary memory.
 WIDTHS = (1, 2, 4, 8)

@@ -19,7 +19,7 @@ from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, fp32_units, splitting, team, threads
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.panels import columns_for_shape, rows_for_shape
-from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, lies_apart, merged
+from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, merged, needs_scaling
 from lowprec.backends.cpu.splitting import Split
 from lowprec.backends.cpu.stacks import KEPT, addresses_of, array_at, offsets_of, stacks_of
 from lowprec.backends.execution import Arguments, Executor
@@ -276,6 +276,6 @@ def _gemv(geometry: _Geometry) -> _Gemv:
                 sums = array_at(target, shape, sum_dtype)
                 with np.errstate(all="ignore"):
                     np.add.reduce(sums[:, : g.vectors], axis=0, out=result.T)
-        return bool(lies_apart(found) or lies_apart(functools.reduce(merged, extrema.tolist())))
+        return bool(needs_scaling(found) or needs_scaling(functools.reduce(merged, extrema.tolist())))
 
     return _Gemv(multiply, in_place)

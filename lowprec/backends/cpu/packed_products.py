@@ -257,20 +257,20 @@ def _plane(x: Any, component: int, workspace: Workspace) -> Any:
 
 def _apart(plan: GemmPlan, arguments: Arguments, single: Stacks) -> tuple[bool, bool]:
     a, b = plan.scaled
-    return a and _lies_apart(single.a), b and _b_lies_apart(plan, arguments, single.b)
+    return a and _needs_scaling(single.a), b and _b_needs_scaling(plan, arguments, single.b)
 
 
-def _lies_apart(x: Any) -> bool:
+def _needs_scaling(x: Any) -> bool:
     # Both components of a complex number have the same factor.
-    return casting.lie_apart((x.real, x.imag) if x.dtype.kind == "c" else (x,))
+    return casting.need_scaling((x.real, x.imag) if x.dtype.kind == "c" else (x,))
 
 
-def _b_lies_apart(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
+def _b_needs_scaling(plan: GemmPlan, arguments: Arguments, b: Any) -> bool:
     view = arguments.b
     if type(view) is not PreparedView or view.mode not in kept_modes(plan):
-        return _lies_apart(b)
+        return _needs_scaling(b)
     key = "apart", data_pointer(b), b.shape, b.strides
-    return bool(view.packed_operand(key, lambda: PackedOperand(_lies_apart(b), 0)))
+    return bool(view.packed_operand(key, lambda: PackedOperand(_needs_scaling(b), 0)))
 
 
 def _scaled_product(apart: tuple[bool, bool], plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:

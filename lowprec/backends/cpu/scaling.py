@@ -35,7 +35,7 @@ _LEAST, _MOST = 127 - 53, 127 + 40
 _BLOCK = 1 << 16
 
 
-def lies_apart(extrema: Any) -> Any:
+def needs_scaling(extrema: Any) -> Any:
     """Whether an operand must be scaled; for an array of extrema, an array of answers.
 
     An integer of ``extrema`` is the bits of the largest magnitude times 2^32, plus the bits of the smallest nonzero one

@@ -19,7 +19,7 @@ from lowprec.backends.cpu.openblas import has_memory
 from lowprec.backends.cpu.packed import job as J
 from lowprec.backends.cpu.packed.jobs import matrix_of
 from lowprec.backends.cpu.packed.rows import Epilogue, epilogue_of, is_usable
-from lowprec.backends.cpu.scaling import lies_apart
+from lowprec.backends.cpu.scaling import needs_scaling
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import DType, NumberFormat
 from lowprec.planning import GemmPlan, MatrixStack
@@ -66,7 +66,7 @@ def _operand(stack: MatrixStack, to: NumberFormat | None) -> _Operand:
 
     def cast(source: int, target: int, scratch: int) -> bool:
         found = kernel(source, *steps, rows, cols, target, scratch)
-        return bool(found) and lies_apart(found)
+        return bool(found) and needs_scaling(found)
 
     return _Operand(result.transposed if turned else result, cast)
 

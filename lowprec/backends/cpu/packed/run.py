@@ -282,6 +282,6 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
     workers = min(threads.num_threads(), batch.batch_count) if batch.is_shared else 1
     with buffers.borrow(workers * nbytes) as memory:
         team.run(each, ctypes.addressof(of_batch), workers, memory, nbytes)
-    if checks_range and scaling.lies_apart(table[:, :2]).any():
+    if checks_range and scaling.needs_scaling(table[:, :2]).any():
         return False
     return not of_batch[J.BATCH_NOT_FINITE]

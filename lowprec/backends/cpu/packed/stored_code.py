@@ -28,8 +28,8 @@ _loaded: dict[str, tuple[Any, int]] = {}
 def made_of(function: Callable[..., Any]) -> str:
     """Return an identifier of a function: its name and the values in its closure."""
     names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    made_of = [f"{name}={cell.cell_contents!r}" for name, cell in names]
-    found = " ".join([function.__module__, function.__qualname__, *made_of])
+    values = [f"{name}={cell.cell_contents!r}" for name, cell in names]
+    found = " ".join([function.__module__, function.__qualname__, *values])
     assert " at 0x" not in found, f"{found} would be compiled again in each process"
     return found
 
@@ -37,16 +37,16 @@ def made_of(function: Callable[..., Any]) -> str:
 def address(name: str, compile_: Callable[[], bytes]) -> int:
     """Return the address of a kernel, compiled if it is not cached; ``name`` identifies its source. Not thread-safe."""
     if name not in _loaded:
-        made_of = hashlib.sha256(f"{_maker()} {name}".encode())
-        file = f"kernels/{made_of.hexdigest()[:32]}.o"
+        key = hashlib.sha256(f"{_maker()} {name}".encode())
+        file = f"kernels/{key.hexdigest()[:32]}.o"
         data = disk.read_bytes(file)
         # A digest of code and name precedes the code, to detect damaged or exchanged files.
         code = b"" if data is None else data[32:]
-        if data is None or data[:32] != hashlib.sha256(made_of.digest() + code).digest():
+        if data is None or data[:32] != hashlib.sha256(key.digest() + code).digest():
             if data is not None:
                 disk.set_aside(file, "it is damaged")
             code = compile_()
-            disk.write_bytes(file, hashlib.sha256(made_of.digest() + code).digest() + code)
+            disk.write_bytes(file, hashlib.sha256(key.digest() + code).digest() + code)
         _loaded[name] = _link(code)
     return _loaded[name][1]
 
