@@ -36,6 +36,9 @@ ELEMENT: Mapping[DType, str] = {
     DType.FLOAT8_E5M2: "Byte",
 }
 
+#: Threads of a block, bytes of a vector load, and bytes of an exponent of a scaled row or column.
+THREADS, VECTOR_BYTES, EXPONENT_BYTES = 256, 16, 4
+
 #: Without FMA contraction, so that results equal those of the CPU backend; the kernels are memory-bound.
 _OPTIONS: Mapping[str, Any] = {"std": "c++17", "fma": False}
 
