@@ -262,12 +262,7 @@ class profile:
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_dict` to a file, atomically.
-
-        Parameters
-        ----------
-        path : path
-        """
+        """Write :meth:`to_dict` to a file, atomically."""
         write_json(path, self.to_dict())
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
@@ -275,11 +270,7 @@ class profile:
 
         Products and ranges are on the rows of their threads by the host's clock. Products on a GPU are also on the
         row of their stream, each after the one before it and not before it was submitted; the gaps between them are
-        not measured.
-
-        Parameters
-        ----------
-        path : path
+        not measured. The file is written atomically.
         """
         write_json(path, trace(self.label, self.records, self.ranges))
 
