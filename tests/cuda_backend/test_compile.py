@@ -108,7 +108,7 @@ def core(cache: Path) -> Iterator[Compiler]:
 
 def forget() -> None:
     """Forget the kernels in memory, as a new process would."""
-    compiling._kernels.clear()
+    compiling._load.cache_clear()
 
 
 def kernel(**definitions: str | int) -> Any:
