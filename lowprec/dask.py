@@ -197,14 +197,12 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
 
 def _add_product(acc: Any, a: Any, b: Any, mode: Any, out: str, emulates: Any = None, k_chunk: Any = None) -> Any:
     """Return ``acc + a @ b`` as a new array, since a task may be repeated with the same ``acc``."""
-    if emulates is not None:
-        with emulate(emulates):
-            return _add_product(acc, a, b, mode, out, None, k_chunk)
-    if acc is None:
-        return dispatch.matmul(a, b, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
-    if out == "int32":  # integer epilogues add no matrix
-        return acc + dispatch.matmul(a, b)
-    return dispatch.matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
+    with contextlib.nullcontext() if emulates is None else emulate(emulates):
+        if acc is None:
+            return dispatch.matmul(a, b, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
+        if out == "int32":  # integer epilogues add no matrix
+            return acc + dispatch.matmul(a, b)
+        return dispatch.matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
 
 
 def _numpy_dtype(label: str) -> np.dtype[Any]:
