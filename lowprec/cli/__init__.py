@@ -110,8 +110,6 @@ def _help(parser: Parser) -> int:
     return USAGE
 
 
-__all__ = ["main"]
-
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 
 
