@@ -31,6 +31,8 @@ _LEAST_ACROSS = 4
 _TILE, _TILE_BLOCK, _WORD_BYTES = 32, (32, 8), 4
 #: Columns per block in the search for the largest magnitudes.
 _SPAN = 512
+#: Packed lines per row and packed elements per number of the source, by ``Packing.complex_as``.
+PACKED: dict[ComplexAs, tuple[int, int]] = {"no": (1, 1), "pairs": (1, 2), "rotated": (2, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +62,6 @@ class Packing:
     side_by_side: bool = False  # the parts of a line are adjacent; otherwise those of a matrix
     descending: bool = False  # the last part comes first
 
-    @property
-    def lines_per_row(self) -> int:
-        """Packed lines per row of the source."""
-        return 2 if self.complex_as == "rotated" else 1
-
-    @property
-    def parts_per_number(self) -> int:
-        """Packed elements per number of the source."""
-        return 1 if self.complex_as == "no" else 2
-
 
 class _Shape(NamedTuple):
     """A packing in source elements, its dimensions coalesced."""
@@ -85,8 +77,8 @@ class _Shape(NamedTuple):
 
 def _shape(packing: Packing) -> _Shape:
     source = packing.source
-    out_rows = packing.padded_rows // packing.lines_per_row
-    out_cols = packing.leading_dimension // packing.parts_per_number
+    lines, elements = PACKED[packing.complex_as]
+    out_rows, out_cols = packing.padded_rows // lines, packing.leading_dimension // elements
     rows, cols = source.rows, source.cols
     row_stride, col_stride = source.row_stride, source.col_stride
     dimensions: list[Dimension] = [
@@ -130,8 +122,9 @@ class _PackingLaunch:
     def __init__(self, packing: Packing, shape: _Shape, batch: LaunchBatch, device: int) -> None:
         self._packing, self._shape, self._batch, self._device = packing, shape, batch, device
         self._source_bytes = packing.source.dtype.itemsize
-        self._out_bytes = packing.dtype.itemsize * packing.parts_per_number
-        lines = shape.out_rows * packing.lines_per_row
+        lines_per_row, elements = PACKED[packing.complex_as]
+        self._out_bytes = packing.dtype.itemsize * elements
+        lines = shape.out_rows * lines_per_row
         parts, side_by_side = packing.parts, packing.side_by_side
         line_stride = shape.out_cols * (parts if side_by_side else 1)
         batch_stride = shape.out_cols * parts * lines
