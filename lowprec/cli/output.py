@@ -7,6 +7,7 @@ the width of the terminal. Results go to standard output, messages to standard e
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -120,14 +121,11 @@ def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(description, total=total)
-        started = False
+        task, finished = bar.add_task(description, total=total), itertools.count()
 
         def step(*words: str) -> None:
-            nonlocal started
             text = f"{description}: {', '.join(words)}"
-            bar.update(task, description=text, advance=int(started))
-            started = True
+            bar.update(task, description=text, completed=next(finished))
 
         yield step
 
