@@ -6,7 +6,6 @@ network's gradients by exponent, of which float16 holds a part.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from lowprec.arrays import library_name, library_of
 from lowprec.arrays.namespaces import dtype_name
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
-from lowprec.util.atomic import write_file
+from lowprec.util.atomic import write_file, write_json
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, html, plain_text
 
@@ -84,8 +83,7 @@ class GradientReport:
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file, atomically."""
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        write_file(path, lambda file: file.write(text.encode()))
+        write_json(path, self.to_dict(), indent=1)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the histogram at both scales; the path's suffix is the image format.
