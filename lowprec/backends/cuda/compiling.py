@@ -6,7 +6,6 @@ cache is not used, because it checks neither the owner nor the integrity of a fi
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import struct
@@ -150,12 +149,8 @@ def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: i
 def source_text(file: str, definitions: tuple[tuple[str, str | int], ...] = ()) -> str:
     """Return the source of a kernel: macros, element types, and the text of the file."""
     lines = "".join(f"#define {macro} {value}\n" for macro, value in definitions)
-    return f"{lines}{_text('elements.cuh')}{_text(file)}"
-
-
-@functools.cache
-def _text(file: str) -> str:
-    return (resources.files("lowprec.backends.cuda") / "kernels" / file).read_text("utf-8")
+    folder = resources.files("lowprec.backends.cuda") / "kernels"
+    return lines + "".join((folder / name).read_text("utf-8") for name in ("elements.cuh", file))
 
 
 @cached
@@ -188,7 +183,6 @@ def _load(arch: str, name: str, file: str, definitions: tuple[tuple[str, str | i
     return loaded
 
 
-@functools.cache
 def _nvrtc_version() -> str:
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
