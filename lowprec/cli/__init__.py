@@ -105,7 +105,7 @@ def build_parser() -> Parser:
 
 
 def _help(parser: Parser) -> int:
-    """Show the help where no command is given, which a script does by mistake."""
+    """Show the help as an error: no command is given."""
     note(parser.format_help().rstrip("\n"))
     return USAGE
 

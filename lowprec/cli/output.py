@@ -112,7 +112,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a bar on standard error, if a terminal and with rich, while the block runs; yield the function of a step."""
+    """Show a progress bar in a terminal with rich installed; yield the function to call before each step."""
     console = None if sys.stderr is None else _console(sys.stderr)
     if console is None:
         yield lambda *_: None
