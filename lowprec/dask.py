@@ -90,7 +90,7 @@ def matmul(
         # The sum over all chunks is in FP64 and rounded once.
         wide = row(plan.mode).accumulator(plan.compute_dtype).label
         product = _product(x.astype(wide), y.astype(wide), mode, wide, wide, k_chunk)
-        product = product.astype(_numpy_dtype(out))
+        product = product.astype(NUMPY_DTYPES[plan.out_dtype])
     else:
         product = _product(x, y, mode, accumulator, out, k_chunk)
     if a.ndim == 1:
@@ -164,7 +164,7 @@ def _product(
             dtype = out if last else accumulator
             graph[key] = (_add_product, before, x, y, mode, dtype, emulates, k_chunk)
     layers = HighLevelGraph.from_collections(name, graph, dependencies=[a, b])
-    result_type, meta = _numpy_dtype(out), a._meta
+    result_type, meta = NUMPY_DTYPES[parse_dtype(out)], a._meta
     if isinstance(meta, np.ndarray):
         meta = np.empty((0,) * len(chunks), result_type)
     return da.Array(layers, name, chunks, meta=meta, dtype=result_type)
@@ -197,15 +197,9 @@ def _block_of(x: da.Array, outer: list[int]) -> list[int]:
 
 def _add_product(acc: Any, a: Any, b: Any, mode: Any, out: str, emulates: Any = None, k_chunk: Any = None) -> Any:
     """Return ``acc + a @ b`` as a new array, since a task may be repeated with the same ``acc``."""
-    if emulates is not None:
-        with emulate(emulates):
-            return _add_product(acc, a, b, mode, out, None, k_chunk)
-    if acc is None:
-        return dispatch.matmul(a, b, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
-    if out == "int32":  # integer epilogues add no matrix
-        return acc + dispatch.matmul(a, b)
-    return dispatch.matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
-
-
-def _numpy_dtype(label: str) -> np.dtype[Any]:
-    return NUMPY_DTYPES[parse_dtype(label)]
+    with contextlib.nullcontext() if emulates is None else emulate(emulates):
+        if acc is None:
+            return dispatch.matmul(a, b, math_mode=mode, out_dtype=out, k_chunk=k_chunk)
+        if out == "int32":  # integer epilogues add no matrix
+            return acc + dispatch.matmul(a, b)
+        return dispatch.matmul(a, b, c=acc, beta=1.0, math_mode=mode, out_dtype=out, k_chunk=k_chunk)

@@ -98,11 +98,6 @@ class ScaleRule:
             Number of consecutive steps without Inf or NaN since the last change of the scale.
         found_inf : bool
             Whether this step's gradients contain Inf or NaN.
-
-        Returns
-        -------
-        scale : float
-        tracker : int
         """
         if not self.dynamic:
             return scale, tracker

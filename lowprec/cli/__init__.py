@@ -105,12 +105,10 @@ def build_parser() -> Parser:
 
 
 def _help(parser: Parser) -> int:
-    """Show the help where no command is given, which a script does by mistake."""
+    """Show the help as an error: no command is given."""
     note(parser.format_help().rstrip("\n"))
     return USAGE
 
-
-__all__ = ["main"]
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
 

@@ -66,13 +66,12 @@ def _raw_as(path: str, array: Array, dtype: DType | None) -> Array:
     # NumPy writes the types of ml_dtypes whose kind is void as raw elements.
     fitting = [d.label for d in OPERAND_DTYPES if d.itemsize == size and NUMPY_DTYPES[d].kind == "V"]
     if not fitting:
-        raise CommandError(f"{path} holds raw elements of {size} bytes, which fits no dtype")
+        raise CommandError(f"{path} holds raw {size}-byte elements, which fit no dtype")
     if dtype is None or dtype.label not in fitting:
         given = f"; --dtype {dtype} does not fit" if dtype is not None else ""
-        plural = "s" if size > 1 else ""
         raise CommandError(
-            f"{path} holds raw elements of {size} byte{plural}, as NumPy stores "
-            f"{' and '.join(fitting)}{given}; choose the type with --dtype {fitting[0]}"
+            f"{path} holds raw {size}-byte elements, as NumPy stores {' and '.join(fitting)}{given}; "
+            f"choose the type with --dtype {fitting[0]}"
         )
     return array.view(NUMPY_DTYPES[dtype])
 

@@ -7,6 +7,7 @@ the width of the terminal. Results go to standard output, messages to standard e
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -111,7 +112,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a bar on standard error, if a terminal and with rich, while the block runs; yield the function of a step."""
+    """Show a progress bar in a terminal with rich installed; yield the function to call before each step."""
     console = None if sys.stderr is None else _console(sys.stderr)
     if console is None:
         yield lambda *_: None
@@ -120,14 +121,11 @@ def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(description, total=total)
-        started = False
+        task, finished = bar.add_task(description, total=total), itertools.count()
 
         def step(*words: str) -> None:
-            nonlocal started
             text = f"{description}: {', '.join(words)}"
-            bar.update(task, description=text, advance=int(started))
-            started = True
+            bar.update(task, description=text, completed=next(finished))
 
         yield step
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import json
 import os
 import threading
 import time
@@ -28,20 +27,13 @@ from lowprec.modes import ResolvedMode
 from lowprec.planning import GemmPlan
 from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord
 from lowprec.profiling.summary import extents, to_text, totals
-from lowprec.util.atomic import write_file
-from lowprec.util.plain import finite
+from lowprec.util.atomic import write_json
 
 if TYPE_CHECKING:
     from lowprec.backends import Arguments
 
 #: Rows of the time line that are streams: above the numbers of threads, and within the 31 bits that viewers read.
 _FIRST_STREAM_ROW = 0x7FFF0000
-
-
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
-    """Write a JSON file atomically."""
-    text = json.dumps(finite(value), allow_nan=False)
-    write_file(path, lambda file: file.write(text.encode()))
 
 
 def trace(label: str, records: Sequence[ProductRecord], ranges: Sequence[RangeRecord]) -> dict[str, Any]:
@@ -262,12 +254,7 @@ class profile:
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_dict` to a file, atomically.
-
-        Parameters
-        ----------
-        path : path
-        """
+        """Write :meth:`to_dict` to a file, atomically."""
         write_json(path, self.to_dict())
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
@@ -275,11 +262,7 @@ class profile:
 
         Products and ranges are on the rows of their threads by the host's clock. Products on a GPU are also on the
         row of their stream, each after the one before it and not before it was submitted; the gaps between them are
-        not measured.
-
-        Parameters
-        ----------
-        path : path
+        not measured. The file is written atomically.
         """
         write_json(path, trace(self.label, self.records, self.ranges))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lowprec.arrays import ArrayView
 from lowprec.modes import ResolvedMode
@@ -19,22 +19,14 @@ if TYPE_CHECKING:
 _EMPTY = "the product is empty"
 
 
-class Units(NamedTuple):
-    """Whether a product's format allows tensor units, whether they were used, and the reason."""
-
-    eligible: bool
-    used: bool | None
-    reason: str
-
-
-def units_of(plan: GemmPlan, used: bool | None) -> Units:
-    """Return whether units were used, as reported by the backend (None: unknown), and why."""
+def units_of(plan: GemmPlan, used: bool | None) -> tuple[bool, bool | None, str]:
+    """Return whether units exist for the format, whether they were used (None: unknown), and the reason."""
     capability, fmt = plan.capabilities.compute_capability, format_name(plan.operand_format)
     if capability is None:
         return _tile_units(plan, fmt, used)
     since = first_capability(fmt)
     if not plan.flops:
-        return Units(since is not None, False, _EMPTY)
+        return since is not None, False, _EMPTY
     if used:
         reason = "tensor cores"
     elif since is None:
@@ -46,10 +38,10 @@ def units_of(plan: GemmPlan, used: bool | None) -> Units:
         reason = "the library does not report it"
     else:
         reason = "the library chose an algorithm without tensor cores"
-    return Units(since is not None, used, reason)
+    return since is not None, used, reason
 
 
-def _tile_units(plan: GemmPlan, fmt: str, used: bool | None) -> Units:
+def _tile_units(plan: GemmPlan, fmt: str, used: bool | None) -> tuple[bool, bool | None, str]:
     row = plan.kernel_row
     tiles = [x for x in plan.capabilities.kernels if x.summation is Summation.TILES]
     eligible = any(x.formats is not None and fmt in x.formats for x in tiles)
@@ -63,7 +55,7 @@ def _tile_units(plan: GemmPlan, fmt: str, used: bool | None) -> Units:
         reason = f"the kernel {plan.kernel} fell back: {'; '.join(plan.fallbacks)}"
     else:
         reason = plan.kernel_reason
-    return Units(eligible, used, reason)
+    return eligible, used, reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -13,41 +12,30 @@ from lowprec.profiling.records import ProductRecord
 from lowprec.util.tables import Table, fill, plain_text
 
 
-@dataclass
 class _Group:
-    """Products with equal keys."""
+    """Products with equal keys; flops and rates are those of the products with a time."""
 
-    records: list[ProductRecord] = field(default_factory=list)
-
-    @property
-    def timed(self) -> list[ProductRecord]:
-        return [r for r in self.records if r.elapsed_ms is not None]
-
-    @property
-    def elapsed_ms(self) -> float:
-        return sum(r.elapsed_ms or 0.0 for r in self.records)
-
-    @property
-    def flops(self) -> int:
-        return sum(r.flops for r in self.timed)
-
-    @property
-    def tflops(self) -> float | None:
-        return self.flops / self.elapsed_ms * 1e-9 if self.elapsed_ms else None
-
-    @property
-    def peak_share(self) -> float | None:
-        """Time at the device's peak rate over the measured time; None if a peak is unknown."""
-        if not self.elapsed_ms or any(r.peak_share is None for r in self.timed):
-            return None
-        return sum((r.peak_share or 0.0) * (r.elapsed_ms or 0.0) for r in self.timed) / self.elapsed_ms
+    def __init__(self, records: Sequence[ProductRecord]) -> None:
+        self.records = records
+        self.times = [r.elapsed_ms for r in records if r.elapsed_ms is not None]
+        timed = [r for r in records if r.elapsed_ms is not None]
+        self.elapsed_ms = sum(self.times, 0.0)
+        self.flops = sum(r.flops for r in timed)
+        self.tflops = self.flops / self.elapsed_ms * 1e-9 if self.elapsed_ms else None
+        #: Time at the device's peak rate over the measured time; None if a peak is unknown.
+        self.peak_share: float | None = None
+        shares = [r.peak_share for r in timed if r.peak_share is not None]
+        if self.elapsed_ms and len(shares) == len(timed):
+            at_peak_ms = sum(share * ms for share, ms in zip(shares, self.times, strict=True))
+            self.peak_share = at_peak_ms / self.elapsed_ms
 
 
 def grouped(records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any]) -> dict[Any, _Group]:
     """Return the groups of equal keys, the longest time first."""
-    groups: dict[Any, _Group] = {}
+    members: dict[Any, list[ProductRecord]] = {}
     for record in records:
-        groups.setdefault(key(record), _Group()).records.append(record)
+        members.setdefault(key(record), []).append(record)
+    groups = {name: _Group(found) for name, found in members.items()}
     return dict(sorted(groups.items(), key=lambda item: -item[1].elapsed_ms))
 
 
@@ -59,8 +47,8 @@ def extents(m: int, n: int, k: int, batch_count: int) -> str:
 
 def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
     """Return the sums that ``profile.totals`` documents."""
-    everything = _Group(list(records))
-    on_units = sum(r.flops for r in everything.timed if r.units_used)
+    everything = _Group(records)
+    on_units = sum(r.flops for r in records if r.elapsed_ms is not None and r.units_used)
     return {
         "products": len(records),
         "failed": sum(r.error is not None for r in records),
@@ -133,7 +121,7 @@ def to_text(label: str, records: Sequence[ProductRecord], wall_ms: float, by: st
 
 def _table(title: str, records: Sequence[ProductRecord], keys: dict[str, Callable[[ProductRecord], str]]) -> Table:
     groups = grouped(records, lambda r: tuple(cell(r) for cell in keys.values()))
-    whole_ms = _Group(list(records)).elapsed_ms
+    whole_ms = _Group(records).elapsed_ms
     rows = [[*key, *_numbers(group, whole_ms)] for key, group in groups.items()]
     columns = [
         (heading, *cells)
@@ -147,9 +135,9 @@ def _table(title: str, records: Sequence[ProductRecord], keys: dict[str, Callabl
 def _numbers(group: _Group, whole_ms: float) -> list[str]:
     return [
         str(len(group.records)),
-        f"{group.elapsed_ms:.3f}" if group.timed else "-",
-        f"{median(r.elapsed_ms or 0.0 for r in group.timed):.3f}" if group.timed else "-",
-        f"{group.elapsed_ms / whole_ms:.1%}" if whole_ms and group.timed else "-",
+        f"{group.elapsed_ms:.3f}" if group.times else "-",
+        f"{median(group.times):.3f}" if group.times else "-",
+        f"{group.elapsed_ms / whole_ms:.1%}" if whole_ms and group.times else "-",
         "-" if group.tflops is None else f"{group.tflops:.3g}",
         "-" if group.peak_share is None else f"{group.peak_share:.0%}",
     ]

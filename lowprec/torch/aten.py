@@ -25,10 +25,6 @@ class Terms(NamedTuple):
     beta: Any = 1
 
 
-def _plain(a: Tensor, b: Tensor) -> Terms:
-    return Terms(a, b)
-
-
 def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Terms:
     return Terms(a, b, c, alpha, beta)
 
@@ -39,10 +35,10 @@ def _summed(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -
 
 #: By operator name: the terms, and the numbers of axes of both factors. In-place and ``out=`` overloads share them.
 _PRODUCTS: dict[str, tuple[Callable[..., Terms], tuple[int, int]]] = {
-    "mm": (_plain, (2, 2)),
-    "bmm": (_plain, (3, 3)),
-    "mv": (_plain, (2, 1)),
-    "dot": (_plain, (1, 1)),
+    "mm": (Terms, (2, 2)),
+    "bmm": (Terms, (3, 3)),
+    "mv": (Terms, (2, 1)),
+    "dot": (Terms, (1, 1)),
     "vdot": (lambda a, b: Terms(a.conj(), b), (1, 1)),
     "addmm": (_added, (2, 2)),
     "baddbmm": (_added, (3, 3)),

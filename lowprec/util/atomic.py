@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from lowprec.util.plain import finite
 
 #: Characters of the target's name in the temporary name, which may have 255 bytes in all.
 _LONGEST_PREFIX = 40
@@ -40,3 +43,9 @@ def write_file(path: str | os.PathLike[str], write: Callable[[BinaryIO], Any], *
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+
+
+def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = None) -> None:
+    """Write a value to a JSON file, None for Inf and NaN."""
+    text = json.dumps(finite(value), indent=indent, allow_nan=False)
+    write_file(path, lambda file: file.write(text.encode()))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]
 
     monkeypatch.setattr(module, "info", _gpu(used=True))
     make = lambda shape, element, rng: module.operand(rng, shape, element)  # noqa: E731
-    monkeypatch.setattr(module, "_MAKERS", {"numpy": lambda: make})
+    monkeypatch.setattr(module, "_maker", lambda: make)
     monkeypatch.setattr(module.tuning, "autotune", tune)
     return calls
 
@@ -88,25 +90,19 @@ def test_a_bad_variable_is_refused_on_every_machine(
 # -- arrays ---------------------------------------------------------------------------------------
 
 
-def _absent() -> Any:
-    raise ImportError("no such module")
-
-
 def test_the_first_library_that_sees_a_gpu_makes_the_arrays(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    makers = {"torch": lambda: None, "cupy": _absent, "third": lambda: np.zeros}
-    monkeypatch.setattr(module, "_MAKERS", makers)
-    assert module._maker() is np.zeros
-    del makers["third"]
+    library = lambda sees, **functions: SimpleNamespace(  # noqa: E731
+        cuda=SimpleNamespace(is_available=lambda: sees), **functions
+    )
+    monkeypatch.setitem(sys.modules, "torch", library(False))
+    monkeypatch.setitem(sys.modules, "cupy", library(True, asarray=lambda host: ("on the GPU", host)))
+    place, made = module._maker()((8, 4), DType.FLOAT32, np.random.default_rng(0))
+    assert (place, made.shape, made.dtype) == ("on the GPU", (8, 4), np.float32)
+    monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(module, "info", _gpu(used=True))
     assert "PyTorch or CuPy: torch sees no GPU, cupy is not installed" in refused(*WORDS)
-
-
-def test_torch_without_a_gpu_makes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch", reason="torch not installed")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert module._torch() is None
 
 
 @pytest.mark.parametrize("element", [d for d in DType if d is not DType.INT32])
@@ -116,7 +112,7 @@ def test_torch_makes_every_element_type(monkeypatch: pytest.MonkeyPatch, element
     to = torch.Tensor.to
     # "cuda" stands for host memory here.
     monkeypatch.setattr(torch.Tensor, "to", lambda x, where: x if where == "cuda" else to(x, where))
-    made = module._torch()((8, 4), element, np.random.default_rng(0))
+    made = module._maker()((8, 4), element, np.random.default_rng(0))
     assert (tuple(made.shape), str(made.dtype)) == ((8, 4), f"torch.{element}")
     assert bool((made.to(torch.complex64) != 0).any())
 

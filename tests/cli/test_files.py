@@ -53,7 +53,7 @@ def test_raw_elements_need_a_dtype(tmp_path: Path, dtype: DType) -> None:
     read = files.read_array(path, dtype)
     assert read.dtype == saved.dtype
     np.testing.assert_array_equal(read, saved)
-    with pytest.raises(CommandError, match=rf"raw elements of {saved.itemsize} byte.*{dtype}"):
+    with pytest.raises(CommandError, match=rf"raw {saved.itemsize}-byte elements.*{dtype}"):
         files.read_array(path)
     with pytest.raises(CommandError, match="--dtype float32 does not fit"):
         files.read_array(path, DType.FLOAT32)
@@ -75,7 +75,7 @@ def test_other_elements_are_converted(tmp_path: Path) -> None:
         (np.array([0.5]), DType.INT8, "int8 cannot hold"),
         (np.array([np.nan]), DType.INT8, "int8 cannot hold"),
         (np.array(["text"]), DType.FLOAT32, "not a number"),
-        (np.array([b"12345"], "V5"), DType.FLOAT32, "raw elements of 5 bytes"),
+        (np.array([b"12345"], "V5"), DType.FLOAT32, "raw 5-byte elements, which fit no dtype"),
         (np.zeros(2, [("x", "f4")]), None, "holds records"),
         (np.zeros(2, [("größe", "f4")]), None, "holds records"),
     ],

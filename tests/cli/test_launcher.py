@@ -167,7 +167,7 @@ def test_a_pipe_is_left_to_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
     os.mkfifo("pipe")
     monkeypatch.setattr(Path, "open", refuse)
-    run_command._check("pipe")
+    assert run_command._program(SimpleNamespace(module=[], program=["pipe"])) == ["pipe"]
 
 
 # -- the launcher ---------------------------------------------------------------------------------

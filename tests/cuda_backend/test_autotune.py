@@ -90,7 +90,7 @@ def test_without_a_cache_a_choice_lasts_for_the_process(
     """Of two products, so that the second choice does not forget the first; kernels are compiled on the way, too."""
     hindrance(monkeypatch, cache)
     monkeypatch.setattr(errors, "_given", set())
-    monkeypatch.setattr(compiling, "_kernels", {})
+    compiling._load.cache_clear()
     x, y = software.put(A), software.put(A[:32, :32])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -108,7 +108,7 @@ def core(cache: Path) -> Iterator[Compiler]:
 
 def forget() -> None:
     """Forget the kernels in memory, as a new process would."""
-    compiling._kernels.clear()
+    compiling._load.cache_clear()
 
 
 def kernel(**definitions: str | int) -> Any:
@@ -298,9 +298,7 @@ def test_the_compilers_version_is_known_where_it_reports(
     """Else numbers that nothing was written to would stand for one."""
     nvrtc = SimpleNamespace(nvrtcVersion=lambda: (status, 13, 1))
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", nvrtc)
-    compiling._nvrtc_version.cache_clear()
     assert compiling._nvrtc_version() == version
-    compiling._nvrtc_version.cache_clear()
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])

@@ -31,7 +31,7 @@ def install() -> Iterator[Install]:
         found = software_cuda.install(1, version=version, capability=capability, **model)
         made.append(found)
         executors.clear_caches()
-        compiling._kernels.clear()
+        compiling._load.cache_clear()
         return SoftwareGpu(found)
 
     yield new

@@ -9,6 +9,7 @@ import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +22,7 @@ from cuda_backend.device_fixture import has_real_gpu
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import compiling
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
-from lowprec.backends.cuda.packing import Packing, prepare_packing
+from lowprec.backends.cuda.packing import PACKED, Packing, prepare_packing
 from lowprec.backends.cuda.staging import epilogue, packing
 from lowprec.errors import LowprecError
 from lowprec.formats import DType
@@ -233,7 +234,8 @@ def test_division_of_large_indices(monkeypatch: pytest.MonkeyPatch) -> None:
         "  Split x(numbers[2 * i], numbers[2 * i + 1]);\n"
         "  results[2 * i] = x.quotient; results[2 * i + 1] = x.remainder; } }\n"
     )
-    source = compiling._text("elements.cuh") + program
+    elements = Path(compiling.__file__).with_name("kernels") / "elements.cuh"
+    source = elements.read_text("utf-8") + program
     monkeypatch.setattr(compiling, "source_text", lambda *_: source)
     edges = [0, 1, 6, 7, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 45) + 12345]
     numbers = np.array([(a, b) for a in edges for b in edges if b], np.int64)
@@ -616,8 +618,9 @@ def test_plans_use_only_tested_packings_and_epilogues(mode: MathMode) -> None:
         for stack, pack in ((plan.layout.a, call.pack_a), (plan.layout.b, call.pack_b)):
             for x in [packing(plan, stack, pack, descending=False)] if pack else ():
                 asked.append((x.source.dtype, x.dtype, x.scaled, x.complex_as))
-                assert x.leading_dimension >= x.source.cols * x.parts_per_number
-                assert x.padded_rows >= x.source.rows * x.lines_per_row
+                lines, elements = PACKED[x.complex_as]
+                assert x.leading_dimension >= x.source.cols * elements
+                assert x.padded_rows >= x.source.rows * lines
         e = epilogue(plan, call)
         assert (e.product_dtype, e.out.dtype) in RESULTS
         added = {(e.product_dtype, x.dtype) for x in (e.c, e.bias) if x}

@@ -303,7 +303,8 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="g++ is not insta
 @pytest.fixture
 def launching(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> Software:
     """The software CUDA in use by lowprec, which launches the kernels of this file."""
-    monkeypatch.setattr(compiling, "_text", lambda file: "" if file == "elements.cuh" else KERNELS)
+    macros = lambda given: "".join(f"#define {name} {value}\n" for name, value in given)  # noqa: E731
+    monkeypatch.setattr(compiling, "source_text", lambda _, definitions: macros(definitions) + KERNELS)
     return software.software
 
 

@@ -6,7 +6,6 @@ cache is not used, because it checks neither the owner nor the integrity of a fi
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib
 import struct
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 from lowprec.backends import disk
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import cached, libraries
 from lowprec.errors import BackendError
 from lowprec.formats import DType
 
@@ -35,6 +34,9 @@ ELEMENT: Mapping[DType, str] = {
     DType.FLOAT8_E4M3FN: "Byte",
     DType.FLOAT8_E5M2: "Byte",
 }
+
+#: Threads of a block, bytes of a vector load, and bytes of an exponent of a scaled row or column.
+THREADS, VECTOR_BYTES, EXPONENT_BYTES = 256, 16, 4
 
 #: Without FMA contraction, so that results equal those of the CPU backend; the kernels are memory-bound.
 _OPTIONS: Mapping[str, Any] = {"std": "c++17", "fma": False}
@@ -62,7 +64,6 @@ _BLOCKS_PER_MULTIPROCESSOR = 32
 
 #: Re-entrant, because a signal handler may need a kernel while its thread compiles one.
 _lock = threading.RLock()
-_kernels: dict[tuple[Any, ...], Any] = {}
 
 
 class _Arguments(NamedTuple):
@@ -140,29 +141,22 @@ def pick_blocks(wanted: int, device: int) -> int:
 
 def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: int) -> Any:
     """Return a kernel of a file in ``kernels/``, compiled with these macros for the architecture of a device."""
-    core = libraries().core
     major, minor = runtime.properties(device).capability
-    key = (core, f"sm_{major}{minor}", name, file, tuple(definitions.items()))
     with _lock:
-        if key not in _kernels:
-            _kernels[key] = _load(*key)
-        return _kernels[key]
+        return _load(f"sm_{major}{minor}", name, file, tuple(definitions.items()))
 
 
 def source_text(file: str, definitions: tuple[tuple[str, str | int], ...] = ()) -> str:
     """Return the source of a kernel: macros, element types, and the text of the file."""
     lines = "".join(f"#define {macro} {value}\n" for macro, value in definitions)
-    return f"{lines}{_text('elements.cuh')}{_text(file)}"
+    folder = resources.files("lowprec.backends.cuda") / "kernels"
+    return lines + "".join((folder / name).read_text("utf-8") for name in ("elements.cuh", file))
 
 
-@functools.cache
-def _text(file: str) -> str:
-    return (resources.files("lowprec.backends.cuda") / "kernels" / file).read_text("utf-8")
-
-
-def _load(core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]) -> Any:
+@cached
+def _load(arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]) -> Any:
     """Return a kernel from the cache on disk or from the compiler."""
-    source = source_text(file, definitions)
+    core, source = libraries().core, source_text(file, definitions)
     # The digest is of everything that determines the code. In tests cuda.core is an object that is not a module.
     maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"
     words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
@@ -189,7 +183,6 @@ def _load(core: Any, arch: str, name: str, file: str, definitions: tuple[tuple[s
     return loaded
 
 
-@functools.cache
 def _nvrtc_version() -> str:
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")

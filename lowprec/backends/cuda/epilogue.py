@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, batch_dimensions, in_sequence, launch_batches
-from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
+from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, VECTOR_BYTES, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
 from lowprec.planning import Activation, MatrixStack, OperandSpec
 from lowprec.planning.batches import Dimension, coalesce
 
-_THREADS = 256
-_VECTOR_BYTES = 16
-_EXPONENT_BYTES = 4
 #: Real and imaginary parts of alpha and beta.
 _FACTORS = 4
 
@@ -89,9 +86,9 @@ class _EpilogueLaunch:
         if spec.bias:
             self._offsets.append((_BIAS, 0))
         if spec.scaled:
-            before = batch.before * _EXPONENT_BYTES
+            before = batch.before * EXPONENT_BYTES
             self._offsets += [(_ROW_EXPONENTS, before * rows[0]), (_COL_EXPONENTS, before * cols[0])]
-        vector = max(1, _VECTOR_BYTES // min(sizes))
+        vector = max(1, VECTOR_BYTES // min(sizes))
 
         def rows_aligned(array: int, nbytes: int, itemsize: int) -> bool:
             """Whether rows are contiguous and all as aligned as the first."""
@@ -99,9 +96,9 @@ class _EpilogueLaunch:
             return cols[1][array] == 1 and are_multiples(nbytes, itemsize, strides)
 
         regular = all(
-            rows_aligned(array, _VECTOR_BYTES, size) for array, size in zip((_PRODUCT, _OUT), sizes, strict=True)
+            rows_aligned(array, VECTOR_BYTES, size) for array, size in zip((_PRODUCT, _OUT), sizes, strict=True)
         )
-        c_bytes = min(_VECTOR_BYTES, vector * c_size)
+        c_bytes = min(VECTOR_BYTES, vector * c_size)
         self._c_mask = c_bytes - 1
         c_regular = bool(c_size) and rows_aligned(_C, c_bytes, c_size)
         self._any = self._launch(1, 0)
@@ -112,7 +109,7 @@ class _EpilogueLaunch:
         *given, alpha, beta, stream = arguments
         addresses = [given[index] + offset for index, offset in self._offsets]
         launch = self._any
-        if self._fast is not None and not (addresses[0] | addresses[1]) & (_VECTOR_BYTES - 1):
+        if self._fast is not None and not (addresses[0] | addresses[1]) & (VECTOR_BYTES - 1):
             launch = self._fast
             if self._fast_with_c is not None and not addresses[2] & self._c_mask:
                 launch = self._fast_with_c
@@ -139,10 +136,10 @@ class _EpilogueLaunch:
             definitions["BIAS"] = ELEMENT[spec.bias.dtype]
             constants += spec.bias.strides
         groups = batch.count * rows[0] * -(-cols[0] // vector)
-        blocks = pick_blocks(-(-groups // _THREADS), self._device)
+        blocks = pick_blocks(-(-groups // THREADS), self._device)
         addresses = 2 + bool(spec.c) + bool(spec.bias) + 2 * spec.scaled
         return Launch(
-            "epilogue", "epilogue.cu", definitions, self._device, blocks, (_THREADS,),
+            "epilogue", "epilogue.cu", definitions, self._device, blocks, (THREADS,),
             addresses, constants, _FACTORS,
         )  # fmt: skip
 
@@ -175,8 +172,8 @@ def _recomputer(
     constants = [a.rows, b.cols, a.cols, leading]
     constants += [a.row_stride, a.col_stride, b.row_stride, b.col_stride]
     constants += [batch.count, *batch.extents, *(x for array in batch.strides for x in array)]
-    blocks = pick_blocks(-(-batch.count * a.rows * b.cols // _THREADS), device)
-    launch = Launch("recompute", "recompute.cu", definitions, device, blocks, (_THREADS,), 3, constants)
+    blocks = pick_blocks(-(-batch.count * a.rows * b.cols // THREADS), device)
+    launch = Launch("recompute", "recompute.cu", definitions, device, blocks, (THREADS,), 3, constants)
     dtypes = (dtype, a.dtype, b.dtype)
     offsets = [at * x.itemsize for at, x in zip(batch.offsets, dtypes, strict=True)]
 

@@ -56,7 +56,7 @@ _LOWERINGS: tuple[tuple[dict[str, bool], str], ...] = (
 _refused: dict[GemmPlan, tuple[int, str]] = {}
 _MOST_REFUSED = 4096
 
-_ITS_ALGORITHM = "an algorithm of cuBLASLt's"
+_ITS_ALGORITHM = "an algorithm of cuBLASLt"
 
 
 class GemmExecutor:

@@ -75,7 +75,9 @@ def _load() -> Libraries:
         raise BackendError(
             f"arrays on a GPU need nvmath-python, cuda-bindings and cuda-core ({error}); {_INSTALL}"
         ) from error
-    _check_devices(found.runtime)
+    status, count = found.runtime.cudaGetDeviceCount()
+    if status != found.runtime.cudaError_t.cudaSuccess or not count:
+        raise DeviceError(f"{_no_device(found.runtime, status)}, or keep the arrays in host memory")
     try:
         version = int(found.cublas_lt.get_version())  # the bindings load cuBLASLt at the first call of a function
     except Exception as error:
@@ -86,12 +88,6 @@ def _load() -> Libraries:
         )
     _loaded = found
     return found
-
-
-def _check_devices(runtime: Any) -> None:
-    status, count = runtime.cudaGetDeviceCount()
-    if status != runtime.cudaError_t.cudaSuccess or not count:
-        raise DeviceError(f"{_no_device(runtime, status)}, or keep the arrays in host memory")
 
 
 def _no_device(runtime: Any, status: Any) -> str:

@@ -97,8 +97,6 @@ class _Pool:
         self._captured: list[Sequence[Any]] = []
         self.stream: int | None = None
 
-    # -- memory -----------------------------------------------------------------------------------
-
     def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
         """Return memory; raise DeviceMemoryError if there is too little after unused memory has been freed."""
         pool = self._pool
@@ -145,8 +143,6 @@ class _Pool:
             while dead:
                 with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
                     runtime.free(dead.pop())
-
-    # -- objects in use ---------------------------------------------------------------------------
 
     def recorded(self, stream: int) -> Any:
         """Return an event recorded on a stream."""

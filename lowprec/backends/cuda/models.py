@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
+from lowprec.backends.cuda.runtime import DeviceProperties
 from lowprec.planning import Capabilities, KernelRow, Summation
 from lowprec.planning.gpus import flops_per_byte, model_of, parse_capability, parse_model
-
-if TYPE_CHECKING:
-    from lowprec.backends.cuda.runtime import DeviceProperties
 
 CUBLASLT = KernelRow(
     name="cublaslt",
@@ -26,7 +23,6 @@ CUBLASLT = KernelRow(
 )
 
 KERNELS = (CUBLASLT,)
-
 
 #: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
 _LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20

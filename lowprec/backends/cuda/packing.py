@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, in_sequence, launch_batches
-from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
+from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, VECTOR_BYTES, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
@@ -23,17 +23,16 @@ from lowprec.planning.calls import ComplexAs
 #: Queues the work: addresses of source, destination and exponents (0 without scaling), and a stream.
 Packer: TypeAlias = Callable[[int, int, int, int], None]
 
-_THREADS = 256
-_VECTOR_BYTES = 16
 #: Least extents of a matrix for which tiles are used.
 _TILED = 8
 #: Least number of threads of a block per row.
 _LEAST_ACROSS = 4
 #: Words of a tile each way, and the threads that read and write it.
 _TILE, _TILE_BLOCK, _WORD_BYTES = 32, (32, 8), 4
-_EXPONENT_BYTES = 4
 #: Columns per block in the search for the largest magnitudes.
 _SPAN = 512
+#: Packed lines per row and packed elements per number of the source, by ``Packing.complex_as``.
+PACKED: dict[ComplexAs, tuple[int, int]] = {"no": (1, 1), "pairs": (1, 2), "rotated": (2, 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +62,6 @@ class Packing:
     side_by_side: bool = False  # the parts of a line are adjacent; otherwise those of a matrix
     descending: bool = False  # the last part comes first
 
-    @property
-    def lines_per_row(self) -> int:
-        """Packed lines per row of the source."""
-        return 2 if self.complex_as == "rotated" else 1
-
-    @property
-    def parts_per_number(self) -> int:
-        """Packed elements per number of the source."""
-        return 1 if self.complex_as == "no" else 2
-
 
 class _Shape(NamedTuple):
     """A packing in source elements, its dimensions coalesced."""
@@ -88,8 +77,8 @@ class _Shape(NamedTuple):
 
 def _shape(packing: Packing) -> _Shape:
     source = packing.source
-    out_rows = packing.padded_rows // packing.lines_per_row
-    out_cols = packing.leading_dimension // packing.parts_per_number
+    lines, elements = PACKED[packing.complex_as]
+    out_rows, out_cols = packing.padded_rows // lines, packing.leading_dimension // elements
     rows, cols = source.rows, source.cols
     row_stride, col_stride = source.row_stride, source.col_stride
     dimensions: list[Dimension] = [
@@ -117,7 +106,7 @@ def prepare_packing(packing: Packing, device: int) -> Packer:
     batches = () if empty else launch_batches(shape.batch, 1)
     launches = [_PackingLaunch(packing, shape, batch, device) for batch in batches]
     steps: list[Packer] = [*launches]
-    nbytes = source.rows * prod(source.batch_shape) * _EXPONENT_BYTES
+    nbytes = source.rows * prod(source.batch_shape) * EXPONENT_BYTES
     if packing.scaled and nbytes and (empty or any(x.maxima for x in launches)):
 
         def clear_exponents(source: int, target: int, exponents: int, stream: int) -> None:
@@ -133,8 +122,9 @@ class _PackingLaunch:
     def __init__(self, packing: Packing, shape: _Shape, batch: LaunchBatch, device: int) -> None:
         self._packing, self._shape, self._batch, self._device = packing, shape, batch, device
         self._source_bytes = packing.source.dtype.itemsize
-        self._out_bytes = packing.dtype.itemsize * packing.parts_per_number
-        lines = shape.out_rows * packing.lines_per_row
+        lines_per_row, elements = PACKED[packing.complex_as]
+        self._out_bytes = packing.dtype.itemsize * elements
+        lines = shape.out_rows * lines_per_row
         parts, side_by_side = packing.parts, packing.side_by_side
         line_stride = shape.out_cols * (parts if side_by_side else 1)
         batch_stride = shape.out_cols * parts * lines
@@ -145,7 +135,7 @@ class _PackingLaunch:
         self._offsets = (
             batch.offsets[0] * self._source_bytes,
             (batch.before * batch_stride + first_part) * self._out_bytes,
-            batch.before * shape.rows * _EXPONENT_BYTES,
+            batch.before * shape.rows * EXPONENT_BYTES,
         )
         self._lines = lines * batch.count
         #: Kernel that computes the exponents (zero before) for the next kernel.
@@ -198,17 +188,17 @@ class _PackingLaunch:
     def _by_lines(self) -> None:
         """Prepare kernels whose adjacent threads process adjacent columns."""
         shape, batch = self._shape, self._batch
-        vector = max(1, _VECTOR_BYTES // min(self._source_bytes, self._out_bytes))
+        vector = max(1, VECTOR_BYTES // min(self._source_bytes, self._out_bytes))
         strides = [shape.row_stride if shape.rows > 1 else 0, *batch.strides[0]]
-        regular = shape.col_stride == 1 and are_multiples(_VECTOR_BYTES, self._source_bytes, strides)
+        regular = shape.col_stride == 1 and are_multiples(VECTOR_BYTES, self._source_bytes, strides)
         if self._lines * self._packing.parts > 1:
-            regular = regular and are_multiples(_VECTOR_BYTES, self._out_bytes, [shape.out_cols])
-        self._source_mask = self._target_mask = _VECTOR_BYTES - 1
+            regular = regular and are_multiples(VECTOR_BYTES, self._out_bytes, [shape.out_cols])
+        self._source_mask = self._target_mask = VECTOR_BYTES - 1
         self._takes_exponents = self._packing.scaled
         if self._packing.scaled:
             groups = -(-shape.out_cols // vector)
-            across = min(_THREADS, max(_LEAST_ACROSS, 1 << (groups - 1).bit_length()))
-            block = (across, _THREADS // across)
+            across = min(THREADS, max(_LEAST_ACROSS, 1 << (groups - 1).bit_length()))
+            block = (across, THREADS // across)
             wanted = -(-batch.count * shape.out_rows // block[1])
             self._any = self._launch("pack_rows", wanted, block, (0,))
             self._fast = self._launch("pack_rows", wanted, block, (1,)) if regular else None
@@ -216,11 +206,10 @@ class _PackingLaunch:
 
         def wanted_of(elements: int) -> int:
             groups = batch.count * shape.out_rows * -(-shape.out_cols // elements)
-            return -(-groups // _THREADS)
+            return -(-groups // THREADS)
 
-        fast = ("pack_groups", wanted_of(vector), (_THREADS,), ())
-        self._any = self._launch("pack_elements", wanted_of(1), (_THREADS,), ())
-        self._fast = self._launch(*fast) if regular else None
+        self._any = self._launch("pack_elements", wanted_of(1), (THREADS,), ())
+        self._fast = self._launch("pack_groups", wanted_of(vector), (THREADS,), ()) if regular else None
 
     def _by_tiles(self) -> None:
         """Prepare kernels whose adjacent threads read adjacent rows and write adjacent columns."""

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.backends.cuda import memory, runtime
+from lowprec.backends.cuda.compiling import EXPONENT_BYTES
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
+from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
 from lowprec.backends.execution import Arguments
 from lowprec.modes import row
@@ -15,10 +17,6 @@ from lowprec.planning import GemmPlan, MatrixStack
 from lowprec.planning.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
 from lowprec.planning.prepared import kept_modes
-
-_INT32_BYTES = 4
-#: Alignment of the arrays in a block.
-_ALIGNMENT_BYTES = 256
 
 
 class KeptPacking(NamedTuple):
@@ -51,7 +49,7 @@ class Staging:
         self._zeros: list[tuple[int, int]] = []
         self._operands: list[_Operand | None] = [None, None]
         self._exponents = [0, 0]
-        self._exponent_bytes = [_INT32_BYTES * layout.batch_count * n for n in (layout.m, layout.n)]
+        self._exponent_bytes = [EXPONENT_BYTES * layout.batch_count * n for n in (layout.m, layout.n)]
         self._product: int | None = None
         if call is None:
             nbytes = layout.batch_count * layout.m * layout.n * plan.accumulator.itemsize
@@ -155,7 +153,7 @@ class Staging:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def packing(plan: GemmPlan, stack: MatrixStack, pack: Pack, *, descending: bool) -> Packing:

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.compiling import ELEMENT, Launch, pick_blocks
+from lowprec.backends.cuda.compiling import ELEMENT, THREADS, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import cached, libraries
 from lowprec.errors import BackendError, DeviceError
 from lowprec.formats import DType
 
-_THREADS = 256
 #: Elements per chunk of a block.
 _CHUNK = 1 << 14
 
@@ -65,4 +64,4 @@ def unscale(
 @cached
 def _launch(dtype: DType, blocks: int, device: int) -> Launch:
     definitions: dict[str, str | int] = {"ELEMENT": ELEMENT[dtype], "CHUNK": _CHUNK}
-    return Launch("unscale", "unscale.cu", definitions, device, blocks, (_THREADS,), 2, (), 1)
+    return Launch("unscale", "unscale.cu", definitions, device, blocks, (THREADS,), 2, (), 1)

@@ -8,6 +8,7 @@ reports that and exits with 0, so that one script serves all machines.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -35,8 +36,6 @@ examples:
 """
 
 Shape = tuple[int, ...]
-#: Returns a random array on the GPU for a shape, an element type and a generator.
-Make = Callable[[Shape, DType, np.random.Generator], Any]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -140,40 +139,27 @@ def _cells(result: AutotuneResult) -> tuple[str, ...]:
     return str(len(timed)), *times, f"{result.speedup:.2f}x", algorithm
 
 
-def _torch() -> Make | None:
-    torch: Any = importlib.import_module("torch")
-    if not torch.cuda.is_available():
-        return None
-
-    def make(shape: Shape, element: DType, rng: np.random.Generator) -> Any:
-        # torch accepts neither bfloat16 nor FP8 from NumPy.
-        plain = element if element.is_complex or element is DType.INT8 else DType.FLOAT32
-        host = torch.from_numpy(operand(rng, shape, plain))
-        return host.to("cuda").to(getattr(torch, str(element)))
-
-    return make
+def _torch(torch: Any, shape: Shape, element: DType, rng: np.random.Generator) -> Any:
+    # torch accepts neither bfloat16 nor FP8 from NumPy.
+    plain = element if element.is_complex or element is DType.INT8 else DType.FLOAT32
+    host = torch.from_numpy(operand(rng, shape, plain))
+    return host.to("cuda").to(getattr(torch, str(element)))
 
 
-def _cupy() -> Make | None:
-    cupy: Any = importlib.import_module("cupy")
-    if not cupy.is_available():
-        return None
-    return lambda shape, element, rng: cupy.asarray(operand(rng, shape, element))
+def _cupy(cupy: Any, shape: Shape, element: DType, rng: np.random.Generator) -> Any:
+    return cupy.asarray(operand(rng, shape, element))
 
 
-#: In order of preference; each returns None without a GPU.
-_MAKERS: dict[str, Callable[[], Make | None]] = {"torch": _torch, "cupy": _cupy}
-
-
-def _maker() -> Make:
+def _maker() -> Callable[[Shape, DType, np.random.Generator], Any]:
+    """Return the function that makes random arrays by the first library that sees a GPU."""
     reasons = []
-    for name, offer in _MAKERS.items():
+    for name, make in (("torch", _torch), ("cupy", _cupy)):
         try:
-            make = offer()
+            library: Any = importlib.import_module(name)
         except ImportError:
             reasons.append(f"{name} is not installed")
             continue
-        if make is not None:
-            return make
+        if library.cuda.is_available():
+            return functools.partial(make, library)
         reasons.append(f"{name} sees no GPU")
     raise CommandError(f"autotune: arrays on the GPU are made by PyTorch or CuPy: {', '.join(reasons)}")

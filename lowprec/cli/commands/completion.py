@@ -30,7 +30,7 @@ The folders must exist; zsh looks into ~/.zfunc if ~/.zshrc has these lines:
 _FILES = frozenset({"a", "b", "output", "csv", "plot", "program"})
 _NAMES = {
     **dict.fromkeys(("mode", "modes"), tuple(map(str, available_modes()))),
-    **dict.fromkeys(("dtype", "dtypes", "out_dtype"), tuple(map(str, OPERAND_DTYPES))),
+    **dict.fromkeys(("dtype", "out_dtype"), tuple(map(str, OPERAND_DTYPES))),
 }
 
 

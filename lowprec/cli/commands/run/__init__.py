@@ -113,19 +113,13 @@ def _program(options: argparse.Namespace) -> list[str]:
     script = words[0]
     if script == "-":
         return words
-    _check(script)
-    # "--", since Python would parse the name as an option.
-    return ["--", *words] if script.startswith("-") else words
-
-
-def _check(script: str) -> None:
     try:
-        kind = os.stat(script).st_mode
-        if stat.S_ISREG(kind):
-            # A pipe is not opened: that would consume its data.
+        if stat.S_ISREG(os.stat(script).st_mode):  # a pipe is not opened: that would consume its data
             Path(script).open("rb").close()
     except OSError as error:
         raise CommandError(f"cannot read {script or repr(script)}: {error.strerror or error}") from None
+    # "--", since Python would parse the name as an option.
+    return ["--", *words] if script.startswith("-") else words
 
 
 def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
