@@ -25,16 +25,36 @@ class PassedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InterceptedProduct:
-    """Products with the same properties."""
+    """Products with the same properties.
 
-    operator: str  #: PyTorch's name, such as ``"addmm"``.
-    shapes: tuple[tuple[int, ...], ...]  #: Of the two operands; of all tensors where PyTorch computed it.
-    dtype: str  #: Element type of the first operand.
-    backward: bool  #: Whether they were part of a backward pass.
-    mode: str  #: The resolved mode; empty where PyTorch computed it.
-    count: int  #: Number of such products.
-    passed_by: PassedBy | None = None  #: The reason why PyTorch computed it; None where lowprec did.
-    detail: str = ""  #: The error message, where lowprec raised one.
+    Parameters
+    ----------
+    operator : str
+        PyTorch's name, such as ``"addmm"``.
+    shapes : tuple of tuple of int
+        Shapes of the two operands; of all tensors where PyTorch computed it.
+    dtype : str
+        Element type of the first operand.
+    backward : bool
+        Whether it was part of a backward pass.
+    mode : str
+        The resolved mode; empty where PyTorch computed it.
+    count : int
+        Number of such products.
+    passed_by : PassedBy or None
+        The reason why PyTorch computed it; None where lowprec did.
+    detail : str
+        The error message, where lowprec raised one.
+    """
+
+    operator: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    backward: bool
+    mode: str
+    count: int
+    passed_by: PassedBy | None = None
+    detail: str = ""
 
     @property
     def reason(self) -> str:
@@ -44,11 +64,20 @@ class InterceptedProduct:
 
 @dataclass(frozen=True, slots=True)
 class InterceptionReport:
-    """The products of an interception; ``print`` shows them as tables."""
+    """The products of an interception; ``print`` shows them as tables.
 
-    mode: str  #: The requested mode.
+    Parameters
+    ----------
+    mode : str
+        The requested mode.
+    products : tuple of InterceptedProduct
+    remarks : tuple of str
+        Notes on the counts.
+    """
+
+    mode: str
     products: tuple[InterceptedProduct, ...]
-    remarks: tuple[str, ...] = ()  #: Notes on the counts.
+    remarks: tuple[str, ...] = ()
 
     @property
     def taken(self) -> tuple[InterceptedProduct, ...]:
