@@ -66,7 +66,6 @@ class ModeRow:
     part_exponent: int = 0  # part i is multiplied by 2^(i * part_exponent)
     factors: tuple[float, ...] = ()  # factors of the products; empty: derived from part_exponent
     sums_parts: bool = False  # the sum of the parts, rounded, is an additional part
-    widens: bool = False  # operands are widened to FP64, and the product is rounded once
 
     @property
     def products(self) -> int:
@@ -77,6 +76,11 @@ class ModeRow:
     def uses_tf32(self) -> bool:
         """Whether ``NVIDIA_TF32_OVERRIDE=0`` turns this mode into ``fp32``."""
         return self.operand_format is formats.TF32
+
+    @property
+    def widens(self) -> bool:
+        """Whether operands are widened to float64, and the product is rounded once."""
+        return self.operand_format is formats.FLOAT64
 
     def factor(self, pair: Pair) -> float:
         """Return the factor of the product of a pair of parts."""
@@ -91,7 +95,8 @@ class ModeRow:
 
 
 #: cuBLASLt's compute type for each operand format, and the element type of its data unless float32.
-_ON_TENSOR_CORES: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
+_ON_A_GPU: dict[NumberFormat, tuple[ComputeType, DType | None]] = {
+    formats.FLOAT64: (ComputeType.COMPUTE_64F, DType.FLOAT64),
     formats.FLOAT32: (ComputeType.COMPUTE_32F, None),
     formats.TF32: (ComputeType.COMPUTE_32F_FAST_TF32, None),
     formats.BFLOAT16: (ComputeType.COMPUTE_32F, DType.BFLOAT16),
@@ -112,7 +117,7 @@ def _row(
     part_exponent: int = 0,
 ) -> ModeRow:
     parts = 1 + max(max(pair) for pair in pairs)
-    compute_type, data = _ON_TENSOR_CORES[fmt]
+    compute_type, data = _ON_A_GPU[fmt]
     return ModeRow(mode, fmt, inputs, preset, compute_type, data, parts, pairs, part_exponent)
 
 
@@ -124,15 +129,7 @@ _SCALED = f"{_TWO_FLOAT16}, the low one scaled by 2^11"
 TABLE: tuple[ModeRow, ...] = (
     _row(_M.FP32, formats.FLOAT32, "float32", "F32_F32_F32"),
     ModeRow(_M.FP32_PEDANTIC, formats.FLOAT32, "float32", compute_type=ComputeType.COMPUTE_32F_PEDANTIC),
-    ModeRow(
-        _M.FP64,
-        formats.FLOAT64,
-        "float64 (widened, rounded once at the end)",
-        "F64_F64_F64",
-        ComputeType.COMPUTE_64F,
-        DType.FLOAT64,
-        widens=True,
-    ),
+    _row(_M.FP64, formats.FLOAT64, "float64 (widened, rounded once at the end)", "F64_F64_F64"),
     _row(_M.TF32, formats.TF32, "TF32 (8-bit exponent, 10-bit mantissa)", "TF32_TF32_F32"),
     _row(_M.BF16, formats.BFLOAT16, "bfloat16", "BF16_BF16_F32"),
     _row(_M.FP16, formats.FLOAT16, "float16", "F16_F16_F32"),
@@ -184,9 +181,7 @@ class ResolvedMode:
 
     mode: MathMode
     source: ModeSource
-    #: The requested mode if it differs from ``mode``: an overruled argument, or ``tf32`` that
-    #: ``NVIDIA_TF32_OVERRIDE=0`` turned into ``fp32``.
-    requested: MathMode | None = None
+    requested: MathMode | None = None  # the requested mode if the guard or a variable replaced it
     reasons: tuple[str, ...] = ()  # each decision as a sentence
     emulates: Architecture | None = None  # GPU generation whose tensor cores the CPU emulates
 

@@ -178,8 +178,10 @@ def tables(facts: dict[str, Any], every_variable: bool = False) -> Iterator[Tabl
     cache = ("cache", facts["cache"] or "none: see the warnings")
     yield Table(title, ("", ""), [*_mode_rows(facts["mode"]), modes, cache])
     for device in facts["devices"]:
-        rows = _cpu_rows(device, facts["gpu"]) if device["device"] == "cpu" else _gpu_rows(device)
-        yield Table(f"{device['device']}: {device['name']}", ("", ""), list(rows))
+        rows = [(label, show(device[key])) for key, label, show in _GPU_ROWS if key in device]
+        if device["device"] == "cpu":
+            rows = list(_cpu_rows(device, facts["gpu"]))
+        yield Table(f"{device['device']}: {device['name']}", ("", ""), rows)
     yield Table(
         "libraries",
         ("name", "version", "status", "role"),
@@ -223,12 +225,8 @@ def _cpu_rows(device: dict[str, Any], gpu: dict[str, Any]) -> Iterator[tuple[str
         yield "GPU", f"not used: {gpu['reason']}" + (f" ({gpu['driver']})" if gpu["driver"] else "")
 
 
-def _gpu_rows(device: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(label, show(device[key])) for key, label, show in _DEVICE_ROWS if key in device]
-
-
-#: Properties of a device: key, label, format.
-_DEVICE_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+#: Properties of a GPU: key, label, format.
+_GPU_ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("compute_capability", "compute capability", str),
     ("memory_bytes", "memory", lambda nbytes: f"{nbytes / 2**30:.1f} GiB"),
     ("multiprocessors", "multiprocessors", str),

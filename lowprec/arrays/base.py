@@ -18,18 +18,12 @@ class Library(ABC):
     buffer itself, unless arrays are immutable (JAX) or the library is known only by DLPack.
     """
 
-    #: Name of the library's module.
-    name: str
+    name: str  # of the library's module
+    keeps_owners: bool = False  # arrays are kept until queued work is done: freed memory is reused on unknown streams
+    has_weak_types: bool = False  # weakly typed arrays take the element type of the other operand
 
-    #: Whether arrays must be kept alive until queued work is done, because the library reuses freed memory on streams
-    #: of its own.
-    keeps_owners: bool = False
-
-    def check_type(self, array: Any) -> None:  # noqa: B027 - most libraries have nothing to refuse
+    def check_type(self, array: Any) -> None:  # noqa: B027 - most libraries accept every type
         """Raise ArrayError, with a remedy, for an array without readable memory."""
-
-    #: Whether the library has weakly typed arrays, which take the element type of the other operand.
-    has_weak_types: bool = False
 
     @abstractmethod
     def view(self, array: Any) -> ArrayView:
@@ -42,7 +36,15 @@ class Library(ABC):
     def writable_view(self, array: Any) -> ArrayView:
         """Return the view of an ``out``; ArrayError if it is read-only, repeats elements, or needs a copy."""
         view = self.view(array)
-        check_writable(view)
+        if view.copied is not None:
+            raise ArrayError(f"out cannot be written in place: {view.copied}; pass a plain array or omit out=")
+        if view.read_only:
+            raise ArrayError("out is read-only; pass a writable array or omit out=")
+        if view.strides != contiguous_strides(view.shape) and overlaps_itself(view.shape, view.strides):
+            raise ArrayError(
+                f"out of shape {view.shape} repeats elements, as a broadcast view does (strides {view.strides}, in "
+                "elements); pass an array without repeated elements, for example a copy of it"
+            )
         return view
 
     def mark_written(self, array: Any) -> None:  # noqa: B027 - optional
@@ -62,16 +64,3 @@ class Library(ABC):
 
     def __repr__(self) -> str:
         return f"<{self.name} arrays>"
-
-
-def check_writable(view: ArrayView) -> None:
-    """Raise :class:`ArrayError` unless the caller's array can be written through the view."""
-    if view.copied is not None:
-        raise ArrayError(f"out cannot be written in place: {view.copied}; pass a plain array or omit out=")
-    if view.read_only:
-        raise ArrayError("out is read-only; pass a writable array or omit out=")
-    if view.strides != contiguous_strides(view.shape) and overlaps_itself(view.shape, view.strides):
-        raise ArrayError(
-            f"out of shape {view.shape} repeats elements, as a broadcast view does (strides {view.strides}, in "
-            "elements); pass an array without repeated elements, for example a copy of it"
-        )

@@ -6,6 +6,7 @@ Backends, one layer above, register a provider here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import Any, Protocol
 
@@ -59,13 +60,11 @@ class DeviceMemory(Protocol):
 
 
 _loaders: dict[int, Callable[[], DeviceMemory]] = {}
-_providers: dict[int, DeviceMemory] = {}
 
 
 def register(device_type: int, load: Callable[[], DeviceMemory]) -> None:
     """Register the devices of a ``DLDeviceType``; ``load``, called at their first use, returns the provider."""
-    _providers.pop(device_type, None)
-    _loaders[device_type] = load
+    _loaders[device_type] = cache(load)
 
 
 def is_served(device: Device) -> bool:
@@ -75,15 +74,11 @@ def is_served(device: Device) -> bool:
 
 def provider(device: Device) -> DeviceMemory:
     """Return the provider of a device; raise DeviceError if there is none."""
-    found = _providers.get(device.type)
-    if found is None:
-        load = _loaders.get(device.type)
-        if load is None:
-            raise DeviceError(
-                f"lowprec cannot allocate the result on {device}; arrays must be in host memory or on an NVIDIA GPU"
-            )
-        found = _providers[device.type] = load()
-    return found
+    if device.type not in _loaders:
+        raise DeviceError(
+            f"lowprec cannot allocate the result on {device}; arrays must be in host memory or on an NVIDIA GPU"
+        )
+    return _loaders[device.type]()
 
 
 _NO_SYNCHRONISATION = -1
@@ -105,9 +100,8 @@ class DeviceArray(DLPackArray):
 
     def view(self) -> ArrayView:
         """Return the view of the array."""
-        shape = self.shape
-        strides = contiguous_strides(shape)
-        return ArrayView(self._dtype, shape, strides, self._device, self, False, self._block.address)
+        strides = contiguous_strides(self.shape)
+        return ArrayView(self._dtype, self.shape, strides, self._device, self, False, self._block.address)
 
     @property
     def memory(self) -> NDArray[Any]:

@@ -165,7 +165,7 @@ def device_of(array: Any) -> Device:
         kind, index = map(operator.index, said)  # an Enum of the array's library counts as its number
     except (TypeError, ValueError):
         raise ArrayError(
-            f"{_name(array)} has no DLPack device: __dlpack_device__ returned {said!r}, not two integers"
+            f"{type_name(array)} has no DLPack device: __dlpack_device__ returned {said!r}, not two integers"
         ) from None
     return _device(kind, index)
 
@@ -192,12 +192,13 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
 
 
 def _refusal(array: Any, error: Exception) -> ArrayError:
-    return ArrayError(f"{_name(array)} refuses to be exported by DLPack: {error}")
+    return ArrayError(f"{type_name(array)} refuses to be exported by DLPack: {error}")
 
 
-def _name(array: Any) -> str:
-    kind = type(array)
-    return f"{kind.__module__}.{kind.__qualname__}"
+def type_name(x: Any) -> str:
+    """Return the qualified name of an object's type, without the module of built-in types."""
+    kind = type(x)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 # Unsigned integers as which NumPy exports the bits of types that it does not export itself.

@@ -15,7 +15,7 @@ import numpy as np
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.device_memory import DeviceArray
-from lowprec.arrays.dlpack import DLPackArray
+from lowprec.arrays.dlpack import DLPackArray, type_name
 from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY
 from lowprec.arrays.prepared_view import Prepared
@@ -39,11 +39,6 @@ OPTIONAL = {
     "jax": OptionalLibrary("Array", "lowprec.arrays.jax_library:JaxLibrary", ("jax",)),
     "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
 }
-
-_DASK = (
-    "a Dask array is lazy and has no elements to read: lowprec provides matmul and contractions for it; otherwise "
-    "pass array.compute()"
-)
 
 _INSTANCES: dict[str, Library] = {}
 _BY_TYPE: dict[type, Library] = {np.ndarray: NUMPY, np.memmap: NUMPY, DLPackArray: DLPACK, DeviceArray: DLPACK}
@@ -97,7 +92,11 @@ def _find(array: Any) -> Library:
         library.check_type(array)
         return library
     if is_dask_array(array):
-        raise DelegateError(_DASK, "lowprec.dask:matmul")
+        raise DelegateError(
+            "a Dask array is lazy and has no elements to read: lowprec provides matmul and contractions for it; "
+            "otherwise pass array.compute()",
+            "lowprec.dask:matmul",
+        )
     if isinstance(array, Prepared):
         raise DelegateError(
             "expected an array, got a prepared operand, which is accepted only as b of matmul and as the weight of "
@@ -105,11 +104,11 @@ def _find(array: Any) -> Library:
             target="",
         )
     if dense := dense_method(array):
-        raise ArrayError(f"expected a dense array, got {_what(array)}, which is sparse; pass its {dense}()")
+        raise ArrayError(f"expected a dense array, got {type_name(array)}, which is sparse; pass its {dense}()")
     if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
         raise ArrayError(
             f"expected an array ({NUMPY.name}, {', '.join(OPTIONAL)}, or any other with __dlpack__), got "
-            f"{_what(array)}; wrap it with numpy.asarray"
+            f"{type_name(array)}; wrap it with numpy.asarray"
         )
     return DLPACK
 
@@ -161,9 +160,3 @@ def dense_method(x: Any) -> str:
 def library_name(array: Any) -> str:
     """Return the name of an array's library, also where :func:`library_of` rejects the array as unreadable."""
     return _optional_name(array) or library_of(array).name
-
-
-def _what(array: Any) -> str:
-    kind = type(array)
-    name = kind.__qualname__
-    return name if kind.__module__ == "builtins" else f"{kind.__module__}.{name}"

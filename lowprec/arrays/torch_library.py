@@ -45,11 +45,6 @@ def request_huge_pages(address: int, nbytes: int) -> None:
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2, "mps": 8, "privateuseone": 12, "xpu": 14}
 _ROCM = 10
 
-_WITH_GRAD = (
-    "the torch tensor requires grad, and only lowprec.matmul records a gradient; pass tensor.detach(), "
-    "or call inside torch.no_grad()"
-)
-
 
 class TorchLibrary(Library):
     """PyTorch tensors on devices with addresses; one that requires grad has no view while gradients are recorded."""
@@ -108,7 +103,11 @@ class TorchLibrary(Library):
             refuse_tangent(self._torch, array)
         copied = None
         if array.requires_grad and self._grad_enabled():
-            raise DelegateError(_WITH_GRAD, DELEGATE)
+            raise DelegateError(
+                "the torch tensor requires grad, and only lowprec.matmul records a gradient; pass tensor.detach(), "
+                "or call inside torch.no_grad()",
+                DELEGATE,
+            )
         dtype = self._dtypes.get(array.dtype)
         if dtype is None:
             if array.is_quantized:

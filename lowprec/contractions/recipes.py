@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 from lowprec.arrays.namespaces import dtype_label, namespace_of
 from lowprec.errors import ShapeError, UnsupportedError, quoted
 
-#: Size of the cache of recipes.
-_RECIPES = 1024
-
 
 class _Side(NamedTuple):
     diagonals: tuple[tuple[int, int], ...]
@@ -66,7 +63,7 @@ class _Term(NamedTuple):
     lengths: tuple[int, ...]
 
 
-@functools.lru_cache(maxsize=_RECIPES)
+@functools.lru_cache(maxsize=1024)
 def recipe(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> tuple[Step, ...]:
     """Return the steps for operands of these shapes, in the order that opt_einsum finds. Cached."""
     terms, output, path = _parse(subscripts, shapes, order)

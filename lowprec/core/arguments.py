@@ -89,7 +89,8 @@ def _is_description(x: Any) -> bool:
 
 def spec_of(x: ArrayView) -> OperandSpec:
     """Return the shape, strides and element type of a view, for planning."""
-    return imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides)  # type: ignore[no-any-return]
+    spec: OperandSpec = imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides)
+    return spec
 
 
 class Options(NamedTuple):
@@ -128,9 +129,10 @@ class Options(NamedTuple):
         """Return the GEMM problem with this epilogue."""
         out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
         has_alpha, has_beta = self.alpha != 1, self.beta != 0
-        return imported("lowprec.planning:GemmProblem")(  # type: ignore[no-any-return]
+        problem: GemmProblem = imported("lowprec.planning:GemmProblem")(
             a, b, self.out_dtype, out, c, bias, has_alpha, has_beta, self.activation, self.k_chunk
         )
+        return problem
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
         """Return the arguments of an executor."""

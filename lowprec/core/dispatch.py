@@ -135,7 +135,10 @@ def matmul(
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
-        resolved = _resolve_within(rtol, math_mode, bound, x, y, options)
+        check_devices(options.views(x, y))
+        problem = options.problem(spec_of(x), spec_of(y))
+        mode_within = imported("lowprec.core.plan_call:mode_within")
+        resolved, _ = mode_within(rtol, math_mode, problem, capabilities(x.device), bound)
     found = look_up(resolved, x, y, options)
     execute, target = found.execute, options.out
     if target is None:
@@ -209,21 +212,6 @@ def _arrays(a: Any, b: Any, out: Any, c: Any, bias: Any, scale_a: Any, scale_b: 
     return {
         "a": a, "b": b, "out": out, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
     }  # fmt: skip
-
-
-def _resolve_within(
-    rtol: float | None,
-    math_mode: ModeName | MathMode | None,
-    bound: str | None,
-    x: ArrayView,
-    y: ArrayView,
-    options: Options,
-) -> ResolvedMode:
-    check_devices(options.views(x, y))
-    problem = options.problem(spec_of(x), spec_of(y))
-    mode_within = imported("lowprec.core.plan_call:mode_within")
-    found: tuple[ResolvedMode, Any] = mode_within(rtol, math_mode, problem, capabilities(x.device), bound)
-    return found[0]
 
 
 def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:

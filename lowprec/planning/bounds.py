@@ -99,13 +99,10 @@ class ErrorBound:
     result_absolute: float  # loss by underflow of an element of the result
     k: int  # length of the sums
     formula: str  # of ``relative``
-    #: Description of the losses by underflow; empty if they are those of the accumulator alone.
-    absolute: str
+    absolute: str  # description of the losses by underflow; empty if they are those of the accumulator alone
     condition: str  # the data for which the bound holds
-    #: False if operands are rounded to a format of smaller range, in which they may overflow.
-    unconditional: bool
-    #: Bound that replaces ``relative`` with probability ``probability``, for rounding errors of mean zero.
-    probable: float = 0.0
+    unconditional: bool  # false if operands are rounded to a format of smaller range, in which they may overflow
+    probable: float = 0.0  # replaces ``relative`` with probability ``probability``, for rounding errors of mean zero
     by_norms: bool = False  # holds for the norms only, because rows were scaled
 
     @property
@@ -358,9 +355,7 @@ def _power(value: float) -> str:
 
 def _condition(model: _ErrorModel, is_split: bool) -> str:
     texts = []
-    narrow = [(model.operand, "|x|", " in the operands")] if model.operands else []
-    if model.scaled_over:
-        narrow = []
+    narrow = [(model.operand, "|x|", " in the operands")] if model.operands and not model.scaled_over else []
     if model.out:
         narrow.append((model.out, "|result|", ""))
     for fmt, name, where in narrow:

@@ -98,13 +98,11 @@ class CublasLtCall:
     d: LtMatrix
     c: LtMatrix | None  # the addend, if cuBLASLt adds it
     batch_count: int
-    # Per call the offsets of the first matrices of first, second, c and d, in elements.
-    offsets: tuple[tuple[int, int, int, int], ...]
+    offsets: tuple[tuple[int, int, int, int], ...]  # per call, of the matrices first, second, c and d, in elements
     epilogue: str  # name in cublasLtEpilogue_t
     pack_a: Pack | None
     pack_b: Pack | None
-    # Why the product is staged: written to temporary memory, from which a kernel writes the result. Empty if it is not.
-    staged: tuple[Reason, ...]
+    staged: tuple[Reason, ...]  # why cuBLASLt writes to temporary memory, and a kernel the result; empty if it does not
 
     @property
     def product_bytes(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from lowprec.errors import DeviceError, did_you_mean, quoted
 from lowprec.planning.tensor_cores import Capability
@@ -49,65 +50,39 @@ class GpuModel:
 
 _NO = None
 
-#: The first row of a compute capability is used for models without a row.
-MODELS = (
-    GpuModel(
-        "v100", "NVIDIA V100 SXM2", (7, 0), 80, 1530, (7.8, 15.7, _NO, _NO, 125, _NO, _NO), 900, 32, 6,
-        "V100 data sheet and Volta architecture white paper",
-    ),
-    GpuModel(
-        "t4", "NVIDIA T4", (7, 5), 40, 1590, (0.25, 8.1, _NO, _NO, 65, _NO, 130), 320, 16, 4,
-        "T4 data sheet and Turing architecture white paper",
-    ),
-    GpuModel(
-        "rtx-2080-ti", "NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 1635, (0.44, 14.2, _NO, _NO, 56.9, _NO, 227.7), 616,
-        11, 5.5, "Turing architecture white paper (Founders Edition)",
-    ),
-    GpuModel(
-        "a100", "NVIDIA A100 SXM4 80GB", (8, 0), 108, 1410, (19.5, 19.5, 156, 312, 312, _NO, 624), 2039, 80, 40,
-        "A100 data sheet and Ampere architecture white paper",
-    ),
-    GpuModel(
-        "a100-40gb", "NVIDIA A100 SXM4 40GB", (8, 0), 108, 1410, (19.5, 19.5, 156, 312, 312, _NO, 624), 1555, 40, 40,
-        "A100 data sheet and Ampere architecture white paper",
-    ),
-    GpuModel(
-        "rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, 1695, (0.56, 35.6, 35.6, 71, 71, _NO, 284), 936, 24, 6,
-        "Ampere GA102 architecture white paper",
-    ),
-    GpuModel(
-        "l4", "NVIDIA L4", (8, 9), 58, 2040, (0.49, 30.3, 60, 121, 121, 242.5, 242.5), 300, 24, 48,
-        "L4 data sheet and Ada architecture white paper",
-    ),
-    GpuModel(
-        "l40s", "NVIDIA L40S", (8, 9), 142, 2520, (1.43, 91.6, 183, 362, 362, 733, 733), 864, 48, 96,
-        "L40S data sheet and Ada architecture white paper",
-    ),
-    GpuModel(
-        "rtx-4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 2520, (1.29, 82.6, 82.6, 165.2, 165.2, 330.3, 660.6), 1008,
-        24, 72, "Ada architecture white paper",
-    ),
-    GpuModel(
-        "h100", "NVIDIA H100 SXM5", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 3350, 80, 50,
-        "H100 data sheet and Hopper architecture white paper",
-    ),
-    GpuModel(
-        "h200", "NVIDIA H200 SXM", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 4800, 141, 50,
-        "H200 data sheet",
-    ),
-    GpuModel(
-        "gh200", "NVIDIA GH200", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 4000, 96, 50,
-        "GH200 data sheet (HBM3)",
-    ),
-    GpuModel(
-        "b200", "NVIDIA B200", (10, 0), 148, 1965, (40, 80, 1100, 2250, 2250, 4500, 4500), 8000, 192, 126,
-        "Blackwell architecture technical brief (HGX)",
-    ),
-    GpuModel(
-        "rtx-5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, 2407, (1.64, 104.8, 104.8, 209.5, 209.5, 419, 838), 1792,
-        32, 96, "RTX Blackwell architecture white paper",
-    ),
+_ROWS: tuple[tuple[Any, ...], ...] = (
+    ("v100", "NVIDIA V100 SXM2", (7, 0), 80, 1530, (7.8, 15.7, _NO, _NO, 125, _NO, _NO), 900, 32, 6,
+     "V100 data sheet and Volta architecture white paper"),
+    ("t4", "NVIDIA T4", (7, 5), 40, 1590, (0.25, 8.1, _NO, _NO, 65, _NO, 130), 320, 16, 4,
+     "T4 data sheet and Turing architecture white paper"),
+    ("rtx-2080-ti", "NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 1635, (0.44, 14.2, _NO, _NO, 56.9, _NO, 227.7), 616, 11,
+     5.5, "Turing architecture white paper (Founders Edition)"),
+    ("a100", "NVIDIA A100 SXM4 80GB", (8, 0), 108, 1410, (19.5, 19.5, 156, 312, 312, _NO, 624), 2039, 80, 40,
+     "A100 data sheet and Ampere architecture white paper"),
+    ("a100-40gb", "NVIDIA A100 SXM4 40GB", (8, 0), 108, 1410, (19.5, 19.5, 156, 312, 312, _NO, 624), 1555, 40, 40,
+     "A100 data sheet and Ampere architecture white paper"),
+    ("rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), 82, 1695, (0.56, 35.6, 35.6, 71, 71, _NO, 284), 936, 24, 6,
+     "Ampere GA102 architecture white paper"),
+    ("l4", "NVIDIA L4", (8, 9), 58, 2040, (0.49, 30.3, 60, 121, 121, 242.5, 242.5), 300, 24, 48,
+     "L4 data sheet and Ada architecture white paper"),
+    ("l40s", "NVIDIA L40S", (8, 9), 142, 2520, (1.43, 91.6, 183, 362, 362, 733, 733), 864, 48, 96,
+     "L40S data sheet and Ada architecture white paper"),
+    ("rtx-4090", "NVIDIA GeForce RTX 4090", (8, 9), 128, 2520, (1.29, 82.6, 82.6, 165.2, 165.2, 330.3, 660.6), 1008, 24,
+     72, "Ada architecture white paper"),
+    ("h100", "NVIDIA H100 SXM5", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 3350, 80, 50,
+     "H100 data sheet and Hopper architecture white paper"),
+    ("h200", "NVIDIA H200 SXM", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 4800, 141, 50,
+     "H200 data sheet"),
+    ("gh200", "NVIDIA GH200", (9, 0), 132, 1980, (67, 67, 494.5, 989.5, 989.5, 1979, 1979), 4000, 96, 50,
+     "GH200 data sheet (HBM3)"),
+    ("b200", "NVIDIA B200", (10, 0), 148, 1965, (40, 80, 1100, 2250, 2250, 4500, 4500), 8000, 192, 126,
+     "Blackwell architecture technical brief (HGX)"),
+    ("rtx-5090", "NVIDIA GeForce RTX 5090", (12, 0), 170, 2407, (1.64, 104.8, 104.8, 209.5, 209.5, 419, 838), 1792, 32,
+     96, "RTX Blackwell architecture white paper"),
 )  # fmt: skip
+
+#: The first row of a compute capability is used for models without a row.
+MODELS = tuple(GpuModel(*row) for row in _ROWS)
 
 _BY_KEY = {model.key: model for model in MODELS}
 #: "sm_90", "sm90", "9.0".
@@ -126,9 +101,7 @@ def parse_model(name: object) -> GpuModel:
     text = name if isinstance(name, str) else ""
     wanted, capability = _plain(text), parse_capability(text)
     for model in MODELS:
-        if model.compute_capability == capability:
-            return model
-        if wanted in (_plain(model.key), _plain(model.name)):
+        if model.compute_capability == capability or wanted in (_plain(model.key), _plain(model.name)):
             return model
     similar = did_you_mean(name, _BY_KEY)
     raise DeviceError(f"device {quoted(name)} is not known; choose one of: cpu, {model_names()}{similar}")
@@ -157,7 +130,6 @@ def model_of(name: str) -> GpuModel | None:
 
 def flops_per_byte(name: str, capability: Capability) -> float:
     """Return the ratio for a GPU's name; without a row, that of the nearest older compute capability."""
-    older = [model for model in MODELS if model.compute_capability <= capability]
-    latest = max((model.compute_capability for model in older), default=MODELS[0].compute_capability)
-    alike = next(model for model in MODELS if model.compute_capability == latest)
-    return (model_of(name) or alike).flops_per_byte
+    older = [model for model in MODELS if model.compute_capability <= capability] or MODELS[:1]
+    nearest = max(older, key=lambda model: model.compute_capability)  # of equals the first
+    return (model_of(name) or nearest).flops_per_byte

@@ -101,12 +101,7 @@ class Capabilities:
     workspace_bytes: int = 0  # cuBLASLt's workspace
     peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), if known
     bytes_per_second: float = 0.0  # memory bandwidth, if known
-    source: str = ""  # source of published figures; plans are then predictions
-
-    @property
-    def predicted(self) -> bool:
-        """Whether these are published figures of a model, not those of a device."""
-        return bool(self.source)
+    source: str = ""  # source of published figures, whose plans are predictions; "" for a present device
 
     @property
     def has_float8(self) -> bool:

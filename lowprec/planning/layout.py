@@ -228,8 +228,7 @@ def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
 
 def with_rows_copied(layout: GemmLayout) -> GemmLayout:
     """Collapse the batch with a copy of ``a``, unless ``a`` is broadcast; unchanged if that is impossible."""
-    repeats = 0 in layout.a.batch_strides
-    return layout if repeats else _collapse(layout, copies_a=True)
+    return layout if 0 in layout.a.batch_strides else _collapse(layout, copies_a=True)
 
 
 def _collapse(layout: GemmLayout, copies_a: bool = False) -> GemmLayout:

@@ -68,7 +68,8 @@ class _Inputs(NamedTuple):
 def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Inputs:
     problem, layout, data = plan.problem, plan.layout, plan.multiplied_dtype
     as_real, k_contiguous = (plan.compute_dtype.is_complex and not data.is_complex, reads_k_contiguous(data))
-    c = _addend(plan)
+    c = addend_layout(problem.c, problem.a, problem.b, layout) if problem.has_beta and problem.c else None
+    c = c if c and c.blas_expressible else None
     follows = not problem.has_beta or (c is not None and _by_column(c).order == "col")
     if follows and not (k_contiguous or as_real or problem.bias is not None):
         # A single column as a row-major matrix has leading dimension 1, which no algorithm reads 16 bytes at a time.
@@ -207,14 +208,6 @@ def _by_column(stack: MatrixStack) -> MatrixStack:
     if stack.cols == 1 and stack.rows > 1 and stack.leading_dimension == 1:
         return replace(stack, order="col", leading_dimension=stack.rows)
     return stack
-
-
-def _addend(plan: GemmPlan) -> MatrixStack | None:
-    problem, layout = plan.problem, plan.layout
-    if not problem.has_beta or problem.c is None:
-        return None
-    c = addend_layout(problem.c, problem.a, problem.b, layout)
-    return c if c is not None and c.blas_expressible else None
 
 
 def _result(inputs: _Inputs) -> MatrixStack:

@@ -87,10 +87,8 @@ class GemmPlan:
     candidates: tuple[Candidate, ...] = ()  # modes considered for ``rtol``
     tolerance: Reason | None = None  # the bound that ``rtol`` limits, and the choice by the other bound
     call: CublasLtCall | None = None  # arguments of cuBLASLt, if it is the kernel
-    #: Why the packed form of a prepared ``b`` is kept or not; None if ``b`` is an array.
-    prepared: Reason | None = None
-    #: cuBLASLt's description of its algorithm, as (name, value) pairs; empty without a GPU.
-    algorithm: tuple[tuple[str, str], ...] = ()
+    prepared: Reason | None = None  # why the packed ``b`` is kept or not; None if ``b`` is not prepared
+    algorithm: tuple[tuple[str, str], ...] = ()  # cuBLASLt's description of its algorithm; empty without a GPU
 
     @cached_property
     def bound(self) -> ErrorBound:
@@ -162,8 +160,6 @@ class GemmPlan:
     def roofline(self) -> Roofline | None:
         """Least time by the device's peak rate and bandwidth; None if unknown."""
         return roofline(self)
-
-    # Texts.
 
     @cached_property
     def advice(self) -> tuple[Reason, ...]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING
+from functools import lru_cache, partial
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import FLOAT16, FLOAT32, DType
@@ -20,9 +18,6 @@ from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, 
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
-
-if TYPE_CHECKING:  # imported with the first plan for cuBLASLt
-    from lowprec.planning.calls import CublasLtCall
 
 PLAN_CACHE_SIZE = 1024
 
@@ -90,18 +85,13 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         return replace(plan, copies=copies) if copies else plan
     if not plan.flops:
         return plan
-    call = _lower()(plan)
+    from lowprec.planning.lowering import lower  # with the first plan for cuBLASLt
+
+    call = lower(plan)
     packs = (("a", call.pack_a), ("b", call.pack_b))
     copies = tuple(Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack)
     staged = (Copy("out", call.staged, call.product_bytes),) if call.staged else ()
     return replace(plan, call=call, copies=copies + staged)
-
-
-@cache
-def _lower() -> Callable[[GemmPlan], CublasLtCall]:
-    from lowprec.planning.lowering import lower
-
-    return lower
 
 
 def _check_sums(compute_dtype: DType, k: int, k_chunk: int | None) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from enum import Enum
-from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal
 
 from lowprec.modes import row
 from lowprec.planning.costs import Roofline
 from lowprec.planning.kernels import KernelRow
 from lowprec.planning.reasons import Reason, ReasonKind
+from lowprec.util.plain import finite
 from lowprec.util.tables import Table, html, plain_text
 
 if TYPE_CHECKING:
@@ -94,21 +94,19 @@ def tables(plan: GemmPlan) -> Iterator[Table]:
 
 def title(plan: GemmPlan) -> str:
     """Return the product in one line: element types and shapes."""
-    problem = plan.problem
-    result = f"{plan.out_dtype} {plan.out_shape}"
-    return f"{_spec(problem.a)} @ {_spec(problem.b)} -> {result}"
+    return f"{_spec(plan.problem.a)} @ {_spec(plan.problem.b)} -> {plan.out_dtype} {plan.out_shape}"
 
 
 def _rows(plan: GemmPlan) -> Iterator[Row]:
     yield "device", f"{plan.capabilities.device}: {plan.capabilities.name}"
-    if plan.capabilities.predicted:
+    if plan.capabilities.source:
         yield "prediction", _PREDICTION.format(source=plan.capabilities.source)
     yield from _mode_rows(plan)
     yield "a becomes", plan.a_becomes
     yield "b becomes", plan.b_becomes
     if plan.prepared:
         yield "prepared", str(plan.prepared)
-    yield "products", _products(plan)
+    yield "products", f"{plan.products}" + (f", each operand in {plan.parts} parts" if plan.parts > 1 else "")
     if plan.k_chunk < plan.layout.k:
         yield ("k chunk", f"{plan.k_chunk}: chunks of the leading product, added in {plan.accumulator}")
     yield "kernel", f"{plan.kernel}: {plan.kernel_reason}"
@@ -175,12 +173,6 @@ def _emulates(plan: GemmPlan, architecture: Architecture) -> str:
     )
 
 
-def _products(plan: GemmPlan) -> str:
-    if plan.parts == 1:
-        return str(plan.products)
-    return f"{plan.products}, each operand in {plan.parts} parts"
-
-
 def _layout_rows(plan: GemmPlan) -> Iterator[Row]:
     layout = plan.layout
     batch = f", batch {layout.batch_count} {layout.batch_shape}" if layout.batch_shape else ""
@@ -224,8 +216,8 @@ def _bound_rows(plan: GemmPlan) -> Iterator[Row]:
     else:
         yield "error", f"at most {bound.relative:.3g} |A| |B| (Frobenius norms)"
         yield "because", bound.formula
-        chance = f"with probability {bound.probability}, for rounding errors of mean zero"
-        yield "probably", f"at most {bound.probable:.3g}, {chance}"
+        probable = f"at most {bound.probable:.3g}, with probability {bound.probability}"
+        yield "probably", f"{probable}, for rounding errors of mean zero"
     if bound.absolute:
         yield "underflow", bound.absolute
     yield "provided", bound.condition
@@ -264,9 +256,7 @@ def _plain(value: Any) -> Any:
         return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, tuple | frozenset):
         return [_plain(item) for item in (sorted(value) if isinstance(value, frozenset) else value)]
-    if isinstance(value, float) and not isfinite(value):
-        return None
-    return value
+    return finite(value)
 
 
 def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:

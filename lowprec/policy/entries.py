@@ -41,8 +41,7 @@ class Entry(Block):
         self.thread = get_ident()
         self.scope = scope
         self.is_open = False
-        #: The function that the ``with`` statement calls at its end.
-        self.statement: ref[Callable[..., None]] | None = None
+        self.statement: ref[Callable[..., None]] | None = None  # to the function that the ``with`` statement calls last
 
     def open(self, scope: Any) -> None:
         """Enter the scope; ``is_open`` is set before the first change."""
@@ -141,8 +140,7 @@ class PolicyEntry(Entry):
 
     def of(self, scope: PolicyScope) -> PolicyEntry | None:
         """Return the innermost entry of this scope."""
-        found = [entry for entry in self.entries() if entry.scope is scope]
-        return found[0] if found else None
+        return next((entry for entry in self.entries() if entry.scope is scope), None)
 
     def open(self, scope: PolicyScope) -> None:
         """Record the entry in this context, and set other libraries' switches."""

@@ -53,14 +53,10 @@ class _Layer:
         self.mode = mode
         self.is_floor = is_floor
         self.saved = saved
-        #: The values as set; None before that.
-        self.inside: Mapping[str, Any] | None = None
-        #: In order of entry.
-        self.blocks: dict[Block, None] = {}
-        #: The values to restore; None until they are determined.
-        self.target: Mapping[str, Any] | None = None
-        #: Sentences for the user.
-        self.remarks: list[str] = []
+        self.inside: Mapping[str, Any] | None = None  # the values as set; None before that
+        self.blocks: dict[Block, None] = {}  # in order of entry
+        self.target: Mapping[str, Any] | None = None  # the values to restore; None until they are determined
+        self.remarks: list[str] = []  # sentences for the user
 
     def restore(self) -> None:
         """Restore the switches; repeated after an interrupt, it writes the same values."""

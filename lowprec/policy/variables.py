@@ -21,8 +21,7 @@ class Variable(Generic[T]):
     meaning: str  # one sentence
     legal: str  # description of the legal values
     default: str  # description of the default
-    #: From text to value; raises :class:`EnvironmentVariableError` for illegal text.
-    parse: Callable[[str], T]
+    parse: Callable[[str], T]  # from text to value; raises EnvironmentVariableError for illegal text
     show: Callable[[T], str] = str  # from value to its description
     remark: Callable[[str], str | None] = lambda text: None  # from legal text to a warning
     read_once: bool = False  # read at the first use of a mode only

@@ -9,7 +9,6 @@ import ctypes
 import gc
 import types
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -73,14 +72,10 @@ class Memory:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     stand_in = Memory()
     monkeypatch.setitem(device_memory._loaders, GPU.type, lambda: stand_in)
-    before = device_memory._providers.pop(GPU.type, None)
-    yield stand_in
-    device_memory._providers.pop(GPU.type, None)
-    if before is not None:
-        device_memory._providers[GPU.type] = before
+    return stand_in
 
 
 def device_array(values: np.ndarray, stream: int = 7) -> DeviceArray:
@@ -100,7 +95,6 @@ def sample(dtype: DType, shape: tuple[int, ...] = (5, 3)) -> np.ndarray:
 
 def test_a_provider_is_loaded_with_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_memory, "_loaders", {})
-    monkeypatch.setattr(device_memory, "_providers", {})
     loads = []
     register(2, lambda: loads.append("first") or Memory())  # type: ignore[func-returns-value,arg-type,return-value]
     assert is_served(GPU)

@@ -106,16 +106,12 @@ class Diary:
 
 
 @pytest.fixture
-def diary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Diary]:
+def diary(monkeypatch: pytest.MonkeyPatch) -> Diary:
     stand_in = Diary()
     for library in (ALPHA, BETA, KEEPER):
         monkeypatch.setitem(libraries._BY_TYPE, library.cls, library)
     monkeypatch.setitem(device_memory._loaders, GPU.type, lambda: stand_in)
-    before = device_memory._providers.pop(GPU.type, None)
-    yield stand_in
-    device_memory._providers.pop(GPU.type, None)
-    if before is not None:
-        device_memory._providers[GPU.type] = before
+    return stand_in
 
 
 def array(cls: type[Array], name: str = "") -> Array:

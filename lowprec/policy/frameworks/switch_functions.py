@@ -30,13 +30,10 @@ class SwitchController:
     """Controller of process-wide switches with getters and setters."""
 
     name: str
-    label: str
-    #: Description, getter and setter of each switch.
-    functions: Mapping[str, tuple[str, str, str]]
-    #: Value of every switch in each mode.
-    values: Mapping[MathMode, Any]
-    #: First arguments of every getter and setter.
-    arguments: tuple[str, ...] = ()
+    label: str  # name in messages
+    functions: Mapping[str, tuple[str, str, str]]  # description, getter and setter of each switch
+    values: Mapping[MathMode, Any]  # value of every switch in each mode
+    arguments: tuple[str, ...] = ()  # first arguments of every getter and setter
     tier = Tier.PROCESS
 
     @property
