@@ -10,7 +10,7 @@ from lowprec.util.plain import StrEnum
 
 @unique
 class Architecture(StrEnum):
-    """Generations whose tensor cores can be emulated; each is a string, so ``"hopper"`` serves as well.
+    """Generations whose tensor cores can be emulated; ``Architecture.HOPPER`` equals the string ``"hopper"``.
 
     Each member is a row: its name, and the first compute capability of the generation (CUDA C++ Programming Guide,
     *Compute Capabilities*).
@@ -25,7 +25,7 @@ class Architecture(StrEnum):
     capability: tuple[int, int]
 
     def __new__(cls, name: str, capability: tuple[int, int]) -> Architecture:
-        """Make the member of a row."""
+        """Create the member of a row."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.capability = capability
@@ -33,17 +33,16 @@ class Architecture(StrEnum):
 
     @property
     def label(self) -> str:
-        """Name as people write it."""
+        """Name with a capital letter, for texts."""
         return str(self.value).capitalize()
 
 
 def parse_architecture(name: str | Architecture) -> Architecture:
-    """Return the architecture of this name, in upper or lower case; raise UnsupportedError if there is none."""
+    """Return the architecture of this name, in any case; raise UnsupportedError if there is none."""
     if isinstance(name, str):
         for architecture in Architecture:
             if architecture.value == name.strip().lower():
                 return architecture
     raise UnsupportedError(
-        f"architecture {quoted(name)} is not one whose tensor cores are emulated; choose one of: "
-        f"{', '.join(Architecture)}"
+        f"the tensor cores of architecture {quoted(name)} are not emulated; choose one of: {', '.join(Architecture)}"
     )

@@ -37,7 +37,7 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
 
     Each element is summed along k in ascending order, in groups of products; :doc:`emulation` has the size of a group.
     The sum of a group, rounded toward zero to float32, is the ``c`` of the next one. The last group is padded with
-    zeros, which change nothing.
+    zeros, which do not change the sum.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def _view(name: str, x: Any) -> ArrayView:
     if view.device is not CPU:
         raise DeviceError(f"{name} is on {view.device}; mma computes in host memory, copy it there")
     if view.dtype is not DType.FLOAT32:
-        raise DTypeError(f"{name} has dtype {view.dtype}; mma takes float32 that holds the format")
+        raise DTypeError(f"{name} has dtype {view.dtype}; mma takes float32 arrays with values of the format")
     return view
 
 
@@ -123,4 +123,4 @@ def _check_values(name: str, x: Any, fmt: str) -> None:
     wrong = np.argwhere((rounded != x) & ~np.isnan(x))
     if len(wrong):
         first = tuple(wrong[0].tolist())
-        raise ArrayError(f"{name}{list(first)} is {x[first]!r}, which is no {fmt} number; round the operands before")
+        raise ArrayError(f"{name}{list(first)} is {x[first]!r}, which is not a {fmt} number; round the operands first")

@@ -33,7 +33,7 @@ def quoted(value: object) -> str:
 
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
-    """Return a suggestion to add to a message, "" where no name is similar to the value."""
+    """Return a suggestion to append to a message, "" if no name is similar to the value."""
     from difflib import get_close_matches
 
     similar = get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else ()
@@ -111,7 +111,7 @@ def warn(text: str, once: str = "") -> None:
     """Issue a LowprecWarning at the line of the caller of lowprec; with ``once``, one per process for that key."""
     if once in _given:
         return
-    if once:  # also where a filter makes an error of it
+    if once:  # recorded first, because a filter may turn the warning into an exception
         _given.add(once)
     frame = sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED:

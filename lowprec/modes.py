@@ -153,7 +153,7 @@ TABLE: tuple[ModeRow, ...] = (
         factors=(_LOW * (_LOW - 1), _LOW, 1 - _LOW),
         sums_parts=True,
     ),
-    # Replaced by another mode, which planning chooses.
+    # Planning replaces it by another mode.
     ModeRow(_M.FP32_EMULATED, formats.FLOAT32, "those of the fastest scheme whose bound is no worse than fp32's"),
 )
 
@@ -221,7 +221,7 @@ _BY_NAME: dict[str, MathMode] = {**{m.value: m for m in MathMode}, **ALIASES}
 
 
 def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
-    """Return the mode of this name or alias, in any case; ``what`` is the argument in a :class:`ModeError`."""
+    """Return the mode of this name or alias, in any case; a :class:`ModeError` begins with ``what``."""
     found = None
     if isinstance(name, str):
         found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())

@@ -27,7 +27,7 @@ from lowprec.util.tables import Table, html, plain_text
 
 #: Module, distributions that may provide it, role.
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("numpy", ("numpy",), "arrays; products where no faster kernel is"),
+    ("numpy", ("numpy",), "arrays; products without a faster kernel"),
     ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
     ("scipy_openblas64", ("scipy-openblas64",), "products on the CPU"),
     ("numba", ("numba",), "compiles lowprec's own kernels"),
@@ -197,7 +197,7 @@ def tables(facts: dict[str, Any], every_variable: bool = False) -> Iterator[Tabl
     if facts["frameworks"]:
         yield Table(
             "frameworks' switches for float32 products",
-            ("library", "switch", "now", "reaches"),
+            ("library", "switch", "value", "scope"),
             [_switch(row) for row in facts["frameworks"]],
         )
     warnings = facts["warnings"] or ["none"]
@@ -208,7 +208,7 @@ def _mode_rows(mode: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if mode["error"]:
         yield "mode", f"none: {mode['error']}"
         return
-    asked = f"; {mode['requested']} was asked for" if mode["requested"] else ""
+    asked = f"; {mode['requested']} was requested" if mode["requested"] else ""
     yield "mode", f"{mode['name']} ({mode['source']}{asked})"
     for reason in mode["reasons"]:
         yield "because", reason

@@ -72,7 +72,7 @@ def autotune(
     candidates: int = 32,
     progress: Callable[[int, int], None] | None = None,
 ) -> AutotuneResult:
-    """Measure cuBLASLt's algorithms for a product, and run the fastest from now on.
+    """Measure cuBLASLt's algorithms for a product, and use the fastest in later products.
 
     The choice is stored on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
     ``LOWPREC_CACHE_DIR``; without a cache it lasts for this process, and a warning gives the reason. An algorithm
@@ -140,5 +140,5 @@ def autotune(
             measure(arguments)
         else:
             streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
-    able = found.plan.capabilities
-    return AutotuneResult(title(found.plan), f"{able.device}: {able.name}", tuple(timed))
+    capabilities = found.plan.capabilities
+    return AutotuneResult(title(found.plan), f"{capabilities.device}: {capabilities.name}", tuple(timed))

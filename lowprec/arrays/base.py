@@ -14,7 +14,7 @@ from lowprec.util.strides import contiguous_strides, overlaps_itself
 class Library(ABC):
     """Adapter of one array library: views of operands, new arrays for results.
 
-    ``allocate`` returns a buffer, the backend fills it, and ``wrap`` returns it as the caller's array. That is the
+    ``allocate`` returns a buffer, the backend fills it, and ``wrap`` makes an array of the library from it, which is the
     buffer itself, unless arrays are immutable (JAX) or the library is known only by DLPack.
     """
 
@@ -27,14 +27,14 @@ class Library(ABC):
 
     @abstractmethod
     def view(self, array: Any) -> ArrayView:
-        """Return the view of an array to read; ArrayError, with a remedy, or DTypeError if that is impossible."""
+        """Return the view of an array to read; raise ArrayError, with a remedy, or DTypeError if that is impossible."""
 
     def view_same_type(self, array: Any) -> ArrayView:
         """Return the view of a second operand, without repeating the checks of global state that :meth:`view` made."""
         return self.view(array)
 
     def writable_view(self, array: Any) -> ArrayView:
-        """Return the view of an ``out``; ArrayError if it is read-only, repeats elements, or needs a copy."""
+        """Return the view of an ``out``; raise ArrayError if it is read-only, repeats elements, or needs a copy."""
         view = self.view(array)
         if view.copied is not None:
             raise ArrayError(f"out cannot be written in place: {view.copied}; pass a plain array or omit out=")
@@ -55,7 +55,7 @@ class Library(ABC):
         """Return the view of a new row-major buffer for :meth:`wrap`; ``like`` is an array of this library."""
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return a filled buffer as an array, without a copy; ``operands`` may be None, the first is ``like``."""
+        """Return a filled buffer as an array, without a copy; the first operand is ``like``, others may be None."""
         return buffer
 
     def current_stream(self, device: Device) -> int | None:

@@ -24,7 +24,7 @@ LEGACY_STREAM = 1
 
 
 class Block(Protocol):
-    """Device memory, freed after this object is destroyed and all work on it has run."""
+    """Device memory; it is freed once this object is destroyed and the queued work on it has run."""
 
     @property
     def address(self) -> int:
@@ -53,7 +53,7 @@ class DeviceMemory(Protocol):
         """Queue a copy between two addresses of the device on a stream."""
 
     def hold(self, owners: Sequence[Any], device: Device) -> None:
-        """Keep objects alive, even after an exception, until :meth:`keep` sets the end."""
+        """Keep objects alive, also after an exception, until the work of a later call of :meth:`keep` is done."""
 
     def keep(self, owners: Sequence[Any], stream: int, device: Device) -> None:
         """Keep objects alive until the work queued now on a stream is done."""
@@ -128,8 +128,8 @@ class DeviceArray(DLPackArray):
     def _consumer(self, stream: Any) -> int:
         """Return the consumer's stream.
 
-        By the standard None means the legacy default stream. JAX passes None where its client reports no stream, and
-        its streams do not wait for the default stream: the host waits instead.
+        In the standard None is the legacy default stream. But JAX passes None if its client does not report a stream,
+        and JAX's streams do not wait for the default stream. So for None the host waits.
         """
         if stream is None:
             return _NO_STREAM

@@ -139,7 +139,7 @@ def view_of_capsule(capsule: object) -> ArrayView:
 
 
 def _check_extent(shape: tuple[int, ...], strides: tuple[int, ...], address: int, itemsize: int) -> None:
-    """Raise unless an array fits the address space; as in NumPy, axes of length 0 are not counted."""
+    """Raise unless an array fits the address space; axes of length 0 count as length 1, as in NumPy."""
     if shape and min(shape) < 0:
         raise ArrayError(f"the DLPack capsule describes no array: its shape is {shape}")
     nbytes = itemsize * (prod(shape) or prod(length or 1 for length in shape))
@@ -158,20 +158,20 @@ def _device(kind: int, index: int) -> Device:
 def device_of(array: Any) -> Device:
     """Return the device of an array by ``__dlpack_device__``; host-readable memory is the CPU's. Raises ArrayError."""
     try:
-        said = array.__dlpack_device__()
+        reported = array.__dlpack_device__()
     except Exception as error:
         raise _refusal(array, error) from error
     try:
-        kind, index = map(operator.index, said)  # an Enum of the array's library counts as its number
+        kind, index = map(operator.index, reported)  # an Enum of the array's library counts as its number
     except (TypeError, ValueError):
         raise ArrayError(
-            f"{type_name(array)} has no DLPack device: __dlpack_device__ returned {said!r}, not two integers"
+            f"{type_name(array)} has no DLPack device: __dlpack_device__ returned {reported!r}, not two integers"
         ) from None
     return _device(kind, index)
 
 
 def import_array(array: Any, stream: int | None = None) -> ArrayView:
-    """Return the view of any array with ``__dlpack__``; ArrayError, with the library's message, if export fails.
+    """Return the view of any array with ``__dlpack__``; raise ArrayError, with the library's message, if it fails.
 
     ``stream`` is the consumer's, as in the standard; None for host memory or CUDA's legacy default stream.
     """
@@ -180,8 +180,8 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
         try:
             capsule = array.__dlpack__(max_version=(_MAJOR, 0), **keywords)
         except TypeError as error:
-            # Before DLPack 1.0 there is no such keyword, so that the call itself failed, before any frame of the
-            # producer, or a forwarded call deeper. Not cached: an object may forward its calls.
+            # DLPack before 1.0 lacks the keyword: either this call fails, before any frame of the producer, or the call
+            # to which the object forwards it. Not cached, because an object may forward to another one later.
             is_old = getattr(error.__traceback__, "tb_next", None) is None or "max_version" in str(error)
             if isinstance(error, LowprecError) or not is_old:
                 raise
@@ -192,7 +192,7 @@ def import_array(array: Any, stream: int | None = None) -> ArrayView:
 
 
 def _refusal(array: Any, error: Exception) -> ArrayError:
-    return ArrayError(f"{type_name(array)} refuses to be exported by DLPack: {error}")
+    return ArrayError(f"{type_name(array)} cannot be exported by DLPack: {error}")
 
 
 def type_name(x: Any) -> str:
@@ -201,7 +201,7 @@ def type_name(x: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-# Unsigned integers as which NumPy exports the bits of types that it does not export itself.
+# Types that NumPy does not export, and the unsigned integers as which their bits are exported.
 _CARRIERS: dict[DType, np.dtype[Any]] = {
     DType.BFLOAT16: np.dtype(np.uint16),
     DType.FLOAT8_E4M3FN: np.dtype(np.uint8),
@@ -321,7 +321,7 @@ def export(
 ) -> object:
     """Return a capsule of the newest DLPack version that the consumer supports.
 
-    ``memory`` is not read; ``dtype`` is its actual type; ``copied`` records a copy made for this export.
+    ``memory`` is not read; ``dtype`` is the actual type of its elements. ``copied``: it is a copy for this export.
     """
     carrier = _CARRIERS.get(dtype)
     exported = memory if carrier is None else memory.view(carrier)

@@ -22,7 +22,7 @@ class DLPackLibrary(Library):
     keeps_owners = True
 
     def view(self, array: Any) -> ArrayView:
-        """Return the view of an array's capsule, writable before DLPack 1.0, or of a :class:`DLPackArray`."""
+        """Return the view of an array; capsules before DLPack 1.0 cannot mark it as read-only."""
         kind = type(array)
         if kind is DLPackArray:
             return host_view(array.memory)

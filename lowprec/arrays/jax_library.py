@@ -19,7 +19,7 @@ from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device
 from lowprec.errors import ArrayError, DelegateError, DTypeError
 from lowprec.formats import DType, dtype_from_name
 
-#: matmul of tracers and of arrays that are sharded over several devices.
+#: The matmul function for tracers, and for arrays that are sharded over several devices.
 DELEGATE = "lowprec.jax:matmul"
 
 _64_BIT = frozenset({DType.FLOAT64, DType.COMPLEX128})
@@ -91,7 +91,7 @@ class JaxLibrary(Library):
         if type(buffer) is DeviceArray:  # its capsule has the device, and makes JAX's stream wait
             result = adopt(buffer)
         elif like is None or like.device == self._first_cpu():
-            result = adopt(DLPackArray(buffer))  # 6 us faster than with a device
+            result = adopt(DLPackArray(buffer))  # 6 us faster than with device=
         else:
             result = adopt(DLPackArray(buffer), device=like.device)
         return result if committed or like is None else _uncommitted(result)

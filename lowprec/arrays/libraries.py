@@ -24,7 +24,7 @@ from lowprec.errors import ArrayError, DelegateError
 
 
 class OptionalLibrary(NamedTuple):
-    """An optional library: array class, adapter (``"module:class"``, imported lazily) and distributions."""
+    """An optional library: its array class, our adapter (``"module:class"``, imported lazily), its distributions."""
 
     array_class: str
     adapter: str
@@ -78,7 +78,7 @@ def _find(array: Any) -> Library:
             f"{type(array).__name__} is not accepted: a matrix product has no mask; pass array.filled(0), or "
             "array.data to ignore the mask"
         )
-    if isinstance(array, np.ndarray):  # its class may change the meaning of the elements (units, ``*``)
+    if isinstance(array, np.ndarray):  # a subclass may give the elements or ``*`` another meaning, such as units
         raise ArrayError(
             f"{type(array).__name__} is not accepted: the result would be a plain numpy.ndarray; pass "
             "numpy.asarray(array)"
@@ -114,7 +114,7 @@ def _find(array: Any) -> Library:
 
 
 def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
-    """Cast weakly typed JAX arrays by JAX's rules: operands to their common type, an addend to that with its own."""
+    """Cast weakly typed JAX arrays by JAX's rules: operands to their common type, each addend to its own with them."""
     if not any(_is_weak(x) for x in (*operands, *addends)):
         return (*operands, *addends)
     kinds = [_kind(x) for x in operands]
@@ -158,5 +158,5 @@ def dense_method(x: Any) -> str:
 
 
 def library_name(array: Any) -> str:
-    """Return the name of an array's library, also where :func:`library_of` rejects the array as unreadable."""
+    """Return the name of an array's library, even if :func:`library_of` rejects the array as unreadable."""
     return _optional_name(array) or library_of(array).name

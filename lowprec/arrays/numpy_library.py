@@ -13,7 +13,7 @@ from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, 
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
-#: Alignment in bytes: JAX imports memory with it without a copy, and kernels write whole cache lines.
+#: Alignment in bytes with which JAX imports memory without a copy, and kernels write whole cache lines.
 CACHE_LINE = 64
 #: Results of at least this many bytes are aligned, for non-temporal stores.
 _LARGE_BYTES = 1 << 20

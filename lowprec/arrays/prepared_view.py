@@ -28,8 +28,8 @@ class PackedOperand(NamedTuple):
 class PreparedView(ArrayView):
     """A view of immutable memory with its packed operands.
 
-    Products in ``mode`` use ``packed``, the cache of packed operands. It has no lock, because a fork could find it
-    held: if several threads pack at once, the first result is kept. ``whole`` is the stack of which this is a matrix.
+    Products in ``mode`` use ``packed``, the cache of packed operands. It has no lock, which could be held during a
+    fork; if several threads pack at once, the first result is kept. ``whole`` is the stack that contains this matrix.
     """
 
     __slots__ = ("_transposed", "_whole", "mode", "packed")
@@ -87,7 +87,7 @@ class Prepared:
 
     _view: PreparedView
 
-    #: Without this NumPy's ``@`` treats it as a scalar.
+    #: Otherwise ``@`` with a NumPy array would treat this object as a scalar.
     __array_ufunc__ = None
 
 
@@ -120,7 +120,7 @@ _ALIGNMENT_BYTES = 256
 
 
 def _host_copy(view: ArrayView) -> NDArray[Any]:
-    """Return a copy with the same strides; pages of large gaps between elements are never touched."""
+    """Return a copy with the same strides; large gaps between elements are not written, so they use no memory."""
     if not view.size:
         return np.empty(view.shape, view.ndarray().dtype)
     first, last = view.extent()

@@ -1,6 +1,6 @@
 """Types of public functions, for type checkers: the result is an array of the first operand's library.
 
-They name no class of a library that may be missing: a tensor of PyTorch, for example, is known by a method of its own.
+Classes of libraries that may be missing are not imported, but described by a method of theirs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     T = TypeVar("T", covariant=True)
     X = TypeVar("X", bound="_Standard | _Lazy")
 
-    class _Tensor(Protocol[T]):  # PyTorch's; T is a plain one, also where this is a parameter
+    class _Tensor(Protocol[T]):  # PyTorch's; T is torch.Tensor, even if this is an nn.Parameter
         def resolve_conj(self) -> T: ...
 
     class _Standard(Protocol):  # with the Array API: JAX's, CuPy's and others
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     class _DLPack(Protocol):
         def __dlpack_device__(self) -> Any: ...
 
-    class _OfFirst(Protocol[P]):  # a function of an array and more
+    class _OfFirst(Protocol[P]):  # a function of an array and further arguments
         @overload
         def __call__(self, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
         @overload
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         @overload
         def __call__(self, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
 
-    class _OfSecond(Protocol[P]):  # a function of a text, an array and more
+    class _OfSecond(Protocol[P]):  # a function of a string, an array and further arguments
         @overload
         def __call__(self, s: str, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
         @overload

@@ -56,6 +56,7 @@ class Device(NamedTuple):
 CPU = Device(1, 0)
 
 
+#: Strides below this number of elements do not exceed NumPy's limit in bytes.
 _MAX_UNUSED = 1 << 48
 
 
@@ -110,7 +111,7 @@ class ArrayView:
         if 0 in self.shape:  # the address may be null
             return np.empty(self.shape, dtype)
         itemsize = self.dtype.itemsize
-        # The stride of an axis of length 1 is unused, and may exceed NumPy's limit.
+        # The stride of an axis of length 1 is not used, and may exceed the limit.
         strides = [
             s * itemsize if n > 1 or abs(s) < _MAX_UNUSED else 0 for s, n in zip(self.strides, self.shape, strict=True)
         ]

@@ -1,8 +1,8 @@
 """Contractions on top of :func:`lowprec.matmul`: einsum, tensordot, vecdot and linear, in the caller's library.
 
-Axes are arranged by the library's own functions (permute, reshape, diagonal), so that it traces and differentiates the
-result. Every sum is a matrix product: a sum over one operand alone is a product with ones, which adds 16-bit numbers in
-FP32.
+Axes are arranged by the library's own functions (permute, reshape, diagonal), which the library traces and
+differentiates. Every sum is a matrix product. The sum over an axis of one operand alone is a product with ones, because
+that adds 16-bit numbers in FP32.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _axes(axes: Any, shape: tuple[int, ...], name: str) -> list[int]:
         raise ShapeError(f"tensordot: {name} of shape {shape} has no axes {found}")
     found = [axis % len(shape) for axis in found]
     if len(set(found)) < len(found):
-        raise ShapeError(f"tensordot: axes {found} of {name} name an axis twice")
+        raise ShapeError(f"tensordot: axes {found} of {name} contain an axis twice")
     return found
 
 
@@ -403,8 +403,8 @@ def _sizes(operand: Any) -> tuple[int, ...]:
         return tuple([len(range(n)) for n in operand.shape])
     except TypeError:
         raise ShapeError(
-            f"einsum: its steps depend on sizes, and shape {tuple(operand.shape)} has some that are known by name "
-            "only; use matmul or tensordot"
+            f"einsum: its steps depend on the sizes, and some of shape {tuple(operand.shape)} are only symbols; use "
+            "matmul or tensordot"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The steps of an einsum, cached by shapes: each is one product, with the arrangement of axes before and after."""
+"""The steps of an einsum, cached by shapes: each is one product, with axes arranged before and after it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class _Side(NamedTuple):
     terms: int | None  # elements of each sum; None without a sum
     shape: tuple[int, ...]
 
-    def made_ready(self, x: Any, multiply: Any, dtype: str) -> Any:
-        """Return the operand with its axes arranged; sums are of this element type."""
+    def arranged(self, x: Any, multiply: Any, dtype: str) -> Any:
+        """Return the operand with its axes arranged, and summed in this element type over those that go."""
         xp = namespace_of(x)
         for first, second in self.diagonals:
             x = xp.diagonal(x, first, second)
@@ -47,7 +47,7 @@ class Step(NamedTuple):
     def run(self, values: dict[int, Any], multiply: Any, dtype: str, wide: str) -> Any:
         """Remove the operands from ``values`` and return their product; ``wide`` is the type of sums of one operand."""
         x, *others = [
-            side.made_ready(values.pop(i), multiply, wide if len(self.takes) > 1 else dtype)
+            side.arranged(values.pop(i), multiply, wide if len(self.takes) > 1 else dtype)
             for i, side in zip(self.takes, self.sides, strict=True)
         ]
         for y in others:
@@ -162,13 +162,13 @@ def _side(
 ) -> _Side:
     names, _ = term
     placed = [*batch, *(name for group in groups for name in group)]
-    gone = [name for name in names if name not in axes]
+    dropped = [name for name in names if name not in axes]
     summed = [name for name in axes if name not in placed]
     shape = [axes[name] for name in batch]
     shape += [prod(axes[name] for name in group) for group in groups]
     return _Side(
         diagonals,
-        order=tuple(names.index(name) for name in (*gone, *placed, *summed)),
+        order=tuple(names.index(name) for name in (*dropped, *placed, *summed)),
         rows=prod(shape),
         terms=prod(axes[name] for name in summed) if summed else None,
         shape=tuple(shape),

@@ -64,7 +64,7 @@ def parse_dtype(dtype: Any) -> DType:
 
 
 def view_of(x: Any, *, writable: bool = False, describing: bool = False) -> ArrayView:
-    """Return the view of an array; ``describing`` accepts a shape and dtype, viewed as a contiguous array."""
+    """Return the view of an array; with ``describing`` also of a shape and dtype, as a contiguous array."""
     if describing and isinstance(x, tuple | list) and all(isinstance(n, numbers.Integral) for n in x):
         raise ArrayError(
             f"{quoted(x)} is a shape without an element type; pass an array, or describe one by "
@@ -175,7 +175,7 @@ def bind(
     *,
     describing: bool = False,
 ) -> Options:
-    """Check the keyword arguments of ``matmul``; ``describing`` also accepts descriptions as arrays."""
+    """Check the keyword arguments of ``matmul``; with ``describing``, arrays may be a shape and dtype."""
     options = Options(
         None if out is None else view_of(out, writable=True, describing=describing),
         None if c is None else view_of(c, describing=describing),
@@ -226,7 +226,7 @@ def _scalar(name: str, value: Any) -> complex:
         return value
     if getattr(value, "ndim", None) == 0 and is_array(value) and library_of(value).name == "jax":
         with suppress(NotImplementedError):  # raised for a random key
-            value = value.item()  # JAX functions return 0-d arrays instead of numbers
+            value = value.item()  # functions of JAX return 0-d arrays, not numbers
     if not isinstance(value, numbers.Complex):
         raise DTypeError(f"{name} must be a number, got {type(value).__name__}")
     number: complex = inf
@@ -282,7 +282,7 @@ _OPTIONAL = frozenset({"out", "c", "bias", "scale_a", "scale_b"})
 
 
 def name_argument(error: LowprecError, arrays: dict[str, Any], look: Callable[[Any], Any] = view_of) -> None:
-    """Set ``error.argument`` to the first of ``arrays`` whose view, made by ``look``, raises the same error."""
+    """Set ``error.argument`` to the name of the first array for which ``look`` raises the same error."""
     if error.argument in ("a", "b") and error.argument not in arrays:  # matmul's names, unknown to the caller
         error.argument = None
     views: dict[str, ArrayView] = {}

@@ -69,8 +69,8 @@ def matmul(
         float32 operands a 16-bit type.
     math_mode : str or MathMode, optional
         Precision of float32 and complex64 products; see the mode table. Overrides ``with math_mode(...)``. No mode acts
-        on float64 and complex128 operands: a mode below FP32 gives one :class:`LowprecWarning` per process. Scopes and
-        defaults give none, since the code in their reach may mix element types.
+        on float64 and complex128 operands: a mode below FP32 gives one :class:`LowprecWarning` per process. A mode from
+        a scope or a default gives no warning, because it may apply to code with several element types.
     rtol : float, optional
         Choose the cheapest mode that bounds ``|C - AB| / (|A| |B|)``, in Frobenius norms, by this value. The error is
         relative to the norms of the operands, not to elements of the result.
@@ -173,7 +173,7 @@ def _traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
 
 
 def _is_traced() -> bool:
-    """Whether PyTorch's compiler traces :func:`matmul` itself, as it does after a graph break in the caller."""
+    """Whether PyTorch's compiler traces :func:`matmul` itself, which happens after a graph break in the caller."""
     return False
 
 

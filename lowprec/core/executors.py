@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # planning is imported with the first product
     from lowprec.planning import Capabilities, GemmPlan
 
 _CACHE_SIZE = 4096
-#: Types on which no mode acts, and those to convert them to.
+#: Types on which no mode acts, and the types to which a warning advises to convert them.
 _SINGLE = {DType.FLOAT64: DType.FLOAT32, DType.COMPLEX128: DType.COMPLEX64}
 _PLAN_GEMM = "lowprec.planning:plan_gemm"
 
@@ -38,7 +38,7 @@ class CachedExecutor(NamedTuple):
 Observer: TypeAlias = Callable[[CachedExecutor, ResolvedMode, ArrayView, ArrayView], CachedExecutor]
 
 _observer: Observer | None = None
-#: No lock, because a fork or a signal handler could find it held; operations of a dictionary are atomic.
+#: Used without a lock, which could be held during a fork or in a signal handler; operations of a dictionary are atomic.
 _executors: dict[tuple[Any, ...], CachedExecutor] = {}
 
 

@@ -122,8 +122,8 @@ def plan(
         name_argument(error, {"a": a, "b": b, "out": out, "c": c, "bias": bias}, _described)
         raise
     check_devices(views := options.views(x, y))
-    place = next((view.device for view in views.values() if not view.is_description), CPU)
-    able = backend_of(place).capabilities(place) if device is None else predicted(device)
+    array_device = next((view.device for view in views.values() if not view.is_description), CPU)
+    capabilities = backend_of(array_device).capabilities(array_device) if device is None else predicted(device)
     if staged := options.needs_staging(x, y):
         options = options._replace(out=None)
     problem = options.problem(spec_of(x), spec_of(y))
@@ -131,8 +131,8 @@ def plan(
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
     else:
-        resolved, candidates = mode_within(rtol, math_mode, problem, able, bound)
-    made = plan_gemm(problem, able, resolved.mode)
+        resolved, candidates = mode_within(rtol, math_mode, problem, capabilities, bound)
+    made = plan_gemm(problem, capabilities, resolved.mode)
     check_scalars(options, made.compute_dtype)
     copies = [
         Copy(name, (Reason.of(ReasonKind.EXPORTED_COPY, how=view.copied),), view.nbytes)
@@ -147,10 +147,10 @@ def plan(
         made,
         resolved=resolved,
         candidates=candidates,
-        tolerance=_tolerance(rtol, bound, problem, able) if rtol is not None and candidates[1:] else None,
+        tolerance=_tolerance(rtol, bound, problem, capabilities) if rtol is not None and candidates[1:] else None,
         copies=(*made.copies, *copies),
         prepared=prepared_reason(made, y.mode) if isinstance(y, PreparedView) else None,
-        algorithm=_algorithm(made, x, y, options) if is_there and not place.is_host else (),
+        algorithm=_algorithm(made, x, y, options) if is_there and not array_device.is_host else (),
     )
 
 

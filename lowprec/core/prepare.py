@@ -23,8 +23,8 @@ from lowprec.planning.layout import Order, stacked_layout
 class PreparedOperand(Prepared):
     """A copy of an array for use as ``b`` or weight; see :func:`prepare`.
 
-    The copy is immutable; a product adds its packed form to it. Threads and forked children may share it. A pickle
-    contains the elements and the mode.
+    The copy is immutable; products cache their packed operands in it. Threads and forked children may share it. A
+    pickle contains the elements and the mode.
 
     Examples
     --------
@@ -56,7 +56,7 @@ class PreparedOperand(Prepared):
 
     @property
     def math_mode(self) -> MathMode:
-        """The mode whose packed form is kept."""
+        """The mode for which the packed operand is kept."""
         return MathMode(self._view.mode)
 
     @property
@@ -66,14 +66,14 @@ class PreparedOperand(Prepared):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now by the copy and its packed forms."""
+        """Bytes used now by the copy and the packed operands."""
         once = OperandSpec(self._view.dtype, self.shape, self._view.strides).stored_bytes
         return once + self.packed_bytes
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes held now by the packed forms alone."""
-        return sum(form.nbytes for form in list(self._view.packed.values()))
+        """Bytes used now by the packed operands alone."""
+        return sum(operand.nbytes for operand in list(self._view.packed.values()))
 
     @property
     def T(self) -> PreparedOperand:
@@ -83,7 +83,7 @@ class PreparedOperand(Prepared):
         return PreparedOperand(self._view.transposed)
 
     def release(self) -> None:
-        """Free the packed forms; the next product packs again."""
+        """Free the packed operands; the next product packs again."""
         self._view.packed.clear()
 
     def __repr__(self) -> str:
@@ -105,16 +105,16 @@ def prepare(b: Any, /, *, math_mode: ModeName | MathMode | None = None) -> Prepa
     """Return an operand, such as a weight, that is rounded, split and packed once.
 
     ``matmul(a, prepare(b))`` equals ``matmul(a, b)`` bit for bit in every mode; preparing only saves time. The first
-    product in ``math_mode`` keeps its packed form of ``b``, and later ones reuse it. Products in another mode, and
-    kernels that do not pack ``b`` (most FP32 ones), read the copy as an ordinary array. :func:`plan` shows whether the
-    packed form is used.
+    product in ``math_mode`` keeps its packed ``b``, and later ones reuse it. Products in another mode, and kernels that
+    do not pack ``b`` (most FP32 ones), read the copy as an ordinary array. :func:`plan` shows whether the packed ``b``
+    is used.
 
     Parameters
     ----------
     b : array, shape (..., k, n) or (k,)
         Operand, as for :func:`matmul`. It is copied: later writes to it have no effect.
     math_mode : str or MathMode, optional
-        The mode whose packed form is kept, by default the current mode. It does not set the mode of a product.
+        The mode for which the packed ``b`` is kept, by default the current mode. It does not set the mode of a product.
 
     Returns
     -------

@@ -19,8 +19,8 @@ from lowprec.backends import Arguments, Executor
 def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple[Any, ...]) -> None:
     """Execute a product on a GPU in stream order with the libraries of its arguments.
 
-    ``library`` is that of ``a``; ``arrays`` are a, b, out, c, bias, scale_a and scale_b. After an exception streams
-    still wait and arrays are still kept, because part of the work may be queued.
+    ``library`` is that of ``a``; ``arrays`` are a, b, out, c, bias, scale_a and scale_b. Streams also wait, and arrays
+    are kept, after an exception, because part of the work may be queued.
     """
     kind = type(arrays[0])
     joined = library.keeps_owners

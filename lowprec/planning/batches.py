@@ -8,7 +8,7 @@ from math import prod
 
 Shape = tuple[int, ...]
 
-#: Extent, and the stride of each array in elements.
+#: The extent of a dimension, and its stride in each array, in elements.
 Dimension = tuple[int, tuple[int, ...]]
 
 
@@ -30,9 +30,9 @@ def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
 
 
 def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[int, Shape, tuple[Shape, ...]]:
-    """Divide a batch into calls, each over the largest dimension; ``stacks`` are each array's strides over ``shape``.
+    """Split a batch into calls, each over its largest dimension; ``stacks`` has the strides of each array.
 
-    Return the number of matrices per call, the batch stride of each array, and per call the offset of each array's
+    Return the number of matrices per call, the batch stride of each array, and for each call the offset of each array's
     first matrix. Strides and offsets count elements; no dimension is empty.
     """
     dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])

@@ -23,19 +23,19 @@ products alternate step by step, so a term is rounded with all of them. On vecto
 chunk, the smallest first, so a term is rounded with its own product and the larger ones.
 
 *Tensor cores* (see ``planning.tensor_cores``): d is the number of roundings of their model. cuBLAS does not document
-how it rounds float32 data to TF32; truncation is assumed, the worst case, with a loss of 2^-10. Products are aligned
-before they are normalised, and a subnormal factor is aligned like nu, the smallest normal number. The loss is gamma_d
-of the sum of (|a| + nu) (|b| + nu), which adds gamma_d nu per element of an operand and gamma_d k nu^2 per element of
-the result (for scaled rows, which reach 2^28 nu, gamma_d 2^-27 sqrt(k) of the norms). Results below float32's normal
-range are truncated as well.
+how it rounds float32 data to TF32; truncation is assumed, the worst case, with a loss of 2^-10. The terms of a
+sum are aligned by the exponents of their factors, and a subnormal factor has the exponent of nu, the smallest normal
+number. The error is gamma_d times the sum of (|a| + nu) (|b| + nu). It exceeds gamma_d |a| |b| by gamma_d nu per
+element of an operand and gamma_d k nu^2 per element of the result; for scaled rows, whose largest number is at least
+2^28 nu, by gamma_d 2^-27 sqrt(k) relative to the norms. Results below float32's normal range are truncated as well.
 
 *Scaling* (``fp16`` and its schemes): rows of a and columns of b are scaled by powers of two so that the largest number
 of each is in [2^14, 2^15). Numbers that are then below float16's normal range lose at most 2^-25, which is 2^-39 of the
 largest number, and over a row of k numbers at most sqrt(k) 2^-39 of the row's norm.
 
 *Chunks of k* add one rounding per chunk. *Products of parts* and *probable* bounds are in ``planning.split_bounds``.
-Underflow in the parts of a number loses at most twice the loss of one part: the rest, and its products, which are not
-computed.
+Underflow in the parts of a number loses at most twice as much as in one part: the rest of the number itself, and the
+products of that rest, which are not computed.
 
 *Complex*: rounding the components of x changes x by at most u |x|. Each component of the result is a sum of 2k real
 products with an error of at most gamma_d times their magnitudes; the vector (|ar||br| + |ai||bi|, |ar||bi| + |ai||br|)
@@ -72,7 +72,7 @@ TILE_K = 32
 #: Steps of a chunk in which products of parts share an accumulator, times the number of parts.
 CHUNK_STEPS = 64
 
-# TF32 with numbers truncated instead of rounded: one bit less is guaranteed.
+# Truncation to TF32 has twice the largest error of rounding, as if TF32 had one bit less.
 _TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
 
 # Loss by underflow after scaling, relative to the largest number of a row.
@@ -167,8 +167,8 @@ def _depths(
         if not length:
             return Depth(0)
         if summation is Summation.TILES:
-            # The two parts of a value are its truncation and the rest, of equal sign, so that the magnitudes of the
-            # products of parts sum to that of one product.
+            # The parts of a value are its truncation and the rest, which have the same sign. So the magnitudes of the
+            # products of parts sum to the magnitude of the product.
             instructions = components * products * -(-length // TILE_K)
             return Depth(_TILE_DEPTH + instructions + components - 1)
         if summation is Summation.PAIRS:
@@ -209,9 +209,9 @@ def error_bound(
 ) -> ErrorBound:
     """Return the guaranteed error of a product.
 
-    An operand is ``exact`` if the mode's format contains its element type, so that it is not rounded; ``capability`` is
-    the compute capability of the GPU, None for a CPU; ``elements`` is the size of the result. The default ``schedule``
-    has one chunk.
+    ``a_exact`` and ``b_exact``: the mode's format represents every number of the operand, which is not rounded.
+    ``capability`` is the compute capability of the GPU, None for a CPU, and ``elements`` the size of the result. The
+    default ``schedule`` has one chunk.
     """
     fmt, acts = operand_format(mode, compute_dtype), compute_dtype.is_single_precision
     accumulator = row(mode).accumulator(compute_dtype).format
@@ -226,12 +226,12 @@ def error_bound(
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
     found = _depths(schedule, kernel, fmt, accumulator, components, capability)
     is_split = acts and row(mode).parts > 1 and any(rounded)
-    # Parts are rounded in advance, so that cuBLAS truncates nothing.
-    cuts = kernel.cuts_tf32 and fmt is TF32 and not is_split
+    # Parts are TF32 numbers already, which truncation leaves unchanged.
+    truncates = kernel.truncates_tf32 and fmt is TF32 and not is_split
     # Scaling a sum, and adding it to another, may underflow like a product.
     terms = sum(components * product.length + 1 for product in schedule) - 1
     model = _ErrorModel(
-        _TRUNCATED_TF32 if cuts else fmt, sum(rounded), scaled, accumulator, out, components,
+        _TRUNCATED_TF32 if truncates else fmt, sum(rounded), scaled, accumulator, out, components,
         found[0, 0][0], terms * kernel.parts**2, kernel.summation in (Summation.TILES, Summation.PAIRS),
     )  # fmt: skip
     size = confidence(max(elements, 1) * max(model.terms, 1))
@@ -246,13 +246,13 @@ def error_bound(
 def _with_losses(model: _ErrorModel, error: RelativeError, k: int, parts: int, *, unconditional: bool) -> ErrorBound:
     """Return the bound with the losses by underflow; ``parts`` is 0 if no operand is split."""
     is_split, out = parts > 0, model.out
-    norms_loss, *early = _aligned_early(model, 1 + parts)
+    norms_loss, operand_alignment, out_alignment = _alignment_losses(model, 1 + parts)
     operand_loss, term_loss, out_loss = _underflow(model)
-    operand_loss, out_loss = operand_loss * (1 + is_split) + early[0], out_loss + early[1]
+    operand_loss, out_loss = operand_loss * (1 + is_split) + operand_alignment, out_loss + out_alignment
     last = [out.unit_roundoff if out else 0.0, norms_loss]
     relative, probable = _joint(error.worst, *last), _joint(error.probable, *last)
-    # Later roundings act on a loss as well. For complex numbers the sum of the components' magnitudes and the modulus
-    # of the components' errors contribute sqrt(2) each.
+    # A lost amount is increased by later roundings. For complex numbers it grows by sqrt(2) in the sum of the
+    # components' magnitudes, and by sqrt(2) in the modulus of the components' errors.
     carried = min(1 + relative, FLOAT64.largest) * model.components
     return ErrorBound(
         relative,
@@ -296,26 +296,26 @@ def _underflow(model: _ErrorModel) -> tuple[float, float, float]:
     if model.flushes:
         smallest = model.accumulator.smallest_normal
         return max(operand, smallest), smallest, out
-    if model.depth.cut:
+    if model.depth.truncations:
         # The result of a group loses up to the spacing, more than its terms.
         return operand, 2 * model.accumulator.smallest_subnormal, out
     # Half of float64's spacing is not a float64 number.
     return operand, max(model.accumulator.smallest_subnormal / 2, FLOAT64.smallest_subnormal), out
 
 
-def _aligned_early(model: _ErrorModel, parts: int) -> tuple[float, float, float]:
-    """Return the losses of tensor cores by aligning subnormal factors like the smallest normal number.
+def _alignment_losses(model: _ErrorModel, parts: int) -> tuple[float, float, float]:
+    """Return the losses of tensor cores that align subnormal factors like the smallest normal number.
 
-    The three losses are relative to the norms, per element of an operand, and per element of C. Each part is multiplied
-    by all parts of the other operand, whose sum is bounded by one part more than the first.
+    The three losses are relative to the norms, per element of an operand, and per element of C. The factor ``parts`` is
+    for the products of each part with all parts of the other operand.
     """
-    if not model.depth.cut:
+    if not model.depth.truncations:
         return 0.0, 0.0, 0.0
-    cut = parts * model.growth * model.depth.worst(model.accumulator)
+    error = parts * model.growth * model.depth.worst(model.accumulator)
     if model.scaled_over:
-        return cut * _SCALED_NORMAL * sqrt(model.scaled_over), 0.0, 0.0
+        return error * _SCALED_NORMAL * sqrt(model.scaled_over), 0.0, 0.0
     smallest = model.operand.smallest_normal
-    return 0.0, cut * smallest, cut * model.terms * smallest**2
+    return 0.0, error * smallest, error * model.terms * smallest**2
 
 
 def _formula(model: _ErrorModel) -> str:
@@ -362,8 +362,8 @@ def _condition(model: _ErrorModel, is_split: bool) -> str:
         if fmt.emax < model.accumulator.emax:
             beyond = "Inf" if fmt.has_infinity else "NaN"
             texts.append(f"{name} <= {fmt.largest:.0f}{where} (beyond it {beyond})")
-    # A shorter format with the same exponents has a smaller largest number. If a part is infinite, the product is
-    # recomputed from the unsplit operands.
+    # With the same exponents, a format with fewer bits has a smaller largest number, so rounding to it may overflow. If
+    # a part is infinite, the product is recomputed from the unsplit operands.
     numbers = ["partial sum"]
     if model.operands and not is_split and model.operand.emax == model.accumulator.emax:
         numbers.insert(0, "rounded operand")

@@ -25,10 +25,10 @@ class Pack:
     padded_rows: int
     batch_shape: tuple[int, ...]  # of the packed matrices; empty: one for all products
     scaled: bool  # each source row is scaled by a power of two
-    complex_as: ComplexAs  # layout of complex numbers as real ones
+    complex_as: ComplexAs  # (re, im) for ``a`` is "pairs", a real 2 x 2 matrix per number for ``b`` is "rotated"
     reason: Reason
-    parts: int = 1  # concatenated along the inner dimension, for ``a`` in reverse order
-    side_by_side: bool = False  # the inner dimension is contiguous
+    parts: int = 1  # number of parts, concatenated along the inner dimension; those of ``a`` in reverse order
+    side_by_side: bool = False  # each packed row contains all parts, because the inner dimension is contiguous
 
     @property
     def count(self) -> int:
@@ -74,7 +74,7 @@ class LtMatrix:
     batch_stride: int
 
     def range_of(self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int) -> tuple[LtMatrix, int]:
-        """Return the submatrix of a range of the inner dimension (``inner`` after ``op``), and its offset."""
+        """Return the submatrix for a range of the inner dimension, which is ``inner`` after ``op``; and its offset."""
         if op == "T":
             inner = "cols" if inner == "rows" else "rows"
         # A complex number may be two real ones along the inner dimension.

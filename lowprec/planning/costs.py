@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lowprec.planning.plan import GemmPlan
 
 
-def roundings(kernel: KernelRow, parts: int) -> float:
+def packing_cost(kernel: KernelRow, parts: int) -> float:
     """Return the cost of packing ``parts`` parts of an element, relative to one part.
 
     Half of the cost is reading: in one thread of a Zen 5, packing two, three and four bfloat16 parts takes 1.6, 2.1 and
@@ -31,7 +31,7 @@ def expected_cost(plan: GemmPlan) -> float:
     each = plan.capabilities.cost_per_flop(kernel, format_name(plan.operand_format))
     cost = each * sum(product.length for product in plan.schedule) / max(layout.k, 1)
     if plan.call is not None:
-        # Copies are written and read, and so are sums to which a product is added.
+        # Each copy is written and read. So is the result for each product that is added to it.
         moved = 2 * sum(copy.nbytes for copy in plan.copies)
         moved += 2 * (len(plan.schedule) - 1) * plan.call.product_bytes
         return cost + moved * kernel.cost_per_byte / plan.flops
@@ -39,14 +39,14 @@ def expected_cost(plan: GemmPlan) -> float:
     a_parts, b_parts = plan.rounded[0] * a_parts, plan.rounded[1] * b_parts
     if (a_parts or b_parts) and layout.m and layout.n:
         whole = (1, 1) if max(a_parts, b_parts) == 1 else (a_parts, b_parts)
-        a, b = (roundings(kernel, parts) for parts in whole)
+        a, b = (packing_cost(kernel, parts) for parts in whole)
         cost += kernel.cost_per_element * (a / (2 * layout.n) + b / (2 * layout.m))
     return cost
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Least times in seconds; arithmetic and memory overlap, copies do not."""
+    """Least times in seconds; arithmetic and memory traffic overlap, the copies run before and after them."""
 
     seconds: float  # total
     arithmetic: float  # the products at the peak rate
@@ -58,13 +58,13 @@ class Roofline:
 
 def roofline(plan: GemmPlan) -> Roofline | None:
     """Return the least time of a product by cuBLASLt; None if a figure of the device is unknown."""
-    call, able, problem = plan.call, plan.capabilities, plan.problem
+    call, capabilities, problem = plan.call, plan.capabilities, plan.problem
     fmt = format_name(plan.operand_format)
-    on_tensor_cores = tensor_cores_multiply(fmt, able.compute_capability)
+    on_tensor_cores = tensor_cores_multiply(fmt, capabilities.compute_capability)
     # Other units widen narrow formats to float32.
     units = fmt if on_tensor_cores or fmt in ("int8", "float64") else "float32"
-    rate = dict(able.peak_tflops).get(units)
-    if call is None or not rate or not able.bytes_per_second:
+    rate = dict(capabilities.peak_tflops).get(units)
+    if call is None or not rate or not capabilities.bytes_per_second:
         return None
     flops = plan.flops * sum(x.length for x in plan.schedule) / plan.layout.k
     read = rewritten = 0
@@ -75,9 +75,9 @@ def roofline(plan: GemmPlan) -> Roofline | None:
     around = plan.bytes_moved - problem.a.stored_bytes - problem.b.stored_bytes
     if call.staged:
         rewritten += call.product_bytes + around
-        # Sums to which a product is added are read and written.
+        # The first product writes the result; each later one reads and writes it.
         around = call.product_bytes * (2 * len(plan.schedule) - 1)
     arithmetic = flops / (rate * 1e12)
-    memory, rewriting = ((x / able.bytes_per_second) for x in (read + around, rewritten))
+    memory, rewriting = ((x / capabilities.bytes_per_second) for x in (read + around, rewritten))
     where = f"{units} on tensor cores" if on_tensor_cores else f"{units} without tensor cores"
     return Roofline(max(arithmetic, memory) + rewriting, arithmetic, memory, rewriting, where, rate)

@@ -85,7 +85,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
 MODELS = tuple(GpuModel(*row) for row in _ROWS)
 
 _BY_KEY = {model.key: model for model in MODELS}
-#: "sm_90", "sm90", "9.0".
+#: Matches "sm_90", "sm_90a", "sm90" and "9.0".
 _CAPABILITY = re.compile(r"sm_?(\d+)(\d)a?|(\d+)\.(\d)")
 
 
@@ -129,7 +129,7 @@ def model_of(name: str) -> GpuModel | None:
 
 
 def flops_per_byte(name: str, capability: Capability) -> float:
-    """Return the ratio for a GPU's name; without a row, that of the nearest older compute capability."""
+    """Return peak rate by bandwidth of a GPU by its name; without a row, of the nearest older compute capability."""
     older = [model for model in MODELS if model.compute_capability <= capability] or MODELS[:1]
-    nearest = max(older, key=lambda model: model.compute_capability)  # of equals the first
+    nearest = max(older, key=lambda model: model.compute_capability)  # the first of several
     return (model_of(name) or nearest).flops_per_byte

@@ -50,7 +50,7 @@ class KernelRow(NamedTuple):
     missing: str = ""  # reason if the device lacks it; default: "no" and the units
     instruction_sets: tuple[str, ...] = ()  # required, by the operating system's names
     cost_per_flop: float = 1.0  # time relative to FP32 on the same device
-    costs: tuple[tuple[str, float], ...] = ()  # time by format, where it differs on tensor cores
+    costs: tuple[tuple[str, float], ...] = ()  # ``cost_per_flop`` by format, on tensor cores that support the format
     cost_per_element: float = 0.0  # of rounding one element of an operand, in flops
     cost_per_byte: float = 0.0  # of moving one byte of a temporary array, in flops
     summation: Summation = Summation.SEQUENTIAL
@@ -64,16 +64,16 @@ class KernelRow(NamedTuple):
     real_only: bool = False  # not for complex numbers
     vectors: range | None = None  # only for a matrix and this many vectors
     is_cublaslt: bool = False  # a call of cuBLASLt
-    cuts_tf32: bool = False  # may truncate float32 data to TF32 instead of rounding
-    keeps_b: bool = False  # keeps its packed form of a prepared operand
+    truncates_tf32: bool = False  # may truncate float32 data to TF32 instead of rounding
+    keeps_b: bool = False  # keeps the packed ``b`` of a prepared operand
     emulates: Architecture | None = None  # GPU generation whose tensor cores it emulates bit by bit
-    fallback: ReasonKind | None = None  # operands for which the device's next kernel is used
+    fallback: ReasonKind | None = None  # the unsupported operands, for which the device's next kernel is used
     # Smallest products for which the kernel is used; elements are those of a, b and the result.
     minimum_elements: int = 0  # of each product of a batch, unless the limit is in flops
     minimum_elements_complex: int = 0
     minimum_k: int = 0
     minimum_mn: int = 0  # of both m and n
-    is_shallow: bool = False  # only if k is at most m and n
+    is_shallow: bool = False  # only if m and n are at least k
     minimum_extent_complex: int = 0  # least of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
     minimum_batch_flops_vector: int | None = None  # of a matrix and a vector, if it differs
@@ -144,8 +144,8 @@ def choose_kernel(
 ) -> KernelChoice:
     """Return the first kernel of a device that supports the product and is efficient at its size.
 
-    ``fmt`` is the operands' format, by :func:`format_name`, ``products`` the length of the schedule; ``is_chunked`` if
-    some cover a chunk of k. Raises UnsupportedError if there is none.
+    ``fmt`` is the operands' format, by :func:`format_name`, ``products`` the length of the schedule, and ``is_chunked``
+    whether some products cover only a part of k. Raises UnsupportedError if no kernel supports the product.
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None

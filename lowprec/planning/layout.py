@@ -170,7 +170,7 @@ def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: boo
 
 
 def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec) -> MatrixStack:
-    """Return the matrices of a result or addend; a 1-D operand removes a dimension from its strides."""
+    """Return the matrices of a result or addend, which has one dimension less for each 1-D operand."""
     core = strides[len(batch) :]
     row_stride = core[0] if len(a.shape) > 1 else 0
     col_stride = core[-1] if len(b.shape) > 1 else 0
@@ -207,27 +207,27 @@ def stacked_layout(
 
 
 def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout) -> MatrixStack | None:
-    """Return an addend as matrices of a layout; None if that is collapsed and the rows have no single stride."""
+    """Return ``c`` as matrices of a layout; None if it is collapsed, but the rows of ``c`` have no single stride."""
     missing = len(layout.out_shape) - len(c.shape)
     own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
     m, n, _, batch = _extents(a.shape, b.shape)
     found = _result(c.dtype, (0,) * missing + own, m, n, batch, a, b)
-    return rows_of_all(found, prod(batch)) if layout.collapsed else found
+    return as_one_matrix(found, prod(batch)) if layout.collapsed else found
 
 
-def rows_of_all(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
+def as_one_matrix(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
     """Return a batch as one matrix of all rows, or None if the rows have no single stride."""
     stride = operand.batch_stride
     if stride is None or (operand.rows > 1 and stride != operand.rows * operand.row_stride):
         return None
     row_stride = stride if operand.rows == 1 else operand.row_stride
     coalesced = MatrixStack.of(operand.dtype, operand.rows * batch_count, operand.cols, row_stride, operand.col_stride)
-    # Sliding windows over one buffer: BLAS can express each window, but not all as one matrix.
+    # The matrices may be overlapping windows of one buffer: BLAS can express each, but not all of them as one matrix.
     return None if operand.blas_expressible and not coalesced.blas_expressible else coalesced
 
 
 def with_rows_copied(layout: GemmLayout) -> GemmLayout:
-    """Collapse the batch with a copy of ``a``, unless ``a`` is broadcast; unchanged if that is impossible."""
+    """Return the layout collapsed by copying ``a``; unchanged if ``a`` is broadcast or the batch cannot collapse."""
     return layout if 0 in layout.a.batch_strides else _collapse(layout, copies_a=True)
 
 
@@ -235,8 +235,8 @@ def _collapse(layout: GemmLayout, copies_a: bool = False) -> GemmLayout:
     count = layout.batch_count
     if count < 2 or layout.m == 0 or layout.b.batch_stride != 0:
         return layout
-    a = rows_of_all(layout.a, count)
-    out = rows_of_all(layout.out, count)
+    a = as_one_matrix(layout.a, count)
+    out = as_one_matrix(layout.out, count)
     if a is None and copies_a:
         # No strides describe ``a`` as one matrix; the kernel copies it.
         a = MatrixStack(layout.a.dtype, layout.m * count, layout.k, 0, 0, (), (), None, None)

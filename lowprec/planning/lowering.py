@@ -34,7 +34,7 @@ _PADDED_ROWS = 32
 
 
 def reads_k_contiguous(data: DType) -> bool:
-    """Whether kernels for this type need both operands contiguous along k and aligned to 16 bytes."""
+    """Whether cuBLASLt's kernels for this type need both operands contiguous along k and aligned to 16 bytes."""
     return data.bits == 8
 
 
@@ -70,9 +70,9 @@ def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Inputs:
     as_real, k_contiguous = (plan.compute_dtype.is_complex and not data.is_complex, reads_k_contiguous(data))
     c = addend_layout(problem.c, problem.a, problem.b, layout) if problem.has_beta and problem.c else None
     c = c if c and c.blas_expressible else None
-    follows = not problem.has_beta or (c is not None and _by_column(c).order == "col")
-    if follows and not (k_contiguous or as_real or problem.bias is not None):
-        # A single column as a row-major matrix has leading dimension 1, which no algorithm reads 16 bytes at a time.
+    c_fits = not problem.has_beta or (c is not None and _by_column(c).order == "col")
+    if c_fits and not (k_contiguous or as_real or problem.bias is not None):
+        # As row-major matrices, single columns have leading dimension 1, which excludes all 16-byte accesses.
         layout = replace(layout, b=_by_column(layout.b), out=_by_column(layout.out))
     if c is not None and layout.out.order == "col":
         c = _by_column(c)
@@ -186,14 +186,14 @@ def _pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], reason: 
     rows, cols = (stack.cols, stack.rows) if transposed else (stack.rows, stack.cols)
     if inputs.as_real:
         rows, cols = rows * (2 if name == "b" else 1), cols * 2
-    # The operands may have different 8-bit types; each keeps its own.
+    # The operands may have two different 8-bit types, which cuBLASLt multiplies unchanged.
     keeps_dtype = inputs.k_contiguous and reads_k_contiguous(stack.dtype)
     dtype_written = stack.dtype if keeps_dtype else inputs.data
     padded_rows = max(rows, inputs.rows) if name == "a" and inputs.k_contiguous else rows
     side_by_side = parts > 1 and transposed is (name == "b")
     if (name == "b" and inputs.k_contiguous) or (parts > 1 and not side_by_side):
         padded_rows = _padded(rows, dtype_written)
-    # Each product has its own powers of two, so scaled matrices are not shared.
+    # The powers of two differ between the products of a batch, so a scaled matrix is packed for each.
     shared = not any(stack.batch_strides) and not scaled
     batch = () if shared else inputs.layout.batch_shape
     leading = _padded(cols, dtype_written)
@@ -204,7 +204,7 @@ def _pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], reason: 
 
 
 def _by_column(stack: MatrixStack) -> MatrixStack:
-    """Return matrices of one contiguous column as column-major, others unchanged."""
+    """Return matrices that are one contiguous column as column-major matrices; others unchanged."""
     if stack.cols == 1 and stack.rows > 1 and stack.leading_dimension == 1:
         return replace(stack, order="col", leading_dimension=stack.rows)
     return stack
@@ -243,7 +243,7 @@ def _reasons_to_stage(inputs: _Inputs, pack_a: Pack | None, pack_b: Pack | None)
         yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=data, out=inputs.plan.out_dtype)
     if not out.blas_expressible:
         yield Reason.of(ReasonKind.RESULT_STRIDES)
-    if inputs.k_contiguous and not (inputs.aligned and _in_steps(out)):
+    if inputs.k_contiguous and not (inputs.aligned and _has_aligned_strides(out)):
         yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=data, step=_ALIGNMENT_BYTES)
     if any(pack is not None and pack.scaled for pack in (pack_a, pack_b)):
         yield Reason.of(ReasonKind.SCALED_OPERANDS)
@@ -258,7 +258,7 @@ def _reasons_to_stage(inputs: _Inputs, pack_a: Pack | None, pack_b: Pack | None)
     yield from _reasons_of_epilogue(inputs)
 
 
-def _in_steps(stack: MatrixStack) -> bool:
+def _has_aligned_strides(stack: MatrixStack) -> bool:
     """Whether leading dimension and batch strides are multiples of 16 bytes."""
     distances = [stack.leading_dimension or 0, *stack.batch_strides]
     return not any(x * stack.dtype.itemsize % _ALIGNMENT_BYTES for x in distances)
@@ -269,7 +269,7 @@ def _reasons_of_epilogue(inputs: _Inputs) -> Iterator[Reason]:
     if problem.has_beta:
         fits = c is not None and c.dtype is inputs.plan.out_dtype and c.order == out.order
         if c is not None and inputs.k_contiguous:
-            fits = fits and _in_steps(c)
+            fits = fits and _has_aligned_strides(c)
         if not fits:
             yield Reason.of(ReasonKind.ADDEND_DIFFERS)
     if problem.bias is not None and not _fuses_bias(inputs, problem.bias):

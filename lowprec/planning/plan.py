@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
 
     mode: MathMode
     bound: float  # guaranteed relative error in the Frobenius norm
-    cost: float  # expected time relative to numpy.matmul on float32
+    cost: float  # expected time, relative to fp32
     accepted: bool  # whether this is the mode that runs
     why: Reason
 
@@ -82,7 +82,7 @@ class GemmPlan:
     passed_over: tuple[Reason, ...]  # reasons against preferred kernels of the device
     fallback: KernelRow | None  # kernel for operands that the first does not support
     copies: tuple[Copy, ...]
-    flops: int  # 2 m n k per real product, 8 m n k per complex one, without those of split operands
+    flops: int  # 2 m n k (complex: 8 m n k) times the batch; additional products of split operands do not count
     resolved: ResolvedMode | None = None  # the mode with its source
     candidates: tuple[Candidate, ...] = ()  # modes considered for ``rtol``
     tolerance: Reason | None = None  # the bound that ``rtol`` limits, and the choice by the other bound
@@ -202,7 +202,7 @@ class GemmPlan:
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
-        """Treatment of operands that the kernel does not support."""
+        """Sentences on the treatment of operands that the kernel does not support."""
         why = self.kernel_row.fallback if self.fallback else None
         if max(self.split) > 1:
             why = ReasonKind.NOT_FINITE_IN_PARTS

@@ -56,7 +56,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     choice, rows = choose(layout), with_rows_copied(layout)
     pays = layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
     if rows is not layout and choice.kernel.blas and pays:
-        # Other kernels would read ``a`` in place, with strides that do not exist.
+        # Only kernels of BLAS copy ``a``; others read it in place, which a collapsed ``a`` without strides forbids.
         as_rows, layout = choose(rows), rows
         choice = as_rows if as_rows.kernel.blas else choice
     kernel = choice.kernel
@@ -110,9 +110,9 @@ def _check_sums(compute_dtype: DType, k: int, k_chunk: int | None) -> None:
 def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
     """Return the plan of the fastest scheme, ``fp32`` included, whose bound is no worse than that of ``fp32``.
 
-    Only schemes whose parts represent a float32 exactly are considered, because the rest of a split does not average
-    out as rounding errors do. Float16 schemes are excluded because their bounds hold for norms only, TF32 schemes
-    because they depend on ``NVIDIA_TF32_OVERRIDE``.
+    Only schemes whose parts represent a float32 exactly are considered: the omitted rest of other splits may have the
+    same sign in all terms, and then does not average out as rounding errors do. Float16 schemes are excluded because
+    their bounds hold for norms only, TF32 schemes because they depend on ``NVIDIA_TF32_OVERRIDE``.
     """
     best = fp32 = plan_gemm(problem, capabilities, MathMode.FP32)
     if not fp32.mode_has_effect:
@@ -131,7 +131,7 @@ def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
 
 
 def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
-    """Return the copies that are made only because of strides; rounding writes a new buffer anyway."""
+    """Return the copies made because of strides; an operand that is rounded is written to a new buffer anyway."""
     if plan.kernel_row.reads_any_strides:
         return ()
     problem, layout, epilogue = plan.problem, plan.layout, plan.accumulator

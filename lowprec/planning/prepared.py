@@ -1,4 +1,4 @@
-"""Whether a product keeps the packed form of a prepared operand."""
+"""Whether a product keeps the packed ``b`` of a prepared operand."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def kept_modes(plan: GemmPlan) -> frozenset[str]:
-    """Return the modes such that a product of this plan keeps the packed form of a ``b`` prepared for one of them."""
+    """Return the modes of :func:`lowprec.prepare` for which a product of this plan keeps its packed ``b``."""
     if _reason_kind(plan, plan.mode) is not ReasonKind.KEPT:
         return frozenset()
     return frozenset((plan.mode,) if plan.mode_has_effect else MathMode)
 
 
 def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
-    """Return the reason why the packed form of ``b`` is kept or not."""
+    """Return the reason why the packed ``b`` is kept or not."""
     return Reason.of(_reason_kind(plan, prepared_for), kernel=plan.kernel, mode=plan.mode, prepared=prepared_for)
 
 
@@ -42,7 +42,7 @@ def _reason_kind(plan: GemmPlan, prepared_for: str) -> ReasonKind:
             return ReasonKind.TRANSPOSED_RESULT
         return ReasonKind.KEPT if plan.flops else ReasonKind.NOTHING_TO_KEEP
     if kernel.vectors:
-        # Kept if b is the matrix and its rounded form has half the bytes.
+        # The rounded b is kept only if b is the matrix, and rounding halves its bytes.
         halves = plan.problem.b.dtype is DType.FLOAT32 and plan.operand_format in (BFLOAT16, FLOAT16)
         return ReasonKind.KEPT if halves and multiplies_b(plan.layout) else ReasonKind.NOT_KEPT
     if plan.call:

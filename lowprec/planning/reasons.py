@@ -18,7 +18,7 @@ class ReasonKind(Enum):
     TOO_SMALL_EXTENT = "{kernel} needs an inner dimension (complex: m, n and k) of {minimum} to be faster"
     TOO_FEW_ROWS_OR_COLUMNS = "{kernel} needs {minimum} rows and columns of the result to be faster"
     TOO_DEEP = "{kernel} is faster only if m and n are at least k, which is {k}"
-    TOO_SMALL_PRODUCTS = "{units} only from {minimum:.3g} flops per product of a batch, here {flops:.3g}"
+    TOO_SMALL_PRODUCTS = "{units} need {minimum:.3g} flops per product of a batch to be faster, here {flops:.3g}"
 
     # Operands that a kernel does not support, and their treatment.
     NOT_FINITE_IN_TWO_PARTS = "an Inf or NaN in an operand: FP32 units with the same rounded operands"

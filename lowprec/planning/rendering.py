@@ -33,21 +33,21 @@ _TENSOR_CORE_BITS = {"float16": 16, "bfloat16": 16, "tf32": 32}
 
 def advise(plan: GemmPlan) -> tuple[Reason, ...]:
     """Return advice on the speed of a product."""
-    layout, able, fmt, call = plan.layout, plan.capabilities, plan.operand_format, plan.call
+    layout, capabilities, fmt, call = plan.layout, plan.capabilities, plan.operand_format, plan.call
     m, n, k = layout.m, layout.n, layout.k
     if 0 in (m, n, k):
         return ()
     advice = []
     bits = 8 if fmt is None else _TENSOR_CORE_BITS.get(fmt.name)
     sizes = (("m", m), ("n", n), ("k", k))
-    if bits and able.compute_capability is not None:
+    if bits and capabilities.compute_capability is not None:
         step = ALIGNMENT_BYTES * 8 // bits
         if misaligned := tuple(f"{name} = {size}" for name, size in sizes if size % step):
             advice.append(Reason.of(ReasonKind.MISALIGNED, dimensions=misaligned, step=step, bits=bits))
     if small := tuple(f"{name} = {size}" for name, size in sizes if size <= SMALL_DIMENSION):
         advice.append(Reason.of(ReasonKind.SMALL_DIMENSIONS, dimensions=small, most=SMALL_DIMENSION))
-    elif (intensity := plan.arithmetic_intensity) < able.flops_per_byte:
-        advice.append(Reason.of(ReasonKind.LOW_INTENSITY, intensity=intensity, device=able.flops_per_byte))
+    elif (intensity := plan.arithmetic_intensity) < capabilities.flops_per_byte:
+        advice.append(Reason.of(ReasonKind.LOW_INTENSITY, intensity=intensity, device=capabilities.flops_per_byte))
     converts = any(plan.rounded) and (call is None or call.pack_a or call.pack_b)
     # An element of ``a`` is used n times, one of ``b`` m times, two flops each.
     if converts and plan.kernel_row.cost_per_element * (1 / (2 * n) + 1 / (2 * m)) > 1:
@@ -129,12 +129,12 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
         yield "advice", str(reason)
 
 
-def _roofline(found: Roofline, able: Capabilities) -> str:
+def _roofline(found: Roofline, capabilities: Capabilities) -> str:
     rewriting = f", then {_duration(found.rewriting)} for the copies" if found.rewriting else ""
     return (
         f"at least {_duration(found.seconds)}: arithmetic {_duration(found.arithmetic)} "
         f"({found.tflops:.4g} TFLOP/s, {found.units}), memory {_duration(found.memory)} in parallel "
-        f"({_quantity(able.bytes_per_second, 'B')}/s){rewriting}"
+        f"({_quantity(capabilities.bytes_per_second, 'B')}/s){rewriting}"
     )
 
 

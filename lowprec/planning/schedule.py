@@ -11,8 +11,8 @@ from lowprec.modes import ModeRow, Pair
 class Product(NamedTuple):
     """One matrix product of a schedule: ``sum (+)= factor * a_part[:, k] @ b_part[k, :]``.
 
-    With several terms it is the product of the concatenated parts ``[a_part | a_(part - 1) | ...]`` and
-    ``[b_part ; b_(part + 1) ; ...]``, each over the whole of k.
+    With several terms, parts of descending index of ``a`` and of ascending index of ``b`` are concatenated along k:
+    ``[a_part | a_(part - 1) | ...] @ [b_part ; b_(part + 1) ; ...]``, each over the whole of k.
     """
 
     a_part: int  # index of the part; 0 is the leading one
@@ -39,9 +39,9 @@ def make_schedule(
 ) -> tuple[Product, ...]:
     """Return the products of a mode, the smallest first.
 
-    ``rounded``: whether ``a`` and ``b`` are split. The product of the leading parts runs in chunks of ``k_chunk``, each
-    added in the accumulator's format; None is one chunk. With ``concatenates``, products with the same factor run as
-    one over concatenated parts.
+    ``rounded``: whether ``a`` and ``b`` are rounded, and so split. The product of the leading parts is summed in chunks
+    of ``k_chunk``, added in the accumulator's format; None means one chunk. With ``concatenates``, products with the
+    same factor become one product of concatenated parts.
     """
     step = min(k_chunk or k, k) or 1
     products: list[Product] = []
@@ -56,7 +56,7 @@ def make_schedule(
 
 def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Iterator[tuple[list[Pair], float]]:
     if row.sums_parts and not all(rounded):
-        # Karatsuba saves no product if one operand has a single part: multiply its only part by both parts.
+        # If one operand has a single part, two ordinary products suffice, fewer than Karatsuba's three.
         pairs = [(int(rounded[0]), int(rounded[1])), (0, 0)] if any(rounded) else [(0, 0)]
         yield from (([pair], 2.0 ** (-row.part_exponent * sum(pair))) for pair in pairs)
         return

@@ -28,8 +28,8 @@ scale of the last part, sqrt(k) 2^-(39 + t) to s. The bound then holds for norms
 expm1(lambda sqrt(d) u + d u^2 / (1 - u)) with probability at most 2 exp(-lambda^2 (1 - u)^2 / 2) per sum (Higham and
 Mary, "A new approach to probabilistic rounding error analysis", 2019, Theorem 2.4; without independence Ipsen and Zhou,
 "Probabilistic error analysis for inner products", 2020). lambda is chosen so that the probability for all sums of the
-product, with all of their prefixes, is ``FAILURE``. Truncation has no mean of zero: the truncations of tensor cores
-count in full.
+product, with all of their prefixes, is ``FAILURE``. The errors of truncation do not have mean zero, so those of tensor
+cores are counted in full, as in the guaranteed bound.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def confidence(sums: int) -> float:
 
 
 class Depth(NamedTuple):
-    """Largest number of roundings of a term: to nearest, and truncations of tensor cores in the same units."""
+    """Largest number of roundings of a term: to nearest, and by truncation, both in units of a rounding to nearest."""
 
     nearest: int
-    cut: int = 0
+    truncations: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of both, in units of a rounding to nearest."""
-        return self.nearest + self.cut
+        """Sum of both."""
+        return self.nearest + self.truncations
 
     def worst(self, fmt: NumberFormat) -> float:
         """Return gamma of the total."""
@@ -85,7 +85,7 @@ class Depth(NamedTuple):
         """Return the probable error, at most the worst; ``size`` is lambda of :func:`confidence`."""
         u = fmt.unit_roundoff
         spread = expm1(min(size * sqrt(self.nearest) * u + self.nearest * u * u / (1 - u), 1.0))
-        return min(self.worst(fmt), spread + gamma(self.cut, fmt) * (1 + spread))
+        return min(self.worst(fmt), spread + gamma(self.truncations, fmt) * (1 + spread))
 
 
 def on_tensor_cores(terms: int, fmt: str, capability: tuple[int, int]) -> Depth:
@@ -101,8 +101,8 @@ def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dic
     for number, product in enumerate(schedule):
         added = len(schedule) - max(number, 1)
         inexact = int(abs(frexp(product.factor)[0]) != 0.5)
-        nearest, cut = of_sum(product.length)
-        depth = Depth(nearest + added + inexact, cut)
+        nearest, truncations = of_sum(product.length)
+        depth = Depth(nearest + added + inexact, truncations)
         for pair in product.pairs:
             before = found.get(pair)
             if before is None or before[0].total < depth.total:
@@ -113,9 +113,10 @@ def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dic
 def in_one_pass(
     schedule: tuple[Product, ...], of_chunk: Callable[[int, int], int], chunk: int, more: int
 ) -> dict[Pair, tuple[Depth, float]]:
-    """Return the same if all products share an accumulator over each chunk of k, and ``more`` roundings follow.
+    """Return the result of :func:`depths` for products that share an accumulator over each chunk of k.
 
-    ``of_chunk(i, length)`` is the depth of product i in the sum of a chunk; the chunks are then added.
+    ``of_chunk(i, length)`` is the depth of product i in the sum of one chunk. The sums of chunks are then added, with
+    ``more`` roundings after that.
     """
     length = schedule[0].length
     added = -(-length // chunk) - 1 + more if length else 0
@@ -128,12 +129,12 @@ def in_one_pass(
 def chunk_for(k: int, fmt: str, capability: tuple[int, int]) -> int | None:
     """Return the length of the chunks of k in which tensor cores sum the leading product, None for one chunk.
 
-    It is the longest whose error on data of one sign, where truncations add up, is about that of an FP32 sum; if there
-    is none, the shortest. Observed errors on such data are a seventh of the worst case of d truncations, and
-    sqrt(k) u / 4 for k roundings to nearest. The bounds themselves do not predict this ratio.
+    Return the longest chunk whose error on data of one sign, where truncations add up, is about that of an FP32 sum, or
+    the shortest of ``CHUNKS`` if there is none. On such data the observed error of d truncations is a seventh of the
+    worst case, and that of k roundings to nearest is sqrt(k) u / 4; the bounds do not predict this ratio.
     """
     for chunk in (k, *CHUNKS):
-        if on_tensor_cores(min(chunk, k), fmt, capability).cut <= 2 * sqrt(k):
+        if on_tensor_cores(min(chunk, k), fmt, capability).truncations <= 2 * sqrt(k):
             return chunk if chunk < k else None
     return CHUNKS[-1] if k > CHUNKS[-1] else None
 
@@ -200,7 +201,7 @@ def split_error(
 
 
 def _weight(row: ModeRow, parts: _Parts, index: int) -> float:
-    """Return the bound of a scaled part; the index after the last is that of the sum of all parts."""
+    """Return the bound of a scaled part; the index after the last part stands for the sum of all parts."""
     if index < len(parts.weights):
         return float(parts.weights[index] * 2.0 ** (row.part_exponent * index))
     u = row.operand_format.unit_roundoff

@@ -26,8 +26,8 @@ class Accumulation(NamedTuple):
 
     group: int  # products that are added to the accumulator at once
     fraction_bits: int  # of a term, below the largest exponent of its group
-    #: Least exponent to which terms are aligned. It has no effect on Volta: nonzero float16 products and FP32
-    #: accumulators do not fall below -126.
+    #: Least exponent to which terms are aligned. It has no effect on Volta, where no nonzero product of float16 numbers
+    #: and no FP32 accumulator has an exponent below -126.
     least_exponent: int
     instruction_k: int  # products of one instruction: one group, or two in order
     result_bits: int = 23  # fraction bits of the accumulator, which is rounded toward zero
@@ -100,5 +100,5 @@ def roundings(k: int, fmt: str, capability: Capability) -> int:
     if model is None:
         return k
     each = (model.group + 1) * 2.0 ** (24 - model.fraction_bits) + 2.0 ** (24 - model.result_bits)
-    # At least one rounding per addition of the parts of a split sum.
+    # Rounded up, because each addition of the parts of a split sum needs at least one rounding.
     return ceil(-(-k // model.group) * each)

@@ -23,7 +23,7 @@ def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def decorated(scope: Scope, function: Callable[..., Any], plain: Callable[..., Any] = _plain) -> Callable[..., Any]:
-    """Return a function that enters the scope in each call; ``plain`` wraps functions of no other kind.
+    """Return a function that enters the scope in each call; ``plain`` wraps an ordinary function.
 
     For a coroutine function the scope lasts until it ends; for a generator it is open only while the body runs.
     """
@@ -45,7 +45,7 @@ def _call_of(function: Callable[..., Any]) -> Any:
 
 
 class Wrapped:
-    """A function that enters a scope in each call; a pickle contains both, or the name of this object."""
+    """A function that enters a scope in each call; its pickle is its qualified name, or the scope and the function."""
 
     def __init__(self, scope: Scope, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -77,8 +77,8 @@ def _coroutine(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]
     return call
 
 
-# `yield from` inside the scope would leave it open while the consumer runs. So generators are driven step by step, with
-# the values and exceptions of the consumer.
+# `yield from` inside the scope would keep it open while the consumer runs. So each step of a generator enters the scope
+# separately, and values and exceptions from the consumer are passed to the body.
 def _generator(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         steps = function(*args, **kwargs)
@@ -95,7 +95,7 @@ def _generator(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]
                 with scope:
                     steps.close()
                 raise
-            except BaseException as error:  # noqa: BLE001 - the body gets it
+            except BaseException as error:  # noqa: BLE001 - passed to the body
                 step, value = steps.throw, error
 
     return call
@@ -117,7 +117,7 @@ def _async_generator(scope: Scope, function: Callable[..., Any]) -> Callable[...
                 with scope:
                     await steps.aclose()
                 raise
-            except BaseException as error:  # noqa: BLE001 - the body gets it
+            except BaseException as error:  # noqa: BLE001 - passed to the body
                 step, value = steps.athrow, error
 
     return call

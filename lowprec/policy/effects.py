@@ -32,8 +32,8 @@ def probe(full: Callable[[tuple[int, int], float], Any]) -> str:
 def without_effect(controller: Controller, mode: MathMode, inside: Mapping[str, Any] | None) -> str | None:
     """Return the products that a library leaves in full FP32; None if there are none or they are unknown.
 
-    ``inside`` has the switches as set for the mode, None for thread-scoped switches. The result is not cached if
-    another thread has changed them meanwhile.
+    ``inside`` has the switches as set for the mode, and is None if they were not saved. The result is not cached if
+    another thread has changed them since.
     """
     ask = getattr(controller, "without_effect", None)
     if mode in (MathMode.FP32, MathMode.FP32_PEDANTIC) or ask is None:

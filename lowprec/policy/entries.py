@@ -1,7 +1,8 @@
 """Entering and leaving ``with`` blocks, and the open blocks of each thread and task.
 
-A block's changes are also undone after an exception inside the block, or in a signal handler while the block is entered
-or left: :meth:`Entry.close` may be called again and completes the rest. A second exception during that is not handled.
+A block's changes are also undone after an exception inside the block, and after one that a signal handler raises while
+the block is entered or left: a second call of :meth:`Entry.close` completes the first. If an exception interrupts the
+second call too, changes may remain.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="Scope")
 
-#: A warning, because an error would hide another exception. It occurs when the event loop closes an abandoned generator
-#: in another task, or a finalizer runs in another thread.
+#: Text of a warning; an error would hide an exception of the block. A block is left in another context if the event
+#: loop closes an abandoned generator in another task, or a finalizer runs in another thread.
 _OTHER_CONTEXT = (
     "was left in another thread or task than it was entered in; other libraries' switches are restored, but "
     "lowprec's own scope stays open where it was entered"
@@ -57,16 +58,16 @@ class Entry(Block):
             self.close()
 
 
-#: Entry created by the last look-up of ``__exit__``; the ``__enter__`` that follows in the same thread uses it.
+#: Entry created by the last look-up of ``__exit__``, for the ``__enter__`` that follows in the same thread.
 _prepared: Entry | None = None
 
 
 class _Exit:
     """Descriptor of ``__exit__``, which a ``with`` statement looks up right before it calls ``__enter__``.
 
-    A signal handler may raise in :func:`_leave` or just before its first line, so that the ``with`` statement ends with
-    the block still open. The statement then drops its reference to the ``partial`` returned here, whose weak reference
-    callback closes the entry.
+    If a signal handler raises in :func:`_leave` or just before its first line, the ``with`` statement ends with the
+    block still open. The statement then drops its reference to the ``partial`` returned here, and the callback of the
+    weak reference to this ``partial`` closes the entry.
     """
 
     def __get__(self, scope: Scope | None, owner: type[Scope]) -> Callable[..., None]:
@@ -79,7 +80,7 @@ class _Exit:
 
 
 def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
-    # The entry is not open after an explicit call of guard.__exit__(), without a ``with`` statement.
+    # An explicit call of guard.__exit__() has created an entry that was never opened, and leaves the last open one.
     found = entry if entry.is_open else scope._last_entry()
     for sentence in [_OTHER_CONTEXT] if found is None else found.close():
         warn(f"{scope!r} {sentence}")
@@ -115,13 +116,13 @@ class PolicyEntry(Entry):
 
     __slots__ = ("emulates", "guarded", "mode", "origin", "outer")
 
-    outer: PolicyEntry | None  # next entry outwards; never changes, because contexts are copied
+    outer: PolicyEntry | None  # the enclosing entry; immutable, because copies of a context share entries
     mode: MathMode | None  # of the innermost ``math_mode``
     guarded: bool  # whether one of the blocks is a guard
     emulates: Architecture | None  # of the innermost ``emulate``
-    origin: PolicyEntry | None  # entry of which this is a copy, made because an outer entry was left first
+    origin: PolicyEntry | None  # the entry that this one replaces, because an enclosing entry was left before it
 
-    def _place(self, outer: PolicyEntry, origin: PolicyEntry | None = None) -> None:
+    def _inherit(self, outer: PolicyEntry, origin: PolicyEntry | None = None) -> None:
         scope = self.scope
         self.outer = outer
         self.mode = scope._mode or outer.mode
@@ -145,7 +146,7 @@ class PolicyEntry(Entry):
     def open(self, scope: PolicyScope) -> None:
         """Record the entry in this context, and set other libraries' switches."""
         self.scope = scope
-        self._place(innermost.get())
+        self._inherit(innermost.get())
         self.is_open = True
         innermost.set(self)
         if _listeners:
@@ -154,7 +155,7 @@ class PolicyEntry(Entry):
             scope._set_libraries(self)
 
     def close(self) -> list[str]:
-        """Leave the scope in this context, unless a copy of it has, and restore other libraries' switches."""
+        """Remove the entry from this context, if it is still there, and restore other libraries' switches."""
         remarks = []
         here = innermost.get()
         if here is self:
@@ -164,7 +165,7 @@ class PolicyEntry(Entry):
             for entry in reversed(entries):
                 if entry is not self:
                     copied = PolicyEntry(entry.scope)
-                    copied._place(rest, entry)
+                    copied._inherit(rest, entry)
                     rest = copied
             innermost.set(rest)
         else:
@@ -193,8 +194,8 @@ innermost: ContextVar[PolicyEntry] = ContextVar("lowprec_entry", default=_no_sco
 held: dict[PolicyEntry, None] = {}
 
 _listeners: list[Callable[[bool], None]] = []
-#: Register a function to be called after every change of the scopes of a thread (argument False) or of the process
-#: default (True); ``lowprec.torch`` and ``lowprec.jax`` do, because compiled code depends on the mode.
+#: Register a function to be called after every change of a thread's scopes (argument False) or of the process default
+#: (True). ``lowprec.torch`` and ``lowprec.jax`` register one, because compiled code depends on the mode.
 on_change = _listeners.append
 
 

@@ -34,8 +34,8 @@ class EnvironmentSnapshot:
     texts: Mapping[str, str | None]  # text of each variable when it was read
 
 
-#: The snapshot, if it has been taken. Stored by `setdefault`, which is atomic, instead of under a lock, which a fork or
-#: a signal handler could find held.
+#: Contains the snapshot once it has been taken. `setdefault` is atomic and needs no lock, which could be held during a
+#: fork or in a signal handler.
 _taken: dict[None, EnvironmentSnapshot] = {}
 
 
@@ -57,7 +57,7 @@ def snapshot() -> EnvironmentSnapshot:
 
 
 def refresh() -> None:
-    """Drop the snapshot, so that the next use of a mode reads the environment again; cuBLAS keeps what it has read."""
+    """Drop the snapshot: the next use of a mode reads the environment again. cuBLAS keeps its own first value."""
     _taken.clear()
     entries.notify(True)
     _taken.clear()  # again, because listeners resolve modes
@@ -71,7 +71,7 @@ class VariableRow(NamedTuple):
     effect: str  # description of the value in use
     meaning: str
     legal: str
-    problem: str | None  # warning about an illegal, reserved or too late changed value
+    problem: str | None  # warning about a value that is illegal, reserved, or was changed after it was read
 
 
 def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> VariableRow:

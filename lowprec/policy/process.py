@@ -29,7 +29,7 @@ def _controller_of(name: str) -> Controller:
 
 
 def set_library(name: str, order: str) -> str | None:
-    """Set a loaded library's switches for all threads, by a mode or "fp32_guard"; return the reason if impossible."""
+    """Set a loaded library's switches for all threads; ``order`` is a mode or "fp32_guard". Return why it failed."""
     block = Block()
     try:
         return _set(block, _controller_of(name), order)

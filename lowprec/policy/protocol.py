@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @unique
 class Tier(StrEnum):
-    """Scope of a library's switches: the process or a thread."""
+    """Scope of a library's switches: the process, or each thread."""
 
     THREAD = "thread"
     PROCESS = "process"
@@ -77,7 +77,7 @@ class Controller(Protocol):
 
 
 def raised_in(error: BaseException, *modules: str) -> bool:
-    """Whether an exception was raised in a module whose name begins so; a C function counts as part of its caller."""
+    """Whether an exception was raised in a module whose name begins with one of these, or in C code called there."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -65,7 +65,8 @@ def selection(frameworks: Frameworks) -> frozenset[str] | None:
 class PolicyScope(Scope):
     """A change of policy for a ``with`` block or a decorated function; threads and tasks may share an instance.
 
-    A ``with`` statement leaves its own entry, an explicit call of ``__exit__`` the innermost entry of the instance.
+    The end of a ``with`` statement closes the entry of this statement, an explicit call of ``__exit__`` the instance's
+    innermost entry.
     """
 
     __slots__ = ("_libraries", "_mode")
@@ -87,8 +88,7 @@ class PolicyScope(Scope):
     def wrap(self, function: F) -> F:
         """Return a function that enters this scope in each call, for use in other threads.
 
-        A thread starts without the scopes of the thread that started it, so a scope around ``pool.map`` does not apply
-        in the workers.
+        A thread starts without any scope. So a scope around ``pool.map`` does not apply to the workers.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ class PolicyScope(Scope):
         return self._libraries is None or sorted(self._libraries) or False
 
     def _last_entry(self) -> PolicyEntry | None:
-        # If this context has no entry, __exit__ leaves the last entry of another context.
+        # If this context has no entry of this scope, __exit__ closes the last one of another context.
         others = [entry for entry in list(held) if entry.scope is self]
         return innermost.get().of(self) or (others[-1] if others else None)
 

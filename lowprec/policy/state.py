@@ -11,8 +11,8 @@ from lowprec.policy.entries import NO_LIBRARY, innermost
 from lowprec.policy.environment import EnvironmentSnapshot
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
-#: Modes that the guard does not change. ``fp32_emulated`` is not one, because the guard promises FP32 arithmetic, not
-#: only its error bound.
+#: Modes that the guard does not change. ``fp32_emulated`` is not among them, because it has the error bound of FP32,
+#: but the guard promises FP32 arithmetic.
 FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 
 _process_mode: MathMode | None = None
@@ -26,7 +26,7 @@ class math_mode(PolicyScope):
     ``LOWPREC_FORCE_MATH_MODE`` take precedence.
 
     With ``frameworks`` the switches of other loaded libraries are set for the block and restored after it. Most of them
-    are process-wide and so affect all threads. An open ``fp32_guard`` is a floor for them too. A library without a
+    are process-wide and so affect all threads. Inside an ``fp32_guard`` they stay at full FP32. A library without a
     switch for the mode keeps its setting, with a :class:`LowprecWarning`; see :meth:`report`.
 
     Parameters
@@ -74,8 +74,8 @@ class math_mode(PolicyScope):
 class fp32_guard(PolicyScope):
     """Keep float32 products at full FP32 or above in a block or a function.
 
-    For lowprec the guard is a floor: no ``math_mode=`` or ``rtol=`` argument, scope, process default or environment
-    variable lowers the precision. More precise modes (``fp32_pedantic``, ``fp64``) are unchanged.
+    In lowprec the guard has precedence over every ``math_mode=`` or ``rtol=`` argument, scope, process default and
+    environment variable that would lower the precision. More precise modes (``fp32_pedantic``, ``fp64``) are unchanged.
 
     Other libraries that are loaded at the entry are set to full FP32 by their own switches, and the old values are
     restored at the exit: PyTorch, JAX, TensorFlow, CuPy, Paddle, and those added with ``register_controller``. If a
@@ -241,7 +241,7 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 
     The first match wins:
 
-    1. ``fp32_guard`` or ``LOWPREC_FP32_GUARD``, a floor: modes of :data:`FULL_FP32` are kept, others become ``fp32``;
+    1. ``fp32_guard`` or ``LOWPREC_FP32_GUARD``: ``fp32``, unless the steps below give a mode of :data:`FULL_FP32`;
     2. ``LOWPREC_FORCE_MATH_MODE``;
     3. the ``math_mode=`` argument;
     4. the innermost ``with math_mode(...)``;
@@ -251,8 +251,8 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
 
     Then ``NVIDIA_TF32_OVERRIDE=0`` turns a mode that is based on TF32 into ``fp32``.
 
-    Raises ModeError for an unknown argument, even if it is overruled, and EnvironmentVariableError for an illegal value
-    of a variable.
+    Raises ModeError for an unknown argument, even if another step takes precedence, and EnvironmentVariableError for an
+    illegal value of a variable.
     """
     here = innermost.get()
     taken = environment.snapshot()

@@ -42,7 +42,7 @@ _TORCH_CUDA = "backends.cuda.matmul.fp32_precision"
 _CUPY = "_core.compute_type('f')"
 _CUPY_TF32 = 7  # CuPy's COMPUTE_TYPE_TF32
 
-#: Switches of cuBLAS's precision, and their values that allow TF32, which NVIDIA_TF32_OVERRIDE=0 disables.
+#: Switches that set cuBLAS's precision, with the values that allow TF32, which NVIDIA_TF32_OVERRIDE=0 disables.
 _TF32_VALUES: dict[tuple[str, str], tuple[Any, ...]] = {
     ("torch", _TORCH_CUDA): ("tf32",),
     ("jax", "default_matmul_precision"): ("tensorfloat32", "high"),
@@ -56,8 +56,8 @@ def _is_on(text: str) -> bool:
     return bool(int(text)) if text.isdecimal() else text.lower() in {"true", "on", "yes"}
 
 
-#: The variable with a switch's initial value, and a test whether its text agrees with the current value.
-_FIRST_VALUES: dict[tuple[str, str], tuple[str, Callable[[str, Any], bool]]] = {
+#: By switch: the variable with its initial value, and a function that returns whether text and current value agree.
+_INITIAL_VALUES: dict[tuple[str, str], tuple[str, Callable[[str, Any], bool]]] = {
     ("torch", _TORCH_CUDA): (
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
         lambda text, value: value == "tf32" or not _is_on(text),
@@ -79,7 +79,7 @@ def disagreements(rows: tuple[SwitchRow, ...]) -> tuple[str, ...]:
         value = values.get((library, switch))
         if texts["NVIDIA_TF32_OVERRIDE"] == "0" and value in tf32:
             sentences.append(f"NVIDIA_TF32_OVERRIDE=0 keeps cuBLAS from TF32, while {library}'s {switch} is {value!r}")
-    for key, (variable, agrees) in _FIRST_VALUES.items():
+    for key, (variable, agrees) in _INITIAL_VALUES.items():
         text = texts[variable]
         if text is not None and key in values and not agrees(text, values[key]):
             sentences.append(f"{variable}={text}, while {key[0]}'s {key[1]} is {values[key]!r} now")

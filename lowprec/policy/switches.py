@@ -1,12 +1,12 @@
 """Setting and restoring other libraries' switches across threads, tasks, nested blocks, exceptions and interrupts.
 
-Each controller has a stack of layers, per process or per thread like its switches. A layer contains the values saved
-before a block set the switches, and the open blocks that use it. A block joins the top layer if the switches still have
-that layer's values; otherwise it adds a layer. The top layer is removed when its last block has ended. So blocks may
-end in any order, and the user's values are restored exactly once. One lock protects all stacks.
+Each controller has a stack of layers: one per process or one per thread, as its switches. A layer contains the values
+saved before a block set the switches, and the open blocks that use it. A new block joins the top layer if the switches
+still have that layer's values; otherwise it adds a layer. The top layer is removed when its last block has ended. So
+blocks may end in any order, and the user's values are restored exactly once. One lock protects all stacks.
 
-A signal handler may raise at any call. So a layer is on its stack before a switch is changed, and the values to restore
-are determined before the first is written: :func:`release` may be called again and completes the rest.
+A signal handler may raise at any call. So a layer is put on its stack before a switch is changed, and all values to
+restore are determined before the first is written: a second call of :func:`release` completes the first.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lowprec.modes import MathMode
 from lowprec.policy.protocol import Controller, Tier, attempt
 from lowprec.util import forking
 
-#: The reason why a block does not set switches that a guard has set.
-FLOOR = "nothing lowers it while an fp32_guard is open"
+#: Why a block does not set switches that a guard has set.
+FLOOR = "an open fp32_guard keeps it at full FP32"
 
 #: Layers and failures of a block that sets no switches.
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -63,7 +63,7 @@ class _Layer:
         controller = self.controller
         if self.target is None:
             changed: dict[str, Any] = {}
-            # If `inside` is None, an interrupt or a failure has prevented some of the changes.
+            # If `inside` is None, an exception ended `set_mode`, and the switches have no values of the user to keep.
             if self.inside is not None and (now := controller.save()) != self.inside:
                 # Switches that appeared or disappeared inside the block are ignored.
                 changed = {name: now[name] for name in self.saved if name in now and now[name] != self.inside.get(name)}
@@ -84,8 +84,8 @@ def kept(library: str, changed: Mapping[str, Any], where: str) -> str:
 _lock = threading.RLock()
 # Held during a fork: otherwise a child could inherit partly changed switches and a held lock.
 forking.register_lock(_lock)
-#: Held while the holder of the other lock changes switches. A lock, not a flag, because C code acquires and releases it
-#: without interruption by a signal handler.
+#: Held, together with the other lock, while switches change. It is a lock and not a flag, because `with` acquires and
+#: releases it in C code, which no signal handler interrupts.
 _changing = threading.Lock()
 
 Stacks = dict[Controller, list[_Layer]]
@@ -107,10 +107,10 @@ def hold(
     is_floor: bool,
     is_guarded: Callable[[str], bool] | None = None,
 ) -> None:
-    """Set the switches of these loaded libraries for a mode, and record in the new block the data for `release`.
+    """Set the switches of these loaded libraries for a mode, and record in the block the data for :func:`release`.
 
-    After an exception, which is always an interrupt, the block must be released. ``is_floor`` marks a guard, below
-    which other blocks do not lower the switches; ``is_guarded`` returns whether a guard of the caller covers a library.
+    After an exception, which only a signal handler raises, the block must be released. ``is_floor`` marks a guard:
+    blocks inside it do not set the switches to other modes. ``is_guarded`` returns whether a guard covers a library.
     """
     failures: dict[str, str] = {}
     layers: dict[str, _Layer] = {}
@@ -135,7 +135,7 @@ def hold(
                         del layers[name]
                 if why_not is not None:
                     failures[name] = why_not
-            _settle_all()
+            _restore_all_unused()
 
 
 def _join(
@@ -144,7 +144,7 @@ def _join(
     """Add the block to a layer of this library's switches, or return the reason against it."""
     stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
     stack = stacks.setdefault(controller, [])
-    _settle(stack)
+    _restore_unused(stack)
     if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
         return FLOOR
     if mode not in controller.modes:
@@ -162,10 +162,10 @@ def _join(
 
 
 def release(block: Block) -> list[str]:
-    """Remove a block from its layers and restore switches; return sentences about problems.
+    """Remove a block from its layers and restore the switches; return sentences about problems.
 
-    A second call completes the part that an interrupt has prevented. In a finalizer or signal handler during a change
-    it only removes the block from its layers; the interrupted change restores the switches at its end.
+    A second call completes an interrupted one. A call in a finalizer or signal handler, while switches are being
+    changed, only removes the block; the switches are restored at the end of that change.
     """
     remarks: list[str] = []
     with _lock:
@@ -173,7 +173,7 @@ def release(block: Block) -> list[str]:
             layer.blocks.pop(block, None)
         if not _changing.locked():
             with _changing:
-                remarks += _settle_all()
+                remarks += _restore_all_unused()
     if block.thread != get_ident():
         remarks += [
             f"{name}'s switch belongs to the thread in which the block was entered; it keeps the block's value there "
@@ -184,16 +184,17 @@ def release(block: Block) -> list[str]:
     return remarks
 
 
-def _settle_all() -> list[str]:
+def _restore_all_unused() -> list[str]:
     remarks: list[str] = []
     for stacks in (_process_stacks, _thread.stacks):
         for stack in stacks.values():
             if stack:
-                remarks += _settle(stack)
+                remarks += _restore_unused(stack)
     return remarks
 
 
-def _settle(stack: list[_Layer]) -> list[str]:
+def _restore_unused(stack: list[_Layer]) -> list[str]:
+    """Remove the layers without blocks from the top of a stack, and restore the values saved in them."""
     remarks: list[str] = []
     while stack and not stack[-1].blocks:
         layer = stack[-1]

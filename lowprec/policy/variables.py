@@ -23,7 +23,7 @@ class Variable(Generic[T]):
     default: str  # description of the default
     parse: Callable[[str], T]  # from text to value; raises EnvironmentVariableError for illegal text
     show: Callable[[T], str] = str  # from value to its description
-    remark: Callable[[str], str | None] = lambda text: None  # from legal text to a warning
+    remark: Callable[[str], str | None] = lambda text: None  # from legal text to a warning, None for none
     read_once: bool = False  # read at the first use of a mode only
 
     def text(self) -> str | None:

@@ -14,8 +14,8 @@ class _Lock(Protocol):
     def release(self) -> object: ...
 
 
-#: Held while an executor is created, which may import modules and compile kernels: a child would inherit held import
-#: locks of these modules. Acquired first, because other locks are acquired under it.
+#: Held while an executor is created, which may import modules and compile kernels. Otherwise a child could inherit the
+#: import locks of these modules while they are held. First in the list, because other locks are acquired under it.
 creation_lock = threading.RLock()
 
 _locks: list[_Lock] = [creation_lock]

@@ -1,4 +1,4 @@
-"""Cells under headings, and how they look as plain text and in a notebook."""
+"""Tables, as plain text and as HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _GAP = 2
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under headings, or without any where all headings are empty."""
+    """Rows of cells under headings; if all headings are empty, they are not shown."""
 
     title: str
     columns: Sequence[str]  # headings; one that starts with ">" is aligned to the right
     rows: Sequence[Sequence[str]] = ()
-    optional: Sequence[str] = ()  # headings that go, the first one first, from too wide a table
+    optional: Sequence[str] = ()  # headings of the columns that are dropped, in this order, from too wide a table
 
     @property
     def headings(self) -> list[str]:
@@ -40,23 +40,23 @@ def fill(text: str, width: int, hang: int = 0) -> str:
 
 
 def plain_text(table: Table, width: int = sys.maxsize) -> str:
-    """Return the table as text of this width; one too wide loses optional columns, then becomes a table per row."""
+    """Return the table as text; if it exceeds the width, without optional columns, or else as one table per row."""
     lines = [*([table.headings] if table.rows and any(table.headings) else []), *table.rows]
     columns = list(zip(*lines, strict=True))
     right = [c.startswith(">") for c in table.columns]
     widths = [max(map(len, column), default=0) for column in columns]
     words = [max(map(len, " ".join(column).split()), default=0) for column in columns]
     least = [widths[i] if right[i] else words[i] for i in range(len(columns))]
-    room = width - _GAP * len(columns)
-    if sum(least) > room and table.optional:
+    available = width - _GAP * len(columns)
+    if sum(least) > available and table.optional:
         return plain_text(table.narrower(), width)
     text = [fill(table.title, width)]
-    if sum(least) > room and len(columns) > 1:
+    if sum(least) > available and len(columns) > 1:
         for name, *cells in table.rows:
             rows = [[x, cell] if x else [cell] for x, cell in zip(table.headings[1:], cells, strict=True)]
             text.append(plain_text(Table(name, [""] * len(rows[0]), rows), width))
         return "\n".join(text)
-    while sum(widths) > room and widths != least:
+    while sum(widths) > available and widths != least:
         widest = max((i for i, w in enumerate(widths) if w > least[i]), key=widths.__getitem__)
         widths[widest] -= 1
     for line in lines:
@@ -68,7 +68,7 @@ def plain_text(table: Table, width: int = sys.maxsize) -> str:
 
 
 def html(table: Table, remarks: Sequence[str] = ()) -> str:
-    """Return the table for a notebook, remarks below it; its colours are the notebook's, readable on any ground."""
+    """Return the table as HTML with remarks below it; it sets no colours, to suit every theme of a notebook."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         return "".join(

@@ -333,10 +333,10 @@ def test_mma_reads_its_operands_only(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_mma_refuses_numbers_of_another_format(name: str) -> None:
     given = {"a": ONE, "b": ONE, "c": ONE, name: ONE + np.float32(2.0**-11)}
-    with pytest.raises(ArrayError, match=rf"{name}\[0, 0\] is .*1.0004.*, which is no tf32 number"):
+    with pytest.raises(ArrayError, match=rf"{name}\[0, 0\] is .*1.0004.*, which is not a tf32 number"):
         mma(given["a"], given["b"], given["c"], arch="hopper", format="tf32")
     given[name] = ONE * np.float32(2.0**17)
-    with pytest.raises(ArrayError, match="which is no float16 number"):
+    with pytest.raises(ArrayError, match="which is not a float16 number"):
         mma(given["a"], given["b"], given["c"], arch="hopper", format="fp16")
 
 

@@ -188,7 +188,7 @@ def test_info_as_text_has_everything(command: Command, monkeypatch: pytest.Monke
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     out = command("info", "--all").out
     found = _json(command("info", "--json"))
-    assert "fp32 (LOWPREC_MATH_MODE; tf32 was asked for)" in out
+    assert "fp32 (LOWPREC_MATH_MODE; tf32 was requested)" in out
     assert "NVIDIA_TF32_OVERRIDE=0 turns tf32 into fp32." in out
     for entry in found["libraries"] + found["environment"]:
         assert entry["name"] in out

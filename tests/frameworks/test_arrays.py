@@ -601,7 +601,7 @@ def test_a_producers_refusal_is_passed_on() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return (1, 0)
 
-    with pytest.raises(ArrayError, match=r"Shy refuses to be exported by DLPack: not today"):
+    with pytest.raises(ArrayError, match=r"Shy cannot be exported by DLPack: not today"):
         library_of(Shy()).view(Shy())
 
 

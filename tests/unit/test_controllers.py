@@ -339,7 +339,7 @@ def test_the_guard_is_a_floor_for_other_libraries_too(register: Register) -> Non
         assert lower() == (True, FP32)
         assert pool.submit(lower).result() == (True, TF32), "lowprec's own mode is the thread's"
         with math_mode("tf32", frameworks=True) as mode:
-            assert "nothing lowers it" in reason(mode, "one")
+            assert "an open fp32_guard keeps it at full FP32" in reason(mode, "one")
     assert library.is_as_before
 
 
@@ -350,7 +350,7 @@ def test_the_guard_s_variable_is_a_floor_for_other_libraries_too(
     monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
     with math_mode("tf32", frameworks=True) as mode:
         assert library.is_as_before
-        assert "nothing lowers it" in reason(mode, "one")
+        assert "an open fp32_guard keeps it at full FP32" in reason(mode, "one")
     with fp32_guard(), math_mode("tf32", frameworks=True):
         assert library.is_full
 

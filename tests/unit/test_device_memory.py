@@ -246,7 +246,7 @@ def test_a_device_that_is_not_reported_is_a_refusal() -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             raise BufferError("somewhere")
 
-    with pytest.raises(ArrayError, match="Shy refuses to be exported by DLPack: somewhere"):
+    with pytest.raises(ArrayError, match="Shy cannot be exported by DLPack: somewhere"):
         library_of(Shy()).view(Shy())
 
 

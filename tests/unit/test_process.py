@@ -48,7 +48,7 @@ def test_a_mode_does_not_lower_below_a_guard(library: Library, guard: str, monke
         if guard == "variable":
             monkeypatch.setenv("LOWPREC_FP32_GUARD", "1")
             environment.refresh()
-        assert "nothing lowers it" in str(process.set_library("one", "tf32"))
+        assert "an open fp32_guard keeps it at full FP32" in str(process.set_library("one", "tf32"))
         assert library.is_as_before
 
 

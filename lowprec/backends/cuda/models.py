@@ -19,7 +19,7 @@ CUBLASLT = KernelRow(
     concatenates=True,
     keeps_b=True,
     is_cublaslt=True,
-    cuts_tf32=True,
+    truncates_tf32=True,
 )
 
 KERNELS = (CUBLASLT,)

@@ -19,15 +19,15 @@ _SWITCH = "default_matmul_precision"
 class JaxController:
     """JAX's default precision in a thread.
 
-    The saved value is the thread's own setting, or JAX's marker for none: such a thread uses the process default. JAX's
-    context manager does not expose this value, and an interrupt in its ``__enter__`` would lose it.
+    The saved value is the thread's own setting, or JAX's marker if there is none and the process default applies. JAX's
+    context manager is not used: it does not expose this value, and an interrupt in its ``__enter__`` would lose it.
     """
 
     name = "jax"
     module = "jax"
     tier = Tier.THREAD
     switches: Mapping[str, str] = {_SWITCH: "products and convolutions that are traced in this thread"}
-    # JAX's precisions, whose meaning depends on the device, instead of algorithms, which raise on devices without them.
+    # JAX's precisions, not its algorithms: these raise an error on devices without them.
     _words: Mapping[MathMode, str] = {
         MathMode.FP32: "highest",
         MathMode.FP32_PEDANTIC: "highest",

@@ -1,8 +1,8 @@
 """Controller of PyTorch's switches: the old ones for all products, the newer ones per backend and operation.
 
-Reading an old switch raises if it disagrees with the newer ones. A newer switch with value ``"none"`` inherits the
-value of its backend, or of all backends. Each switch's own value is saved, so that all are restored exactly. To read a
-value that is hidden by these rules, other switches are set to full FP32 for a moment, as the guard does next anyway.
+An old switch cannot be read while it disagrees with the newer ones. A newer switch with value ``"none"`` inherits the
+value of its backend, or of all backends. To restore all switches exactly, each one's own value is saved. If these rules
+hide a value, other switches are set to full FP32 while it is read; the guard sets them so in any case.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class TorchController:
         if parents != _PASSED_ON:
             leaves = _own(do, leaves)
         old, cudnn = _read(do.get_old), _read(do.get_cudnn)
-        # With full FP32 every value of the old switch for products is consistent; that of cuDNN only if it is False.
+        # While the newer switches are at full FP32, the old one for products can always be read, that of cuDNN only if
+        # it is False.
         if old is None:
             old = _while_set(do, _held(leaves, _MATMULS), "ieee", do.get_old)
         if cudnn is None:
@@ -226,7 +227,8 @@ def _own(do: _Functions, leaves: list[str]) -> list[str]:
             found |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
         return found
 
-    # With "none" in a backend's switch, its operations inherit from the switch of all backends, maybe the same value.
+    # The test sets a backend's switch to "none", which passes on the switch of all backends. That one is "none" during
+    # the test, because it could have the same value as the backend's.
     passes_on |= _while_set(do, {_ALL: do.get(*_ALL)}, "none", below_backends)
     return ["none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)]
 
@@ -240,6 +242,6 @@ def _followers(do: _Functions, parent: Pair, children: Sequence[Pair]) -> set[Pa
         return [do.get(*child) for child in children]
 
     before = values()
-    # Both values mean full FP32 for products of other threads.
+    # "none" and "ieee" both mean full FP32 for the products of other threads meanwhile.
     after = _while_set(do, {parent: held}, "none" if held == "ieee" else "ieee", values)
     return {c for c, b, a in zip(children, before, after, strict=True) if b != a}
