@@ -52,7 +52,7 @@ def mode_table() -> str:
     """Return the math modes that this version runs, with the neighbours' names."""
     header = ["mode", "float32 operands become", "products", "JAX preset", "cuBLASLt compute type"]
     rows = [
-        [_code(row.mode.value), row.inputs, str(row.products), _code(row.jax_preset), _gpu_words(row)]
+        [_code(row.mode.value), row.inputs, str(len(row.pairs)), _code(row.jax_preset), _gpu_words(row)]
         for row in modes.TABLE
     ]
     return table(header, rows)

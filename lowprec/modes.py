@@ -68,11 +68,6 @@ class ModeRow:
     sums_parts: bool = False  # the sum of the parts, rounded, is an additional part
 
     @property
-    def products(self) -> int:
-        """Number of matrix products that are summed."""
-        return len(self.pairs)
-
-    @property
     def uses_tf32(self) -> bool:
         """Whether ``NVIDIA_TF32_OVERRIDE=0`` turns this mode into ``fp32``."""
         return self.operand_format is formats.TF32

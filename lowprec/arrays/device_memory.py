@@ -106,7 +106,10 @@ class DeviceArray(DLPackArray):
     @property
     def memory(self) -> NDArray[Any]:
         """Raises ArrayError: NumPy cannot read device memory."""
-        raise self._not_on_the_host()
+        raise ArrayError(
+            f"the array is on {self._device}, where NumPy cannot read it; use torch.from_dlpack(array).cpu().numpy() "
+            "or cupy.asnumpy(cupy.from_dlpack(array))"
+        )
 
     @property
     def device(self) -> Device:
@@ -115,15 +118,6 @@ class DeviceArray(DLPackArray):
 
     def __repr__(self) -> str:
         return f"DLPackArray(shape={self.shape}, dtype={self.dtype!r}, device='{self._device}')"
-
-    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> NDArray[Any]:
-        raise self._not_on_the_host()
-
-    def _not_on_the_host(self) -> ArrayError:
-        return ArrayError(
-            f"the array is on {self._device}, where NumPy cannot read it; use torch.from_dlpack(array).cpu().numpy() "
-            "or cupy.asnumpy(cupy.from_dlpack(array))"
-        )
 
     def _consumer(self, stream: Any) -> int:
         """Return the consumer's stream.

@@ -271,14 +271,15 @@ class DLPackArray:
         return f"DLPackArray(shape={self.shape}, dtype={self.dtype!r})"
 
     def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> NDArray[Any]:
+        memory = self.memory  # raises for memory on a device
         if copy:
-            return np.array(self._memory, dtype=dtype, copy=True)
-        wanted = self._memory.dtype if dtype is None else np.dtype(dtype)
-        if wanted == self._memory.dtype:
-            return self._memory
+            return np.array(memory, dtype=dtype, copy=True)
+        wanted = memory.dtype if dtype is None else np.dtype(dtype)
+        if wanted == memory.dtype:
+            return memory
         if copy is False:
             raise ValueError(f"conversion from {self.dtype} to {wanted.name} needs a copy")
-        return self._memory.astype(wanted)
+        return memory.astype(wanted)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (self.device.type, self.device.index)

@@ -69,16 +69,10 @@ class PreparedView(ArrayView):
             if self.device.is_host:
                 view = host_view(self.owner.swapaxes(-1, -2))
             else:
-                view = ArrayView(
-                    self.dtype, _swapped(self.shape), _swapped(self.strides), self.device, self.owner, True,
-                    self.address,
-                )  # fmt: skip
+                shape, strides = ((*x[:-2], x[-1], x[-2]) for x in (self.shape, self.strides))
+                view = ArrayView(self.dtype, shape, strides, self.device, self.owner, True, self.address)
             self._transposed = PreparedView(view, self.mode, self.packed)
         return self._transposed
-
-
-def _swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
-    return (*extents[:-2], extents[-1], extents[-2])
 
 
 @dataclass(frozen=True, eq=False, repr=False)

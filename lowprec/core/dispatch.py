@@ -23,6 +23,8 @@ from lowprec.core.executors import CachedExecutor, capabilities, look_up
 from lowprec.errors import ArrayError, DelegateError, DTypeError, UnsupportedError
 from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ResolvedMode
 
+_MODE_WITHIN = "lowprec.core.plan_call:mode_within"
+
 
 @of_first
 def matmul(
@@ -116,15 +118,14 @@ def matmul(
     if _is_traced():
         return _traced_matmul(a, b, **_given(keywords))
     options = PLAIN
-    factors = type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
-    plain = factors and out is c is bias is activation is out_dtype is scale_a is scale_b is None
+    plain = out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
     try:
         library = library_of(a)
         if library.has_weak_types or type(b) is not type(a):
             a, b, c, bias = promoted((a, b), c, bias)
         x = library.view(a)
         y = library.view_same_type(b) if type(b) is type(a) else view_of_b(b)
-        if not (plain and k_chunk is None):
+        if not (plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0):
             options = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
             x, y = (x, y) if options.alpha else with_k_zero(x, y)
     except DelegateError as error:
@@ -137,8 +138,7 @@ def matmul(
     else:
         check_devices(options.views(x, y))
         problem = options.problem(spec_of(x), spec_of(y))
-        mode_within = imported("lowprec.core.plan_call:mode_within")
-        resolved, _ = mode_within(rtol, math_mode, problem, capabilities(x.device), bound)
+        resolved, _ = imported(_MODE_WITHIN)(rtol, math_mode, problem, capabilities(x.device), bound)
     found = look_up(resolved, x, y, options)
     execute, target = found.execute, options.out
     if target is None:

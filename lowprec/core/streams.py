@@ -27,13 +27,9 @@ def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple
     for other in arrays:
         if type(other) is not kind and other is not None:
             joined = joined or (hasattr(other, "__dlpack__") and library_of(other) is not library)
-    if joined:
-        _run_joined(execute, arguments, arrays)
-    else:
+    if not joined:
         execute(arguments)
-
-
-def _run_joined(execute: Executor, arguments: Arguments, arrays: tuple[Any, ...]) -> None:
+        return
     device, stream = arguments.a.device, arguments.stream
     views = (*arguments[:5], arguments.scale_a, arguments.scale_b)
     others: dict[int, None] = {}

@@ -686,7 +686,7 @@ def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
     dots = [line for line in made.mlir_module().splitlines() if "stablehlo.dot_general" in line]
     found = row(MathMode(mode))
     if found.operand_format is formats.FLOAT16:
-        assert len(dots) == found.products
+        assert len(dots) == len(found.pairs)
         assert all("tensor<3x4xf16>, tensor<4x2xf16>) -> tensor<3x2xf32>" in x for x in dots)
         return
     (dot,) = dots
@@ -695,7 +695,7 @@ def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
         return
     kind, count = (
         {"F32": "f32", "TF32": "tf32", "BF16": "bf16"}[(found.jax_preset or "F32_F32_F32").split("_")[0]],
-        found.products,
+        len(found.pairs),
     )
     assert f"lhs_precision_type = {kind}" in dot
     assert f"num_primitive_operations = {count}" in dot

@@ -31,7 +31,7 @@ class SwitchController:
 
     name: str
     label: str  # name in messages
-    functions: Mapping[str, tuple[str, str, str]]  # description, getter and setter of each switch
+    functions: Mapping[str, tuple[str, str, str]]  # description of each switch, paths of its getter and setter
     values: Mapping[MathMode, Any]  # value of every switch in each mode
     arguments: tuple[str, ...] = ()  # first arguments of every getter and setter
     tier = Tier.PROCESS
@@ -53,11 +53,12 @@ class SwitchController:
 
     def _write(self, values: Mapping[str, Any]) -> None:
         for name, (_, _, setter) in self.functions.items():
-            attribute(setter, self.label)(*self.arguments, values[name])
+            attribute(f"{self.name}.{setter}", self.label)(*self.arguments, values[name])
 
     def save(self) -> dict[str, Any]:
         """Return the current value of each switch."""
-        return {name: attribute(getter, self.label)(*self.arguments) for name, (_, getter, _) in self.functions.items()}
+        getters = {name: attribute(f"{self.name}.{get}", self.label) for name, (_, get, _) in self.functions.items()}
+        return {name: getter(*self.arguments) for name, getter in getters.items()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
         """Set every switch, and check that it holds the new value."""
@@ -84,8 +85,8 @@ TENSORFLOW = SwitchController(
     {
         "config.experimental.tensor_float_32_execution": (
             "products and convolutions on CUDA",
-            "tensorflow.config.experimental.tensor_float_32_execution_enabled",
-            "tensorflow.config.experimental.enable_tensor_float_32_execution",
+            "config.experimental.tensor_float_32_execution_enabled",
+            "config.experimental.enable_tensor_float_32_execution",
         )
     },
     _ALLOW_TF32,
@@ -95,13 +96,7 @@ TENSORFLOW = SwitchController(
 CUPY = SwitchController(
     "cupy",
     "CuPy",
-    {
-        "_core.compute_type('f')": (
-            "float32 and complex64 products",
-            "cupy._core.get_compute_type",
-            "cupy._core.set_compute_type",
-        )
-    },
+    {"_core.compute_type('f')": ("float32 and complex64 products", "_core.get_compute_type", "_core.set_compute_type")},
     # CuPy's COMPUTE_TYPE_DEFAULT, _PEDANTIC and _TF32. Its _BF16 allows bfloat16 and does not promise it.
     {MathMode.FP32: 1, MathMode.FP32_PEDANTIC: 2, MathMode.TF32: 7},
     arguments=("f",),
@@ -111,16 +106,8 @@ PADDLE = SwitchController(
     "paddle",
     "Paddle",
     {
-        "base.core.cublas_switch": (
-            "products on CUDA",
-            "paddle.base.core.get_cublas_switch",
-            "paddle.base.core.set_cublas_switch",
-        ),
-        "base.core.cudnn_switch": (
-            "convolutions on CUDA",
-            "paddle.base.core.get_cudnn_switch",
-            "paddle.base.core.set_cudnn_switch",
-        ),
+        "base.core.cublas_switch": ("products on CUDA", "base.core.get_cublas_switch", "base.core.set_cublas_switch"),
+        "base.core.cudnn_switch": ("convolutions on CUDA", "base.core.get_cudnn_switch", "base.core.set_cudnn_switch"),
     },
     _ALLOW_TF32,
 )
