@@ -201,7 +201,7 @@ def split_error(
 
 
 def _weight(row: ModeRow, parts: _Parts, index: int) -> float:
-    """Return the bound of a scaled part; the index after the last part stands for the sum of all parts."""
+    """Return the bound of a scaled part; the index after the last part means the sum of all parts."""
     if index < len(parts.weights):
         return float(parts.weights[index] * 2.0 ** (row.part_exponent * index))
     u = row.operand_format.unit_roundoff
