@@ -23,11 +23,11 @@ products alternate step by step, so a term is rounded with all of them. On vecto
 chunk, the smallest first, so a term is rounded with its own product and the larger ones.
 
 *Tensor cores* (see ``planning.tensor_cores``): d is the number of roundings of their model. cuBLAS does not document
-how it rounds float32 data to TF32; truncation is assumed, the worst case, with a loss of 2^-10. The terms of a
-sum are aligned by the exponents of their factors, and a subnormal factor has the exponent of nu, the smallest normal
-number. The error is gamma_d times the sum of (|a| + nu) (|b| + nu). It exceeds gamma_d |a| |b| by gamma_d nu per
-element of an operand and gamma_d k nu^2 per element of the result; for scaled rows, whose largest number is at least
-2^28 nu, by gamma_d 2^-27 sqrt(k) relative to the norms. Results below float32's normal range are truncated as well.
+how it rounds float32 data to TF32; truncation is assumed, the worst case, with a loss of 2^-10. The terms of a sum are
+aligned by the exponents of their factors, and a subnormal factor has the exponent of nu, the smallest normal number.
+The error is gamma_d times the sum of (|a| + nu) (|b| + nu). It exceeds gamma_d |a| |b| by gamma_d nu per element of an
+operand and gamma_d k nu^2 per element of the result; for scaled rows, whose largest number is at least 2^28 nu, by
+gamma_d 2^-27 sqrt(k) relative to the norms. Results below float32's normal range are truncated as well.
 
 *Scaling* (``fp16`` and its schemes): rows of a and columns of b are scaled by powers of two so that the largest number
 of each is in [2^14, 2^15). Numbers that are then below float16's normal range lose at most 2^-25, which is 2^-39 of the

@@ -102,7 +102,7 @@ class CublasLtCall:
     epilogue: str  # name in cublasLtEpilogue_t
     pack_a: Pack | None
     pack_b: Pack | None
-    staged: tuple[Reason, ...]  # why cuBLASLt writes to temporary memory, and a kernel the result; empty if it does not
+    staged: tuple[Reason, ...]  # reasons to write the product to temporary memory first; empty if D is the result
 
     @property
     def product_bytes(self) -> int:

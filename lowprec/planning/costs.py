@@ -31,7 +31,7 @@ def expected_cost(plan: GemmPlan) -> float:
     each = plan.capabilities.cost_per_flop(kernel, format_name(plan.operand_format))
     cost = each * sum(product.length for product in plan.schedule) / max(layout.k, 1)
     if plan.call is not None:
-        # Each copy is written and read. So is the result for each product that is added to it.
+        # Each copy is written and read. So is the temporary result for each product that is added to it.
         moved = 2 * sum(copy.nbytes for copy in plan.copies)
         moved += 2 * (len(plan.schedule) - 1) * plan.call.product_bytes
         return cost + moved * kernel.cost_per_byte / plan.flops

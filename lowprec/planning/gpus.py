@@ -129,7 +129,7 @@ def model_of(name: str) -> GpuModel | None:
 
 
 def flops_per_byte(name: str, capability: Capability) -> float:
-    """Return peak rate by bandwidth of a GPU by its name; without a row, of the nearest older compute capability."""
+    """Return the flops per byte of a GPU by its name; without a row, of the nearest older compute capability."""
     older = [model for model in MODELS if model.compute_capability <= capability] or MODELS[:1]
     nearest = max(older, key=lambda model: model.compute_capability)  # the first of several
     return (model_of(name) or nearest).flops_per_byte

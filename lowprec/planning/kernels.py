@@ -56,7 +56,7 @@ class KernelRow(NamedTuple):
     summation: Summation = Summation.SEQUENTIAL
     parts: int = 1  # bfloat16 parts that represent an operand exactly
     products_per_complex: int = 1  # real products per complex product
-    reads_any_strides: bool = False  # operands are not copied because of strides
+    reads_any_strides: bool = False  # operands with any strides are read without a copy
     holds_in: DType | None = None  # wider storage type of rounded operands; None: as rounded
     single_product: bool = False  # only for schedules of one product
     sums_products: bool = False  # only for schedules of several products
@@ -74,7 +74,7 @@ class KernelRow(NamedTuple):
     minimum_k: int = 0
     minimum_mn: int = 0  # of both m and n
     is_shallow: bool = False  # only if m and n are at least k
-    minimum_extent_complex: int = 0  # least of m, n and k
+    minimum_extent_complex: int = 0  # of the smallest of m, n and k
     minimum_batch_flops: int = 0  # of each product of a batch
     minimum_batch_flops_vector: int | None = None  # of a matrix and a vector, if it differs
     minimum_batch_flops_complex: int | None = None  # of complex matrices, if it differs
@@ -101,7 +101,7 @@ class Capabilities:
     workspace_bytes: int = 0  # cuBLASLt's workspace
     peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), if known
     bytes_per_second: float = 0.0  # memory bandwidth, if known
-    source: str = ""  # source of published figures, whose plans are predictions; "" for a present device
+    source: str = ""  # source of the figures, if they are published ones and plans are predictions
 
     @property
     def has_float8(self) -> bool:

@@ -50,7 +50,7 @@ class MatrixStack:
     batch_shape: Shape  # outermost first
     batch_strides: Shape  # 0 in dimensions along which the matrix is broadcast
     order: Order | None  # contiguous dimension; None if BLAS cannot express the strides
-    leading_dimension: int | None  # the other stride, at least the contiguous extent; None likewise
+    leading_dimension: int | None  # stride of the other dimension, at least the contiguous extent; None as ``order``
 
     @classmethod
     def of(

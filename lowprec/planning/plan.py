@@ -54,7 +54,7 @@ class Candidate(NamedTuple):
     """A mode that ``rtol`` considered."""
 
     mode: MathMode
-    bound: float  # guaranteed relative error in the Frobenius norm
+    bound: float  # of the relative error in the Frobenius norm, guaranteed or probable
     cost: float  # expected time, relative to fp32
     accepted: bool  # whether this is the mode that runs
     why: Reason
@@ -82,7 +82,7 @@ class GemmPlan:
     passed_over: tuple[Reason, ...]  # reasons against preferred kernels of the device
     fallback: KernelRow | None  # kernel for operands that the first does not support
     copies: tuple[Copy, ...]
-    flops: int  # 2 m n k (complex: 8 m n k) times the batch; additional products of split operands do not count
+    flops: int  # 2 m n k (complex: 8 m n k) times the batch, without the additional products of split operands
     resolved: ResolvedMode | None = None  # the mode with its source
     candidates: tuple[Candidate, ...] = ()  # modes considered for ``rtol``
     tolerance: Reason | None = None  # the bound that ``rtol`` limits, and the choice by the other bound
@@ -138,7 +138,7 @@ class GemmPlan:
 
     @property
     def products(self) -> int:
-        """Number of matrix products that the kernel runs; on tile units, of real ones."""
+        """Number of matrix products that the kernel runs; a complex product may be several real ones."""
         kernel = self.kernel_row
         real = kernel.products_per_complex if self.compute_dtype.is_complex else 1
         return len({x for product in self.schedule for x in product.pairs}) * kernel.parts**2 * real

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowprec.planning.layout import MatrixStack, OperandSpec
     from lowprec.planning.plan import GemmPlan
 
-#: Multiple, in bytes, of the contiguous dimension for which tensor cores are fastest.
+#: Tensor cores are fastest if the contiguous dimension is a multiple of this number of bytes.
 ALIGNMENT_BYTES = 16
 
 #: Products with a dimension of at most this are memory-bound.
@@ -81,7 +81,7 @@ def to_html(plan: GemmPlan) -> str:
 
 
 def tables(plan: GemmPlan) -> Iterator[Table]:
-    """Yield the plan as a table of two columns, and that of the candidates where ``rtol`` chose."""
+    """Yield a table of the plan, and one of the candidates if ``rtol`` chose the mode."""
     yield Table(title(plan), ("", ""), list(_rows(plan)))
     if plan.candidates:
         rows = [

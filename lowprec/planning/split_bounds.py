@@ -62,7 +62,7 @@ def gamma(count: float, fmt: NumberFormat) -> float:
 
 @lru_cache(maxsize=1024)
 def confidence(sums: int) -> float:
-    """Return lambda such that any of so many sums exceeds its bound with probability at most ``FAILURE``."""
+    """Return the lambda with which the probability that one of these sums exceeds its bound is ``FAILURE``."""
     return sqrt(2 * log(2 * max(sums, 1) / FAILURE)) * (1 + 2.0**-23)
 
 

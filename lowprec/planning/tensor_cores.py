@@ -33,7 +33,7 @@ class Accumulation(NamedTuple):
     result_bits: int = 23  # fraction bits of the accumulator, which is rounded toward zero
 
 
-#: First compute capability of a model; None for sums in another type.
+#: The first compute capability of a model, and the model; None if sums are not in FP32.
 _Model = tuple[Capability, Accumulation | None]
 
 _SIXTEEN_BITS: tuple[_Model, ...] = (

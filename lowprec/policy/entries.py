@@ -42,7 +42,7 @@ class Entry(Block):
         self.thread = get_ident()
         self.scope = scope
         self.is_open = False
-        self.statement: ref[Callable[..., None]] | None = None  # to the function that the ``with`` statement calls last
+        self.statement: ref[Callable[..., None]] | None = None  # the ``__exit__`` function of the ``with`` statement
 
     def open(self, scope: Any) -> None:
         """Enter the scope; ``is_open`` is set before the first change."""
@@ -80,7 +80,7 @@ class _Exit:
 
 
 def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
-    # An explicit call of guard.__exit__() has created an entry that was never opened, and leaves the last open one.
+    # An explicit call of guard.__exit__() has created an entry that was never opened, and closes the last open one.
     found = entry if entry.is_open else scope._last_entry()
     for sentence in [_OTHER_CONTEXT] if found is None else found.close():
         warn(f"{scope!r} {sentence}")
@@ -107,7 +107,7 @@ class Scope:
             raise
 
     def _last_entry(self) -> Entry | None:
-        """Return the open entry that an explicit call of ``__exit__`` leaves."""
+        """Return the open entry that an explicit call of ``__exit__`` closes."""
         raise NotImplementedError
 
 

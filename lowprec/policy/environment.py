@@ -60,7 +60,7 @@ def refresh() -> None:
     """Drop the snapshot: the next use of a mode reads the environment again. cuBLAS keeps its own first value."""
     _taken.clear()
     entries.notify(True)
-    _taken.clear()  # again, because listeners resolve modes
+    _taken.clear()  # again, because a listener that resolves modes takes a snapshot
 
 
 class VariableRow(NamedTuple):

@@ -61,7 +61,7 @@ class Controller(Protocol):
         """Modes that the switches support, ``fp32`` included."""
 
     def save(self) -> Mapping[str, Any]:
-        """Return the value of each switch, comparable, for :meth:`restore`."""
+        """Return the value of each switch, for comparison with ``==`` and for :meth:`restore`."""
 
     def set_mode(self, mode: MathMode) -> Mapping[str, Any]:
         """Set every switch for one of :attr:`modes`, and return the values as :meth:`save` does.

@@ -195,7 +195,7 @@ class PolicyScope(Scope):
 
 
 def guarded_libraries() -> Callable[[str], bool] | None:
-    """Return a predicate: whether a guard of this context covers a library's name; None without a guard."""
+    """Return a function that returns whether a guard of this context covers a library; None without a guard."""
     if environment.snapshot().fp32_guard:
         return lambda name: True
     here = innermost.get()

@@ -110,7 +110,7 @@ def hold(
     """Set the switches of these loaded libraries for a mode, and record in the block the data for :func:`release`.
 
     After an exception, which only a signal handler raises, the block must be released. ``is_floor`` marks a guard:
-    blocks inside it do not set the switches to other modes. ``is_guarded`` returns whether a guard covers a library.
+    while it is open, no other block lowers the precision. ``is_guarded`` returns whether a guard covers a library.
     """
     failures: dict[str, str] = {}
     layers: dict[str, _Layer] = {}

@@ -227,8 +227,8 @@ def _own(do: _Functions, leaves: list[str]) -> list[str]:
             found |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
         return found
 
-    # The test sets a backend's switch to "none", which passes on the switch of all backends. That one is "none" during
-    # the test, because it could have the same value as the backend's.
+    # While a backend's switch is "none", its operations inherit the switch of all backends. That one is "none" too for
+    # this test, because it could have the value that the backend's switch had before.
     passes_on |= _while_set(do, {_ALL: do.get(*_ALL)}, "none", below_backends)
     return ["none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)]
 
