@@ -14,8 +14,8 @@ from lowprec.util.strides import contiguous_strides, overlaps_itself
 class Library(ABC):
     """Adapter of one array library: views of operands, new arrays for results.
 
-    ``allocate`` returns a buffer, the backend fills it, and ``wrap`` makes the caller's array of it, which is the
-    buffer itself, unless arrays are immutable (JAX) or the library is known only by DLPack.
+    ``allocate`` returns a buffer, the backend fills it, and ``wrap`` returns it as an array. The array is the buffer
+    itself, unless arrays are immutable (JAX) or the library is known only by DLPack.
     """
 
     name: str  # of the library's module

@@ -68,8 +68,12 @@ class _Versioned(ctypes.Structure):
     )
 
 
-# PyGILState calls deadlock in a subinterpreter. Subscripting ``ctypes.pythonapi`` returns a function object whose
-# prototype is not shared with other packages.
+# By subscripts: attributes of ``ctypes.pythonapi``, and so their prototypes, are shared by all packages of the process.
+_get_name, _get_pointer = (ctypes.pythonapi[f"PyCapsule_Get{name}"] for name in ("Name", "Pointer"))
+_get_name.restype, _get_name.argtypes = ctypes.c_char_p, (ctypes.py_object,)
+_get_pointer.restype, _get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+
+# PyGILState calls deadlock in a subinterpreter.
 _current, _main = (ctypes.pythonapi[f"PyInterpreterState_{name}"] for name in ("Get", "Main"))
 _current.restype = _main.restype = ctypes.c_void_p
 if _current() != _main():
@@ -81,12 +85,6 @@ if _current() != _main():
 _CAPSULE = type(np.empty(0).__dlpack__())
 _TENSOR_OFFSET: int = _Versioned.tensor.offset
 _INTEGERS = tuple(ctypes.c_int64 * ndim for ndim in range(65))
-
-# Separate prototypes: attributes of ``ctypes.pythonapi`` are shared by all packages of the process.
-_get_name = ctypes.PYFUNCTYPE(ctypes.c_char_p, ctypes.py_object)(("PyCapsule_GetName", ctypes.pythonapi))
-_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
 
 
 def _open(capsule: object) -> tuple[_Tensor, int]:
@@ -156,7 +154,7 @@ def _device(kind: int, index: int) -> Device:
 
 
 def device_of(array: Any) -> Device:
-    """Return the device of an array by ``__dlpack_device__``; host-readable memory is the CPU's. Raises ArrayError."""
+    """Return the DLPack device of an array, the CPU for all host-readable memory; raise ArrayError if it has none."""
     try:
         reported = array.__dlpack_device__()
     except Exception as error:
