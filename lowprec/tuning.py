@@ -72,7 +72,7 @@ def autotune(
     candidates: int = 32,
     progress: Callable[[int, int], None] | None = None,
 ) -> AutotuneResult:
-    """Measure cuBLASLt's algorithms for a product, and use the fastest in later products.
+    """Measure cuBLASLt's algorithms for a product; later products use the fastest.
 
     The choice is stored on disk for later processes on the same model of GPU with the same driver and cuBLAS, in
     ``LOWPREC_CACHE_DIR``; without a cache it lasts for this process, and a warning gives the reason. An algorithm
