@@ -23,6 +23,7 @@ from lowprec.core.executors import CachedExecutor, capabilities, look_up
 from lowprec.errors import ArrayError, DelegateError, DTypeError, UnsupportedError
 from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ResolvedMode
 
+_ARRAYS = ("a", "b", "out", "c", "bias", "scale_a", "scale_b")
 _MODE_WITHIN = "lowprec.core.plan_call:mode_within"
 
 
@@ -131,7 +132,7 @@ def matmul(
     except DelegateError as error:
         return _delegated(error, a, b, _given(keywords))
     except (ArrayError, DTypeError) as error:
-        name_argument(error, _arrays(a, b, out, c, bias, scale_a, scale_b))
+        name_argument(error, dict(zip(_ARRAYS, (a, b, out, c, bias, scale_a, scale_b), strict=True)))
         raise
     if rtol is None and bound is None:
         resolved = policy.resolve(math_mode)
@@ -194,7 +195,7 @@ _NOT_AFTERWARDS = {"out", "rtol", "bound", "k_chunk"}
 def _delegated(found: DelegateError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Call the matmul function of an operand's library; raise if it lacks one of the given arguments."""
     refuse_prepared(a=a, **given, b=b)
-    arrays = _arrays(a, b, *map(given.get, ("out", "c", "bias", "scale_a", "scale_b")))
+    arrays = {"a": a, "b": b, **{name: given.get(name) for name in _ARRAYS[2:]}}
     delegate, takes = _delegate(found.target)
     if not given.keys() <= takes:
         lacking = sorted(given.keys() - takes)
@@ -206,12 +207,6 @@ def _delegated(found: DelegateError, a: Any, b: Any, given: dict[str, Any]) -> A
     except (ArrayError, DTypeError) as error:
         name_argument(error, arrays)
         raise
-
-
-def _arrays(a: Any, b: Any, out: Any, c: Any, bias: Any, scale_a: Any, scale_b: Any) -> dict[str, Any]:
-    return {
-        "a": a, "b": b, "out": out, "c": c, "bias": bias, "scale_a": scale_a, "scale_b": scale_b,
-    }  # fmt: skip
 
 
 def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:

@@ -74,10 +74,8 @@ def look_up(
     if found is None:
         with forking.creation_lock:  # a fork waits for imports and compilation
             found = _executors[key] = _create(resolved.mode, x, y, options)
-        excess = len(_executors) - _CACHE_SIZE
-        if excess > 0:
-            for oldest in list(_executors)[:excess]:  # dictionaries keep their order
-                _executors.pop(oldest, None)
+        for oldest in list(_executors)[:-_CACHE_SIZE]:  # dictionaries keep their order
+            _executors.pop(oldest, None)
         if resolved.source is ModeSource.ARGUMENT:
             warn_without_effect(found.plan)
     observer = _observer
