@@ -101,7 +101,12 @@ class Capabilities:
     workspace_bytes: int = 0  # cuBLASLt's workspace
     peak_tflops: tuple[tuple[str, float], ...] = ()  # by format ("bfloat16"), if known
     bytes_per_second: float = 0.0  # memory bandwidth, if known
-    source: str = ""  # source of the figures, if they are published ones and plans are predictions
+    source: str = ""  # source of published figures; plans are then predictions
+
+    @property
+    def predicted(self) -> bool:
+        """Whether the figures are published ones of a model, not those of a device."""
+        return bool(self.source)
 
     @property
     def has_float8(self) -> bool:

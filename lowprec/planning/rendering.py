@@ -99,7 +99,7 @@ def title(plan: GemmPlan) -> str:
 
 def _rows(plan: GemmPlan) -> Iterator[Row]:
     yield "device", f"{plan.capabilities.device}: {plan.capabilities.name}"
-    if plan.capabilities.source:
+    if plan.capabilities.predicted:
         yield "prediction", _PREDICTION.format(source=plan.capabilities.source)
     yield from _mode_rows(plan)
     yield "a becomes", plan.a_becomes

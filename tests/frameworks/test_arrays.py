@@ -624,7 +624,7 @@ class Moody(Capsules):
 def test_a_producers_type_error_says_nothing_of_its_version(memory: np.ndarray) -> None:
     producer = Moody(memory, flags=1)
     expected = memory.copy()
-    with pytest.raises(ArrayError, match=r"Moody refuses .*'NoneType' object is not iterable"):
+    with pytest.raises(ArrayError, match=r"Moody cannot be exported .*'NoneType' object is not iterable"):
         lowprec.matmul(memory, memory.T, out=producer)
     assert None not in producer.versions
     for _ in range(2):

@@ -144,8 +144,8 @@ def test_a_prediction_is_the_plan_of_the_device(mode: str) -> None:
     made = lowprec.plan(SQUARE, SQUARE, math_mode=mode, device="h200")
     for name in ("call", "layout", "copies", "bound", "schedule", "flops", "kernel_row"):
         assert getattr(made, name) == getattr(there, name), name
-    assert made.capabilities.source
-    assert not there.capabilities.source
+    assert made.capabilities.predicted is True
+    assert there.capabilities.predicted is False
     assert "prediction" in str(made)
     assert "prediction" not in str(there)
     assert made.algorithm == ()
