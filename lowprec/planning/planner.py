@@ -56,7 +56,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     choice, rows = choose(layout), with_rows_copied(layout)
     pays = layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
     if rows is not layout and choice.kernel.blas and pays:
-        # Only kernels of BLAS copy ``a``; others read it in place, which a collapsed ``a`` without strides forbids.
+        # Only BLAS kernels copy ``a``. Others read it in place, so its rows must have one stride.
         as_rows, layout = choose(rows), rows
         choice = as_rows if as_rows.kernel.blas else choice
     kernel = choice.kernel

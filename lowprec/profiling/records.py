@@ -60,7 +60,7 @@ def _tile_units(plan: GemmPlan, fmt: str, used: bool | None) -> tuple[bool, bool
 
 @dataclass(frozen=True, slots=True)
 class ProductRecord:
-    """A product that ran."""
+    """A product that ran: times in ms, rates in 1e12 flops per second."""
 
     index: int  #: Position in the profile, from 0, in the order in which the calls returned.
     label: str  #: The enclosing ranges, ``"step/layer 1"``; empty without any.
@@ -107,7 +107,7 @@ class ProductRecord:
 
 @dataclass(frozen=True, slots=True)
 class RangeRecord:
-    """A named range of a program, by the host's clock."""
+    """A named range of a program: times in ms, by the host's clock."""
 
     name: str  #: With the enclosing names, ``"step/layer 1"``.
     start_ms: float  #: Start, since the profile was first entered.

@@ -10,7 +10,7 @@ import pytest
 
 from lowprec.arrays import CPU
 from lowprec.backends.cpu import backend as cpu
-from lowprec.backends.cpu import casting, epilogue, fp32_units, panels, rounding, scaling, splitting
+from lowprec.backends.cpu import casting, epilogue, panels, rounding, scaling, splitting
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
 from lowprec.backends.cpu.packed import jobs, micro_kernels, prepared_panels, run
 from lowprec.backends.cuda.models import KERNELS as CUDA_KERNELS
@@ -118,7 +118,7 @@ def _cut_all(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
         (casting, "_PAYS_TO_SHARE", 0), (casting, "_PIECE", 1 << 9), (casting, "_PAYS_TO_CALL", 0),
         (rounding, "_BLOCK", 1 << 8), (scaling, "_BLOCK", 1 << 9),
-        (splitting, "_BLOCK", 1 << 9), (fp32_units, "_SLICE", 1 << 8), (epilogue, "_PIECE", 1 << 8),
+        (splitting, "_BLOCK", 1 << 9), (splitting, "SLICE", 1 << 8), (epilogue, "_PIECE", 1 << 8),
         (panels, "_VECTOR_WORK", 1 << 11), (panels, "_LONG_COLUMNS", 1 << 10), (prepared_panels, "_SHARED_FROM", 0),
         (jobs, "STREAM_BYTES", 1 << 11),
     ):  # fmt: skip

@@ -27,7 +27,7 @@ class JaxController:
     module = "jax"
     tier = Tier.THREAD
     switches: Mapping[str, str] = {_SWITCH: "products and convolutions that are traced in this thread"}
-    # JAX's precisions, not its algorithms: these raise an error on devices without them.
+    # JAX's precisions, because its algorithms raise an error on devices that lack them.
     _words: Mapping[MathMode, str] = {
         MathMode.FP32: "highest",
         MathMode.FP32_PEDANTIC: "highest",

@@ -227,8 +227,8 @@ def _own(do: _Functions, leaves: list[str]) -> list[str]:
             found |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
         return found
 
-    # While a backend's switch is "none", its operations inherit the switch of all backends. That one is "none" too for
-    # this test, because it could have the value that the backend's switch had before.
+    # A backend whose switch is "none" inherits from the switch of all backends. That switch is set to "none" as well
+    # for this test, because its value could equal the one that the backend's switch had.
     passes_on |= _while_set(do, {_ALL: do.get(*_ALL)}, "none", below_backends)
     return ["none" if pair in passes_on else leaf for pair, leaf in zip(_PAIRS, leaves, strict=True)]
 
