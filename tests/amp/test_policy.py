@@ -67,10 +67,12 @@ def test_overrides_that_do_not_fit_warn(level: str, overrides: Any, message: str
 def test_sound_overrides_do_not_warn() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Policy.preset("O2", norms_float32=False, loss_scale=128.0)
-        Policy.preset("O1", loss_scale=1024.0, output="float16")
+        narrow = Policy.preset("O2", norms_float32=False, loss_scale=128.0)
+        scaled = Policy.preset("O1", loss_scale=1024.0, output="float16")
         for level in LEVELS:
             Policy.preset(level)
+    assert properties(narrow) == (*LEVELS["O2"][:4], False, True, 128.0)
+    assert properties(scaled) == ("float32", "float16", "float16", *LEVELS["O1"][3:6], 1024.0)
 
 
 @pytest.mark.parametrize(
@@ -198,20 +200,20 @@ def test_the_environment_changes_the_lists(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_weights_are_cast_and_norms_stay() -> None:
-    one = np.ones(2, np.float32)
+    one = np.array([1 / 3, 2.0], np.float32)
     params = {
         "dense": {"w": one, "steps": np.ones(1, np.int64), "exact": one.astype(np.float64)},
         "layers": [{"BatchNorm_0": {"scale": one}}, {"bn1": one, "w": one}],
     }
     cast = Policy.preset("O2").cast_params(params)
-    assert cast["dense"]["w"].dtype == np.float16
-    assert cast["dense"]["steps"].dtype == np.int64
-    assert cast["dense"]["exact"].dtype == np.float64
-    assert cast["layers"][0]["BatchNorm_0"]["scale"].dtype == np.float32
-    assert cast["layers"][1]["bn1"].dtype == np.float32
-    assert cast["layers"][1]["w"].dtype == np.float16
     everything = Policy.preset("O3").cast_params(params)
-    assert everything["layers"][1]["bn1"].dtype == np.float16
+    for found, dtype in (
+        (cast["dense"]["w"], np.float16), (cast["dense"]["steps"], np.int64), (cast["dense"]["exact"], np.float64),
+        (cast["layers"][0]["BatchNorm_0"]["scale"], np.float32), (cast["layers"][1]["bn1"], np.float32),
+        (cast["layers"][1]["w"], np.float16), (everything["layers"][1]["bn1"], np.float16),
+    ):  # fmt: skip
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, one.astype(dtype) if len(found) == 2 else [1])
 
 
 def network(torch: Any) -> Any:

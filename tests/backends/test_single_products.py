@@ -183,14 +183,16 @@ def test_only_the_elements_of_the_result_are_written(order: str, dtype: Any, rng
     assert (memory[~written] == 7).all()
 
 
-def test_batches(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broadcast matrices, addends that broadcast otherwise, batches whose places are not kept, vectors."""
+def test_batches(rng: np.random.Generator) -> None:
+    """Broadcast matrices, addends that broadcast otherwise, batches of two, vectors."""
     a, b, bias = numbers(rng, 4, 3, 10, 6), numbers(rng, 3, 6, 9), numbers(rng, 9)
     for c in (numbers(rng, 4, 1, 10, 9), numbers(rng, 3, 1, 9), numbers(rng, 1), numbers(rng, 10, 1)):
         both(a, b, c=c, beta=0.5, bias=bias, math_mode="tf32")
         both(a, b[0], c=c, beta=0.5, bias=bias, math_mode="tf32")
         both(a[:, :1], b, c=c, beta=0.5, math_mode="fp16")
     both(a, b, c=numbers(rng, 4, 3, 10, 9), beta=0.5, bias=bias, math_mode="tf32")
+    pair = numbers(rng, 2, 80, 80)  # larger, for OpenBLAS
+    both(pair, pair[::-1], alpha=0.5, bias=pair[0, 0])
     both(a, b[0, :, 0], math_mode="tf32", alpha=2.0)
     both(a[0, 0, 0], b, math_mode="tf32", c=numbers(rng, 9), beta=1.0)
     both(a[0, 0, 0], b[0, :, 0], math_mode="tf32", c=numbers(rng, 1)[0:1].reshape(()), beta=1.0)

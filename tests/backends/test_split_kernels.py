@@ -430,7 +430,7 @@ def test_the_tiles_that_amx_multiplies(name: str, steps: int, add: int, rng: np.
 
 
 def test_amx_text_is_assembled_for_every_mode() -> None:
-    """LLVM takes the text, though this machine may not run it."""
+    """LLVM encodes each tile product, though this machine may not run it."""
     import llvmlite.binding as llvm
     from llvmlite import ir
 
@@ -449,7 +449,10 @@ def test_amx_text_is_assembled_for_every_mode() -> None:
         inline_asm(builder, text, "r,r,r,r,r,r," + amx._CLOBBERS, ir.VoidType(), function.args)
         builder.ret_void()
         module.triple = "x86_64-unknown-linux-gnu"
-        assert len(machine.emit_object(llvm.parse_assembly(str(module)))) > 500
+        # VEX.128.F3.0F38.W0 5C is TDPBF16PS.
+        encoded = re.findall(rb"\xc4[\xe2\xc2]..", machine.emit_object(llvm.parse_assembly(str(module))), re.DOTALL)
+        products = [code for code in encoded if code[3] == 0x5C and code[2] & 0x87 == 2]
+        assert len(products) == text.count("tdpbf16ps") >= 4 * len(pairs)
 
 
 @pytest.mark.parametrize("count", [1, 40])

@@ -6,6 +6,7 @@ A product is replaced by copies, so that the result has what the operands held a
 from __future__ import annotations
 
 import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -155,9 +156,14 @@ def test_memory_is_freed_while_another_thread_captures(
 def test_objects_are_held_and_released_during_a_capture(cuda: Software) -> None:
     """In the strictest mode, and on another stream."""
     first, second = stream(cuda), stream(cuda)
-    memory.keep([object()], second, GPU)
+    kept = [SECOND.copy(), SECOND.copy()]
+    alive = [weakref.ref(x) for x in kept]
+    memory.keep([kept.pop()], second, GPU)
     cuda.runtime.begin_capture(first, "Global")
     memory.allocate(1000, GPU, second)
     memory.release_finished()
-    memory.keep([object()], second, GPU)
+    memory.keep([kept.pop()], second, GPU)
     cuda.runtime.end_capture(first)
+    synchronize(second)
+    assert not memory.release_finished()
+    assert all(x() is None for x in alive)

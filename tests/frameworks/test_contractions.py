@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import lowprec
 from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
-from lowprec.arrays import namespaces
+from lowprec.arrays import library_of, namespaces
 from lowprec.contractions import products, recipes
 from lowprec.core.arguments import parse_dtype
 from lowprec.formats import promote
@@ -282,9 +282,11 @@ def test_results_are_arrays_of_a_library_of_the_array_api() -> None:
 
 
 def test_types_unknown_to_the_library_come_as_dlpack() -> None:
-    x = strict().ones((2, 2), dtype=strict().float32)
+    x = strict().asarray(draw(0, 2, 2))
     found = lowprec.matmul(x, x, out_dtype="bfloat16")
     assert isinstance(found, lowprec.DLPackArray)
+    want = (draw(0, 2, 2) @ draw(0, 2, 2)).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(library_of(found).view(found).ndarray(), want, strict=True)
 
 
 def test_an_array_without_a_namespace_is_refused() -> None:

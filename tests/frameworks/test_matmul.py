@@ -354,11 +354,12 @@ def test_c_and_bias_broadcast(xp: ArrayNamespace, a_shape: Any, b_shape: Any, rn
         oracles.assert_expression(xp.to_numpy(got), a, b, then=then)
 
 
-def test_c_is_not_read_where_beta_is_zero(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("given", [{}, {"alpha": 0.5}, {"activation": "relu"}], ids=str)
+def test_c_is_not_read_where_beta_is_zero(xp: ArrayNamespace, given: Any, rng: np.random.Generator) -> None:
     a, b = make(rng, 20, 30), make(rng, 30, 25)
     c = np.full((20, 25), np.nan, np.float32)
-    got = lowprec.matmul(xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=0.0)
-    oracles.assert_within_bound(xp.to_numpy(got), a, b)
+    got = lowprec.matmul(xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=0.0, **given)
+    oracles.assert_expression(xp.to_numpy(got), a, b, then=Epilogue(**given))
 
 
 def test_activations_of_special_numbers(xp: ArrayNamespace) -> None:
@@ -395,8 +396,10 @@ def test_out_dtype(xp: ArrayNamespace, dtype: str, out_dtype: str, rng: np.rando
 
 def test_out_dtype_of_torch() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    x = torch.ones(3, 3, dtype=torch.bfloat16)
-    assert lowprec.matmul(x, x, out_dtype=torch.float32).dtype is torch.float32
+    x = torch.full((3, 3), 1 + 2.0**-7, dtype=torch.bfloat16)
+    found = lowprec.matmul(x, x, out_dtype=torch.float32)
+    assert found.dtype is torch.float32
+    assert (found == 3 * (1 + 2.0**-7) ** 2).all(), "16 bits, more than bfloat16 has"
 
 
 # -- out ------------------------------------------------------------------------------------------

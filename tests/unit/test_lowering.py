@@ -327,9 +327,10 @@ def test_a_bias_along_the_rows_of_a_column_major_result_is_not_fused() -> None:
 
 def test_misaligned_8_bit_operands_are_packed() -> None:
     a, b = OperandSpec.contiguous(DType.INT8, (32, 64)), OperandSpec(DType.INT8, (64, 48), (1, 64))
-    call = lower(plan_gemm(GemmProblem(a, b), GPU, MathMode.FP32), aligned=False)
-    assert call.pack_a is not None
-    assert call.pack_b is not None
+    plan = plan_gemm(GemmProblem(a, b), GPU, MathMode.FP32)
+    for aligned in (True, False):
+        call = lower(plan, aligned=aligned)
+        assert (call.pack_a is None, call.pack_b is None) == (aligned, aligned)
 
 
 # -- float8 ---------------------------------------------------------------------------------------

@@ -177,7 +177,10 @@ def test_read_only_and_broadcast_out_are_refused() -> None:
 )
 def test_every_view_that_names_each_element_once_may_be_written(layout: str) -> None:
     array = layouts(DType.FLOAT32)[layout]
-    assert library_of(array).writable_view(array).strides == view_of(array).strides
+    view = library_of(array).writable_view(array)
+    assert view.strides == view_of(array).strides
+    view.ndarray()[...] = 7
+    assert (array == 7).all()
 
 
 def test_may_overlap_agrees_with_numpy(rng: np.random.Generator) -> None:
