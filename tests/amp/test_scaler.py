@@ -86,16 +86,10 @@ def compare_sequence(torch: Any, seed: int) -> None:
             theirs.scale(torch.ones(()))
 
 
-def test_the_same_as_pytorch_at_every_step() -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.sweep)])
+def test_the_same_as_pytorch_at_every_step(count: int) -> None:
     torch = load_or_skip(Backend.TORCH).torch
-    for seed in range(150):
-        compare_sequence(torch, seed)
-
-
-@pytest.mark.sweep
-def test_the_same_as_pytorch_over_ten_thousand_sequences() -> None:
-    torch = load_or_skip(Backend.TORCH).torch
-    for seed in range(10_000):
+    for seed in range(count):
         compare_sequence(torch, seed)
 
 

@@ -176,7 +176,6 @@ def _addends(compute: str) -> list[str]:
 
 @st.composite
 def examples(draw: st.DrawFn, path: KernelPath) -> Example:
-    """Draw a product for a path."""
     dtypes = draw(st.sampled_from(path.dtypes))
     if draw(st.booleans()):
         dtypes = dtypes[::-1]

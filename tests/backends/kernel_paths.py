@@ -81,7 +81,6 @@ class KernelPath:
 
     @functools.cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """All that lead there."""
         extents = {*product(_EXTENTS, repeat=3), *product(_LONG, repeat=3)}
         found = [
             shape

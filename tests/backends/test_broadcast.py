@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,14 @@ import pytest
 
 import lowprec
 from support import oracles
-from support.machines import MACHINES, SOFTWARE_TILES, on
+from support.machines import MACHINES, SOFTWARE_TILES, fixture
 
 M, N, K = 7, 5, 24
 
 Array = np.ndarray
 
 
-@pytest.fixture(params=[*MACHINES, SOFTWARE_TILES])
-def machine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run on the fastest units, without OpenBLAS and tile units, and by the tile kernels."""
-    with on(request.param):
-        yield request.param
+machine = fixture(*MACHINES, SOFTWARE_TILES)
 
 
 def make(rng: np.random.Generator, *shape: int, dtype: Any) -> Array:

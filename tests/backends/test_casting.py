@@ -149,35 +149,11 @@ def test_strides_and_edges(
             assert np.all(frame == 7)
 
 
-@needs_numba
-@pytest.mark.parametrize("step", [1, 2])
-def test_complex_numbers_are_rounded_by_component(step: int, rng: np.random.Generator) -> None:
-    values = rng.standard_normal((2, 30, 40)).astype(np.float32)
-    source = (values[0] + 1j * values[1])[:, ::step]
-    out = np.empty(source.shape, np.complex64)
-    cast_by_kernel(source, out, formats.BFLOAT16)
-    for found, part in ((out.real, source.real), (out.imag, source.imag)):
-        assert_same(found, part.astype(ml_dtypes.bfloat16).astype(np.float32))
-
-
 @pytest.mark.parametrize("dtype", [np.float64, np.complex128])
 def test_layouts_without_a_kernel_are_left_to_numpy(dtype: type, rng: np.random.Generator) -> None:
     source, out = rng.standard_normal((300, 300)).astype(np.float32), np.empty((300, 300), dtype)
     cast_by_kernel(source, out, None)
     np.testing.assert_array_equal(out, source)
-
-
-@needs_numba
-def test_without_numba_the_numbers_are_the_same(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = rng.standard_normal((300, 260), dtype=np.float32)
-    for to in ROUNDED:
-        outs = [np.empty_like(values) for _ in range(2)]
-        casting.cast([(values, outs[0])], to)
-        with monkeypatch.context() as alone:
-            alone.setattr(casting, "has_kernels", lambda: False)
-            alone.setattr(casting, "_cast_kernel", lambda *_: pytest.fail("it is not there"))
-            casting.cast([(values, outs[1])], to)
-        assert_same(outs[0], outs[1])
 
 
 def test_a_signalling_nan_is_widened_in_silence() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -12,7 +11,7 @@ import pytest
 import lowprec
 from lowprec.backends.cpu.packed import run
 from support import oracles
-from support.machines import MACHINES, SOFTWARE_TILES, on
+from support.machines import MACHINES, SOFTWARE_TILES, fixture, on
 
 REAL = ["float32", "bfloat16", "float16"]
 MODES = ["tf32", "bf16", "fp16", "bf16x3", "bf16x6", "bf16x9"]
@@ -21,11 +20,7 @@ SIDES = pytest.mark.parametrize("side", ["a", "b"], ids="real {}".format)
 M, K, N = 150, 220, 100
 
 
-@pytest.fixture(params=[*MACHINES, SOFTWARE_TILES])
-def machine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run on the fastest units that there are, without OpenBLAS and tile units, and on tile units in software."""
-    with on(request.param):
-        yield request.param
+machine = fixture(*MACHINES, SOFTWARE_TILES)
 
 
 def operands(rng: np.random.Generator, side: str, dtype: str) -> tuple[Any, Any]:

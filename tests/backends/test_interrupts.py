@@ -86,8 +86,6 @@ def test_an_exception_anywhere_waits_for_the_helpers_and_loses_none(meet: bool) 
 
 @contextmanager
 def raising(number: int) -> Iterator[None]:
-    """Raise in the handler of a signal."""
-
     def handler(*_: object) -> None:
         raise interrupts.Interrupt("of a handler")
 

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import lowprec
 from lowprec.arrays import library_of
 from lowprec.backends.cpu import stacks, threads
 from lowprec.backends.cpu.packed import run
@@ -150,21 +149,3 @@ def test_large_products_of_a_batch_are_shared_instead(kernel: MicroKernel) -> No
     square = OperandSpec.contiguous(dtype_from_name(kernel.storage), (2, 1024, 1024))
     out = OperandSpec.contiguous(DType.INT32 if kernel.storage == "int8" else DType.FLOAT32, (2, 1024, 1024))
     assert run.prepare(kernel, gemm_layout(square, square, out), "exact") is None
-
-
-def test_a_batch_of_matmul(rng: np.random.Generator) -> None:
-    """On any units: rounded operands, a view of each matrix, into `out`."""
-    a, b = (rng.integers(-9, 9, (30, 40, 40)).astype(np.float32) for _ in range(2))
-    out = np.zeros((30, 40, 40), np.float32).swapaxes(1, 2)
-    got = lowprec.matmul(a.swapaxes(1, 2), b[::-1], out=out, math_mode="bf16")
-    assert got is out
-    np.testing.assert_array_equal(out, want(a.swapaxes(1, 2), b[::-1]))
-
-
-@pytest.mark.parametrize("shape", [(5, 1, 50), (5, 40, 1), (5, 1, 1), (40, 50), (5, 40, 50)])
-def test_an_addend_of_a_batch_that_becomes_rows(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
-    """One matrix for all products: their rows are one matrix, unless the addend is none then."""
-    a, b = rng.integers(-3, 4, (5, 40, 64)), rng.integers(-3, 4, (64, 50))
-    a, b, c = (x.astype(np.float32) for x in (a, b, rng.integers(-9, 9, shape)))
-    got = lowprec.matmul(a, b, c=c, beta=2.0, math_mode="bf16")
-    np.testing.assert_array_equal(got, want(a, b) + 2 * c)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -23,7 +22,7 @@ from lowprec.backends.cpu.packed.micro_kernels import AVX512_FP32
 from lowprec.backends.cpu.rounding import round_float32
 from support import oracles
 from support.cpu_units import needs
-from support.machines import MACHINES, on
+from support.machines import MACHINES, fixture
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
@@ -77,11 +76,7 @@ def test_rounding_in_place(mode: str, rng: np.random.Generator) -> None:
 # -- products -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=MACHINES)
-def machine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run on the fastest units that there are, then without OpenBLAS and tile units."""
-    with on(request.param):
-        yield request.param
+machine = fixture(*MACHINES)
 
 
 #: m, n, k; the second is cut into tiles where there are any.

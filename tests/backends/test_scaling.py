@@ -15,7 +15,7 @@ from lowprec.backends.cpu import casting, scaling
 from lowprec.backends.cpu.casting import cast
 from lowprec.modes import MathMode, row
 from support import oracles
-from support.machines import MACHINES, SOFTWARE_TILES, on
+from support.machines import MACHINES, SOFTWARE_TILES, fixture
 
 #: m, k, n by their kernel path: small, BLAS, a matrix and a vector on either side.
 SHAPES = {"small": (9, 21, 17), "blas": (150, 260, 140), "A @ v": (190, 170, 1), "v @ A": (1, 180, 170)}
@@ -45,10 +45,7 @@ near, spread, small = (KINDS[kind] for kind in ("near", "spread", "small"))
 PAIRS = [("near", x) for x in KINDS] + [(x, "near") for x in KINDS] + [("tall", "small"), ("spread", "spread")]
 
 
-@pytest.fixture(params=[*MACHINES, SOFTWARE_TILES])
-def machine(request: pytest.FixtureRequest) -> Any:
-    with on(request.param):
-        yield request.param
+machine = fixture(*MACHINES, SOFTWARE_TILES)
 
 
 @pytest.mark.parametrize("kinds", PAIRS, ids="-".join)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import lowprec
-from support import machines, oracles, schedules
+from support import machines, schedules
 
 
 @pytest.mark.parametrize("machine", machines.MACHINES)
@@ -34,14 +34,3 @@ def test_exact_numbers_of_a_format_have_one_part():
     wide, narrow = np.ones((4, 4), np.float32), np.ones((4, 4), ml_dtypes.bfloat16)
     schedule = lowprec.plan(wide, narrow, math_mode=mode).schedule
     assert [(p.a_part, p.b_part, p.accumulates) for p in schedule] == [(1, 0, False), (0, 0, True)]
-
-
-@pytest.mark.parametrize("machine", machines.MACHINES)
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_chunks_of_the_inner_dimension_are_summed(machine, mode, rng):
-    a, b, c = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((3, 20, 50), (50, 30), (30,)))
-    with machines.on(machine), schedules.chunked(16):
-        made = lowprec.plan(a, b, math_mode=mode)
-        found = lowprec.matmul(a, b, c=c, beta=2.0, math_mode=mode)
-    assert [(p.k_start, p.k_stop) for p in made.schedule] == [(0, 16), (16, 32), (32, 48), (48, 50)]
-    np.testing.assert_array_equal(found, oracles.product(a, b) + 2 * c)

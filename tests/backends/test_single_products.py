@@ -14,7 +14,7 @@ import lowprec
 from lowprec.backends.cpu import casting, numba_import, single_products, threads
 from lowprec.core import executors
 from support import interrupts
-from support.programs import in_threads, run_python
+from support.programs import run_python
 
 pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not installed, or switched off")
 
@@ -209,31 +209,6 @@ def test_the_result_does_not_depend_on_the_number_of_threads(
     want = matmul(a, b, c=c, beta=0.5, bias=c[0, 0], math_mode="tf32", native=False)
     for found in results:
         assert_same(found, want)
-
-
-def test_first_use_in_eight_threads(rng: np.random.Generator) -> None:
-    pairs = [(numbers(rng, 40, 24, 24), numbers(rng, 40, 24, 24)) for _ in range(8)]
-    wants = [matmul(a, b, alpha=0.5, native=False) for a, b in pairs]
-    executors.clear_caches()
-
-    def call(i: int) -> None:
-        for _ in range(20):
-            np.testing.assert_array_equal(lowprec.matmul(*pairs[i], alpha=0.5), wants[i])
-
-    in_threads(len(pairs), call)
-
-
-def test_no_thread_writes_after_an_exception(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "num_threads", lambda: 3)
-    a, b = numbers(rng, 900, 20, 20), numbers(rng, 900, 20, 20)
-    out = np.empty((900, 20, 20), np.float32)
-    want = matmul(a, b, alpha=0.5, out=out).copy()
-    for error in interrupts.interrupted(lambda: lowprec.matmul(a, b, alpha=0.5, out=out)):
-        assert type(error) is interrupts.Interrupt
-        out[...] = 7
-        assert (out == 7).all()
-    lowprec.matmul(a, b, alpha=0.5, out=out)
-    assert_same(out, want)
 
 
 def test_a_handler_that_multiplies(rng: np.random.Generator) -> None:

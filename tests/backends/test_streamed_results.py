@@ -68,7 +68,6 @@ def assert_exact(kernel: MicroKernel, dtype: str, size: tuple[int, int, int], ga
 
 @pytest.fixture
 def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stream every result of single products, in three threads."""
     monkeypatch.setattr(jobs, "STREAM_BYTES", 0)
     monkeypatch.setattr(threads, "num_threads", lambda: 3)
     jobs.job_of.cache_clear()

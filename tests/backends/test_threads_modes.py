@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import sys
 from collections.abc import Iterator
@@ -87,7 +86,6 @@ def same(got: np.ndarray, want: bytes) -> bool:
 
 @pytest.fixture
 def _often_switched() -> Iterator[None]:
-    """Let the interpreter switch threads often."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -118,23 +116,6 @@ def test_threads_on_matrices_that_share_the_workers(rng: np.random.Generator) ->
         return sum(not np.array_equal(lowprec.matmul(a, shift, math_mode=mode), want) for _ in range(10))
 
     assert in_threads(8, work) == [0] * 8
-
-
-def test_tasks_each_in_their_own_mode(operands: tuple[np.ndarray, np.ndarray]) -> None:
-    a, b = operands
-
-    async def task(way: str, mode: str) -> int:
-        want, wrong = expected(a, mode).tobytes(), 0
-        with selected(way, mode) as keywords:
-            for _ in range(50):
-                await asyncio.sleep(0)  # let the others run inside this scope
-                wrong += not same(lowprec.matmul(a, b, **keywords), want)
-        return wrong
-
-    async def main() -> list[int]:
-        return await asyncio.gather(*(task(way, mode) for way, mode in WAYS * 3))
-
-    assert asyncio.run(main()) == [0] * (len(WAYS) * 3)
 
 
 def resident_bytes() -> int:

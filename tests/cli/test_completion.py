@@ -19,8 +19,6 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None or os.name != "posi
 
 @pytest.fixture
 def script(command: Callable[..., Any], tmp_path: Path) -> Callable[[str], Path]:
-    """Write the script for a shell."""
-
     def write(shell: str) -> Path:
         done = command("completion", shell)
         assert (done.code, done.err) == (0, "")

@@ -19,13 +19,11 @@ REPLACE = os.execve
 
 
 @pytest.fixture(autouse=True)
-def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _somewhere(empty_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def replace(*what: object) -> None:
         raise AssertionError("the process of the tests is not to become another program")
 
     monkeypatch.setattr(os, "execve", replace)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
 
 
 # -- the command line -----------------------------------------------------------------------------

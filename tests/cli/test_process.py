@@ -31,7 +31,6 @@ full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/f
 
 
 def _run(*words: object, **how: Any) -> subprocess.CompletedProcess[str]:
-    """Start the command as its user does."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
     return subprocess.run([*MODULE, *map(str, words)], text=True, check=False, timeout=120, **how)
 
@@ -217,11 +216,6 @@ def test_a_warning_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(info, "run", warn)
     assert command("info").err == "lowprec: warning: of two lines\n"
-
-
-def test_a_mistake_has_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Command) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert refused("check", "missing.npy", "B.npy") == "lowprec: cannot read missing.npy: No such file or directory\n"
 
 
 def test_ctrl_c(command: Command, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:

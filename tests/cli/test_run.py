@@ -17,11 +17,7 @@ import pytest
 
 from support.programs import GUARD, TF32, Seen, posix, same, start, write
 
-
-@pytest.fixture(autouse=True)
-def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 ENDS = {

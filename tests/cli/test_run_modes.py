@@ -11,11 +11,7 @@ import pytest
 from support.cpu_units import medium_lowers
 from support.programs import GUARD, LIBRARY, TF32, same, start, write
 
-
-@pytest.fixture(autouse=True)
-def _somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 # -- libraries are imported as without lowprec ------------------------------------------------------

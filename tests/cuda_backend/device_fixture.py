@@ -62,7 +62,6 @@ class SoftwareArray:
         self.owner = owner
 
     def view(self) -> Array:
-        """Return the elements, without a copy."""
         dtype = NUMPY_DTYPES[dtype_from_name(self.like.dtype.name)]
         if 0 in self.like.shape:
             return np.empty(self.like.shape, dtype)
@@ -97,8 +96,6 @@ class _Block:
 
 
 class SoftwareGpu(Gpu):
-    """The software CUDA."""
-
     def __init__(self, software: Software) -> None:
         self.software = software
         self._dead: deque[int] = deque()
@@ -165,7 +162,6 @@ class SoftwareGpu(Gpu):
         return self.software.fail(function, at=at, status=status)
 
     def forgive(self) -> None:
-        """Forget misuse that the test has provoked."""
         self.software.drain()
         self.software.forgive()
 
@@ -184,7 +180,6 @@ class SoftwareGpu(Gpu):
         return self.get(z)
 
     def same_speed(self) -> None:
-        """Make no algorithm faster than another."""
         self.software.cublas_lt.times = _Always()
 
 

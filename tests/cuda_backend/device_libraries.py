@@ -45,8 +45,6 @@ class StreamedLibrary:
 
 
 class Cupy(StreamedLibrary):
-    """CuPy."""
-
     def __init__(self, cupy: Any) -> None:
         self.cupy = cupy
 
@@ -107,8 +105,6 @@ class SoftwareCupy(Cupy):
 
 
 class Torch(StreamedLibrary):
-    """PyTorch."""
-
     allocates_while_capturing = True
 
     def __init__(self, torch: Any) -> None:

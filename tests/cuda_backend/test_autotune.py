@@ -41,7 +41,6 @@ def restart() -> None:
 
 
 def chosen(x: Any) -> str:
-    """The algorithm that runs."""
     return dict(lowprec.plan(x, x).algorithm)["algorithm"]
 
 

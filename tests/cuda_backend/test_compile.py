@@ -34,8 +34,6 @@ def runtime(capability: tuple[int, int] = (9, 0)) -> Runtime:
 
 
 class Loaded(NamedTuple):
-    """A kernel."""
-
     name: str
     code: bytes
     handle: int

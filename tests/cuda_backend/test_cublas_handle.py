@@ -19,7 +19,6 @@ DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
 
 
 def reported(guard: Any) -> Any:
-    """Return a guard's report on cuBLAS's handles."""
     (found,) = [row for row in guard.report() if row.library == "cublas"]
     return found
 

@@ -78,7 +78,6 @@ def right(gpu: Gpu, found: Any, case: Case) -> bool:
 
 
 def run(gpu: Gpu, case: Case) -> None:
-    """Run a product, which must be right."""
     assert right(gpu, case.call(*case.put(gpu)), case)
 
 

@@ -46,8 +46,6 @@ def load(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
 @pytest.fixture
 def rows(load: Load, tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """Run a part; return its rows."""
-
     def run(name: str) -> list[dict[str, Any]]:
         parts = load("gpu.parts")
         part = parts.Part(tmp_path / "part.json")

@@ -28,7 +28,6 @@ MODES = ["fp32", "bf16", "fp16"]
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
-    """Return the result of a new thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
 

@@ -20,7 +20,6 @@ def load_or_skip(backend: Backend) -> ArrayNamespace:
 
 @pytest.fixture(params=list(Backend), ids=lambda b: b.value)
 def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
-    """Each array library under test."""
     return load_or_skip(request.param)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -15,7 +15,7 @@ from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
 from lowprec.planning.bounds import MAX_K_INT8
 from support import oracles
-from support.machines import MACHINES, SOFTWARE_TILES, on
+from support.machines import MACHINES, SOFTWARE_TILES, fixture, on
 from support.oracles import Epilogue
 
 DTYPES = ["float32", "float64", "complex64", "complex128", "float16", "bfloat16"]
@@ -27,11 +27,7 @@ def make(rng: np.random.Generator, *shape: int, dtype: Any = "float32") -> NDArr
     return oracles.random_matrix(rng, shape, dtype)
 
 
-@pytest.fixture(params=MACHINES)
-def machine(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run on the fastest units that there are, then without OpenBLAS and tile units."""
-    with on(request.param):
-        yield request.param
+machine = fixture(*MACHINES)
 
 
 def frozen(x: NDArray[Any]) -> NDArray[Any]:
@@ -262,8 +258,13 @@ def epilogue_of(name: str, xp: ArrayNamespace, dtype: str, rng: np.random.Genera
     return Epilogue(**plain), given
 
 
-@pytest.mark.parametrize("name", EPILOGUES)
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        *itertools.product(["float32", "float64", "bfloat16", "float16"], EPILOGUES),
+        *itertools.product(["complex64", "complex128"], ["alpha", "beta", "bias"]),
+    ],
+)
 @pytest.mark.sampled(2)
 def test_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Generator) -> None:
     a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
@@ -320,15 +321,6 @@ def test_int8_refuses_non_integers(name: str, rng: np.random.Generator) -> None:
     given = {k: np.ones((20, 25), np.int32) if k == "c" else v for k, v in EPILOGUES[name].items()}
     with pytest.raises(lowprec.UnsupportedError, match=f"{name} .*int8"):
         lowprec.matmul(a, b, **given)
-
-
-@pytest.mark.parametrize("name", ["alpha", "beta", "bias"])
-@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_complex_epilogues(xp: ArrayNamespace, name: str, dtype: str, rng: np.random.Generator) -> None:
-    a, b = make(rng, 20, 30, dtype=dtype), make(rng, 30, 25, dtype=dtype)
-    then, given = epilogue_of(name, xp, dtype, rng)
-    got = xp.to_numpy(lowprec.matmul(xp.asarray(a), xp.asarray(b), **given))
-    oracles.assert_expression(got, a, b, then=then)
 
 
 def test_complex_factors(rng: np.random.Generator) -> None:
@@ -407,7 +399,6 @@ def test_out_dtype_of_torch() -> None:
 
 @pytest.fixture(params=[b for b in Backend if b is not Backend.JAX], ids=lambda b: b.value)
 def writable(request: pytest.FixtureRequest) -> ArrayNamespace:
-    """Each library whose arrays can be written."""
     xp = load_or_skip(request.param)
     assert xp.mutable
     return xp

@@ -34,8 +34,6 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], None]]:
-    """Set variables of the environment, which are read once."""
-
     def put(values: dict[str, str]) -> None:
         for name, value in values.items():
             monkeypatch.setenv(name, value)
@@ -256,21 +254,12 @@ def one_of_many(rng: np.random.Generator) -> None:
     check(a, b, **keywords)
 
 
-def many(rng: np.random.Generator, count: int) -> None:
+@pytest.mark.parametrize("count", [100, *[pytest.param(200, marks=pytest.mark.sweep)] * 10])
+def test_systems_of_many_kinds(count: int, rng: np.random.Generator) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(count):
             one_of_many(rng)
-
-
-def test_systems_of_many_kinds(rng: np.random.Generator) -> None:
-    many(rng, 100)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("part", range(10))
-def test_two_thousand_systems(part: int, rng: np.random.Generator) -> None:
-    many(rng, 200)
 
 
 # -- stacks, views, libraries ---------------------------------------------------------------------

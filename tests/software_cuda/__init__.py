@@ -53,7 +53,6 @@ class Software:
         return self.recorder.faults
 
     def count(self, function: str) -> int:
-        """Return how often a function was called, with or without the part before the dot."""
         counted = Counter(self.calls)
         return sum(n for name, n in counted.items() if function in (name, name.partition(".")[2]))
 
@@ -62,15 +61,12 @@ class Software:
         return self.recorder.fail(function, at=at, status=status)
 
     def live(self) -> dict[str, int]:
-        """Return how many objects of each kind exist, and the bytes that are allocated."""
         return self.runtime.live() | self.cublas_lt.live() | self.cublas.live()
 
     def drain(self) -> None:
-        """Run everything that is queued."""
         self.runtime.drain()
 
     def forgive(self) -> None:
-        """Forget all misuse, so that devices that were lost work again."""
         self.faults.clear()
         self.runtime.sticky.clear()
 
@@ -97,5 +93,4 @@ def install(
 
 
 def uninstall() -> None:
-    """Undo the last :func:`install`."""
     installed.use(_replaced.pop())

@@ -45,7 +45,6 @@ class Algorithm:
     made_for: bytes
 
     def pack(self) -> bytes:
-        """Return the 64 bytes."""
         return _FORMAT.pack(*astuple(self), _MAGIC)
 
     @classmethod
@@ -145,8 +144,6 @@ def fits_shape(algorithm: Algorithm, x: Problem) -> bool:
 
 
 def search(x: Problem, preference: Object, device: str, *, tf32_forbidden: bool) -> list[Algorithm]:
-    """Return the algorithms that a preference allows."""
-
     def get(name: str, default: int) -> int:
         member = _PREF[name]
         return preference.get(member, real.get_matmul_preference_attribute_dtype(member), default)

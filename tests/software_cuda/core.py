@@ -46,8 +46,6 @@ def compiler() -> str | None:
 
 
 class Core(Part):
-    """Replaces ``cuda.core``."""
-
     def __init__(self, recorder: Recorder, runtime: Runtime, cuda_major: int) -> None:
         super().__init__("core", real, recorder)
         self.__version__ = real.__version__
@@ -156,8 +154,6 @@ _TYPES = {"p": ctypes.c_uint64, "l": ctypes.c_int64, "i": ctypes.c_int64, "d": c
 
 
 class Kernel:
-    """A function that can be launched."""
-
     by_handle: ClassVar[dict[int, Kernel]] = {}
     _handles = itertools.count(0x7000_0000, 0x40)
 

@@ -39,8 +39,6 @@ class SoftwareError(real.cuBLASError):
 
 
 class Cublas(Registry):
-    """Replaces ``nvmath.bindings.cublas``."""
-
     cuBLASError = real.cuBLASError
     handle_kind = "cuBLAS handle"
 
@@ -51,7 +49,6 @@ class Cublas(Registry):
         return SoftwareError(status or INTERNAL_ERROR, reason)
 
     def live(self) -> dict[str, int]:
-        """Return how many handles exist."""
         return {"cublas_handles": self.count(self.handle_kind)}
 
     def _get(self, number: int) -> Any:

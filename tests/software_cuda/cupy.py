@@ -19,8 +19,6 @@ from software_cuda.streams import Stream as RuntimeStream
 
 
 class Cupy(ModuleType):
-    """Replaces ``cupy``."""
-
     __version__ = "14.0"
 
     def __init__(self, runtime: Runtime) -> None:
@@ -74,14 +72,12 @@ class Cupy(ModuleType):
         return made
 
     def empty_like(self, array: _Array) -> _Array:
-        """Return a new array with the order of another one that has no gaps."""
         order = sorted(range(array.memory.ndim), key=lambda axis: -array.strides[axis])
         made = self.empty(tuple(array.shape[axis] for axis in order), array.dtype)
         memory = made.memory.transpose(np.argsort(order))
         return self.ndarray(memory, array.device.id)
 
     def array(self, array: _Array, *, order: str) -> _Array:
-        """Return a row-major copy, in the order of the current stream."""
         assert order == "C", "others are not modelled"
         made = self.empty(array.shape, array.dtype)
         made[...] = array

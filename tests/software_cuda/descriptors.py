@@ -56,7 +56,6 @@ class Objects(Registry):
         return SoftwareLtError(status or INTERNAL_ERROR, reason)
 
     def live(self) -> dict[str, int]:
-        """Return how many objects of each kind exist."""
         counted = {"handles": "handle", "descriptors": DESCRIPTOR, "layouts": LAYOUT, "preferences": PREFERENCE}
         return {name: self.count(kind) for name, kind in counted.items()}
 

@@ -44,8 +44,6 @@ def function(values: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class Driver(Part):
-    """Replaces ``cuda.bindings.driver``."""
-
     def __init__(self, recorder: Recorder, runtime: Runtime) -> None:
         super().__init__("driver", real, recorder)
         self._runtime = runtime

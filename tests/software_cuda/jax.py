@@ -57,7 +57,6 @@ class Jax(ModuleType):
         return self._array(buffer, found, committed=device is not None)
 
     def add(self, x: _Array, number: float) -> _Array:
-        """Return ``x + number``, computed late."""
         device = x.device
         buffer = device.empty(x.shape, x.dtype)
         operand, one = x.buffer.unheld(), x.dtype.type(number)
@@ -130,7 +129,6 @@ class _Device:
             result.ready = runtime.enqueue(self.computing, "compute", write, 0.01, after)
 
     def read(self, memory: NDArray[Any]) -> NDArray[Any]:
-        """Return a copy of what is there."""
         return checked(self.jax.runtime, memory, self.id).copy()
 
 
@@ -146,7 +144,6 @@ class _Buffer:
 
     @property
     def is_held(self) -> bool:
-        """Whether a capsule holds the memory."""
         return bool(self.holds)
 
     def unheld(self) -> NDArray[Any]:

@@ -184,7 +184,6 @@ class Machine(Part):
         return found
 
     def event(self, handle: Any) -> Event:
-        """Return an event by its handle."""
         found = self.events.get(int(handle))
         if found is None:
             self.recorder.faults.append(f"{int(handle):#x} is no event")
@@ -222,7 +221,6 @@ class Machine(Part):
         self.scheduler.clock_ms = max(self.scheduler.clock_ms, finish)
 
     def drain(self) -> None:
-        """Run everything that is queued on all devices."""
         with self.lock:
             self.scheduler.drain()
 
@@ -240,7 +238,6 @@ class Machine(Part):
             return stream.handle
 
     def take_handle(self, handle: int) -> None:
-        """Forget a handle that was given."""
         self._foreign.pop(handle, None)
 
     def join(self, before: Stream, after: Stream) -> None:
@@ -284,7 +281,6 @@ class Machine(Part):
             return Graph(self, capture.ops, capture.origin)
 
     def live(self) -> dict[str, int]:
-        """Return how many objects of each kind exist."""
         return {
             "blocks": len(self.memory.live()),
             "bytes": sum(self.memory.used),
@@ -303,7 +299,6 @@ class Graph:
 
     @property
     def labels(self) -> list[str]:
-        """The names of the captured work, without waits and records."""
         return [op.label for op in self._ops if op.label not in ("wait", "record")]
 
     def replay(self, stream: int | None = None) -> None:

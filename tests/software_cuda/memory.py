@@ -58,7 +58,6 @@ class Memory:
         self._quarantine: deque[Allocation] = deque()
 
     def live(self) -> list[Allocation]:
-        """Return what is allocated."""
         return [block for block in self.blocks if block.alive]
 
     def allocate(self, device: int, nbytes: int) -> int:
@@ -69,7 +68,6 @@ class Memory:
         return self.add(Allocation(device, nbytes)).address
 
     def add(self, block: Allocation) -> Allocation:
-        """Register an allocation."""
         self._forget_old()
         index = bisect_right(self._bases, block.address)
         self._bases.insert(index, block.address)

@@ -42,7 +42,6 @@ class Object:
         self.attributes: dict[int, bytes] = {}
 
     def get(self, member: Any, dtype: Any, default: int) -> int:
-        """Return an integer attribute."""
         data = self.attributes.get(int(member))
         return default if data is None else int(np.frombuffer(data, dtype)[0])
 
@@ -69,12 +68,10 @@ class Registry(Part):
         self._alive: dict[int, Any] = {}
 
     def add(self, made: Object) -> int:
-        """Keep an object and return its number."""
         self._alive[made.number] = made
         return made.number
 
     def get(self, number: int, kind: str) -> Any:
-        """Return an object; refuse one that was destroyed or is of another kind."""
         found = self._alive.get(int(number))
         if found is None or found.kind != kind:
             problem = f"{number:#x} is {'destroyed' if found is None else f'a {found.kind}'}, not a {kind}"
@@ -83,14 +80,12 @@ class Registry(Part):
         return found
 
     def remove(self, number: int, kind: str) -> Any:
-        """Destroy an object and return it."""
         found = self.get(number, kind)
         if found.user is not None or found.readers:
             self.recorder.faults.append(f"a {kind} was destroyed while it was in use")
         return self._alive.pop(found.number)
 
     def count(self, kind: str) -> int:
-        """Return how many objects of a kind exist."""
         return sum(x.kind == kind for x in self._alive.values())
 
     def handle(self, number: int) -> Any:
@@ -140,7 +135,6 @@ class Use:
 
 
 def read_host(address: int, nbytes: int) -> bytes:
-    """Return bytes of the host."""
     if not address:
         raise Refusal(INVALID_VALUE, "a null pointer")
     return ctypes.string_at(address, nbytes)

@@ -162,7 +162,6 @@ class Pools(Machine):
         pool.unused += block.nbytes
 
     def live(self) -> dict[str, int]:
-        """Return how many objects of each kind exist, without the unused bytes of pools."""
         found = super().live()
         found["bytes"] -= sum(x.unused for x in self.pools.values())
         return found

@@ -109,7 +109,6 @@ class Problem:
 
 
 def problem(operation: Object, layouts: tuple[Object, Object, Object, Object]) -> Problem:
-    """Read a product from its descriptors."""
     dtype = real.get_matmul_desc_attribute_dtype
 
     def get(name: str, default: int) -> int:

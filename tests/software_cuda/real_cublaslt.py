@@ -45,8 +45,6 @@ def path() -> str | None:
 
 
 class Real:
-    """The library."""
-
     def __init__(self, path: str) -> None:
         self.path = path
         self._library = ctypes.CDLL(path)
@@ -67,7 +65,6 @@ class Real:
         return found.decode()
 
     def create(self, kind: str, *arguments: int) -> tuple[int, int]:
-        """Return the status and the object."""
         made = ctypes.c_void_p()
         function = self._function(f"{_C[kind]}Create", ctypes.c_void_p, *_SIZES[kind])
         return function(ctypes.byref(made), *arguments), made.value or 0

@@ -19,8 +19,6 @@ __all__ = ["DeviceModel", "Graph", "Refusal", "Runtime", "host_bytes"]
 
 
 class Runtime(Pools):
-    """Replaces ``cuda.bindings.runtime``."""
-
     # -- devices ----------------------------------------------------------------------------------
 
     @api(1, always=True)
@@ -259,5 +257,4 @@ class Runtime(Pools):
 
 
 def host_bytes(address: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return bytes of the host as an array."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -110,8 +110,6 @@ def _closure(op: Op) -> set[Op]:
 
 
 class Scheduler:
-    """Queues work and runs it."""
-
     def __init__(self, policy: Policy) -> None:
         self.streams: list[Stream] = []
         self.clock_ms = 0.0
@@ -119,7 +117,6 @@ class Scheduler:
         self.use(policy)
 
     def use(self, policy: Policy) -> None:
-        """Change the order of execution from now on."""
         self.policy = policy
         self._random = np.random.default_rng(policy if isinstance(policy, int) else 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,6 @@ SOFTWARE_TILES = "tile units in software"
 
 @contextmanager
 def on(machine: str) -> Iterator[None]:
-    """Run on one of the machines."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if machine == "NumPy alone":
             _pretend(monkeypatch, Capabilities("cpu", "a machine with NumPy alone", CPU_KERNELS))
@@ -55,6 +55,17 @@ def on(machine: str) -> Iterator[None]:
             yield
         finally:
             executors.clear_caches()
+
+
+def fixture(*machines: str) -> Any:
+    """Return a fixture that runs a test on each of these machines."""
+
+    @pytest.fixture(params=machines)
+    def machine(request: pytest.FixtureRequest) -> Iterator[str]:
+        with on(request.param):
+            yield request.param
+
+    return machine
 
 
 @contextmanager

@@ -39,8 +39,6 @@ switch = config.experimental
 
 
 class Seen(NamedTuple):
-    """What is seen of a program from outside."""
-
     code: int
     out: str
     err: str

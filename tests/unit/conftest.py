@@ -48,7 +48,6 @@ class Register:
         return library
 
     def load(self, library: Library) -> None:
-        """Let the library be imported."""
         self._monkeypatch.setitem(sys.modules, library.module, ModuleType(library.module))
 
 
@@ -69,7 +68,6 @@ def library(request: pytest.FixtureRequest, register: Register) -> Library:
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Import a module of the benchmarks by name, and leave neither it nor its variable behind."""
     monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", "4"))
     monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)

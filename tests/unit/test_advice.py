@@ -14,7 +14,6 @@ from support import machines
 
 
 def a_plan(sizes, fmt, intensity, rounds_for, capability):
-    """Return what advice reads of a plan."""
     able = SimpleNamespace(flops_per_byte=16.0, compute_capability=capability)
     return SimpleNamespace(
         layout=SimpleNamespace(**dict(zip("mnk", sizes, strict=True))), operand_format=fmt, capabilities=able,
