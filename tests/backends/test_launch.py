@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import lowprec
 from lowprec.arrays import library_of
 from lowprec.backends.cpu import stacks, threads
 from lowprec.backends.cpu.packed import run
@@ -149,3 +150,12 @@ def test_large_products_of_a_batch_are_shared_instead(kernel: MicroKernel) -> No
     square = OperandSpec.contiguous(dtype_from_name(kernel.storage), (2, 1024, 1024))
     out = OperandSpec.contiguous(DType.INT32 if kernel.storage == "int8" else DType.FLOAT32, (2, 1024, 1024))
     assert run.prepare(kernel, gemm_layout(square, square, out), "exact") is None
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 50), (5, 40, 1), (5, 1, 1), (40, 50), (5, 40, 50)])
+def test_an_addend_of_a_batch_that_becomes_rows(rng: np.random.Generator, shape: tuple[int, ...]) -> None:
+    """One matrix for all products: their rows are one matrix, unless the addend is none then."""
+    a, b = rng.integers(-3, 4, (5, 40, 64)), rng.integers(-3, 4, (64, 50))
+    a, b, c = (x.astype(np.float32) for x in (a, b, rng.integers(-9, 9, shape)))
+    got = lowprec.matmul(a, b, c=c, beta=2.0, math_mode="bf16")
+    np.testing.assert_array_equal(got, want(a, b) + 2 * c)
