@@ -1,4 +1,4 @@
-"""Products that round a matrix as they read it, with a few vectors."""
+"""A matrix that meets a few vectors: rounded as it is read, or of int8, where every result is exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import lowprec
 from backends.layouts import LAYOUTS
 from lowprec.backends.cpu import casting, threads
-from lowprec.backends.cpu.kernel_rows import GEMV
+from lowprec.backends.cpu.kernel_rows import GEMV, GEMV_INT8
 from lowprec.planning import KernelRow
 from support import oracles
 
@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(not casting.has_kernels(), reason="numba is not 
 
 #: No multiples of the elements of a step; long rows, long columns, and some that are divided among threads.
 SHAPES = [(260, 300), (1100, 1037), (3, 70_000), (70_003, 9), (1, 60_001), (60_000, 1), (16_390, 33)]
+#: Of int8 a step has 32 numbers of a row, 16 of a column, or 8 columns.
+INT8_SHAPES = [(1100, 1037), (317, 319), (3, 70_003), (70_005, 9), (1, 110_001), (110_000, 1), (16_390, 33)]
 COUNTS = (1, 2, 3, 4, 8)
 
 
@@ -88,3 +90,36 @@ def test_earlier_contents_of_memory_are_ignored(order: Any) -> None:
         lowprec.matmul(nan, np.full((272, 4), np.nan, np.float32), math_mode=mode)
         assert_runs(a, b, mode)
         assert (lowprec.matmul(a, b, math_mode=mode) == k).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", INT8_SHAPES, ids=str)
+def test_a_matrix_of_int8_and_a_few_vectors(
+    shape: tuple[int, int], layout: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, k = shape
+    a = LAYOUTS[layout](rng.integers(-128, 128, shape, dtype=np.int8))
+    columns = rng.integers(-128, 128, (4, 2 * k), dtype=np.int8)[:, ::-2].T
+    for count in (1, 2, 3, 4):
+        b = columns[:, :count]
+        want = (a.astype(np.float64) @ b.astype(np.float64)).astype(np.int64)  # sums below 2^53 are exact
+        if m * k >= GEMV_INT8.minimum_elements:
+            assert_runs(a, b, None, GEMV_INT8)
+        for workers in (1, 2, 5):
+            monkeypatch.setattr(threads, "num_threads", lambda workers=workers: workers)
+            frame = np.full((m, 2 * count + 2), 7, np.int32)
+            lowprec.matmul(a, b, out=frame[:, 1:-1:2])
+            np.testing.assert_array_equal(frame[:, 1:-1:2], want)
+            frame[:, 1:-1:2] = 7
+            assert np.all(frame == 7)
+        np.testing.assert_array_equal(lowprec.matmul(b.T, a.T).T, want)
+        np.testing.assert_array_equal(lowprec.matmul(a, np.ascontiguousarray(b)), want)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_earlier_contents_of_memory_are_ignored_with_int8(order: Any) -> None:
+    ones = np.ones((330, 352), np.int8, order=order)
+    lowprec.matmul(np.full_like(ones, 77), np.full((352, 4), 99, np.int8))
+    a, b = ones[:, :321], np.ones((321, 3), np.int8)
+    assert_runs(a, b, None, GEMV_INT8)
+    assert (lowprec.matmul(a, b) == 321).all()

@@ -12,15 +12,10 @@ from lowprec.modes import MathMode
 from lowprec.planning.bounds import MAX_K_INT8, error_bound, holds
 from lowprec.planning.split_bounds import gamma
 from support.machines import ROWS
+from support.oracles import round_to
 
 ROUNDED_MODES = (MathMode.TF32, MathMode.BF16, MathMode.FP16)
 FLUSH = np.float32(2.0**-126)
-
-
-def to_tf32(x: np.ndarray) -> np.ndarray:
-    """Round finite float32 to 11 significant bits, to nearest."""
-    fraction, exponent = np.frexp(x.astype(np.float64))
-    return np.ldexp(np.rint(fraction * 2**11), exponent - 11).astype(np.float32)
 
 
 def to_float16(x: np.ndarray, axis: int = -1) -> tuple[np.ndarray, np.ndarray]:
@@ -32,7 +27,7 @@ def to_float16(x: np.ndarray, axis: int = -1) -> tuple[np.ndarray, np.ndarray]:
 
 ROUND = {
     MathMode.FP32: lambda x: x,
-    MathMode.TF32: to_tf32,
+    MathMode.TF32: lambda x: round_to(x, "tf32"),
     MathMode.BF16: lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32),
     MathMode.FP16: lambda x: to_float16(x)[0],
 }

@@ -16,20 +16,16 @@ from lowprec.planning.bounds import error_bound
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import Depth, chunk_for, confidence
 from support import machines
+from support.oracles import round_to
 
 SCHEMES = [r.mode for r in TABLE if r.parts > 1]
 BFLOAT16, FLOAT16 = [m for m in SCHEMES if "bf16" in m], [m for m in SCHEMES if "fp16" in m]
 
 
-def to_tf32(x: np.ndarray) -> np.ndarray:
-    fraction, exponent = np.frexp(x.astype(np.float64))
-    return np.ldexp(np.rint(fraction * 2**11), exponent - 11).astype(np.float32)
-
-
 ROUND = {
     "bfloat16": lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32),
     "float16": lambda x: x.astype(np.float16).astype(np.float32),
-    "tf32": to_tf32,
+    "tf32": lambda x: round_to(x, "tf32"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,15 +9,13 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.arrays import CPU, ArrayView, Device, device_memory, libraries
+from lowprec.arrays import ArrayView, Device, device_memory, libraries
 from lowprec.arrays.base import Library
-from lowprec.backends import Arguments, registry
-from lowprec.backends.cpu import backend as cpu_backend
+from lowprec.backends import Arguments
 from lowprec.core import streams
 from lowprec.core.arguments import PLAIN, Options
 from lowprec.errors import BackendError, DeviceError
 from lowprec.formats import DType
-from lowprec.util.strides import contiguous_strides
 
 GPU = Device(2, 0)
 F32 = DType.FLOAT32
@@ -202,91 +199,6 @@ def test_another_librarys_arrays_need_a_provider(diary: Diary, monkeypatch: pyte
     with pytest.raises(DeviceError, match="lowprec cannot allocate the result on cuda:0"):
         run(diary, array(Alpha), array(Beta))
     assert diary.entries == []
-
-
-# -- matmul --------------------------------------------------------------------------------------
-
-
-class HostBackend:
-    """A backend of the device that multiplies on the host, and writes down on which stream it was asked to."""
-
-    def __init__(self, diary: Diary) -> None:
-        self.diary = diary
-
-    def capabilities(self, device: Device) -> Any:
-        return cpu_backend.capabilities(CPU)
-
-    def prepare(self, plan: Any) -> Any:
-        product = cpu_backend.prepare(plan)
-
-        def execute(arguments: Arguments) -> None:
-            self.diary.execute(arguments)
-            product(Arguments(*[_on_host(x) for x in arguments]))
-
-        return execute
-
-    def staging_dtype(self, dtype: DType) -> DType:
-        return dtype
-
-    @contextlib.contextmanager
-    def temporary(self, shape: Any, dtype: DType, device: Device, stream: int) -> Iterator[ArrayView]:
-        self.diary.note("allocate", stream)
-        values = np.empty(shape, np.float32)
-        strides = contiguous_strides(shape)
-        yield ArrayView(dtype, shape, strides, device, values, False, values.ctypes.data)
-        self.diary.note("free", stream)
-
-    def copy(self, source: ArrayView, out: ArrayView, stream: int) -> None:
-        self.diary.note("copy", stream)
-        _on_host(out).ndarray()[...] = _on_host(source).ndarray()
-
-
-def _on_host(x: Any) -> Any:
-    if not isinstance(x, ArrayView):
-        return x
-    return ArrayView(x.dtype, x.shape, x.strides, CPU, x.owner, x.read_only, x.address)
-
-
-@pytest.fixture
-def backend(diary: Diary, fresh_executors: None, monkeypatch: pytest.MonkeyPatch) -> HostBackend:
-    stand_in = HostBackend(diary)
-    original = registry._backend
-    monkeypatch.setattr(registry, "_backend", lambda kind: stand_in if kind == GPU.type else original(kind))
-    return stand_in
-
-
-def test_matmul_runs_on_the_stream_of_its_library(diary: Diary, backend: HostBackend, rng: np.random.Generator) -> None:
-    a, b = rng.integers(-4, 5, (2, 3, 3)).astype(np.float32)
-    result = lowprec.matmul(Alpha(a), Beta(b))
-    assert type(result) is Alpha
-    np.testing.assert_array_equal(result.values, a @ b)
-    assert diary.entries == [("order", 22, 11), ("execute", 11), ("order", 11, 22)]
-
-
-def test_matmul_into_an_operand_stays_on_its_stream(
-    diary: Diary, backend: HostBackend, rng: np.random.Generator
-) -> None:
-    a, b = rng.integers(-4, 5, (2, 3, 3)).astype(np.float32)
-    expected = a @ b
-    out = Beta(b)
-    assert lowprec.matmul(Alpha(a), out, out=out) is out
-    np.testing.assert_array_equal(out.values, expected)
-    assert diary.entries == [
-        ("order", 22, 11),
-        ("allocate", 11),
-        ("execute", 11),
-        ("copy", 11),
-        ("free", 11),
-        ("order", 11, 22),
-    ]
-
-
-def test_matmul_with_out_with_the_operands(diary: Diary, backend: HostBackend, rng: np.random.Generator) -> None:
-    a, b = rng.integers(-4, 5, (2, 3, 3)).astype(np.float32)
-    out = Alpha(np.zeros((3, 3), np.float32))
-    assert lowprec.matmul(Alpha(a), Alpha(b), out=out, bias=Keeper(a[0], "bias")) is out
-    np.testing.assert_array_equal(out.values, a @ b + a[0])
-    assert diary.entries[-1] == ("keep", ["bias"], 11)
 
 
 def test_host_arrays_have_no_stream(diary: Diary, monkeypatch: pytest.MonkeyPatch) -> None:
