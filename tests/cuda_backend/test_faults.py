@@ -7,7 +7,6 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -16,10 +15,6 @@ from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import Gpu, draw
 from lowprec.core import executors
 from support import oracles
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F32 = np.dtype(np.float32)
-
 
 A, B, BIAS, C = draw(0, 16, 16), draw(1, 16, 16), draw(2, 16), draw(3, 16, 16)
 STACK = draw(4, 3, 2, 16, 16).swapaxes(0, 1)

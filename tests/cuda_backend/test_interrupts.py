@@ -20,9 +20,6 @@ pytestmark = pytest.mark.usefixtures("cheap_collections")
 A = np.random.default_rng(0).integers(-3, 4, (16, 24)).astype(np.float32)
 B = np.random.default_rng(1).integers(-3, 4, (24, 32)).astype(np.float32)
 
-#: As they lie, with the bias as a part of cuBLASLt's descriptor; rewritten first, with memory of lowprec's own.
-MODES = ["fp32", "bf16", "fp16"]
-
 
 @pytest.fixture
 def interrupted_gpu() -> Iterator[SoftwareGpu]:

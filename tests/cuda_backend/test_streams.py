@@ -24,7 +24,7 @@ from software_cuda.arrays import DeviceArray, read
 from software_cuda.cupy import Cupy
 from support import oracles
 
-A, B, C = draw(0, 24, 24), draw(1, 24, 24), draw(2, 24, 24)
+A, B = draw(0, 24, 24), draw(1, 24, 24)
 TRUE = oracles.product(A, B)
 
 

@@ -10,20 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowprec
-from frameworks.backends import Backend
 from support import oracles
-from support.machines import MACHINES, SOFTWARE_TILES
 
-AVAILABLE = [b for b in Backend if b.skip_reason() is None]
 DTYPES = ["float32", "complex64", "float64", "complex128", "float16", "bfloat16"]
 
 extents = st.integers(0, 9)
 inner_extents = extents | st.integers(16, 20)  # from 16 on tiles pay
-seeds = st.integers(0, 2**32 - 1)
 modes = st.sampled_from(oracles.ALL_MODES)
-machines = st.sampled_from([*MACHINES, SOFTWARE_TILES])
-namespaces = st.sampled_from(AVAILABLE).map(lambda b: b.load())
-steps = st.sampled_from([1, 1, 1, 2, 3, -1, -2])
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:

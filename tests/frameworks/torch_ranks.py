@@ -6,7 +6,6 @@ Started as ``torch_ranks.py RANK FILE``; the ranks meet in the file. It writes o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,11 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import lowprec
 import lowprec.torch as lt
 
-#: Integers up to 3 and sums of few of them are exact in bfloat16 and in FP32, so that results are compared exactly.
-Draw = Callable[..., torch.Tensor]
-
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
+    """Return integers up to 3, sums of few of which are exact in bfloat16 and in FP32."""
     made = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=made).float()
 

@@ -19,7 +19,7 @@ from support import machines
 from support.oracles import round_to
 
 SCHEMES = [r.mode for r in TABLE if r.parts > 1]
-BFLOAT16, FLOAT16 = [m for m in SCHEMES if "bf16" in m], [m for m in SCHEMES if "fp16" in m]
+FLOAT16 = [m for m in SCHEMES if "fp16" in m]
 
 
 ROUND = {
