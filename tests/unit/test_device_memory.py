@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import types
 import weakref
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from lowprec.arrays import CPU, NUMPY_DTYPES, Device, DLPackArray, device_memory, library_of
 from lowprec.arrays.device_memory import DeviceArray, is_served, provider, register
 from lowprec.arrays.dlpack import _open, view_of_capsule
-from lowprec.arrays.jax_library import JaxLibrary
 from lowprec.errors import ArrayError, BackendError, DeviceError
 from lowprec.formats import DType
 
@@ -266,51 +264,3 @@ def test_an_array_of_another_stream_comes_in_behind_it(memory: Memory) -> None:
     array = device_array(sample(DType.FLOAT32), stream=7)
     assert library_of(array).view(array).owner is array
     assert memory.orders() == [(7, 1)]
-
-
-# -- JAX ------------------------------------------------------------------------------------------
-
-
-def gpu_jax(**changes: Any) -> Any:
-    """What JaxLibrary uses of JAX where it has GPUs."""
-    adopted: list[Any] = []
-
-    def from_dlpack(array: Any, **keywords: Any) -> Any:
-        adopted.append((array, keywords, array.__dlpack__(stream=99)))
-        return "a jax.Array"
-
-    return types.SimpleNamespace(
-        __version__="0",
-        core=types.SimpleNamespace(Tracer=type("Tracer", (), {})),
-        config=types.SimpleNamespace(jax_enable_x64=False),
-        dlpack=types.SimpleNamespace(from_dlpack=from_dlpack),
-        adopted=adopted,
-        **changes,
-    )
-
-
-class JaxDevice:
-    platform = "gpu"
-
-
-class GpuJaxArray(Producer):
-    """What JaxLibrary uses of a jax.Array on a GPU. It is a stand-in: JAX itself is not at work here."""
-
-    def __init__(self, values: np.ndarray, where: tuple[int, int]) -> None:
-        super().__init__(values, where)
-        self.dtype = values.dtype
-        self.device = JaxDevice()
-
-
-def test_jax_arrays_on_a_gpu_come_in_on_lowprecs_own_stream(memory: Memory) -> None:
-    """By a stand-in for JAX on a GPU: it shows which stream lowprec asks for, not what JAX does with it."""
-    library = JaxLibrary(gpu_jax())
-    array = GpuJaxArray(sample(DType.FLOAT32), (2, 1))
-    view = library.view(array)
-    assert (view.device, array.streams) == (GPU, [OWN_STREAM + 1])
-    assert library.current_stream(GPU) == OWN_STREAM + 1
-    assert library.current_stream(CPU) is None
-    assert library.keeps_owners
-    # In pinned memory its device is the GPU, and DLPack reports memory of the host.
-    pinned = GpuJaxArray(sample(DType.FLOAT32), (3, 0))
-    assert (library.view(pinned).device, pinned.streams) == (CPU, ["none given"])
