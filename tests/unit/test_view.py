@@ -138,6 +138,7 @@ def test_what_elements_cannot_express_is_copied_and_said(make, reason: str) -> N
     view = view_of(odd)
     assert view.copied is not None
     assert any(part in view.copied for part in reason.split("|"))
+    assert f", copied: {view.copied}" in repr(view)
     np.testing.assert_array_equal(view.ndarray(), array)
     assert view.ndarray().dtype == array.dtype
     with pytest.raises(ArrayError, match=r"out cannot be written in place: its .*omit out="):
