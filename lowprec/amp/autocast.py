@@ -52,25 +52,14 @@ _TORCH: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class AutocastRow:
-    """Counts of the calls of one function.
-
-    Parameters
-    ----------
-    function : str
-    list : str
-        ``"allow"``, ``"deny"``, ``"infer"``, or ``"-"`` for a function on none.
-    calls, cast, by_lowprec : int
-        Numbers of all calls, of those with cast operands or rounded products, and of those computed by lowprec.
-    to : str
-        Type of the last cast.
-    """
+    """Counts of the calls of one function."""
 
     function: str
-    list: str
+    list: str  #: ``"allow"``, ``"deny"``, ``"infer"``, or ``"-"`` for a function on none.
     calls: int
-    cast: int
-    by_lowprec: int
-    to: str
+    cast: int  #: Number of calls with cast operands or rounded products.
+    by_lowprec: int  #: Number of calls computed by lowprec.
+    to: str  #: Type of the last cast, ``"-"`` if there was none.
 
 
 @dataclass(frozen=True)

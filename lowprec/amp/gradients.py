@@ -34,53 +34,27 @@ _BLOCK, _LEAST = 1 << 18, -1074
 
 @dataclass(frozen=True)
 class FormatShares:
-    """Losses of gradients in one format, as shares of finite nonzero elements.
-
-    Parameters
-    ----------
-    format : str
-    scale : float
-    lost : float
-        Rounded to zero.
-    subnormal : float
-        Rounded to a subnormal number, with fewer significant digits.
-    overflow : float
-        Rounded to infinity.
-    """
+    """Losses of gradients in one format, as shares of finite nonzero elements."""
 
     format: str
     scale: float
-    lost: float
-    subnormal: float
-    overflow: float
+    lost: float  #: Rounded to zero.
+    subnormal: float  #: Rounded to a subnormal number, with fewer significant digits.
+    overflow: float  #: Rounded to infinity.
 
 
 @dataclass(frozen=True)
 class GradientReport:
-    """Sizes of gradients. ``print`` shows a table, and so do notebooks.
-
-    Parameters
-    ----------
-    elements, zeros, nonfinite : int
-        Numbers of all elements, of zeros, and of Inf and NaN.
-    smallest, largest : float
-        Magnitudes of finite nonzero elements; NaN if there are none.
-    suggested_scale : float
-        As returned by :func:`suggest_scale`.
-    exponents : dict of int to int
-        Number of magnitudes in [2^e, 2^(e+1)), by e.
-    shares : tuple of FormatShares
-        At scale 1 and at the suggested scale.
-    """
+    """Sizes of gradients. ``print`` shows a table, and so do notebooks."""
 
     elements: int
     zeros: int
-    nonfinite: int
-    smallest: float
-    largest: float
-    suggested_scale: float
-    exponents: dict[int, int]
-    shares: tuple[FormatShares, ...]
+    nonfinite: int  #: Number of Inf and NaN.
+    smallest: float  #: Smallest magnitude of a finite nonzero element; NaN if there is none.
+    largest: float  #: Largest magnitude of a finite nonzero element; NaN if there is none.
+    suggested_scale: float  #: As returned by :func:`suggest_scale`.
+    exponents: dict[int, int]  #: Number of magnitudes in [2^e, 2^(e+1)), by e.
+    shares: tuple[FormatShares, ...]  #: At scale 1 and at the suggested scale.
 
     def _table(self) -> Table:
         others = "" if math.isnan(self.largest) else (

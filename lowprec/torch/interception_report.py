@@ -25,36 +25,16 @@ class PassedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InterceptedProduct:
-    """Products with the same properties.
+    """Products with the same properties."""
 
-    Parameters
-    ----------
-    operator : str
-        PyTorch's name, such as ``"addmm"``.
-    shapes : tuple of tuple of int
-        Shapes of the two operands; of all tensors where PyTorch computed it.
-    dtype : str
-        Element type of the first operand.
-    backward : bool
-        Whether it was part of a backward pass.
-    mode : str
-        The resolved mode; empty where PyTorch computed it.
-    count : int
-        Number of such products.
-    passed_by : PassedBy or None
-        The reason why PyTorch computed it; None where lowprec did.
-    detail : str
-        The error message, where lowprec raised one.
-    """
-
-    operator: str
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-    backward: bool
-    mode: str
-    count: int
-    passed_by: PassedBy | None = None
-    detail: str = ""
+    operator: str  #: PyTorch's name, such as ``"addmm"``.
+    shapes: tuple[tuple[int, ...], ...]  #: Of the two operands; of all tensors where PyTorch computed it.
+    dtype: str  #: Element type of the first operand.
+    backward: bool  #: Whether they were part of a backward pass.
+    mode: str  #: The resolved mode; empty where PyTorch computed it.
+    count: int  #: Number of such products.
+    passed_by: PassedBy | None = None  #: The reason why PyTorch computed it; None where lowprec did.
+    detail: str = ""  #: The error message, where lowprec raised one.
 
     @property
     def reason(self) -> str:
@@ -64,20 +44,11 @@ class InterceptedProduct:
 
 @dataclass(frozen=True, slots=True)
 class InterceptionReport:
-    """The products of an interception; ``print`` shows them as tables.
+    """The products of an interception; ``print`` shows them as tables."""
 
-    Parameters
-    ----------
-    mode : str
-        The requested mode.
-    products : tuple of InterceptedProduct
-    remarks : tuple of str
-        Notes on the counts.
-    """
-
-    mode: str
+    mode: str  #: The requested mode.
     products: tuple[InterceptedProduct, ...]
-    remarks: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()  #: Notes on the counts.
 
     @property
     def taken(self) -> tuple[InterceptedProduct, ...]:
