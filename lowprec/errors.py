@@ -44,6 +44,13 @@ class LowprecError(Exception):
     """Base class of every error that lowprec raises.
 
     ``argument`` is the name of the array argument that caused the error, or None; the message begins with it.
+
+    >>> import lowprec
+    >>> try:
+    ...     lowprec.matmul([[1.0]], [[1.0]])
+    ... except LowprecError as error:
+    ...     error.argument, isinstance(error, TypeError)
+    ('a', True)
     """
 
     argument: str | None = None
@@ -54,7 +61,13 @@ class LowprecError(Exception):
 
 
 class ArrayError(LowprecError, TypeError):
-    """An argument that is not an array readable in place, such as a tracer."""
+    """An argument that is not an array readable in place, such as a tracer.
+
+    >>> import lowprec
+    >>> lowprec.matmul([[1.0]], [[1.0]])
+    Traceback (most recent call last):
+    lowprec.errors.ArrayError: a: expected an array (...), got list; wrap it with numpy.asarray
+    """
 
 
 class DelegateError(ArrayError):
@@ -66,39 +79,86 @@ class DelegateError(ArrayError):
 
 
 class DTypeError(LowprecError, TypeError):
-    """An element type, or a pair of element types, that cannot be multiplied."""
+    """An element type, or a pair of element types, that cannot be multiplied.
+
+    >>> import lowprec
+    >>> lowprec.ShapeDtype((2, 2), "int16")
+    Traceback (most recent call last):
+    lowprec.errors.DTypeError: ...
+    """
 
 
 class ShapeError(LowprecError, ValueError):
-    """Shapes that do not match, or an ``out`` whose elements overlap."""
+    """Shapes that do not match, or an ``out`` whose elements overlap.
+
+    >>> import lowprec
+    >>> a = lowprec.ShapeDtype((2, 3), "float32")
+    >>> lowprec.plan(a, a)
+    Traceback (most recent call last):
+    lowprec.errors.ShapeError: ...
+    """
 
 
 class DeviceError(LowprecError, ValueError):
-    """Operands on different devices, or on an unsupported device."""
+    """Operands on different devices, or on an unsupported device.
+
+    >>> import lowprec
+    >>> a = lowprec.ShapeDtype((2, 2), "float32")
+    >>> lowprec.plan(a, a, device="h1000")
+    Traceback (most recent call last):
+    lowprec.errors.DeviceError: device 'h1000' is not known; choose one of: ...
+    """
 
 
 class ModeError(LowprecError, ValueError):
-    """An unknown math mode, or an ``rtol`` that no mode meets."""
+    """An unknown math mode, or an ``rtol`` that no mode meets.
+
+    >>> import lowprec
+    >>> lowprec.math_mode("tf16")
+    Traceback (most recent call last):
+    lowprec.errors.ModeError: math_mode 'tf16' is not a math mode; choose one of: ...
+    """
 
 
 class EnvironmentVariableError(LowprecError, ValueError):
-    """An environment variable holds an illegal value."""
+    """An environment variable holds an illegal value.
+
+    >>> issubclass(EnvironmentVariableError, ValueError)
+    True
+    """
 
 
 class UnsupportedError(LowprecError, NotImplementedError):
-    """Legal arguments that this version or this device does not support."""
+    """Legal arguments that this version or this device does not support.
+
+    >>> import lowprec
+    >>> lowprec.emulate("turing")
+    Traceback (most recent call last):
+    lowprec.errors.UnsupportedError: the tensor cores of architecture 'turing' are not emulated; ...
+    """
 
 
 class BackendError(LowprecError, RuntimeError):
-    """A numerical library failed during execution."""
+    """A numerical library failed during execution.
+
+    >>> issubclass(BackendError, RuntimeError)
+    True
+    """
 
 
 class DeviceMemoryError(BackendError, MemoryError):
-    """A device has too little free memory for a workspace or a temporary buffer."""
+    """A device has too little free memory for a workspace or a temporary buffer.
+
+    >>> issubclass(DeviceMemoryError, MemoryError)
+    True
+    """
 
 
 class LowprecWarning(UserWarning):
-    """Category of every warning that lowprec issues."""
+    """Category of every warning that lowprec issues.
+
+    >>> warnings.simplefilter("ignore", LowprecWarning)
+    """
 
 
 #: Packages between the caller's line and a warning.

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @unique
 class MathMode(StrEnum):
-    """Names of the math modes; ``MathMode.TF32`` equals the string ``"tf32"``."""
+    """Names of the math modes; ``MathMode.TF32`` equals the string ``"tf32"``.
+
+    >>> MathMode("tf32") == "tf32", len(MathMode)
+    (True, 16)
+    """
 
     FP32 = "fp32"
     FP32_PEDANTIC = "fp32_pedantic"

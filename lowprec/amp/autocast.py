@@ -52,7 +52,11 @@ _TORCH: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class AutocastRow:
-    """Counts of the calls of one function."""
+    """Counts of the calls of one function.
+
+    >>> AutocastRow("matmul", "allow", 2, 2, 2, "bfloat16").cast
+    2
+    """
 
     function: str
     list: str  #: ``"allow"``, ``"deny"``, ``"infer"``, or ``"-"`` for a function on none.
@@ -64,7 +68,11 @@ class AutocastRow:
 
 @dataclass(frozen=True)
 class AutocastReport:
-    """The calls through a namespace, one row per function; ``print`` shows a table."""
+    """The calls through a namespace, one row per function; ``print`` shows a table.
+
+    >>> AutocastReport("compute=bfloat16", (AutocastRow("matmul", "allow", 2, 2, 2, "bfloat16"),)).calls
+    2
+    """
 
     policy: str
     rows: tuple[AutocastRow, ...]
@@ -112,7 +120,12 @@ class _Record:
 
 
 class AutocastNamespace:
-    """The functions of a namespace, by a policy; see :func:`autocast`."""
+    """The functions of a namespace, by a policy; see :func:`autocast`.
+
+    >>> import numpy as np
+    >>> autocast(np, "params=float32,compute=bfloat16,output=float32").policy.compute
+    'bfloat16'
+    """
 
     def __init__(self, xp: Any, policy: Policy, record: _Record, whole: Any = None) -> None:
         self._base = xp

@@ -21,15 +21,27 @@ _SMALLEST_NORMAL, _LEAST = 2.0**-126, 2.0**-127
 
 
 class ScalerStateError(LowprecError, RuntimeError):
-    """A method of :class:`~lowprec.amp.LossScaler` that was called out of order."""
+    """A method of :class:`~lowprec.amp.LossScaler` that was called out of order.
+
+    >>> issubclass(ScalerStateError, RuntimeError)
+    True
+    """
 
 
 class GradientTypeError(DTypeError, ValueError):
-    """Gradients in float16, which must not be unscaled: small ones would be lost."""
+    """Gradients in float16, which must not be unscaled: small ones would be lost.
+
+    >>> issubclass(GradientTypeError, TypeError)
+    True
+    """
 
 
 class SettingError(LowprecError, ValueError):
-    """A number or a word that a scaler, a policy or a schedule does not take."""
+    """A number or a word that a scaler, a policy or a schedule does not take.
+
+    >>> issubclass(SettingError, ValueError)
+    True
+    """
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,11 @@ Array = npt.NDArray[Any]
 
 @unique
 class Verdict(StrEnum):
-    """The result of comparing an error with its bound."""
+    """The result of comparing an error with its bound.
+
+    >>> str(Verdict.WITHIN)
+    'within'
+    """
 
     WITHIN = "within"
     ABOVE = "ABOVE"
@@ -29,7 +33,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Errors:
-    """Errors of a product."""
+    """Errors of a product.
+
+    >>> Errors(1e-3, 2e-4, 4e-3, Verdict.WITHIN).normalised < 4e-3
+    True
+    """
 
     relative: float  #: ``|C - AB| / |AB|`` in the Frobenius norm: the correct digits of the result.
     normalised: float  #: ``|C - AB| / (|A| |B|)``, limited by the bound; independent of cancellation.

@@ -31,7 +31,11 @@ _BUSY_SHARE = 0.25
 
 
 class Load(NamedTuple):
-    """How busy a machine was."""
+    """How busy a machine was.
+
+    >>> Load(average=0.5, cpus=2).remark
+    ''
+    """
 
     average: float | None  #: Processes that ran or waited to run, over the last minute; None where not counted.
     cpus: int
@@ -58,7 +62,11 @@ def load() -> Load:
 
 @dataclass(frozen=True)
 class Timing:
-    """The measurements of one variant."""
+    """The measurements of one variant.
+
+    >>> Timing((2.0, 1.0, 3.0)).median
+    2.0
+    """
 
     samples: tuple[float, ...]  #: Seconds per call, one of each round.
 
@@ -69,7 +77,7 @@ class Timing:
 
     @property
     def spread(self) -> float | None:
-        """Half the interquartile range of the samples, relative to their median; None for a single one."""
+        """Half the interquartile range over the median; None for a single sample."""
         if len(self.samples) < 2 or not self.median:
             return None
         low, _, high = statistics.quantiles(self.samples, method="inclusive")
@@ -81,7 +89,7 @@ class Timing:
         return (self.spread or 0.0) > SMALL_SPREAD
 
     def speedup_over(self, other: Timing) -> float:
-        """Return the median over rounds of the ratio of times, which were measured one after the other."""
+        """Return the median over rounds of the ratio of times of one round."""
         pairs = zip(other.samples, self.samples, strict=True)
         return statistics.median(theirs / mine for theirs, mine in pairs)
 

@@ -29,6 +29,12 @@ class SolveReport:
     """Report of :func:`solve`; ``print`` shows a table.
 
     For a stack, steps, backward error and condition are the largest ones.
+
+    >>> import numpy as np
+    >>> import lowprec
+    >>> _, report = lowprec.linalg.solve(np.eye(2), np.ones(2), full_output=True)
+    >>> report.method, report.backward_error
+    ('direct', 0.0)
     """
 
     method: str  # "refine" if any system was solved by it, else "direct"

@@ -60,7 +60,15 @@ def _tile_units(plan: GemmPlan, fmt: str, used: bool | None) -> tuple[bool, bool
 
 @dataclass(frozen=True, slots=True)
 class ProductRecord:
-    """A product that ran: times in ms, rates in 1e12 flops per second."""
+    """A product that ran: times in ms, rates in 1e12 flops per second.
+
+    >>> import numpy as np
+    >>> import lowprec
+    >>> with lowprec.profile() as prof:
+    ...     c = lowprec.matmul(np.eye(4), np.eye(4))
+    >>> prof.records[0].flops, prof.records[0].a_dtype
+    (128, 'float64')
+    """
 
     index: int  #: Position in the profile, from 0, in the order in which the calls returned.
     label: str  #: The enclosing ranges, ``"step/layer 1"``; empty without any.
@@ -107,7 +115,14 @@ class ProductRecord:
 
 @dataclass(frozen=True, slots=True)
 class RangeRecord:
-    """A named range of a program: times in ms, by the host's clock."""
+    """A named range of a program: times in ms, by the host's clock.
+
+    >>> import lowprec
+    >>> with lowprec.profile() as prof, prof.range("step"), prof.range("layer 1"):
+    ...     pass
+    >>> [x.name for x in prof.ranges]
+    ['step/layer 1', 'step']
+    """
 
     name: str  #: With the enclosing names, ``"step/layer 1"``.
     start_ms: float  #: Start, since the profile was first entered.

@@ -12,7 +12,11 @@ from lowprec.util.tables import Table, fill, plain_text
 
 @unique
 class PassedBy(StrEnum):
-    """The reason why PyTorch computed a product."""
+    """The reason why PyTorch computed a product.
+
+    >>> str(PassedBy.CONVOLUTION)
+    'a convolution is no matrix product'
+    """
 
     ELEMENT_TYPE = "no mode acts on this element type"
     ATTENTION = "attention in one kernel, which hides its products"
@@ -25,7 +29,15 @@ class PassedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InterceptedProduct:
-    """Products with the same properties."""
+    """Products with the same properties.
+
+    >>> import torch
+    >>> from lowprec.torch import intercept
+    >>> with intercept("bf16") as seen:
+    ...     c = torch.ones(4, 8) @ torch.ones(8, 2)
+    >>> seen.report().products[0].shapes
+    ((4, 8), (8, 2))
+    """
 
     operator: str  #: PyTorch's name, such as ``"addmm"``.
     shapes: tuple[tuple[int, ...], ...]  #: Of the two operands; of all tensors where PyTorch computed it.
@@ -44,7 +56,15 @@ class InterceptedProduct:
 
 @dataclass(frozen=True, slots=True)
 class InterceptionReport:
-    """The products of an interception; ``print`` shows them as tables."""
+    """The products of an interception; ``print`` shows them as tables.
+
+    >>> import torch
+    >>> from lowprec.torch import intercept
+    >>> with intercept("bf16") as seen:
+    ...     c = torch.ones(4, 8) @ torch.ones(8, 2)
+    >>> seen.report().mode
+    'bf16'
+    """
 
     mode: str  #: The requested mode.
     products: tuple[InterceptedProduct, ...]
