@@ -215,12 +215,9 @@ class _Solve:
 
     def _error(self, x: Any) -> float:
         """Return the largest backward error."""
-        if not self._b.size:
-            return 0.0
-        found: list[float] = []
-        x = self._own.to_host(x).reshape(self._b.shape)
+        found, x = [0.0], self._own.to_host(x).reshape(self._b.shape)
         with math_mode("fp32"), np.errstate(all="ignore"):
-            for at in np.ndindex(*self._batch):
+            for at in np.ndindex(*self._batch) if self._b.size else ():
                 a, b = self._a[at], self._b[at]
                 size = float(norms(np.sqrt(self._ops.magnitudes(a)[2])[:, None])[0])
                 product = self._ops.to_host(matmul(a, self._ops.from_host(x[at])))
