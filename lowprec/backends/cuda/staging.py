@@ -90,7 +90,7 @@ class Staging:
         return start
 
     def packed_b(self, arguments: Arguments) -> KeptPacking | None:
-        """Return the packed form of a prepared ``b``; None if each product packs its own.
+        """Return the packed operand of a prepared ``b``; None if each product packs its own.
 
         It is not created during a capture: it would belong to the graph. If a graph reads it, it is never released.
         """
