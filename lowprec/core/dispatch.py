@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from itertools import compress
+from operator import is_not
 from typing import Any
 
 from lowprec import policy
@@ -160,10 +162,8 @@ _DEFAULTS = {name: x.default for name, x in inspect.signature(matmul).parameters
 
 
 def _given(keywords: tuple[Any, ...]) -> dict[str, Any]:
-    named = zip(_DEFAULTS.items(), keywords, strict=True)
-    return {
-        name: x for (name, default), x in named if x is not default and not (type(x) is float and x == default)
-    }  # fmt: skip
+    others = compress(zip(_DEFAULTS, keywords, strict=True), map(is_not, keywords, _DEFAULTS.values()))
+    return {name: x for name, x in others if not (type(x) is float and x == _DEFAULTS[name])}
 
 
 def _traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
@@ -195,18 +195,18 @@ _NOT_AFTERWARDS = {"out", "rtol", "bound", "k_chunk"}
 def _delegated(found: DelegateError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Call the matmul function of an operand's library; raise if it lacks one of the given arguments."""
     refuse_prepared(a=a, **given, b=b)
-    arrays = {"a": a, "b": b, **{name: given.get(name) for name in _ARRAYS[2:]}}
     delegate, takes = _delegate(found.target)
-    if not given.keys() <= takes:
-        lacking = sorted(given.keys() - takes)
-        name_argument(found, arrays)
-        way_out = "omit it" if _NOT_AFTERWARDS & set(lacking) else "apply it to the result"
-        raise UnsupportedError(f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}")
     try:
-        return delegate(a, b, **given)
+        if given.keys() <= takes:
+            return delegate(a, b, **given)
+        raise found
     except (ArrayError, DTypeError) as error:
-        name_argument(error, arrays)
-        raise
+        name_argument(error, {"a": a, "b": b, **{name: given.get(name) for name in _ARRAYS[2:]}})
+        if error is not found:
+            raise
+    lacking = sorted(given.keys() - takes)
+    way_out = "omit it" if _NOT_AFTERWARDS & set(lacking) else "apply it to the result"
+    raise UnsupportedError(f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}")
 
 
 def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:

@@ -304,7 +304,7 @@ def _product(a: Tensor, b: Tensor, math_mode: Any, backward_mode: Any, alpha: fl
         mode = current_mode() if is_current else str(math_mode)
         rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
         return OPERATOR(a, b, *rest, is_current)
-    mode = policy.resolve(math_mode).mode.value
+    mode = str(policy.resolve(math_mode).mode)
     rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
     plain = type(a) in _PLAIN and type(b) in _PLAIN and not a.is_meta
     if plain and not _dispatch_modes() and not _transforms():
