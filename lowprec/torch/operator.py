@@ -108,7 +108,7 @@ def _flops(a: Any, b: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
 
 def save_operands(ctx: Any, a: Tensor, b: Tensor, needed: tuple[bool, bool]) -> None:
     """Save the operands for the needed gradients of ``a`` and ``b``, and the shapes and dtypes of both."""
-    ctx.operands = [(x.shape, x.dtype) for x in (a, b)]
+    ctx.operands = (a.shape, a.dtype), (b.shape, b.dtype)
     ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
 
 
