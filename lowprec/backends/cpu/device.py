@@ -79,8 +79,8 @@ def info() -> dict[str, Any]:
     warnings = [numba_import.failure()] if numba_import.failure() else []
     if no_tiles:
         on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
-        modes = "modes" if unsupported_reason(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
-        warnings.append(f"{no_tiles}: {modes} round the operands and multiply in FP32, which is not faster than fp32")
+        modes = "all modes" if unsupported_reason(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
+        warnings.append(f"{no_tiles}; {modes} round the operands and multiply in FP32, no faster than fp32")
     if library is None and sys.platform != "darwin":
         why = "is not installed"
         if openblas.library_path() is not None:
