@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class MathMode(StrEnum):
     """Names of the math modes; ``MathMode.TF32`` equals the string ``"tf32"``.
 
-    >>> MathMode("tf32") == "tf32", len(MathMode)
-    (True, 16)
+    >>> MathMode("tf32") is MathMode.TF32, str(MathMode.TF32)
+    (True, 'tf32')
     """
 
     FP32 = "fp32"

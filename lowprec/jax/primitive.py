@@ -30,6 +30,7 @@ def dot_general(
     a: Any, b: Any, *, dimensions: Dimensions, mode: str, backward_mode: str, out_dtype: str, out_sharding: Any = None
 ) -> Any:
     """Multiply two arrays of one element type in a mode, as ``lax.dot_general``."""
+    # Under shard_map both vary over the same mesh axes then, so that gradients are summed over devices.
     over_a, over_b = _varying(a), _varying(b)
     if over_b - over_a:
         a = lax.pcast(a, tuple(over_b - over_a), to="varying")

@@ -79,7 +79,7 @@ def each_component(function: Callable[[Any], Any], x: Any) -> Any:
 
 
 def split(x: Any, row: ModeRow) -> list[Any]:
-    """Return the parts of an operand for a mode, and their sum if that is multiplied; NaN follows Inf and NaN."""
+    """Return the parts of an operand, then their sum if the mode multiplies it; NaN is the rest of Inf and NaN."""
     parts = [round_to(x, row.operand_format)]
     rest = x
     for _ in range(row.parts - 1):

@@ -244,6 +244,7 @@ _SUPPORTED = frozenset(inspect.signature(matmul).parameters)
 
 def traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
     """Multiply in a function that PyTorch's compiler traces, with the arguments of :func:`lowprec.matmul`."""
+    # After a graph break the compiler would otherwise trace lowprec.matmul, and replace its NumPy calls by operators.
     given = {name: x for name, x in keywords.items() if x is not None}
     # The compiler represents NumPy scalars as tensors.
     numbers = all(isinstance(given.get(name, 1.0), int | float | complex) for name in ("alpha", "beta"))

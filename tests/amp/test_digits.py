@@ -63,7 +63,7 @@ def test_gradients_underflow_to_nothing_without_a_scale(digits: ModuleType) -> N
 
 
 def test_the_gradients_are_those_of_the_loss(digits: ModuleType) -> None:
-    """Beside autograd's, in float32: some 100 terms a sum, so errors of about 100 units of roundoff, 1e-5."""
+    """Against autograd's, in float32: some 100 terms a sum, so errors of about 100 units of roundoff, 1e-5."""
     torch = load_or_skip(Backend.TORCH).torch
     policy = amp.Policy.parse("O0")
     x, y, _, _ = data()

@@ -1,4 +1,4 @@
-"""``gradient_report`` and ``suggest_scale`` beside the rounding of single numbers."""
+"""``gradient_report`` and ``suggest_scale`` against the rounding of single numbers."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def test_module_types_decide_which_weights_are_norms() -> None:
 
 
 def test_statistics_give_a_norm_away() -> None:
-    """Without the model, weights beside running statistics stay float32, whatever their names."""
+    """Without the model, weights next to running statistics stay float32, whatever their names."""
     torch = load_or_skip(Backend.TORCH).torch
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
     found = Policy.preset("O2").cast_params(model.state_dict())

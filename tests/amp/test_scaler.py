@@ -1,4 +1,4 @@
-"""``LossScaler`` beside PyTorch's ``GradScaler``, jmp's and Keras's rules, and what it refuses."""
+"""``LossScaler`` against PyTorch's ``GradScaler``, jmp's and Keras's rules, and its errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def xp(request: pytest.FixtureRequest) -> ArrayNamespace:
     return load_or_skip(request.param)
 
 
-# -- beside PyTorch's -----------------------------------------------------------------------------
+# -- against PyTorch's ----------------------------------------------------------------------------
 
 
 class Optimizer:
@@ -612,12 +612,12 @@ def test_the_decision_is_asked_for_once(library: str, monkeypatch: pytest.Monkey
     kind, asked = type(grads[0]), []
     for name in ("__bool__", "__float__", "__int__", "__array__", "item", "tolist"):
         if original := getattr(kind, name, None):
-            told = functools.partialmethod(lambda x, f, *args: asked.append(1) or f(x, *args), original)
-            monkeypatch.setattr(kind, name, told)
+            counted = functools.partialmethod(lambda x, f, *args: asked.append(1) or f(x, *args), original)
+            monkeypatch.setattr(kind, name, counted)
     scaler = LossScaler()
     for count in (1, 2, 3):
         scaler.unscale(grads)
-        assert len(asked) == count - 1, "nobody has asked for a number yet"
+        assert len(asked) == count - 1, "no number has been read yet"
         scaler.step(lambda: None)
         assert scaler.found_inf is False
         scaler.update()

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from backends.kernel_paths import MOST_FLOPS, KernelPath, Shape, numpy_dtype, promoted
 from support.oracles import Epilogue
 
-#: What lies around arrays in memory: read, it makes NaN of a result (or a large integer); written, it is seen.
+#: Memory around arrays: read, it makes a result NaN (or a large integer); a write to it is seen.
 _CANARY = 0x7F
 
 
 @dataclass(frozen=True)
 class Laid:
-    """An array as it lies in memory of its own, with other elements around and between its own."""
+    """An array in memory of its own, with other elements around and between its own."""
 
     memory: np.ndarray
     array: np.ndarray
@@ -47,7 +47,7 @@ class Laid:
     def check(self) -> None:
         """Fail if anything around the array was written."""
         around = self.memory[~self.inside].view(np.uint8)
-        assert (around == _CANARY).all(), "something beside the array was written"
+        assert (around == _CANARY).all(), "something outside the array was written"
 
 
 @st.composite
@@ -114,7 +114,7 @@ def _numbers(draw: st.DrawFn, shape: tuple[int, ...], name: str) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Example:
-    """A product that leads along a path, what follows it, and how its arrays lie."""
+    """A product that leads along a path, its epilogue, and the layout of its arrays."""
 
     path: KernelPath
     mode: str
@@ -131,10 +131,10 @@ class Example:
 
     def __repr__(self) -> str:
         arrays = {"a": self.a, "b": self.b, "out": self.out, **dict(zip(("x", "y"), self.around, strict=False))}
-        told = [f"{k}={x.array.dtype}{x.array.shape} by {x.array.strides}" for k, x in arrays.items() if x]
+        described = [f"{k}={x.array.dtype}{x.array.shape} by {x.array.strides}" for k, x in arrays.items() if x]
         then = self.then
         return (
-            f"{self.path.kernel} {self.mode}, {', '.join(told)}, alpha={then.alpha}, beta={then.beta}, "
+            f"{self.path.kernel} {self.mode}, {', '.join(described)}, alpha={then.alpha}, beta={then.beta}, "
             f"c is out: {bool(self.out and then.c is self.out.array)}, bias: {then.bias is not None}, "
             f"{then.activation}, out_dtype={self.out_dtype}, prepared={self.prepared}"
         )

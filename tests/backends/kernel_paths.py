@@ -24,7 +24,7 @@ from lowprec.backends.cpu.kernel_rows import (
 from lowprec.modes import TABLE, MathMode
 from lowprec.planning import KernelRow
 
-#: Multiples of the kernels' blocks, what lies beside them, and what is no multiple of anything.
+#: Multiples of the kernels' blocks, their neighbours, and primes.
 _EXTENTS = (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 45, 48, 63, 64, 65, 96, 113, 129, 160, 230, 257, 272, 290)
 _LONG = (1, 2, 9, 16, 27, 33, 128, 250, 2049, 4099)
 

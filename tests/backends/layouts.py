@@ -1,4 +1,4 @@
-"""How a matrix may lie in memory."""
+"""Layouts of a matrix in memory."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_the_bound_holds_for_subnormal_numbers(arch: Architecture, dtype: Any, f
             arithmetic(arch, fmt)
         return
     # The first factor is subnormal and aligned like the smallest normal number, so that all other products, each half
-    # of what is kept then, are cut off; and they are not small beside the first product.
+    # of what is kept then, are cut off; and they are not small next to the first product.
     first, second = {"float16": (2.0**-24, 2.0**-19), "bfloat16": (2.0**-133, 2.0**-126)}[fmt]
     scale, smallest = {"float16": (1.0, 2.0**-14), "bfloat16": (2.0**100, 2.0**-126)}[fmt]
     a, b = np.full((1, 64), second), np.zeros((64, 1))
@@ -347,7 +347,7 @@ def test_mma_takes_non_finite_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shapes", "told"),
+    ("shapes", "message"),
     [
         (((2, 3), (2, 3), (2, 3)), "these have shapes a (2, 3), b (2, 3), c (2, 3)"),
         (((2, 3), (3, 2), (2, 3)), "these have shapes"),
@@ -355,8 +355,8 @@ def test_mma_takes_non_finite_numbers() -> None:
         (((2, 2, 3), (3, 3, 2), (2, 2)), "the batches do not broadcast"),
     ],
 )
-def test_mma_refuses_shapes(shapes: Any, told: str) -> None:
-    with pytest.raises(ShapeError, match=re.escape(told)):
+def test_mma_refuses_shapes(shapes: Any, message: str) -> None:
+    with pytest.raises(ShapeError, match=re.escape(message)):
         mma(*(np.zeros(shape, np.float32) for shape in shapes), arch="hopper", format="fp16")
 
 

@@ -93,7 +93,7 @@ def test_all_vectors_read_off_hardware_agree_bit_for_bit(gpu: str, fmt: str, twi
 @pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS)
 def test_the_sample_reports_other_models(gpu: str, fmt: str, change: dict[str, float]) -> None:
     found, model = vectors.sample(gpu, fmt), model_of(gpu, fmt)
-    # Of groups that are longer than the vectors nothing can be told.
+    # The vectors show nothing about longer groups.
     group = int(min(model.group, found.a.shape[1]) * change.get("group", 1))
     other = model._replace(group=group, fraction_bits=model.fraction_bits + int(change.get("fraction_bits", 0)))
     assert (bits(in_one_call(multiply, found, other)) != bits(found.d)).any()
@@ -149,7 +149,7 @@ H = Architecture.HOPPER
         # The sum is rounded toward zero, for either sign.
         (H, "tf32", [1.0, 2.0**-24], [1.0, 1.5], 0.0, 1.0),
         (H, "tf32", [-1.0, -(2.0**-24)], [1.0, 1.5], 0.0, -1.0),
-        # Group after group: sixteen small numbers beside 1 are lost one by one, or kept as a group before it comes.
+        # Group after group: sixteen small numbers next to 1 are lost one by one, or kept as a group before it comes.
         (H, "tf32", [1.0] + [2.0**-26] * 16, [1.0] * 17, 0.0, 1.0),
         (H, "tf32", [2.0**-26] * 16 + [1.0], [1.0] * 17, 0.0, 1 + 2.0**-22),
         # Subnormal results are kept, and cut to multiples of 2^-149.

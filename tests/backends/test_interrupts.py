@@ -67,7 +67,7 @@ def _team_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_numba
 @pytest.mark.parametrize("meet", [False, True], ids=["at once", "after a helper came"])
-def test_an_exception_anywhere_waits_for_the_helpers_and_loses_none(meet: bool) -> None:
+def test_an_exception_anywhere_waits_for_the_workers_and_loses_none(meet: bool) -> None:
     assert a_helper_comes()
     works: list[Slow] = []
 

@@ -44,7 +44,7 @@ def _operands(example: Example, plan: GemmPlan) -> tuple[np.ndarray, np.ndarray]
     if row(plan.scheme).parts > 1 or not plan.mode_has_effect:
         return wide[0], wide[1]
     x, y = oracles.round_both(*wide, str(plan.scheme))
-    # Numbers of the mode's own format stay what they are, however far they lie apart.
+    # Numbers of the mode's own format stay what they are, however far apart they are.
     kept = [s.dtype == np.float16 and plan.scheme == "fp16" for s in stored]
     return wide[0] if kept[0] else x, wide[1] if kept[1] else y
 
@@ -111,7 +111,7 @@ def _check(example: Example, plan: GemmPlan, c: np.ndarray | None, result: np.nd
         value = oracles.product(x, y)
         unknown = _reach(example, x, y, c) > _SAFE[wide]
         if plan.kernel_row.summation is not Summation.SEQUENTIAL and _has_subnormals(x, y):
-            unknown |= np.isinf(value)  # they count as zero, also beside an infinity
+            unknown |= np.isinf(value)  # they count as zero, also next to an infinity
         size = np.matmul(oracles.magnitude(x), oracles.magnitude(y))
         error = abs(then.alpha) * _product_error(example, plan, x, y)
         value, size = then.alpha * value if then.alpha != 1 else value, abs(then.alpha) * size
@@ -234,7 +234,7 @@ def _paths() -> list[Any]:
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("path", _paths())
 def test_a_product_is_right(path: KernelPath, count: int, eager: bool) -> None:
-    # An example is told by its seeds; to look for a simpler one would take minutes and tell no more.
+    # An example is given by its seeds; a search for a simpler one would take minutes and show no more.
     @given(examples(path))
     @settings(max_examples=count // path.costs, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     def test(example: Example) -> None:

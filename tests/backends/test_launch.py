@@ -99,7 +99,7 @@ def test_broadcast_batches(kernel: MicroKernel, rng: np.random.Generator) -> Non
 
 
 @kernels
-def test_batches_beyond_what_is_kept(
+def test_batches_beyond_the_cache(
     kernel: MicroKernel, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "KEPT", 2)

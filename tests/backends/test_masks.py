@@ -76,7 +76,7 @@ def test_products_below_a_limit(isa: str, tmp_path: Path) -> None:
     units = set(found["features"]) - {"openblas", "numba"}
     assert units <= ALLOWED[isa]
     here = {kernel.name for kernel in MICRO_KERNELS if not unsupported_reason(kernel)}
-    # Beside AMX, what is left to OpenBLAS is no feature.
+    # With AMX, the products left to OpenBLAS are no feature.
     left = {x.name for x in MICRO_KERNELS if x.unmeasured_with} if {"amx_bf16"} <= units else set()
     assert units == (here & ALLOWED[isa]) - left
     if found["core_type"] is not None and "avx512f" in cpuinfo.system_flags():

@@ -164,7 +164,7 @@ def test_the_plan_keeps_its_promise(mode: str, size: str, machine: str, rng: np.
     bound = lowprec.plan(a, b, math_mode=mode).bound
     error = np.abs(oracles.widen(lowprec.matmul(a, b, math_mode=mode)) - oracles.product(a, b))
     relative = bound.relative * (np.abs(a.astype(float)) @ np.abs(b.astype(float)))
-    # Uniform numbers lie in float16's range, but some fall below its normal one: k times its absolute error.
+    # Uniform numbers are in float16's range, but some fall below its normal one: k times its absolute error.
     absolute = 2 * a.shape[1] * bound.operand_absolute * 1.01 + bound.result_absolute
     assert (error <= relative + absolute).all()
     # A promise of anything keeps itself: at most what is derived here, with room for another order of summing.
@@ -301,7 +301,7 @@ def test_special_numbers(
 def test_inf_times_zero_is_nan(mode: str, size: str, machine: str, rng: np.random.Generator) -> None:
     a, b = operands(uniform, np.float32, rng, size)
     a[3, 2], b[2, 1] = np.inf, 0.0
-    b[2, 0] = np.float32(1e-30)  # zero in float16, beside the numbers of its column
+    b[2, 0] = np.float32(1e-30)  # zero in float16, next to the numbers of its column
     a[0, 0], b[0, 3] = -0.0, np.inf
     c = lowprec.matmul(a, b, math_mode=mode)
     assert np.isnan(c[3, 1])

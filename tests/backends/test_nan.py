@@ -1,4 +1,4 @@
-"""A NaN in an operand reaches every element of the result that it touches, whatever its bits and wherever it lies.
+"""A NaN in an operand reaches every element of the result that it touches, whatever its bits and position.
 
 Integer arithmetic on the bits of a NaN carries its payload into the exponent or the sign: 0x7fffffff becomes a zero,
 0x7f800001 an infinity. So every class of payload goes through every kind of stride, and through the kernels that
@@ -103,9 +103,9 @@ def test_every_nan_reaches_the_result(mode: str, size: str, dtype: str, machine:
                 got = lowprec.matmul(a, b, math_mode=mode)
                 lines = np.isnan(x).any(axis=1 if side == "a" else 0)
                 touched = np.isnan(got) if side == "a" else np.isnan(got).T
-                told = name, side, hex(int(nan.view(np.uint32)))
-                assert lines.any(), told
-                assert (touched == lines[:, None]).all(), told
+                case = name, side, hex(int(nan.view(np.uint32)))
+                assert lines.any(), case
+                assert (touched == lines[:, None]).all(), case
                 oracles.assert_within_bound(got, a, b, mode)
 
 

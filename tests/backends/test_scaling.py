@@ -83,7 +83,7 @@ def test_other_operands_with_float32(
 
 
 @pytest.mark.parametrize("shape", [(7, 9, 8), (60, 70, 50)], ids=str)
-def test_batches_prepared_operands_and_what_follows(
+def test_batches_prepared_operands_and_epilogues(
     shape: tuple[int, int, int], machine: str, rng: np.random.Generator
 ) -> None:
     m, k, n = shape

@@ -27,7 +27,7 @@ def mode_products(mode):
 
 
 def test_exact_numbers_of_a_format_have_one_part():
-    """bfloat16 beside float32: two products are left of three, one where both are bfloat16."""
+    """bfloat16 with float32: two products are left of three, one where both are bfloat16."""
     import ml_dtypes
 
     mode = lowprec.modes.MathMode.BF16X3

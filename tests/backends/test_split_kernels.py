@@ -190,7 +190,7 @@ def test_a_value_that_no_part_holds_is_reported_and_spoils_its_row_or_column(
 
 @contextlib.contextmanager
 def parts_on(kernel: str) -> Iterator[None]:
-    """Run on this machine's kernel for parts, whatever the size; or on software that stands for tiles."""
+    """Run on this machine's kernel for parts, whatever the size; or on software in place of tiles."""
     if kernel == machines.SOFTWARE_TILES:
         with machines.on(kernel):
             yield

@@ -245,7 +245,7 @@ def test_share_runs_each_item_once(count: int) -> None:
     assert sorted(seen) == list(range(count))
 
 
-def test_share_raises_what_an_item_raised() -> None:
+def test_share_raises_the_error_of_an_item() -> None:
     def fail(item: int) -> None:
         if item == 30:
             raise ValueError("item 30")

@@ -32,7 +32,7 @@ WAYS: list[tuple[str, str]] = [
 def operands() -> tuple[np.ndarray, np.ndarray]:
     """Return numbers that each mode rounds differently, and an identity, so that the result is the rounding."""
     values = 1 + np.arange(1, 65, dtype=np.float64) / 64 + 2.0**-9 + 2.0**-12 + 2.0**-20
-    values[:8:2] *= 2.0**-30  # too small for float16 beside the others of their row
+    values[:8:2] *= 2.0**-30  # too small for float16 next to the others of their row
     a = values.astype(np.float32).reshape(8, 8)
     results = {oracles.round_to(a, mode, -1).tobytes() for mode in ("fp32", *oracles.ROUNDING_MODES)}
     assert len(results) == 4

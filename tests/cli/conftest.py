@@ -30,7 +30,7 @@ def fresh_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the machine be idle, whatever else runs on it: the commands tell of a busy one."""
+    """Let the machine be idle: the commands report a busy one."""
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
 

@@ -162,7 +162,7 @@ def test_numbers_beyond_the_range(rng: np.random.Generator) -> None:
 # -- operands -------------------------------------------------------------------------------------
 
 
-def test_distributions_are_what_their_words_say() -> None:
+def test_distributions_fit_their_descriptions() -> None:
     drawn = {n: operand(np.random.default_rng(1), (200, 200), DType.FLOAT32, n) for n in DISTRIBUTIONS}
     normal, positive, wide = drawn["normal"], drawn["positive"], drawn["wide"]
     # 40,000 samples: the mean and the variance are within 5 standard errors (0.005 and 0.007).

@@ -32,7 +32,7 @@ def _gpu(**facts: Any) -> Callable[[], dict[str, Any]]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, dict[str, Any]]]:
-    """A machine with a GPU, as far as the command can tell: host arrays, and measurements that are given."""
+    """A machine with a GPU for the command: host arrays, and given measurements."""
     calls: list[tuple[Any, Any, dict[str, Any]]] = []
 
     def tune(a: Any, b: Any, **options: Any) -> AutotuneResult:
@@ -110,7 +110,7 @@ def test_torch_makes_every_element_type(monkeypatch: pytest.MonkeyPatch, element
     torch = pytest.importorskip("torch", reason="torch not installed")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     to = torch.Tensor.to
-    # "cuda" stands for host memory here.
+    # "cuda" means host memory here.
     monkeypatch.setattr(torch.Tensor, "to", lambda x, where: x if where == "cuda" else to(x, where))
     made = module._maker()((8, 4), element, np.random.default_rng(0))
     assert (tuple(made.shape), str(made.dtype)) == ((8, 4), f"torch.{element}")

@@ -213,7 +213,7 @@ def test_an_impossible_output_is_refused_early(
 
 
 @pytest.mark.parametrize("name", ["/dev/fd/{}", "/proc/self/fd/{}"])
-def test_an_open_file_is_written_where_it_stands(tmp_path: Path, name: str) -> None:
+def test_an_open_file_is_written_at_its_position(tmp_path: Path, name: str) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"before")
     before = path.stat().st_ino

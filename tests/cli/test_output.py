@@ -81,7 +81,7 @@ def test_without_rich_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == ""
 
 
-def test_the_bar_reports_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_reports_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich", reason="rich is not installed")
     terminal = _terminal(monkeypatch, "stderr")
     monkeypatch.setenv("TERM", "xterm")

@@ -36,7 +36,7 @@ def _operands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     np.save("E.npy", np.ones((2048, 4), np.float32))
 
 
-def test_the_programs_print_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_programs_print_the_output_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (program,) = re.findall(r"^```python\n(# train.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     Path("train.py").write_text(program)
@@ -63,7 +63,7 @@ def test_the_commands_run(command: Callable[..., Any]) -> None:
 
 
 @pytest.mark.usefixtures("_operands")
-def test_the_mistakes_say_what_the_page_says(command: Callable[..., Any]) -> None:
+def test_the_mistakes_give_the_errors_of_the_page(command: Callable[..., Any]) -> None:
     for words in COMMANDS[:2]:
         assert command(*words).err in PAGE
 

@@ -116,7 +116,7 @@ def test_a_folder_and_an_archive_see_themselves() -> None:
 
 
 @pytest.mark.parametrize("words", [("-m", "missing_module"), ("empty",), ("-m", "lowprec.missing")], ids=" ".join)
-def test_what_python_refuses_it_refuses_in_its_own_words(words: Sequence[str]) -> None:
+def test_errors_of_python_are_unchanged(words: Sequence[str]) -> None:
     Path("empty").mkdir()
     assert same(*words).code != 0
 

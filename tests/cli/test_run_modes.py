@@ -42,10 +42,10 @@ def test_the_user_s_own_sitecustomize_runs() -> None:
 
 LATE = """
 import tensorflow, lowprec, threading
-def told():
+def shown():
     print(lowprec.get_math_mode(), tensorflow.switch.tf32)
-told()
-thread = threading.Thread(target=told)
+shown()
+thread = threading.Thread(target=shown)
 thread.start()
 thread.join()
 """
@@ -93,48 +93,48 @@ def test_a_library_that_the_guard_cannot_hold_is_not_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("under", "told"),
+    ("under", "shown"),
     [
         (TF32, "lowprec run --mode tf32 does not reach tensorflow (ImportError: none here); "),
         (GUARD, "ImportError: lowprec run --guard cannot hold tensorflow at full FP32: ImportError"),
     ],
     ids=["mode", "guard"],
 )
-def test_a_python_without_lowprec(under: Sequence[str], told: str) -> None:
+def test_a_python_without_lowprec(under: Sequence[str], shown: str) -> None:
     write(LIBRARY, "folder/tensorflow.py")
     # The folder of the script comes first for the program, and not for the launcher.
     write("raise ImportError('none here')", "folder/lowprec.py")
     script = write("import tensorflow\nprint(tensorflow.switch.tf32)", "folder/script.py")
     seen = start(script, under=under)
-    assert told in seen.err
+    assert shown in seen.err
     assert (seen.code, seen.out) == ((0, "its own\n") if under is TF32 else (1, ""))
 
 
 CHILDREN = """
 import multiprocessing, os, subprocess, sys
 
-def told(place):
+def shown(place):
     import lowprec, tensorflow
     print(place, lowprec.get_math_mode(), tensorflow.switch.tf32, flush=True)
 
 if __name__ == "__main__":
     for method in multiprocessing.get_all_start_methods():
-        child = multiprocessing.get_context(method).Process(target=told, args=[method])
+        child = multiprocessing.get_context(method).Process(target=shown, args=[method])
         child.start()
         child.join()
-    code = "import script; script.told('subprocess')"
+    code = "import script; script.shown('subprocess')"
     subprocess.run([sys.executable, "-c", code], check=True)
     os.environ["OTHER"] = "1"
     subprocess.run([sys.executable, "-c", code.replace("subprocess", "grandchild")], check=True)
 """
 
 
-@pytest.mark.parametrize(("under", "told"), [(TF32, "tf32 True"), (GUARD, "fp32 False")], ids=["mode", "guard"])
-def test_children_are_under_the_mode(under: Sequence[str], told: str) -> None:
+@pytest.mark.parametrize(("under", "shown"), [(TF32, "tf32 True"), (GUARD, "fp32 False")], ids=["mode", "guard"])
+def test_children_are_under_the_mode(under: Sequence[str], shown: str) -> None:
     write(LIBRARY, "tensorflow.py")
     places = [*multiprocessing.get_all_start_methods(), "subprocess", "grandchild"]
     seen = start(write(CHILDREN), under=under, options=["-W", "ignore"])
-    assert seen == (0, "".join(f"{place} {told}\n" for place in places), "")
+    assert seen == (0, "".join(f"{place} {shown}\n" for place in places), "")
 
 
 @pytest.mark.parametrize("cuts", ["-I", "LOWPREC_RUN", "PYTHONPATH"])
@@ -213,7 +213,7 @@ REAL = """
 import threading
 import lowprec
 
-def told(*words):
+def shown(*words):
     if "torch" in words:
         import torch
         if "set" in words:
@@ -228,11 +228,11 @@ def told(*words):
 
 if __name__ == "__main__":
     import multiprocessing, sys
-    thread = threading.Thread(target=told, args=sys.argv[1:])
+    thread = threading.Thread(target=shown, args=sys.argv[1:])
     thread.start()
     thread.join()
-    told(*sys.argv[1:])
-    child = multiprocessing.get_context("spawn").Process(target=told, args=sys.argv[1:])
+    shown(*sys.argv[1:])
+    child = multiprocessing.get_context("spawn").Process(target=shown, args=sys.argv[1:])
     child.start()
     child.join()
 """
@@ -251,9 +251,9 @@ def test_pytorch(under: Sequence[str], word: str, is_full: bool) -> None:
     low = not is_full and medium_lowers(256)
     # 2^-9 per operand for bfloat16, so about 2e-3; FP32's own 2^-24 gives 3e-7.
     # Each of the two processes that import it says so.
-    told = "lowprec run --mode bf16 changes nothing in torch (float32 products on this CPU stay in full FP32)\n"
+    shown = "lowprec run --mode bf16 changes nothing in torch (float32 products on this CPU stay in full FP32)\n"
     silent = is_full or low
-    assert seen == (0, 3 * f"{word} {low} {not low}\n", "" if silent else 2 * told)
+    assert seen == (0, 3 * f"{word} {low} {not low}\n", "" if silent else 2 * shown)
 
 
 @pytest.mark.sweep

@@ -27,7 +27,7 @@ def reset() -> None:
 
 
 def release_timing_events() -> None:
-    """Destroy the events of stopwatches that nobody uses."""
+    """Destroy the events of unused stopwatches."""
     _events(measuring._idle, lambda events: events)
 
 

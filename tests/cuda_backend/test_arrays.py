@@ -93,7 +93,7 @@ def test_a_consumer_that_does_not_wait_reads_too_early(cuda: Software) -> None:
 
 
 def join_both(arguments: Arguments) -> None:
-    """Stands for a product: the result is a, then b."""
+    """Replaces a product: the result is a, then b."""
     a, b, out, on = arguments.a, arguments.b, arguments.out, arguments.stream
     runtime.copy_async(out.address, a.address, a.nbytes, on)
     runtime.copy_async(out.address + a.nbytes, b.address, b.nbytes, on)

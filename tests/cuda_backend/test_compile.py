@@ -136,7 +136,7 @@ EPILOGUES = [
 
 
 def sources(core: Compiler) -> list[str]:
-    """Return the sources of the kernels that stand for all: aligned and not."""
+    """Return the sources of kernels that represent all: aligned and not."""
     forget()
     for packing in PACKINGS:
         for pointer in (1 << 12, 1 << 12 | 1):
@@ -293,7 +293,7 @@ def test_another_version_compiles_again(core: Compiler, cache: Path, monkeypatch
 def test_the_compilers_version_is_known_where_it_reports(
     status: int, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else numbers that nothing was written to would stand for one."""
+    """Otherwise unwritten numbers would pass for results."""
     nvrtc = SimpleNamespace(nvrtcVersion=lambda: (status, 13, 1))
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", nvrtc)
     assert compiling._nvrtc_version() == version

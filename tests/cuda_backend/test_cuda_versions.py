@@ -24,7 +24,7 @@ Install = Callable[..., SoftwareGpu]
 
 @pytest.fixture
 def install() -> Iterator[Install]:
-    """Stand a device of some model in, with some version of CUDA."""
+    """Simulate a device of some model, with some version of CUDA."""
     made: list[Any] = []
 
     def new(capability: tuple[int, int], version: int = 130100, **model: Any) -> SoftwareGpu:

@@ -199,7 +199,7 @@ def test_captured_products_replay(library: StreamedLibrary, case: str) -> None:
             np.testing.assert_array_equal(library.get(result), true.astype(right.dtype))
 
 
-# -- modes, plans, and what is told ---------------------------------------------------------------
+# -- modes, plans and messages --------------------------------------------------------------------
 
 
 @pytest.mark.feature("scopes, guard and `rtol`")

@@ -46,7 +46,7 @@ def prepared(x: Any, y: Any) -> Any:
 
 
 CASES = {
-    "as they lie": Case((A, B), plain, TRUE),
+    "in place": Case((A, B), plain, TRUE),
     "fused epilogue": Case((A, B, BIAS, C), fused, np.maximum(TRUE + 2 * C + BIAS, 0)),
     "rounded": Case((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="bf16"), TRUE),
     "scaled, staged": Case((A, B), lambda x, y: lowprec.matmul(x, y, math_mode="fp16"), TRUE),
@@ -61,7 +61,7 @@ CASES = {
 }
 
 
-def start_anew() -> None:
+def start_again() -> None:
     """Forget prepared products, and give back all that the backend keeps."""
     executors.clear_caches()
     gc.collect()  # an exception and its frames may hold each other
@@ -101,8 +101,7 @@ def each_call_fails(gpu: Gpu, case: Case, check: Callable[[str], None]) -> None:
             break
         failures += bool(said)
         check(f"after a fault in call {position}: {said}")
-    # For some calls it makes no difference whether they worked: memory is asked for twice, and a device that is not
-    # told is made the current one.
+    # Some calls may fail without an effect: memory is requested twice, and a device whose query fails becomes current.
     assert failures >= (position - 1) * 2 // 5 > 1
 
 
@@ -110,19 +109,19 @@ def each_call_fails(gpu: Gpu, case: Case, check: Callable[[str], None]) -> None:
 def test_every_call_may_fail(software: Gpu, name: str) -> None:
     case = CASES[name]
     run(software, case)  # compiles the kernels
-    start_anew()
+    start_again()
     empty = software.live()
 
     def check(when: str) -> None:
         # The very next call is right, and nothing of either is left.
         run(software, case)
-        start_anew()
+        start_again()
         assert software.live() == empty, when
 
     each_call_fails(software, case, check)
 
 
-@pytest.mark.parametrize("name", ["as they lie", "fused epilogue", "scaled, staged"])
+@pytest.mark.parametrize("name", ["in place", "fused epilogue", "scaled, staged"])
 def test_every_call_of_a_warm_product_may_fail(software: Gpu, name: str) -> None:
     case = CASES[name]
     run(software, case)
@@ -130,10 +129,10 @@ def test_every_call_of_a_warm_product_may_fail(software: Gpu, name: str) -> None
 
 
 def test_a_missing_algorithm_is_reported(software: Gpu) -> None:
-    start_anew()
+    start_again()
     with (
         software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=15),
         pytest.raises(lowprec.UnsupportedError, match="has no algorithm on this device for float32"),
     ):
-        run(software, CASES["as they lie"])
+        run(software, CASES["in place"])
     software.forgive()

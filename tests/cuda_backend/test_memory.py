@@ -332,7 +332,7 @@ def test_a_device_has_one_stream_of_lowprec(cuda: Small) -> None:
 
 
 class Owner:
-    """Stands for a capsule."""
+    """Replaces a capsule."""
 
 
 def owners_and_count() -> tuple[list[Owner], Any]:

@@ -295,7 +295,7 @@ def test_out(gpu: Gpu, rng: Any, dtype: Any, layout: str, mode: str) -> None:
     assert lowprec.matmul(gpu.put(a), gpu.put(b), out=out, math_mode=mode) is out
     found = gpu.get(out)
     check_exact(found, oracles.product(a, b).astype(found.dtype))
-    # What lies between the elements of out is not touched.
+    # The memory between the elements of out is not written.
     assert gpu.untouched_outside(out, memory, before)
 
 

@@ -85,7 +85,7 @@ def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     assert {r["rule"] for r in added if r["rank"] == 0} == {"to nearest"}
     split = [r for r in found if r["question"] == "split" and r["split_k"] > 1]
     assert {r["exact"] for r in split if r["reduction"] == "COMPUTE_TYPE"} == {True}
-    # The report tells sums in 16 bits from sums in FP32.
+    # The report distinguishes sums in 16 bits from sums in FP32.
     narrow = [r for r in split if r["reduction"] == "OUTPUT_TYPE" and r["out_dtype"] != "float32"]
     assert {r["exact"] for r in narrow} == {False}
     assert all(r["allowed"] == ["MASK"] for r in narrow)
@@ -103,7 +103,7 @@ def test_compute_types_and_handles(load: Load) -> None:
         "handle, PEDANTIC_MATH": "float32",
         "handle, TF32_TENSOR_OP_MATH": "11 bits (TF32 or float16)",
     }
-    # A float32 beyond float16's range tells the two with 11 bits apart.
+    # A float32 beyond float16's range distinguishes the two with 11 bits.
     beyond = {what: r["beyond_float16"] for what, r in found.items() if "FAST" in what}
     assert beyond["COMPUTE_32F_FAST_TF32"] is True
     assert beyond["COMPUTE_32F_FAST_16F"] is False

@@ -28,7 +28,7 @@ _FRAMEWORK = re.compile(r"^\s*(?:import|from)\s+(?:lowprec\.)?(torch|jax|cupy|ma
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where it stands, whether it runs, and what it needs."""
+    """One fenced block: its place, its flag and its code."""
 
     page: Path
     line: int

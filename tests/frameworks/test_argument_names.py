@@ -127,7 +127,7 @@ def test_a_tensor_with_grad_is_named_where_no_gradient_can_be_had() -> None:
 
 
 class OnAnotherDevice:
-    """An array of NumPy's that says it lies elsewhere."""
+    """A NumPy array that reports another device."""
 
     shape, dtype, ndim = (3, 3), F32.dtype, 2
 

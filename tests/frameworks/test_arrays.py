@@ -203,7 +203,7 @@ def test_torch_autograd_notices_a_written_out(torch: Any) -> None:
 
 
 @pytest.mark.parametrize("tell", [lowprec.plan, lowprec.autotune], ids=["plan", "autotune"])
-def test_what_writes_no_out_leaves_saved_tensors_usable(torch: Any, tell: Any) -> None:
+def test_plan_and_autotune_leave_saved_tensors_usable(torch: Any, tell: Any) -> None:
     a, w = torch.ones(3, 3), torch.ones(3, 3, requires_grad=True)
     saved = torch.full((3, 3), 2.0)
     product = (w * saved).sum()

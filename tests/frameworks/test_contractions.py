@@ -99,7 +99,7 @@ def test_einsum_keeps_the_type(subscripts: str, dtype: Any) -> None:
 
 
 def test_a_sum_over_an_axis_of_one_operand_is_added_in_fp32() -> None:
-    """4096 ones beside a 1: in bfloat16 a running sum would stop at 256."""
+    """4096 ones and a 1: in bfloat16 a running sum would stop at 256."""
     x = np.ones((2, 4096), ml_dtypes.bfloat16)
     assert lowprec.einsum("ab->a", x).tolist() == [4096, 4096]
 
@@ -226,7 +226,7 @@ def test_vecdot_conjugates_the_first(xp: ArrayNamespace) -> None:
     assert complex(lowprec.vecdot(xp.asarray(x), xp.asarray(y))) == np.vecdot(x, y)
 
 
-def test_vecdot_refuses_what_is_no_axis() -> None:
+def test_vecdot_refuses_an_illegal_axis() -> None:
     for axis in (1.0, "x", None, (0,)):
         with pytest.raises(lowprec.ShapeError, match="vecdot: axes are integers, got"):
             lowprec.vecdot(np.ones((2, 3)), np.ones((2, 3)), axis=axis)  # type: ignore[arg-type]

@@ -240,7 +240,7 @@ def test_contractions(name: str, dtype: Any) -> None:
         plain = [x + 1j * x[::-1] for x in plain]
     want = contract(lowprec, *plain)
     lazy = [da.from_array(x, chunks=2) for x in plain]
-    # One operand of NumPy's, wherever it stands, as well.
+    # Either operand may be of NumPy.
     for i in range(len(lazy) + (len(lazy) > 1)):
         given = [plain[j] if j == i - 1 else x for j, x in enumerate(lazy)]
         found = contract(lowprec, *given)

@@ -235,25 +235,25 @@ def test_entries_of_info(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with math_mode("tf32", frameworks=[name]):
         inside = [row["value"] for row in info()["frameworks"] if row["library"] == name]
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-        told = [w for w in info()["warnings"] if "keeps cuBLAS from TF32" in w]
+        warned = [w for w in info()["warnings"] if "keeps cuBLAS from TF32" in w]
     assert set(inside) & {"tf32", "tensorfloat32"}
-    assert len(told) == 1
-    assert name in told[0]
+    assert len(warned) == 1
+    assert name in warned[0]
     assert not any("keeps cuBLAS" in w for w in info()["warnings"])
 
 
 def test_variables_that_disagree(monkeypatch: pytest.MonkeyPatch, switches: Switches, jax: Any) -> None:
-    def told() -> list[str]:
+    def warned() -> list[str]:
         return [w for w in info()["warnings"] if " now" in w]
 
-    assert told() == []
+    assert warned() == []
     monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
     monkeypatch.setenv("JAX_DEFAULT_MATMUL_PRECISION", "bfloat16")
-    torch_said, jax_said = told()
+    torch_said, jax_said = warned()
     assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, while torch's backends.cuda" in torch_said
     assert "JAX_DEFAULT_MATMUL_PRECISION=bfloat16, while jax's" in jax_said
     with math_mode("bf16", frameworks=["torch", "jax"]):
-        assert told() == []
+        assert warned() == []
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])

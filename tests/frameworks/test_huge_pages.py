@@ -42,7 +42,7 @@ def test_large_results_are_in_huge_pages(backend: Backend) -> None:
 
 
 class Recorder:
-    """In the place of the system's call."""
+    """Instead of the system's call."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, int]] = []

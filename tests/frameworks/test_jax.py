@@ -567,7 +567,7 @@ def test_a_scope_of_the_mode_that_is_there_recompiles_nothing(jax: Any) -> None:
     assert f.traces == 1
 
 
-def test_the_guard_takes_precedence_over_an_argument_in_what_was_compiled_before(jax: Any) -> None:
+def test_the_guard_takes_precedence_over_an_argument_in_compiled_functions(jax: Any) -> None:
     f = Counted(jax, math_mode="bf16")
     assert f.mode() == "bf16"
     with lowprec.fp32_guard():
@@ -576,7 +576,7 @@ def test_the_guard_takes_precedence_over_an_argument_in_what_was_compiled_before
     assert f.traces == 2
 
 
-def test_set_math_mode_reaches_what_was_compiled_before_in_every_thread(jax: Any) -> None:
+def test_set_math_mode_reaches_compiled_functions_in_every_thread(jax: Any) -> None:
     f = Counted(jax)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(f.mode).result() == f.mode() == "fp32"

@@ -502,7 +502,7 @@ def test_out_may_share_the_memory_of_another_dtype(n: int, machine: str, rng: np
     memory = np.zeros(2 * a.size, np.float16)
     inside = memory[: a.size].reshape(a.shape)
     inside[...] = a
-    # The first product of the batch lies over the second operand of it.
+    # The first product of the batch overlaps its second operand.
     out = memory.view(np.float32).reshape(a.shape)
     lowprec.matmul(inside, b, out=out)
     oracles.assert_within_bound(out, a, b)

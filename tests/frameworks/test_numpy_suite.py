@@ -1,7 +1,7 @@
 """NumPy's own tests of ``numpy.matmul``, run on ``lowprec.matmul``.
 
 The class comes from the installed NumPy, with every module-level use of ``np.matmul`` replaced and
-the element types restricted to those that both libraries have. What cannot apply stands in
+the element types restricted to those that both libraries have. Tests that cannot apply are in
 ``EXCLUDED`` with its reason, and a test makes sure that each of these really fails.
 """
 

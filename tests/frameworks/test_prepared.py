@@ -1,4 +1,4 @@
-"""Prepared operands beside the arrays of every library, and where they are refused."""
+"""Prepared operands with the arrays of every library, and where they are refused."""
 
 from __future__ import annotations
 

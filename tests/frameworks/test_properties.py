@@ -1,4 +1,4 @@
-"""Any shapes, strides, dtypes and modes: the product lies within its bound, and the plan foretold it."""
+"""Any shapes, strides, dtypes and modes: the product is within its bound, as planned."""
 
 from __future__ import annotations
 

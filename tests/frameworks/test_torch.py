@@ -215,7 +215,7 @@ def test_nested_forward_derivatives_are_refused(torch: Any) -> None:
         torch.func.jvp(lambda x: torch.func.jvp(f, (x,), (x,))[1], (x,), (x,))
 
 
-def test_what_was_kept_from_a_transform_that_has_ended(torch: Any) -> None:
+def test_tensors_of_a_transform_that_has_ended(torch: Any) -> None:
     kept = []
     x, w = torch.eye(3) * 2, torch.ones(3, 3, requires_grad=True)
     torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(x)

@@ -324,7 +324,7 @@ def test_an_encoder_is_taken_forward_and_backward(torch: Any, intercept: Any) ->
     assert found["output"] > 2.0**-6 * np.mean([d["output"] for d in disturbed])
 
 
-# -- what stands around the block -----------------------------------------------------------------
+# -- around the block -----------------------------------------------------------------------------
 
 
 def test_a_backward_pass_after_the_block_is_reported(torch: Any, intercept: Any) -> None:
@@ -479,10 +479,10 @@ def test_an_encoder_compiled_agrees_with_the_block(torch: Any, intercept: Any) -
 def test_products_that_a_graph_leaves_to_torch_are_reported(torch: Any) -> None:
     model = encoder(torch, 1).eval()
     compiled = torch.compile(model, backend=passes_alone("bf16"))
-    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+    with torch.no_grad(), warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         compiled(draw(torch, 2, 5, 16))
-    (warning,) = [w for w in told if issubclass(w.category, lowprec.LowprecWarning)]
+    (warning,) = [w for w in warned if issubclass(w.category, lowprec.LowprecWarning)]
     assert "leaves products to PyTorch: _transformer_encoder_layer_fwd" in str(warning.message)
 
 

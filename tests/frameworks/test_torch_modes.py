@@ -86,7 +86,7 @@ INTERCEPTORS = {
     "functionalize": (transform("functionalize"), "inside a torch.func transform"),
 }
 
-# Where in the call a tensor of torch stands.
+# The arguments that are tensors of torch.
 PLACES = {
     "b": lambda t, x: lowprec.matmul(x, t),
     "out": lambda t, x: lowprec.matmul(x, x, out=t),
@@ -135,7 +135,7 @@ def test_no_tangent_is_lost(torch: Any) -> None:
             lowprec.matmul(x, x, out=dual)
         with pytest.raises(ArrayError, match=r"has a tangent .*unpack_dual\(tensor\).primal"):
             lowprec.plan(dual, x)
-        # A level alone loses nothing, nor does a tangent that nobody asks for.
+        # A level alone loses nothing, nor does an unused tangent.
         assert torch.equal(lowprec.matmul(x, tangent), tangent)
         assert torch.equal(lowprec.matmul(forward_ad.unpack_dual(dual).primal, tangent), tangent)
         with torch.inference_mode():

@@ -41,7 +41,7 @@ class Row(NamedTuple):
     name: str
     inside: Callable[[Any, Function], Function]
     around: Callable[[Any, Function], Function] = lambda torch, f: f
-    refused: dict[str, str] = {}  # noqa: RUF012 - nobody writes it
+    refused: dict[str, str] = {}  # noqa: RUF012 - never written
 
     def make(self, torch: Any, f: Function, compiled: Function = lambda f: f) -> Function:
         """Return the function, transformed and perhaps compiled."""

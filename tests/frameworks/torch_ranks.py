@@ -84,7 +84,7 @@ def tensor_parallel_layer(mesh: DeviceMesh) -> None:
     with lowprec.math_mode("fp32"), lowprec.profile() as profile:
         found = step(net)
     equal(found, step(model(nn.Linear)))
-    assert len(profile) == 5  # two forward; three backward, since nobody asks for the gradient of the input
+    assert len(profile) == 5  # two forward; three backward, since the gradient of the input is not needed
 
 
 def tensor_parallel_and_intercepted(mesh: DeviceMesh) -> None:

@@ -41,7 +41,7 @@ class User:
             pytest.skip(f"{name} is not installed")
         other = next(iter(USERS.keys() - {name}))
         if other in sys.modules:
-            pytest.skip(f"{other} is loaded in this process, and {name} crashes beside it")
+            pytest.skip(f"{other} is loaded in this process, and {name} crashes next to it")
         with warnings.catch_warnings():
             # What these packages say of their own dependencies is none of our business.
             warnings.simplefilter("ignore")

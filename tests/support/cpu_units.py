@@ -1,4 +1,4 @@
-"""Units that a processor has or has not, and what stands for them where it has not.
+"""Units of a processor, and substitutes for missing ones.
 
 `.ci/check_skips.py` knows the reasons below, and accepts them only where the processor indeed lacks the units.
 """
@@ -67,7 +67,7 @@ def _errors_at_medium() -> dict[int, float]:
 def medium_lowers(n: int) -> bool:
     """Whether PyTorch at "medium" lowers the precision of a float32 product of n x n matrices; n is 128, 256 or 512.
 
-    Asked of PyTorch itself, once, in a process of its own: the instruction sets do not tell. oneDNN multiplies float32
+    Queried once, in a process of its own: the instruction sets do not show it. oneDNN multiplies float32
     in bfloat16 where there are AMX units, and not where there are only AVX512-BF16's.
     """
     # bfloat16 rounds each operand by up to 2^-9, which gives about 2e-3; FP32's own 2^-24 gives 3e-7.

@@ -56,7 +56,7 @@ def aligned(size: int, dtype: Any, offset: int = 0) -> np.ndarray:
     return memory[start : start + size * dtype.itemsize].view(dtype)
 
 
-#: How a stack may lie: the order of its axes in memory, outermost first by their place (b is the batch), the step
+#: Strides of a stack: the order of its axes in memory, outermost first by their place (b is the batch), the step
 #: that widens each, and whether it runs backwards.
 LAYOUTS: dict[str, tuple[str, int, int, bool]] = {
     "rows": ("brc", 1, 1, False),
@@ -95,7 +95,7 @@ def lay_out(values: np.ndarray, shape: tuple[int, ...], layout: str, offset: int
 
 
 def owner_of(view: np.ndarray) -> np.ndarray:
-    """Return the array in whose memory a view lies.
+    """Return the array that owns the memory of a view.
 
     Between the two there may be objects that are no arrays: a view made by strides can claim more bytes than there are.
     """
@@ -157,11 +157,11 @@ class Guarded:
         return cls(memory, memory.view(dtype)[_MARGIN + offset : _MARGIN + offset + size])
 
     def check(self) -> None:
-        """Fail if anything beside the inside was written."""
+        """Fail if anything but the inside was written."""
         first = address(self.inside) - address(self.memory)
         last = first + self.inside.nbytes
         outside = np.concatenate([self.memory[:first], self.memory[last:]])
-        assert (outside == _CANARY).all(), "something beside the destination was written"
+        assert (outside == _CANARY).all(), "something outside the destination was written"
 
 
 # -- comparing ------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def cast(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def exponents_of(array: np.ndarray) -> np.ndarray:
-    """Return e, shape (..., rows): the largest finite magnitude times 2^e lies in [2^14, 2^15)."""
+    """Return e, shape (..., rows): the largest finite magnitude times 2^e is in [2^14, 2^15)."""
     parts = _parts(array)
     magnitude = np.abs(np.where(np.isfinite(parts), parts, 0))
     largest = magnitude.max((-1, -2), initial=0)
@@ -351,7 +351,7 @@ def _times_real(x: np.ndarray, by: np.ndarray) -> np.ndarray:
 
 
 def every_rounding() -> Iterator[np.ndarray]:
-    """Yield all upper halves of a float32, each with lower halves at and beside what decides a rounding."""
+    """Yield all upper halves of a float32, each with lower halves at and next to the ties of a rounding."""
     upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
     ties = (0x1000, 0x3000, 0x5000, 0x8000)
     for lower in (0, 1, *(tie + beside for tie in ties for beside in (-1, 0, 1)), 0x2000, 0xFFFF):

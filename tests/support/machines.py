@@ -37,7 +37,7 @@ def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20) -
 #: Those on which a test that is parametrised by machine runs.
 MACHINES = ("this machine", "NumPy alone")
 
-#: One that takes every product to the tile kernels, which NumPy stands in for.
+#: A machine that runs every product on the tile kernels, which NumPy replaces.
 SOFTWARE_TILES = "tile units in software"
 
 

@@ -94,7 +94,7 @@ _ROUNDINGS = {"tf32": _to_tf32, "bf16": lambda x: _via(bfloat16, x), "fp16": lam
 def round_to(x: Any, mode: str, axis: int | None = None) -> np.ndarray:
     """Return the operand as the mode sees it; only float32 and complex64 change, the latter part by part.
 
-    With an ``axis``, ``fp16`` scales what lies along it: -1 for rows of ``a``, -2 for columns of ``b``.
+    With an ``axis``, ``fp16`` scales the lines along it: -1 for rows of ``a``, -2 for columns of ``b``.
     """
     x = np.asarray(x)
     rounding = _ROUNDINGS.get(mode)
@@ -119,7 +119,7 @@ def _largest(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _scaled_to_float16(x: np.ndarray, axis: int) -> np.ndarray:
-    """Scale so that the largest magnitude lies in [2^14, 2^15), round to float16, and scale back, in float64."""
+    """Scale so that the largest magnitude is in [2^14, 2^15), round to float16, and scale back, in float64."""
     largest = _largest(x, axis)
     exponent = np.where(largest > 0, 15 - np.frexp(largest)[1], 0)
 
@@ -356,7 +356,7 @@ def assert_honest(result: Any, a: Any, b: Any, mode: str) -> None:
     if mode in ROUNDING_MODES:
         floor = rounding_floor(a, b, mode)
         error = float(np.linalg.norm(widen(result) - exact))
-        assert floor > 0, "operands that the mode does not change tell nothing"
+        assert floor > 0, "operands that the mode does not change show nothing"
         assert error > 0.5 * floor, (
             f"error {error:.3g} is below half of what rounding the operands to {mode} must cause ({floor:.3g}): "
             "this ran in higher precision"
@@ -394,7 +394,7 @@ def assert_expression(result: Any, a: Any, b: Any, mode: str = "fp32", then: Epi
     enlarges it by at most 1.13, its largest slope. Its own evaluation: the argument t of tanh
     carries 7 roundings, and ``|t| / cosh(t)^2 < 0.448``; so ``1 + tanh(t)`` is wrong by less than
     ``0.448 * 7u + 5u``, tanh taken to be good to 4u; half of that and two more products make ``|S|
-    (4.1 + 2) u`` of it, for which 8u stands.
+    (4.1 + 2) u`` of it, which 8u bounds.
     """
     result = np.asarray(result)
     how = arithmetic(a, b, mode)
@@ -426,7 +426,7 @@ def every_exponent(rng: np.random.Generator, per_exponent: int = 64) -> np.ndarr
     """Return finite float32 numbers of both signs with every exponent, ties and near-ties of all the formats."""
     exponent = np.repeat(np.arange(255, dtype=np.uint32), per_exponent)
     mantissa = rng.integers(0, 1 << 23, exponent.size, dtype=np.uint32)
-    # Half of them end in a tie of TF32, bfloat16 or float16 (bit 12 or 15), or one unit beside it.
+    # Half of them end in a tie of TF32, bfloat16 or float16 (bit 12 or 15), or one unit next to it.
     kind = rng.integers(0, 8, exponent.size)
     for k, bit in ((0, 12), (1, 12), (2, 15), (3, 15)):
         cut = np.uint32(1 << bit)
@@ -447,7 +447,7 @@ def around(values: list[float], steps: int = 40) -> np.ndarray:
     return np.concatenate(found).view(np.float32)
 
 
-# -- NaN, and how an operand may lie --------------------------------------------------------------
+# -- NaN, and strides of operands -----------------------------------------------------------------
 
 #: Bits after the exponent, as shares of a significand: the lowest alone, all of them, and those where the roundings
 #: to 16 bits and TF32 add their half. Quiet NaN have the highest, signalling ones have not.

@@ -1,4 +1,4 @@
-"""Schedules of several products, imposed on plans, with operands whose result tells which products were summed."""
+"""Schedules of several products, imposed on plans, with operands whose result shows which products were summed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWO_PARTS = {
 
 @contextmanager
 def fresh_plans() -> Iterator[pytest.MonkeyPatch]:
-    """Make plans anew inside, and after."""
+    """Create new plans inside, and after."""
     with pytest.MonkeyPatch.context() as patch:
         executors.clear_caches()
         try:

@@ -12,7 +12,7 @@ _SAMPLE = Path(__file__).parents[1] / "data" / "tensor_cores" / "sample.txt"
 _NAME = "tensor_core_vectors.npz"
 
 #: Reason of a skip, by the beginning of which `.ci/check_skips.py` knows it.
-ABSENT = "the vectors read off real tensor cores are not beside this checkout"
+ABSENT = "the vectors of real tensor cores are not next to this checkout"
 
 #: By the names in the data: the architecture of each GPU, and the format.
 ARCHITECTURES = {"V100": "volta", "A100": "ampere", "H200": "hopper"}

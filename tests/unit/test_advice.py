@@ -66,8 +66,8 @@ def test_each_sentence_has_its_reason(sizes, fmt, intensity, rounds_for, expecte
     assert tuple(map(str, advice)) == expected
 
 
-@pytest.mark.parametrize(("device", "told"), [(machines.BARE, False), (machines.gpu(), True)])
-def test_tensor_cores_are_spoken_of_where_there_are_any(device, told):
+@pytest.mark.parametrize(("device", "mentioned"), [(machines.BARE, False), (machines.gpu(), True)])
+def test_tensor_cores_are_mentioned_if_present(device, mentioned):
     odd = OperandSpec.contiguous(DType.FLOAT32, (1001, 1001))
     advice = plan_gemm(GemmProblem(odd, odd), device, MathMode.TF32).advice
-    assert any("tensor cores" in str(reason) for reason in advice) is told
+    assert any("tensor cores" in str(reason) for reason in advice) is mentioned

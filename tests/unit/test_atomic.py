@@ -80,7 +80,7 @@ def test_a_failure_is_the_caller_s(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes on this system")
 def test_special_files_are_not_replaced(tmp_path: Path) -> None:
-    """A pipe stands for devices here: replaced by mistake, it is none that anybody needs."""
+    """A pipe represents devices: nothing is lost if it is replaced by mistake."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     (tmp_path / "folder").mkdir()

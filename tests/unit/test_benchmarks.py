@@ -365,7 +365,7 @@ def test_every_mode_of_the_speed_chart_has_a_label(load: Load) -> None:
         assert all(labels.count(mode) == 1 for mode in modes)
 
 
-def test_the_front_is_what_none_beats(load: Load) -> None:
+def test_the_front_is_unbeaten(load: Load) -> None:
     front = load("tradeoff").front
     assert front({"a": (1, 1), "b": (1, 1)}) == {"a", "b"}
     assert front({"a": (1, 1), "slower": (0.5, 1), "wronger": (1, 2)}) == {"a"}

@@ -1,6 +1,6 @@
 """Each term of a guaranteed error, by hand from the derivations in ``planning.bounds`` and ``planning.split_bounds``.
 
-Experiments show that a bound holds; most terms are too small beside others for an experiment to miss them.
+Experiments show that a bound holds; most terms are too small next to others for an experiment to miss them.
 """
 
 from __future__ import annotations

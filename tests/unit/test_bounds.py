@@ -133,7 +133,7 @@ def test_units_for_bfloat16_stay_within_their_bound(kernel, k, scale, rng):
 
 
 def test_each_product_of_a_pair_may_be_rounded_into_the_sum():
-    """One rounding for a pair would not be enough: each of k - 2 small products is lost beside the first pair."""
+    """One rounding for a pair would not be enough: each of k - 2 small products is lost next to the first pair."""
     k = 64
     a, b = np.full((1, k), 2.0**-24, np.float32), np.ones((k, 1), np.float32)
     a[0, :2] = 1, 0
@@ -208,8 +208,8 @@ def test_a_narrow_result_is_rounded_again(out, numpy_dtype, rng):
         check(bound, product(MathMode.FP32, a, b).astype(numpy_dtype).astype(np.float64), a, b)
 
 
-def test_what_scaling_leaves_to_underflow_is_in_the_bound_of_the_norms(rng):
-    """Beside a large number of their row small ones lose everything: an element may, the norms may not."""
+def test_underflow_after_scaling_is_in_the_bound_of_the_norms(rng):
+    """Small numbers are lost next to a large one of their row: elements may exceed the bound, norms may not."""
     a, b = ((rng.standard_normal(s)).astype(np.float32) for s in ((6, 30), (30, 5)))
     a[:, 0], b[0] = 2.0**40, 0
     bound = error_bound(MathMode.FP16, DType.FLOAT32, DType.FLOAT32, 30, ROWS["numpy"])
@@ -291,7 +291,7 @@ def test_no_mode_depends_on_the_range_of_the_data():
     ],
 )
 def test_a_number_that_rounding_takes_out_of_range_is_named(mode, out, numbers):
-    """The largest bfloat16 and the largest TF32 number lie below the largest float32."""
+    """The largest bfloat16 and the largest TF32 number are below the largest float32."""
     bound = error_bound(mode, DType.FLOAT32, out, 8, ROWS["numpy"])
     assert bound.condition == f"no {numbers} beyond float32's range"
     largest = np.full((1, 1), np.finfo(np.float32).max)

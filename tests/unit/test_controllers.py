@@ -124,7 +124,7 @@ def test_frameworks_that_make_no_sense(register: Register) -> None:
         math_mode("tf32", frameworks=3)  # type: ignore[arg-type]
 
 
-def test_the_guard_shows_what_it_was_made_of(register: Register) -> None:
+def test_the_guard_shows_its_arguments(register: Register) -> None:
     register("one")
     assert repr(fp32_guard()) == "fp32_guard()"
     assert repr(fp32_guard(frameworks=["one"])) == "fp32_guard(frameworks=['one'])"
@@ -212,9 +212,9 @@ def test_a_generator_that_another_thread_closes(register: Register) -> None:
 
     running = steps()
     next(running)
-    with ThreadPoolExecutor(1) as pool, pytest.warns(LowprecWarning) as told:
+    with ThreadPoolExecutor(1) as pool, pytest.warns(LowprecWarning) as warned:
         pool.submit(running.close).result()  # type: ignore[attr-defined]
-    assert any("thread's switch belongs to the thread" in str(w.message) for w in told)
+    assert any("thread's switch belongs to the thread" in str(w.message) for w in warned)
     assert process.is_as_before
     assert not thread.is_as_before, "no thread reaches another one's switch"
     with fp32_guard():
@@ -441,7 +441,7 @@ def test_cupy_without_a_driver(cupy: SimpleNamespace) -> None:
     assert cupy.value == 1
 
 
-# -- what info() is told --------------------------------------------------------------------------
+# -- data of info() ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ ALL_DTYPES = pytest.mark.parametrize("dtype", list(DType), ids=str)
 
 
 class Block:
-    """Memory of the host that stands for that of a device."""
+    """Host memory in place of a device's."""
 
     def __init__(self, nbytes: int) -> None:
         self.bytes = np.zeros(max(nbytes, 1), np.uint8)

@@ -37,7 +37,7 @@ def kept(cache: Path) -> Path:
     return cache / "kernels" / "x"
 
 
-def _somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def _another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what is there belong to another user: this process is not the one who made it, nor is root."""
     monkeypatch.setattr(disk, "_trusted_users", lambda: (4321,))
 
@@ -48,7 +48,7 @@ def test_a_file_that_others_can_write_is_not_read(kept: Path, mode: int) -> None
     kept.chmod(mode)
     with pytest.warns(LowprecWarning, match=r"does not use .*x: other users can write to it"):
         assert disk.read_bytes("kernels/x") is None
-    # What is made anew takes its place, in a folder that is the user's alone.
+    # A new one replaces it, in a folder of the user's own.
     disk.write_bytes("kernels/x", b"new")
     assert disk.read_bytes("kernels/x") == b"new"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
@@ -69,7 +69,7 @@ def test_a_folder_that_others_can_write_is_not_used(kept: Path, tmp_path: Path, 
 
 @posix
 def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept: Path, cache: Path) -> None:
-    # As /tmp is: nobody can take away or replace what is another's.
+    # As /tmp is: no user can remove or replace another user's files.
     cache.chmod(0o1777)
     (cache / "kernels").chmod(0o1777)
     assert disk.read_bytes("kernels/x") == b"good"
@@ -80,7 +80,7 @@ def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept: Path, cache:
 
 @posix
 def test_another_user_s_file_or_folder_is_not_used(kept: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _somebody_else(monkeypatch)
+    _another_user(monkeypatch)
     with pytest.warns(LowprecWarning, match="it belongs to another user"):
         assert disk.read_bytes("kernels/x") is None
     kept.unlink()
@@ -231,7 +231,7 @@ def _circle(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @posix
 @pytest.mark.parametrize("hindrance", [_full, _no_folder, _circle])
-def test_what_cannot_be_written_costs_warnings_and_nothing_else(
+def test_unwritable_files_cost_only_warnings(
     cache: Path, monkeypatch: pytest.MonkeyPatch, hindrance: Callable[..., None]
 ) -> None:
     hindrance(cache, monkeypatch)
@@ -244,7 +244,7 @@ def test_what_cannot_be_written_costs_warnings_and_nothing_else(
 
 @posix
 @pytest.mark.filterwarnings("ignore::lowprec.LowprecWarning")
-def test_a_link_to_itself_in_the_place_of_a_file_stops_nothing(cache: Path) -> None:
+def test_a_link_to_itself_instead_of_a_file_stops_nothing(cache: Path) -> None:
     cache.joinpath("kernels").mkdir(mode=0o700, parents=True)
     cache.joinpath("kernels", "x").symlink_to("x")
     assert disk.read_bytes("kernels/x") is None

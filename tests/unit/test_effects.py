@@ -39,12 +39,12 @@ def library(register: Any, monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def said(mode: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with math_mode(mode, frameworks=["library"]):
             pass
-    assert all(w.category is LowprecWarning and w.filename == __file__ for w in told)
-    return [str(w.message) for w in told]
+    assert all(w.category is LowprecWarning and w.filename == __file__ for w in warned)
+    return [str(w.message) for w in warned]
 
 
 def test_a_switch_without_effect_is_warned_of_once_and_in_every_report(library: Asked) -> None:

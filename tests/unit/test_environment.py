@@ -1,4 +1,4 @@
-"""The table of environment variables, its snapshot, and what `info()` is told."""
+"""The table of environment variables, its snapshot, and its rows in `info()`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def row_of(name: str) -> environment.VariableRow:
     return next(r for r in environment.rows() if r.name == name)
 
 
-def test_the_table_lists_what_this_version_uses() -> None:
+def test_the_table_lists_the_variables_of_this_version() -> None:
     amp = [f"LOWPREC_AMP_{name}LIST_{verb}" for name in ("ALLOW", "DENY", "INFER") for verb in ("ADD", "REMOVE")]
     others = """
         TORCH_ALLOW_TF32_CUBLAS_OVERRIDE JAX_DEFAULT_MATMUL_PRECISION CUPY_TF32 MLX_ENABLE_TF32
@@ -147,7 +147,7 @@ def test_the_environment_of_a_child(
     assert dict(os.environ) == before
 
 
-def test_what_a_child_is_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     before, pid = dict(os.environ), str(os.getpid())
     found = environment.child_environment("startup", None, profile=True)

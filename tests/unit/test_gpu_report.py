@@ -100,7 +100,7 @@ def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., R
     assert alive.stat().st_size == size, "what the part had started lives on"
 
 
-def test_a_signal_ends_the_report_with_what_it_has(load: Load, tmp_path: Path) -> None:
+def test_a_signal_ends_the_report_with_the_finished_parts(load: Load, tmp_path: Path) -> None:
     """The machine's own limit sends SIGTERM; parts that had no turn say so."""
     code = (
         "import os, signal, sys\n"
@@ -139,10 +139,10 @@ def test_a_part_is_on_disk_after_each_row(load: Load, tmp_path: Path) -> None:
 
 @pytest.fixture
 def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
-    """Run the report with parts that only tell how they were run; return that, and the report."""
+    """Run the report with parts that only record their calls; return these, and the report."""
     report, out = load("gpu_report"), tmp_path / "out"
 
-    def run(*names: str, gone_s: float = 0.0, gpu: bool = False, **told: Any) -> tuple[list[Any], Any]:
+    def run(*names: str, gone_s: float = 0.0, gpu: bool = False, **given: Any) -> tuple[list[Any], Any]:
         asked: list[tuple[str, float, str | None]] = []
 
         def execute(_: Any, log: Path, limit: float, variables: Any, reader: Any) -> Result:
@@ -151,8 +151,8 @@ def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[s
             asked.append((log.stem, limit, variables.get("LOWPREC_TEST_DEVICE")))
             assert variables.get("NVIDIA_TF32_OVERRIDE") == {"override-0": "0"}.get(log.stem)
             log.write_text(f"output of {log.stem}")
-            facts = {"name": "here", "gpu": {"cublas": "13.1"} if gpu else None, "why_no_gpu": "no driver", **told}
-            if log.stem == told.get("broken"):
+            facts = {"name": "here", "gpu": {"cublas": "13.1"} if gpu else None, "why_no_gpu": "no driver", **given}
+            if log.stem == given.get("broken"):
                 raise OSError("no more processes")
             return {
                 **report.parts.not_run(""), "complete": True, "facts": facts if log.stem == "device" else {},
@@ -169,7 +169,7 @@ def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[s
     return run
 
 
-def test_parts_run_in_order_within_what_is_left(run_all: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_run_in_order_in_the_remaining_time(run_all: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     asked, content = run_all("override-0", "override", "test_products", gone_s=90, gpu=True)
     assert [n for n, _, _ in asked] == ["device", "override-0", "override", "test_products"]
@@ -190,8 +190,8 @@ def test_misfits_are_reported(run_all: Callable[..., Any]) -> None:
 
 def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load: Load, run_all: Callable[..., Any]) -> None:
     asked, content = run_all("test_products", "speed", "host")
-    told = [(name, device) for name, _, device in asked]
-    assert told == [("device", None), ("test_products", "software")]
+    given = [(name, device) for name, _, device in asked]
+    assert given == [("device", None), ("test_products", "software")]
     assert content["results"]["speed"]["not_run"] == "no driver"
     assert load("gpu.parts").state(content["results"]["speed"]) == "not run: no driver"
     assert {c["met"] for c in content["claims"]} == {None}
@@ -401,7 +401,7 @@ def test_rules_of_rounding_are_distinguished(load: Load) -> None:
         assert found["rule"] == name
         assert sorted(found["shares"].values())[-2] < 1, "two rules look the same"
     assert rounding.classify(values, -values)["rule"] == "none of these"
-    # By hand: 1 + 2^-11 lies between 1 and 1 + 2^-10, 1 + 3 * 2^-11 between that and 1 + 2^-9.
+    # By hand: 1 + 2^-11 is between 1 and 1 + 2^-10, 1 + 3 * 2^-11 between that and 1 + 2^-9.
     ties = np.array([1 + 2**-11, 1 + 3 * 2**-11], np.float32)
     even, away = (rounding.RULES[f"to nearest, ties {x}"] for x in ("to even", "away from zero"))
     np.testing.assert_array_equal(even(ties), [1, 1 + 2**-9])
@@ -456,7 +456,7 @@ def torch() -> Any:
         ((), None, None),
     ],
 )
-def test_a_scheme_must_be_as_exact_as_what_it_beats(
+def test_a_scheme_must_be_as_exact_as_the_one_it_beats(
     load: Load, errors: tuple[float, ...], value: float | None, met: bool | None
 ) -> None:
     def row(name: str, distribution: str, error: float, **more: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_rates_are_those_of_the_units_and_dense(model: GpuModel) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=KEYS)
-def test_rates_are_there_for_what_the_tensor_cores_multiply(model: GpuModel) -> None:
+def test_rates_of_the_formats_of_the_tensor_cores(model: GpuModel) -> None:
     from lowprec.planning.tensor_cores import tensor_cores_multiply
 
     for fmt in ("tf32", "bfloat16", "float16", "float8_e4m3fn", "int8"):
@@ -114,10 +114,10 @@ def test_a_present_gpu_is_known_by_its_driver_s_name(name: str, key: str | None)
 
 
 def _found(**values: Any) -> Any:
-    """What a driver tells of a GPU."""
-    told = {"index": 0, "name": "NVIDIA H200", "capability": (9, 0), "multiprocessors": 132}
+    """Properties of a GPU, as a driver reports them."""
+    reported = {"index": 0, "name": "NVIDIA H200", "capability": (9, 0), "multiprocessors": 132}
     properties = type("Properties", (SimpleNamespace,), {"__hash__": object.__hash__})
-    return properties(**{**told, "clock_khz": 1_980_000, **values})
+    return properties(**{**reported, "clock_khz": 1_980_000, **values})
 
 
 def test_the_rates_of_a_present_gpu_follow_its_clock_and_size() -> None:
@@ -177,7 +177,7 @@ def test_the_roofline_of_operands_that_are_rewritten() -> None:
     assert made.seconds == pytest.approx(made.arithmetic + made.rewriting)
     staged = lowprec.plan(SQUARE, SQUARE, math_mode="fp16", device="h200").roofline
     assert staged is not None
-    # The product is staged, and written once more.
+    # The product is staged, and written again.
     assert staged.rewriting == pytest.approx(5 * BYTES / 4.8e12)
 
 

@@ -52,6 +52,13 @@ def test_plain_text_passes(text: str) -> None:
     assert not findings(text)
 
 
+def test_the_names_of_tests_are_plain() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    names = [name.replace("_", " ") for name in re.findall(r"^ *def (test_\w+)", text, re.MULTILINE)]
+    assert len(names) > 1000
+    assert {word for name in names for word in findings(name)} == set()
+
+
 def test_the_language_is_plain() -> None:
     found = {
         (path.relative_to(ROOT).as_posix(), word.strip().lower())

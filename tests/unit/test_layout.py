@@ -95,7 +95,7 @@ def test_the_layout_describes_the_product(views):
 
 @given(operand_views())
 def test_order_and_leading_dimension_reach_every_element(views):
-    """Element (i, j) of a BLAS-expressible matrix lies at i ld + j, or j ld + i, with ld at least the extent."""
+    """Element (i, j) of a BLAS-expressible matrix is at i ld + j, or j ld + i, with ld at least the extent."""
     _, a, _, b = views
     layout = gemm_layout(spec(a), spec(b))
     for o in (layout.a, layout.b, layout.out):
@@ -156,7 +156,7 @@ def test_layouts_of_blas(view, order, leading_dimension, op):
         (numbered(2, 0, 4), numbered(4, 5), False),
     ],
 )
-def test_a_batch_becomes_rows_where_one_product_can_stand_for_all(a, b, collapsed):
+def test_a_batch_becomes_rows_where_one_product_suffices(a, b, collapsed):
     layout = gemm_layout(spec(a), spec(b))
     assert layout.collapsed is collapsed
     assert layout.out_shape == (a @ b).shape

@@ -143,7 +143,7 @@ def check(*arguments: Any, **keywords: Any) -> CublasLtCall:
 
 
 def untouched(call: CublasLtCall) -> bool:
-    """Whether the arrays are read and written where they lie."""
+    """Whether the arrays are read and written in place."""
     return call.pack_a is call.pack_b is None and not call.staged
 
 
@@ -256,7 +256,7 @@ def test_int8_is_read_with_the_inner_dimension_contiguous() -> None:
     assert call.pack_a is None
     assert call.pack_b is not None
     assert (call.op_first, call.op_second, call.staged) == ("T", "N", ())
-    # What lies so already is read in place.
+    # Operands with this layout are read in place.
     call = check(a, Memory((64, 48), (1, 64), DType.INT8, 1), MathMode.FP32)
     assert untouched(call)
 

@@ -130,7 +130,7 @@ def test_small_products(changes, mode, size, kernel):
     assert plan(p, mode, SMALL).kernel == kernel
 
 
-def test_what_takes_over_from_a_kernel_multiplies_by_a_blas():
+def test_fallbacks_multiply_by_a_blas():
     p = GemmProblem(array(F32, 1, 1000), array(F32, 1000, 5))
     row = ROWS["amx_bf16_pair"]._replace(minimum_elements=0)
     able = dataclasses.replace(AMX, kernels=(row, *AMX.kernels), features=AMX.features | {"numba"})
@@ -305,7 +305,7 @@ def test_the_longest_int8_product_is_planned():
 
 
 @pytest.mark.parametrize("kwargs", [{"bias": array(I32, 512)}, {"bias": array(I8, 512), "activation": Activation.RELU}])
-def test_int8_takes_what_integers_can_do(kwargs):
+def test_epilogues_of_int8_operands(kwargs):
     assert plan(problem(I8, **kwargs)).out_dtype is I32
 
 
@@ -345,7 +345,7 @@ def test_copies_are_made_only_where_blas_cannot_express_the_strides():
     assert "BLAS cannot express" in copy.reason
 
 
-def test_what_is_converted_anyway_is_not_copied_as_well():
+def test_converted_operands_are_not_copied_as_well():
     assert plan(GemmProblem(STEPPED, STEPPED), MathMode.TF32).copies == ()
     half = dataclasses.replace(STEPPED, dtype=F16)
     assert plan(GemmProblem(half, half)).copies == ()

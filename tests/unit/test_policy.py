@@ -79,7 +79,7 @@ def case(mode: MathMode, source: ModeSource, requested: MathMode | None = None, 
         case(TF32, S.ARGUMENT, argument="tf32"),
         case(TF32, S.FORCED, force="tf32"),
         case(FP32, S.GUARD, guard=True),
-        # Each level with all that stand below it.
+        # Each level with all lower ones.
         case(FP16, S.PROCESS, process="fp16", variable="tf32"),
         case(BF16, S.CONTEXT, context="bf16", process="fp16", variable="tf32"),
         case(TF32, S.ARGUMENT, argument="tf32", context="bf16", process="fp16", variable="bf16"),
@@ -91,7 +91,7 @@ def case(mode: MathMode, source: ModeSource, requested: MathMode | None = None, 
             FP32, S.GUARD, TF32,
             guard=True, force="fp16", argument="tf32", context="bf16", process="bf16", variable="bf16",
         ),
-        # The guard's variable stands where the guard does, and the guard speaks for both.
+        # The guard's variable has the rank of the guard, which is the source of both.
         case(FP32, S.GUARD_VARIABLE, guard_variable="1"),
         case(
             FP32, S.GUARD_VARIABLE, TF32, guard_variable="1",
@@ -106,7 +106,7 @@ def case(mode: MathMode, source: ModeSource, requested: MathMode | None = None, 
         case(FP32, S.CONTEXT, context="fp32", process="tf32"),
         case(FP32, S.ARGUMENT, argument="fp32", context="tf32"),
         case(FP32, S.FORCED, TF32, force="fp32", argument="tf32"),
-        # What was overruled is told, whoever asked for it.
+        # Every overruled mode is reported, with its source.
         case(FP16, S.FORCED, BF16, force="fp16", context="bf16"),
         case(FP16, S.FORCED, force="fp16", argument="fp16"),
         case(FP32, S.GUARD, BF16, guard=True, variable="bf16"),
@@ -229,7 +229,7 @@ def test_a_wrong_variable_is_an_error_of_every_use(monkeypatch: pytest.MonkeyPat
         (Settings(guard=True, force="fp32_pedantic"), PEDANTIC, S.FORCED),
         (Settings(guard_variable="1"), FP32, S.GUARD_VARIABLE),
         (Settings(guard_variable="1", force="bf16"), FP32, S.GUARD_VARIABLE),
-        # An rtol stands above the scope, so the scope's mode does not count beneath the guard.
+        # An rtol takes precedence over the scope, so the scope's mode does not count beneath the guard.
         (Settings(guard=True, context="fp32_pedantic", variable="fp32_pedantic"), FP32, S.GUARD),
     ],
 )
@@ -243,7 +243,7 @@ def test_overriding_mode(
     assert (found and found.source) is source
 
 
-def test_finish_applies_what_takes_precedence_over_a_chosen_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restrict_applies_overrides_to_a_chosen_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     with math_mode("bf16"):
         assert restrict(TF32, S.RTOL) == ResolvedMode(TF32, S.RTOL)
     with fp32_guard():

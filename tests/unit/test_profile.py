@@ -37,7 +37,7 @@ B = np.arange(4 * 5, dtype=np.float32).reshape(4, 5)
 
 
 @pytest.fixture(autouse=True)
-def nobody_listens_afterwards() -> Iterator[None]:
+def no_observer_afterwards() -> Iterator[None]:
     yield
     assert executors._observer is None
 
@@ -45,7 +45,7 @@ def nobody_listens_afterwards() -> Iterator[None]:
 # -- what is recorded -----------------------------------------------------------------------------
 
 
-def test_a_record_reports_what_ran() -> None:
+def test_a_record_reports_the_product() -> None:
     with lowprec.profile("one") as prof:
         lowprec.matmul(A, B, math_mode="bf16")
     (record,) = prof.records
@@ -146,7 +146,7 @@ def test_results_are_the_same_and_the_cache_holds_no_observer() -> None:
 
 
 class Broken(RuntimeError):
-    """Stands for whatever goes wrong in a product."""
+    """An arbitrary error in a product."""
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_a_range_ends_with_an_error_and_is_silent_outside() -> None:
 
 @pytest.fixture
 def pushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str | None]]:
-    """Stand in for the nvtx package and return what it was told; None closes a range."""
+    """Replace the nvtx package and return its calls; None closes a range."""
     calls: list[str | None] = []
     package: Any = ModuleType("nvtx")
 
@@ -681,7 +681,7 @@ def test_a_signal_handler_may_profile_and_read_wherever_it_strikes() -> None:
         assert [r.index for r in records] == list(range(len(prof)))
         assert [r.label for r in records].count("step") == 2
         lowprec.matmul(A, A)
-        assert len(prof) == len(records), "somebody listens still"
+        assert len(prof) == len(records), "an observer is left"
         """
     )
 

@@ -1,4 +1,4 @@
-"""The public page: which names there are, and that each tells what it does and shows it."""
+"""The public names, their docstrings and examples."""
 
 from __future__ import annotations
 

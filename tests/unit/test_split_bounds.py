@@ -202,7 +202,7 @@ def test_probable_is_never_more_than_worst():
         assert depth.probable(FLOAT32, 8.0) <= depth.worst(FLOAT32)
 
 
-# -- fp64, and the mode that stands for others ------------------------------------------------------
+# -- fp64, and the mode that runs as another one ----------------------------------------------------
 
 
 def square(n: int, dtype: DType = DType.FLOAT32) -> GemmProblem:

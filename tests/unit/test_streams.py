@@ -1,4 +1,4 @@
-"""Which stream a product runs on, who waits for whom, and what is held: libraries, memory and backend are stand-ins."""
+"""Streams of products, waits between them, and kept arrays; libraries, memory and backend are stand-ins."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ ALPHA, BETA, KEEPER = StandIn(Alpha, 11), StandIn(Beta, 22), StandIn(Keeper, 33,
 
 
 class Diary:
-    """The device's memory, which writes down what it is told, and can fail at one of its tasks."""
+    """The device's memory, which records its calls, and can fail at one of them."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, ...]] = []

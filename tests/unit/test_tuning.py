@@ -1,4 +1,4 @@
-"""``autotune`` where there is nothing to choose, and how it tells what it found."""
+"""``autotune`` without a choice, and its results as text."""
 
 from __future__ import annotations
 

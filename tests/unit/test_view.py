@@ -25,7 +25,7 @@ def by_address(view: ArrayView) -> ArrayView:
 
 
 def layouts(dtype: DType) -> dict[str, np.ndarray]:
-    """Arrays of every kind of stride, none of whose elements are equal where the type can tell them apart."""
+    """Arrays of every kind of stride, all of whose elements differ if the type has enough values."""
     base = np.arange(2 * 6 * 8).reshape(2, 6, 8).astype(NUMPY_DTYPES[dtype])
     read_only = base[0].copy()
     read_only.flags.writeable = False
@@ -132,7 +132,7 @@ def odd_strides(array: np.ndarray) -> np.ndarray:
     ],
     ids=["byte order", "misaligned", "odd strides"],
 )
-def test_what_elements_cannot_express_is_copied_and_said(make, reason: str) -> None:
+def test_strides_within_elements_are_copied_and_reported(make, reason: str) -> None:
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     odd = make(array)
     view = view_of(odd)

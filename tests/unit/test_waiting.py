@@ -111,7 +111,7 @@ def test_a_stopped_one_looks_no_more(stopped: Any, monkeypatch: pytest.MonkeyPat
     leave.set()
     stopping.join(LONG_S)
     waiter.wake()
-    # Whoever holds this lock knows that nobody looks, and that all who look later find it stopped.
+    # While this lock is held no thread looks, and all later looks find it stopped.
     with waiter._looking:
         assert looks == [1]
     assert len(started) == 1

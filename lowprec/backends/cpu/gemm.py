@@ -136,7 +136,8 @@ def _openblas_call(plan: GemmPlan) -> Executor:
 
     def execute(arguments: Arguments) -> None:
         if has_memory():
-            product(*[x.address for x in arguments[:3]])
+            a, b, out = arguments[:3]
+            product(a.address, b.address, out.address)
         else:
             by_numpy(arguments)
 

@@ -22,7 +22,7 @@ _MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 _BLOCK = 1 << 16
 
 #: Largest operand or result, in elements, of a batch that runs in slices; elements of a slice, which is one block.
-SMALL_PRODUCT, SLICE = 1 << 14, 1 << 18
+SMALL_PRODUCT, SLICE = 1 << 14, 1 << 17
 
 #: Sum of the magnitudes of two exponents up to which unscaling a product gives normal numbers.
 _SMALL_EXPONENT = 50

@@ -103,7 +103,7 @@ def _primary_context(index: int) -> Any:
 
 @contextlib.contextmanager
 def on_device(index: int) -> Iterator[None]:
-    """Make the primary context of a device current in this thread; ``cudaSetDevice`` would create others."""
+    """Make the primary context of a device current in this thread; ``cudaSetDevice`` creates more."""
     if current_device() == index:
         yield
         return

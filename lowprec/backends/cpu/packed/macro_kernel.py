@@ -1,7 +1,7 @@
 """The macro-kernel: the loops around a micro-kernel, the same for all units.
 
-A micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. It takes
-six integers: packed A, packed B, accumulators (four 16 x 16 tiles of float32 or int32), number of steps (at least 1),
+A micro-kernel multiplies a strip of 32 rows by a strip of 32 columns over some steps of k. It takes six
+integers: packed A, packed B, accumulators (four 16 x 16 tiles of float32 or int32), number of steps (at least 1),
 whether to add to the accumulators, and the address from which to prefetch `PREFETCH_LINES` cache lines of the next
 piece of B per step and part of B.
 
