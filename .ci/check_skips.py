@@ -79,7 +79,7 @@ UNITS = {
 #: Beginnings of reasons that apply in every environment here, and what these tests need. A sample of the vectors is
 #: tested everywhere (`tests/support/tensor_core_vectors.py`).
 ABSENT = {
-    "the vectors read off real tensor cores are not beside this checkout": "data that is no part of the checkout",
+    "the vectors of real tensor cores are not next to this checkout": "data that is no part of the checkout",
     "libcublasLt is not installed ": "a library that is too large for these environments",
 }
 
