@@ -73,7 +73,7 @@ FLOAT8_E5M2 = _ieee("float8_e5m2", 3, 15)
 # Within class DType the names FLOAT32 and FLOAT64 are its members.
 _SINGLE, _DOUBLE = FLOAT32, FLOAT64
 _C = ComputeType
-_FROM_8_BITS = ("bfloat16", "float16", "float32")
+_FROM_8_BITS = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
 @unique
@@ -193,13 +193,17 @@ def promote(a: DType, b: DType) -> DType:
     """Return the common element type of two operands.
 
     Floating-point operands are promoted to the wider type, bfloat16 with float16 to float32, as in the Array API and
-    ml_dtypes. A pair without a common type (int8 with a float, two different float8) raises :class:`DTypeError`.
+    ml_dtypes; two different float8 types to bfloat16, which represents both. int8 with a float raises
+    :class:`DTypeError`.
     """
     if a is b:
         return a
-    integer = DType.INT8 in (a, b) or DType.INT32 in (a, b)
-    if integer or a.is_float8 or b.is_float8:
+    if DType.INT8 in (a, b) or DType.INT32 in (a, b):
         raise DTypeError(f"operands of dtypes {a} and {b} have no common type; convert one of them")
+    if a.is_float8:
+        return DType.BFLOAT16 if b.is_float8 else b
+    if b.is_float8:
+        return a
     real = [_TO_REAL.get(d, d) for d in (a, b)]
     wide = [DType.FLOAT32 if d is DType.BFLOAT16 and real[0] is not real[1] else d for d in real]
     widest = max(wide, key=_WIDTH_ORDER.index)

@@ -117,7 +117,7 @@ def autotune(
     try:
         library = library_of(a)
         x, y = library.view(a), library_of(b).view(b)
-        options = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
+        options = bind(x, y, out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
     except (ArrayError, DTypeError) as error:
         arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}
         name_argument(error, {**arrays, "scale_a": scale_a, "scale_b": scale_b})

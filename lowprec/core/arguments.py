@@ -162,6 +162,8 @@ PLAIN = Options()
 
 
 def bind(
+    a: ArrayView,
+    b: ArrayView,
     out: Any,
     c: Any,
     alpha: Any,
@@ -175,7 +177,10 @@ def bind(
     *,
     describing: bool = False,
 ) -> Options:
-    """Check the keyword arguments of ``matmul``; with ``describing``, arrays may be a shape and dtype."""
+    """Check the keyword arguments of ``matmul``; with ``describing``, arrays may be a shape and dtype.
+
+    Scales of the operands are multiplied into alpha.
+    """
     options = Options(
         None if out is None else view_of(out, writable=True, describing=describing),
         None if c is None else view_of(c, describing=describing),
@@ -190,7 +195,7 @@ def bind(
     )
     if options.beta != 0 and c is None:
         raise ShapeError(f"beta is {options.beta}, but c is missing; pass c=")
-    return options
+    return options if scale_a is scale_b is None else _with_scales(options, a, b)
 
 
 def parse_out_dtype(dtype: Any) -> DType:
@@ -241,11 +246,30 @@ def _exceeds_float32(value: complex) -> bool:
     return any(_LARGEST_FLOAT32 < abs(x) < inf for x in (value.real, value.imag))
 
 
+def _with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
+    """Return options with the scales of FP8 operands multiplied into alpha, except arrays in device memory."""
+    for name, operand in (("scale_a", a), ("scale_b", b)):
+        scale = getattr(options, name)
+        if scale is None:
+            continue
+        if not operand.dtype.is_float8:
+            raise UnsupportedError(f"{name} is for an FP8 operand, but the operand is {operand.dtype}; pass alpha=")
+        if isinstance(scale, ArrayView):
+            if not scale.device.is_host or scale.is_description:
+                continue
+            scale = float(scale.ndarray().item())
+        options = options._replace(alpha=options.alpha * scale)
+        options = options._replace(scale_a=None) if name == "scale_a" else options._replace(scale_b=None)
+    return options
+
+
 def check_scalars(options: Options, compute_dtype: DType) -> None:
-    """Raise for complex ``alpha`` or ``beta`` with real operands, and for scales of operands other than FP8."""
+    """Raise for complex ``alpha`` or ``beta`` with real operands, and for scales that the product cannot read."""
     for name, scale in (("scale_a", options.scale_a), ("scale_b", options.scale_b)):
-        if scale is not None and not compute_dtype.is_float8:
-            raise UnsupportedError(f"{name} is for FP8 operands, but the operands are {compute_dtype}; pass alpha=")
+        if isinstance(scale, ArrayView) and not compute_dtype.is_float8:
+            raise UnsupportedError(
+                f"{name} is in device memory, but the operands are multiplied as {compute_dtype}; pass a number"
+            )
     for name, value in (("alpha", options.alpha), ("beta", options.beta)):
         if isinstance(value, complex) and not compute_dtype.is_complex:
             raise DTypeError(f"{name} is complex, but the operands are {compute_dtype}")

@@ -54,11 +54,11 @@ def matmul(
     Parameters
     ----------
     a : array, shape (..., m, k) or (k,)
-        Any library that supports DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8;
-        float8_e4m3fn and float8_e5m2 on GPUs with FP8 tensor cores.
+        Any library that supports DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8,
+        float8_e4m3fn, float8_e5m2. FP8 tensor cores multiply float8 operands; elsewhere they are widened to bfloat16.
     b : array or PreparedOperand, shape (..., k, n) or (k,)
         On the device of ``a``; batches broadcast. Mixed floating-point dtypes are promoted to the wider one, bfloat16
-        with float16 to float32.
+        with float16 to float32; float8 with any other to the other.
     out : array, shape (..., m, n), optional
         Output array, which is also returned. It may share memory with the operands.
     c : array, broadcasts to (..., m, n), optional
@@ -70,8 +70,9 @@ def matmul(
     activation : {"relu", "gelu"}, optional
         ``"gelu"`` is the tanh form.
     out_dtype : dtype or str, optional
-        dtype of the result; by default the operands' common dtype, int32 for int8. 16-bit operands may give float32,
-        float32 operands a 16-bit type.
+        dtype of the result; by default the operands' common dtype, int32 for int8 and bfloat16 for float8. 16-bit
+        operands may give float32, float32 operands a 16-bit type, float8 operands any of these and float8: rounded to
+        nearest even, NaN (E4M3) or Inf (E5M2) beyond the range.
     math_mode : str or MathMode, optional
         Precision of float32 and complex64 products; see the mode table. Overrides ``with math_mode(...)``. No mode acts
         on float64 and complex128 operands: a mode below FP32 gives one :class:`LowprecWarning` per process. A mode from
@@ -86,7 +87,7 @@ def matmul(
         For experts: length of the chunks of the inner dimension in which the (leading) product is summed. The default
         chunks keep the truncation error of tensor cores near the error of an FP32 sum.
     scale_a, scale_b : number or array of one float32, optional
-        Scales of FP8 operands: the numbers by which their values were divided before rounding.
+        Scales of float8 operands, by which their values were divided before rounding; factors of the product.
 
     Returns
     -------
@@ -129,7 +130,7 @@ def matmul(
         x = library.view(a)
         y = library.view_same_type(b) if type(b) is type(a) else view_of_b(b)
         if not (plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0):
-            options = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)  # fmt: skip
+            options = bind(x, y, out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
             x, y = (x, y) if options.alpha else with_k_zero(x, y)
     except DelegateError as error:
         return _delegated(error, a, b, _given(keywords))

@@ -116,7 +116,7 @@ def plan(
     try:
         a, b, c, bias = promoted((a, b), c, bias)
         x, y = _described(a), _described(b)
-        options = bind(out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk,
+        options = bind(x, y, out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk,
                        describing=True)  # fmt: skip
     except (ArrayError, DTypeError, ShapeError) as error:
         name_argument(error, {"a": a, "b": b, "out": out, "c": c, "bias": bias}, _described)

@@ -238,7 +238,7 @@ def _reasons_to_stage(inputs: _Inputs, pack_a: Pack | None, pack_b: Pack | None)
     products, data = len(inputs.plan.schedule), inputs.data
     if products > 1:
         yield Reason.of(ReasonKind.SEVERAL_PRODUCTS, products=products)
-    writes = data.results if data.bits <= 16 else (data,)
+    writes = [d for d in data.results if not d.is_float8] if data.bits <= 16 else [data]
     if inputs.plan.out_dtype not in writes and not inputs.as_real:
         yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=data, out=inputs.plan.out_dtype)
     if not out.blas_expressible:

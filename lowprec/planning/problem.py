@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import unique
 
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
-from lowprec.formats import OPERAND_DTYPES, DType, promote
+from lowprec.formats import OPERAND_DTYPES, DType, operand_names, promote
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
 from lowprec.util.plain import StrEnum
@@ -54,29 +54,24 @@ class GemmProblem:
 
 
 def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
-    """Return the operands' common element type; raise if there is none or the device does not support it."""
-    dtypes = (problem.a.dtype, problem.b.dtype)
-    if dtypes == (DType.FLOAT8_E5M2,) * 2:
-        raise UnsupportedError(
-            f"a and b are both {DType.FLOAT8_E5M2}, which cuBLASLt does not multiply; convert one of them to "
-            f"{DType.FLOAT8_E4M3FN}"
-        )
+    """Return the type in which the operands are multiplied on a device; raise DTypeError if there is none."""
     for name, spec in (("a", problem.a), ("b", problem.b)):
-        if spec.dtype.is_float8 and not capabilities.has_float8:
-            raise UnsupportedError(
-                f"{name} has dtype {spec.dtype}, which needs a GPU of compute capability 8.9 or later; "
-                f"on {capabilities.device} convert it to bfloat16 or float16"
-            )
         if not spec.dtype.results:
-            legal = ", ".join(str(d) for d in OPERAND_DTYPES if capabilities.has_float8 or not d.is_float8)
-            raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {legal}")
-    # FP8 operands of two types are multiplied unchanged; one type represents the pair.
-    return DType.FLOAT8_E4M3FN if all(d.is_float8 for d in dtypes) else promote(*dtypes)
+            raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {operand_names()}")
+    dtypes = (problem.a.dtype, problem.b.dtype)
+    if not all(d.is_float8 for d in dtypes):
+        return promote(*dtypes)
+    if capabilities.has_float8 and dtypes != (DType.FLOAT8_E5M2,) * 2:  # which cuBLASLt does not multiply
+        # FP8 operands of two types are multiplied unchanged; one type represents the pair.
+        return DType.FLOAT8_E4M3FN
+    return DType.BFLOAT16  # represents every FP8 number
 
 
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
     """Return the result's element type; raise DTypeError if the requested one is not supported."""
     legal = compute_dtype.results
+    if compute_dtype.bits <= 32 and (problem.a.dtype.is_float8 or problem.b.dtype.is_float8):
+        legal = tuple(dict.fromkeys((*legal, *DType.FLOAT8_E4M3FN.results)))
     dtype = problem.out_dtype or (problem.out.dtype if problem.out else legal[0])
     words = f"a product of {problem.a.dtype} and {problem.b.dtype}"
     if dtype not in legal:

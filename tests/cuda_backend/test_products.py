@@ -330,7 +330,7 @@ def test_fp8_scales(gpu: Gpu, rng: Any, pair: Any, size: Any) -> None:
 
 def test_scales_are_for_fp8_alone(gpu: Gpu, rng: Any) -> None:
     x = gpu.put(integers(rng, (16, 16), F32))
-    with pytest.raises(lowprec.UnsupportedError, match="scale_a is for FP8 operands"):
+    with pytest.raises(lowprec.UnsupportedError, match="scale_a is for an FP8 operand"):
         lowprec.matmul(x, x, scale_a=2.0)
     y = gpu.put(integers(rng, (16, 16), E4M3))
     with pytest.raises(lowprec.DTypeError, match="scale_b must be a number or one float32"):

@@ -131,6 +131,7 @@ def test_operands_are_all_but_int32() -> None:
 
 
 PROMOTED = [d for d in DType if d.format is not None and not d.is_float8]
+FLOATS = [d for d in DType if d.format is not None]
 
 
 def expected_promotion(a: DType, b: DType) -> DType:
@@ -144,9 +145,16 @@ def test_promotion_of_floats_is_numpys(a: DType, b: DType) -> None:
     assert promote(a, b) is expected_promotion(a, b)
 
 
+@pytest.mark.parametrize("small", [DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2], ids=str)
+def test_float8_is_promoted_to_any_other_float(small: DType) -> None:
+    for other in PROMOTED:
+        assert promote(small, other) is promote(other, small) is other
+    assert promote(DType.FLOAT8_E4M3FN, DType.FLOAT8_E5M2) is DType.BFLOAT16
+
+
 @pytest.mark.parametrize(("a", "b"), [*itertools.combinations_with_replacement(DType, 2)], ids=str)
 def test_operands_without_a_common_type(a: DType, b: DType) -> None:
-    if a is b or (a in PROMOTED and b in PROMOTED):
+    if a is b or (a in FLOATS and b in FLOATS):
         assert promote(a, b) is promote(b, a)
         assert a is not b or promote(a, b) is a
         return

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec.errors import UnsupportedError
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
 from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, ReasonKind, plan_gemm
@@ -336,19 +335,21 @@ def test_misaligned_8_bit_operands_are_packed() -> None:
 # -- float8 ---------------------------------------------------------------------------------------
 
 
-def test_float8_needs_units_and_a_pair_that_they_multiply() -> None:
+def test_float8_is_widened_without_units_for_the_pair() -> None:
     e4m3 = OperandSpec.contiguous(DType.FLOAT8_E4M3FN, (16, 16))
     e5m2 = OperandSpec.contiguous(DType.FLOAT8_E5M2, (16, 16))
+    bfloat16 = OperandSpec.contiguous(DType.BFLOAT16, (16, 16))
     for pair in ((e4m3, e4m3), (e4m3, e5m2), (e5m2, e4m3)):
         plan = plan_gemm(GemmProblem(*pair), GPU, MathMode.FP32)
         assert plan.out_dtype is DType.BFLOAT16
         assert plan.call is not None
         stored = [plan.call.second.dtype, plan.call.first.dtype]
         assert stored == [spec.dtype for spec in pair]
-    with pytest.raises(UnsupportedError, match="both float8_e5m2"):
-        plan_gemm(GemmProblem(e5m2, e5m2), GPU, MathMode.FP32)
-    with pytest.raises(UnsupportedError, match=r"compute capability 8\.9"):
-        plan_gemm(GemmProblem(e4m3, e4m3), VOLTA, MathMode.FP32)
+    for pair, device in (((e5m2, e5m2), GPU), ((e4m3, e4m3), VOLTA), ((e4m3, bfloat16), GPU)):
+        plan = plan_gemm(GemmProblem(*pair), device, MathMode.FP32)
+        assert plan.compute_dtype is plan.out_dtype is DType.BFLOAT16
+        assert plan.call is not None
+        assert plan.call.first.dtype is plan.call.second.dtype is DType.BFLOAT16
 
 
 # -- batches and bounds ---------------------------------------------------------------------------

@@ -46,10 +46,13 @@ CASTS = (
     ("bfloat16", None),
     ("bfloat16", DIGITS),
     ("int8", None),
+    ("float8_e4m3fn", None),
+    ("float8_e5m2", None),
 )
 
-ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, "int8": I8}
-KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", "int8": "i8"}
+_8_BITS = ("int8", "float8_e4m3fn", "float8_e5m2")
+ELEMENTS = {"float32": I32, "float16": I16, "bfloat16": I16, **dict.fromkeys(_8_BITS, I8)}
+KINDS = {"float32": "u32", "float16": "u16", "bfloat16": "u16", **dict.fromkeys(_8_BITS, "i8")}
 
 
 def item_bytes(index: int) -> int:
@@ -81,8 +84,23 @@ def _widened_float16(builder: Any, x: Any) -> Any:
     return builder.or_(sign, builder.select(is_subnormal, subnormal, chosen))
 
 
+def _widened_e4m3(builder: Any, x: Any) -> Any:
+    sign, magnitude = builder.shl(builder.and_(x, splat(0x80)), splat(24)), builder.and_(x, splat(0x7F))
+    normal = builder.add(builder.shl(magnitude, splat(20)), splat(120 << 23))  # the biases are 7 and 127
+    units = builder.uitofp(magnitude, ir.VectorType(F32, LANES))
+    subnormal = bits_of(builder, builder.fmul(units, float_splat(2.0**-9)))
+    chosen = builder.select(builder.icmp_unsigned("<", magnitude, splat(8)), subnormal, normal)
+    is_nan = builder.icmp_unsigned("==", magnitude, splat(0x7F))
+    return builder.or_(sign, builder.select(is_nan, splat(0x7FC00000), chosen))
+
+
 def _read(builder: Any, storage: str, address: Any) -> Any:
     x = builder.load(pointer(builder, address, ir.VectorType(ELEMENTS[storage], LANES)), align=1)
+    if storage == "float8_e4m3fn":
+        return _widened_e4m3(builder, builder.zext(x, ir.VectorType(I32, LANES)))
+    if storage == "float8_e5m2":  # the high byte of a float16
+        wide = builder.zext(x, ir.VectorType(I32, LANES))
+        return _widened_float16(builder, builder.shl(wide, splat(8)))
     if storage == "int8":
         return bits_of(builder, builder.sitofp(x, ir.VectorType(F32, LANES)))
     if storage == "bfloat16":

@@ -15,7 +15,7 @@ import numpy as np
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, casting, team
 from lowprec.backends.cpu.gelu import gelu_float32
-from lowprec.backends.cpu.packed.job import ACTIVATIONS, BLOCK_SCRATCH_BYTES
+from lowprec.backends.cpu.packed.job import ACTIVATIONS, BLOCK_SCRATCH_BYTES, KINDS
 from lowprec.backends.cpu.packed.jobs import operand_of
 from lowprec.backends.cpu.packed.rows import epilogue_of, is_usable
 from lowprec.backends.cpu.rounding import rounded_to_odd
@@ -87,6 +87,7 @@ def apply(
         and (alpha != 1 or operands[1:] or activation)
         and casting.is_ready()
         and is_usable()
+        and casting.name_of(out.dtype) in KINDS
         and all(step % x.itemsize == 0 for x in operands for step in x.strides)
     ):
         _apply_native(product, out, alpha.real, beta.real, c, bias, activation)
@@ -107,8 +108,8 @@ def apply(
         if activation is not None:
             _ACTIVATIONS[activation](product)
         if product is not out:
-            # ml_dtypes rounds float64 to bfloat16 via float32, which would round twice.
-            twice = product.dtype == np.float64 and out.dtype.itemsize == 2
+            # ml_dtypes rounds float64 to bfloat16 and float8 via float32, which would round twice.
+            twice = product.dtype == np.float64 and out.dtype.itemsize <= 2
             casting.narrow(rounded_to_odd(product) if twice else product, out)
 
 

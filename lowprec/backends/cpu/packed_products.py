@@ -19,7 +19,7 @@ from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import casting, fp32_units, splitting, team
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed import run
-from lowprec.backends.cpu.packed.job import ACTIVATIONS
+from lowprec.backends.cpu.packed.job import ACTIVATIONS, KINDS
 from lowprec.backends.cpu.packed.micro_kernels import MicroKernel, is_available
 from lowprec.backends.cpu.packed.prepared_panels import Convert, PackedAs, Panels, panels_of, stack_of
 from lowprec.backends.cpu.splitting import Split
@@ -75,8 +75,9 @@ def _is_one_job(plan: GemmPlan) -> bool:
     """Whether the plan is one job of the kernel, on the operands as stored."""
     problem, dtype = plan.problem, plan.compute_dtype
     return (
-        problem.a.dtype is problem.b.dtype is dtype
+        all(x.dtype is dtype or x.dtype.is_float8 for x in (problem.a, problem.b))
         and not dtype.is_complex
+        and plan.out_dtype.label in KINDS
         and not (dtype is DType.INT8 and problem.has_epilogue)
         and problem.activation in ACTIVATIONS
         and not (plan.fallback and problem.has_beta)  # c may be the result, which a fallback reads again
@@ -165,13 +166,13 @@ def _packing_of_b(plan: GemmPlan, component: int = 0) -> tuple[PackedAs, Convert
 def _multiplied_dtype(plan: GemmPlan, operand: int) -> str:
     """Return the element type in which the kernel reads ``a`` (0) or ``b`` (1): the common type of both.
 
-    In a product of parts, an operand that is not split keeps its own type.
+    An operand of an 8-bit type, and in a product of parts one that is not split, keeps its own type.
     """
     if plan.compute_dtype.is_complex:
         return "float32"
     own = (plan.problem.a, plan.problem.b)[operand].dtype
     is_whole = plan.kernel_row.sums_products and not plan.rounded[operand]
-    return (own if is_whole else plan.compute_dtype).label
+    return (own if is_whole or own.is_float8 else plan.compute_dtype).label
 
 
 def _as_multiplied(plan: GemmPlan, x: Any, operand: int) -> Any:
@@ -188,7 +189,8 @@ def _multiply(plan: GemmPlan, arguments: Arguments, single: Stacks, out: Any, **
 
 def _real_product(plan: GemmPlan, arguments: Arguments, single: Stacks) -> bool:
     # With split operands, elements may be recomputed before c is added.
-    fused = plan.problem.activation in ACTIVATIONS and not (plan.kernel_row.sums_products and single.c is not None)
+    fused = plan.problem.activation in ACTIVATIONS and plan.out_dtype.label in KINDS
+    fused = fused and not (plan.kernel_row.sums_products and single.c is not None)
     if fused:
         done = _multiply(
             plan, arguments, single, single.out, alpha=arguments.alpha.real, beta=arguments.beta.real,

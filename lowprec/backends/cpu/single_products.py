@@ -114,6 +114,7 @@ def _is_small(plan: GemmPlan) -> bool:
         and len(plan.schedule) == 1
         and plan.accumulator is DType.FLOAT32
         and plan.problem.activation in J.ACTIVATIONS
+        and plan.out_dtype.label in J.KINDS
         and m * k + k * n + m * n <= _MOST_ELEMENTS
     )
 

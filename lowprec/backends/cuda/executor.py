@@ -210,7 +210,7 @@ class _LoweredPlan:
             for index in range(len(self._terms)):
                 ran = self._multiply(device, arguments, pointers, index, workspace)
                 self._workspace_bytes = max(self._workspace_bytes, ran.algorithm.workspace_bytes)
-            staging.apply_epilogue(block, arguments, _alpha(arguments), packed_b)
+            staging.apply_epilogue(block, arguments, arguments.alpha, packed_b)
         self._has_run = True
         return ran
 
@@ -295,7 +295,7 @@ class _LoweredPlan:
         c = arguments.c.address if call.c and arguments.c is not None else d
         bias = arguments.bias.address if self._fuses_bias and arguments.bias is not None else 0
         beta = arguments.beta if call.c else 0.0
-        return Operands(a, b, c, d, bias, scale_a, scale_b, _alpha(arguments), beta)
+        return Operands(a, b, c, d, bias, scale_a, scale_b, arguments.alpha, beta)
 
     def _prepared(self, arguments: Arguments, pointers: Pointers, term: _Term) -> tuple[int, Operands, Invocation]:
         """Return the handle, the operands, and the invocation for their alignment."""
@@ -351,13 +351,5 @@ def _pointers(arguments: Arguments) -> Pointers:
 
 
 def _scale_pointer(scale: ArrayView | float | None) -> int:
-    """Return the address of a scale in device memory, 0 for a number, which is multiplied into alpha."""
+    """Return the address of a scale in device memory, 0 for none."""
     return scale.address if isinstance(scale, ArrayView) else 0
-
-
-def _alpha(arguments: Arguments) -> complex:
-    alpha = arguments.alpha
-    for scale in (arguments.scale_a, arguments.scale_b):
-        if isinstance(scale, float):
-            alpha *= scale
-    return alpha

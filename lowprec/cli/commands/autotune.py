@@ -107,8 +107,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _mode(a: Shape, b: Shape, options: argparse.Namespace) -> str | None:
-    if options.dtype.is_float8:
-        return None  # no plan without a GPU
     described = (ShapeDtype(x, options.dtype) for x in (a, b))
     plan = plan_call.plan(*described, math_mode=options.mode)
     return str(plan.mode) if plan.mode_has_effect else None

@@ -13,6 +13,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from lowprec.backends.cpu.packed.codes import widened_float8
 from lowprec.backends.cpu.packed.native import F16, F32, I8, I16, I32, emitted, inline_asm, pointer, shuffle, vector
 from lowprec.backends.cpu.packed.vector_arithmetic import (
     INFINITY,
@@ -48,6 +49,11 @@ class Scheme:
         return self.per_dword == 1
 
     @property
+    def is_float8(self) -> bool:
+        """Whether the stored type is an 8-bit floating-point type."""
+        return self.storage.startswith("float8")
+
+    @property
     def is_split(self) -> bool:
         """Whether an operand is split into parts, each the rounded rest of the previous ones."""
         return self.rounding in ("bf16x3", "bf16x6", "tf32x3")
@@ -70,6 +76,8 @@ SCHEMES = _by_kind(
     Scheme(8, "float32", "bf16x6", 4, 3, 32),  # three bfloat16 parts, exact
     Scheme(9, "float32", "tf32x3", 4, 4, 32),  # two TF32 parts, each a sum of two bfloat16
     Scheme(10, "float16", "tf32x3", 2, 2, 32),
+    Scheme(17, "float8_e4m3fn", "exact", 1, 1, 32),
+    Scheme(18, "float8_e5m2", "exact", 1, 1, 32),
 )
 #: Schemes for FP32 units: widened, or rounded with subnormals kept.
 FP32_SCHEMES = _by_kind(
@@ -79,6 +87,8 @@ FP32_SCHEMES = _by_kind(
     Scheme(14, "float32", "bf16", 4, 1, 16),
     Scheme(15, "float32", "tf32", 4, 1, 16),
     Scheme(16, "float32", "fp16", 4, 1, 16),
+    Scheme(19, "float8_e4m3fn", "exact", 1, 1, 16),
+    Scheme(20, "float8_e5m2", "exact", 1, 1, 16),
 )
 #: Schemes by their index in kernels.
 BY_INDEX = {scheme.index: scheme for scheme in (*SCHEMES.values(), *FP32_SCHEMES.values())}
@@ -172,6 +182,9 @@ def _wide_row(builder: Any, scheme: Scheme, run: Any) -> Any:
         return builder.fpext(run, ir.VectorType(F32, 16))
     if scheme.storage == "bfloat16":
         return widened_bfloat16(builder, run)
+    if scheme.is_float8:
+        words = widened_float8(builder, scheme.storage, shuffle(builder, run, run, range(32)))
+        return widened_bfloat16(builder, shuffle(builder, words, words, range(16)))
     if scheme.rounding == "exact":
         return run
     dropped = 16 if scheme.rounding == "bf16" else 13
@@ -189,8 +202,9 @@ def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) 
         return _bfloat16_split_rows(builder, scheme.parts, runs, interleave), none
     if scheme.parts == 2:
         return _two_part_rows(builder, scheme, runs, interleave)
-    if scheme.storage == "bfloat16":
-        return [shuffle(builder, runs[0], runs[1], _words(interleave, odd=False))], none
+    if scheme.storage == "bfloat16" or scheme.is_float8:
+        row = shuffle(builder, runs[0], runs[1], _words(interleave, odd=False))
+        return [widened_float8(builder, scheme.storage, row) if scheme.is_float8 else row], none
     if scheme.storage == "float32":
         row = _bfloat16_words(builder, runs)
         return [shuffle(builder, row, row, _words(interleave, odd=False))], none
@@ -204,7 +218,7 @@ def _tile_rows(builder: Any, scheme: Scheme, runs: list[Any], interleave: bool) 
     return [row], none
 
 
-_ELEMENT = {"bfloat16": I16, "float16": F16, "int8": I8}
+_ELEMENT = {"bfloat16": I16, "float16": F16, "int8": I8, "float8_e4m3fn": I8, "float8_e5m2": I8}
 
 
 @emitted(types.intp, literals=("index", "interleave"))
