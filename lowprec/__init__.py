@@ -27,6 +27,7 @@ from lowprec.policy import fp32_guard, get_math_mode, math_mode, register_contro
 
 if typing.TYPE_CHECKING:
     from lowprec import amp, dask, emulation, jax, linalg, torch  # noqa: F401
+    from lowprec.arrays.quantized import QuantizedArray, quantize
     from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
@@ -43,6 +44,7 @@ _LAZY = {
     **{name: f"lowprec.{name}" for name in ("amp", "dask", "emulation", "jax", "linalg", "torch")},
     **dict.fromkeys(("einsum", "linear", "tensordot", "vecdot"), "lowprec.contractions"),
     **dict.fromkeys(("PreparedOperand", "prepare"), "lowprec.core.prepare"),
+    **dict.fromkeys(("QuantizedArray", "quantize"), "lowprec.arrays.quantized"),
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
@@ -59,10 +61,10 @@ _OF_LIBRARIES = {"dask": "dask[array]", "jax": "jax", "torch": "torch"}
 __all__ = [
     "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
     "EnvironmentVariableError", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
-    "ShapeDtype", "ShapeError", "UnsupportedError", "__version__", "amp", "autotune", "check", "cublas_handle",
-    "einsum", "emulate", "emulation", "fp32_guard", "get_math_mode", "info", "linalg", "linear", "math_mode",
-    "matmul", "plan", "prepare", "profile", "register_controller", "release_memory", "set_math_mode", "tensordot",
-    "vecdot",
+    "QuantizedArray", "ShapeDtype", "ShapeError", "UnsupportedError", "__version__", "amp", "autotune", "check",
+    "cublas_handle", "einsum", "emulate", "emulation", "fp32_guard", "get_math_mode", "info", "linalg", "linear",
+    "math_mode", "matmul", "plan", "prepare", "profile", "quantize", "register_controller", "release_memory",
+    "set_math_mode", "tensordot", "vecdot",
 ]  # fmt: skip
 
 

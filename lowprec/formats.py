@@ -3,8 +3,9 @@
 A *number format* is a set of numbers, given by precision and exponent range; an *element type* (dtype) is the storage
 of an array's elements. TF32 is a format without an element type: its values are stored as float32.
 
-Sources: IEEE 754-2019 (binary16/32/64); OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); NVIDIA A100
-whitepaper (TF32); DLPack ``dlpack.h`` (type codes); CUDA ``library_types.h`` (``cudaDataType``).
+Sources: IEEE 754-2019 (binary16/32/64); OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling
+Formats (MX) Specification 1.0 (E2M1, E8M0, mxfp8, mxfp4); NVIDIA's description of NVFP4; NVIDIA A100 whitepaper (TF32);
+DLPack ``dlpack.h`` (type codes); CUDA ``library_types.h`` (``cudaDataType``).
 """
 
 from __future__ import annotations
@@ -68,6 +69,32 @@ BFLOAT16 = _ieee("bfloat16", 8, 127)
 FLOAT16 = _ieee("float16", 11, 15)
 FLOAT8_E4M3FN = NumberFormat("float8_e4m3fn", 4, -6, 8, 448.0, has_infinity=False)
 FLOAT8_E5M2 = _ieee("float8_e5m2", 3, 15)
+FLOAT8_E8M0FNU = NumberFormat("float8_e8m0fnu", 1, -127, 127, 2.0**127, has_infinity=False)  # powers of two, unsigned
+FLOAT4_E2M1FN = NumberFormat("float4_e2m1fn", 2, 0, 2, 6.0, has_infinity=False)  # without NaN
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat:
+    """A format of quantised arrays: ``code * scale of its block * scale of the array``."""
+
+    name: str
+    elements: NumberFormat
+    bits: int  # of an element's code
+    block: int  # elements with a common scale; 0 without blocks
+    scales: NumberFormat | None  # of the blocks, 8 bits each
+    has_scale: bool  # whether the array has a float32 scale; otherwise it is 1
+
+
+#: Formats of :func:`lowprec.quantize` by name.
+BLOCK_FORMATS = {
+    row.name: row
+    for row in (
+        BlockFormat("mxfp8", FLOAT8_E4M3FN, 8, 32, FLOAT8_E8M0FNU, has_scale=False),
+        BlockFormat("mxfp4", FLOAT4_E2M1FN, 4, 32, FLOAT8_E8M0FNU, has_scale=False),
+        BlockFormat("nvfp4", FLOAT4_E2M1FN, 4, 16, FLOAT8_E4M3FN, has_scale=True),
+        BlockFormat("fp8", FLOAT8_E4M3FN, 8, 0, None, has_scale=True),
+    )
+}
 
 
 # Within class DType the names FLOAT32 and FLOAT64 are its members.

@@ -1,0 +1,244 @@
+"""``quantize``: arrays of 8-bit and 4-bit codes with scales."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays import block_codes
+from lowprec.arrays.dlpack import device_of
+from lowprec.arrays.libraries import library_of
+from lowprec.arrays.namespaces import array_module, dtype_name
+from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
+from lowprec.formats import BLOCK_FORMATS, BlockFormat
+
+_ACCEPTED = ("float32", "float64", "float16", "bfloat16")
+#: Numbers that are converted at once in host memory, so that temporary arrays stay in the cache.
+_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedArray:
+    """An array as codes of 8 or 4 bits with scales; see :func:`quantize`.
+
+    Codes and scales are arrays of one library, and NumPy's are read-only. A pickle contains them.
+
+    Parameters
+    ----------
+    codes : array of uint8, shape (..., bytes)
+        Codes along ``axis`` of the original array, which is the last axis here, padded with zeros to whole blocks. Two
+        codes of 4 bits share a byte, the one of even index in the low half.
+    scales : array of uint8, shape (..., blocks), or None
+        Codes of the blocks' scales in E8M0 or E4M3; None for ``"fp8"``.
+    format : str
+        Name of the format.
+    shape : tuple of int
+        Shape of the original array.
+    axis : int
+        Axis of the blocks, not negative.
+    scale : float
+        Scale of the whole array, a float32 number.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> x = lowprec.quantize(np.ones((64, 32), np.float32), "mxfp4")
+    >>> x
+    QuantizedArray(mxfp4 (64, 32), axis 1, 1,088 bytes)
+    >>> x.T.shape, x.codes.shape, x.scales.shape
+    ((32, 64), (64, 16), (64, 1))
+    """
+
+    codes: Any
+    scales: Any
+    format: str
+    shape: tuple[int, ...]
+    axis: int
+    scale: float = 1.0
+
+    #: Otherwise ``@`` with a NumPy array would treat this object as a scalar.
+    __array_ufunc__ = None
+
+    def __post_init__(self) -> None:
+        row = parse_format(self.format)
+        for name, shape in zip(("codes", "scales"), _part_shapes(self.shape, self.axis, row), strict=True):
+            array = getattr(self, name)
+            found = None if array is None else tuple(array.shape)
+            if found != shape:
+                raise ShapeError(f"{name} of {row.name} for shape {self.shape} have shape {shape}, not {found}")
+            if type(array) is np.ndarray:
+                array = array.view()
+                array.flags.writeable = False
+                object.__setattr__(self, name, array)
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return int(self.codes.nbytes) + (0 if self.scales is None else int(self.scales.nbytes))
+
+    @property
+    def T(self) -> QuantizedArray:
+        """The array with its last two axes exchanged, on the same codes."""
+        if self.ndim < 2:
+            raise ShapeError(f"a quantised array of shape {self.shape} has no transpose; it needs two axes")
+        codes, scales, axis, last = self.codes, self.scales, self.axis, self.ndim - 1
+        if axis >= last - 1:
+            axis = 2 * last - 1 - axis
+        else:
+            codes, scales = (None if x is None else x.swapaxes(-3, -2) for x in (codes, scales))
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
+        return QuantizedArray(codes, scales, self.format, shape, axis, self.scale)
+
+    def dequantize(self) -> Any:
+        """Return the numbers in float32, as an array of the library of the codes."""
+        row = parse_format(self.format)
+        on_host = device_of(self.codes).is_host
+        xp = np if on_host else array_module(self.codes)
+        codes, scales = (np.asarray(x) if on_host and x is not None else x for x in (self.codes, self.scales))
+        count = prod(codes.shape if scales is None else scales.shape)
+        codes = codes.reshape((count, row.block * row.bits // 8) if row.block else (count,))
+        scales = scales if scales is None else scales.reshape((count,))
+        with np.errstate(all="ignore"):
+            parts = [
+                block_codes.decode(codes[i], None if scales is None else scales[i], row, self.scale, xp)
+                for i in _parts(count, row, xp)
+            ]
+        others, _, padded = _layout(self.shape, self.axis, row)
+        values = xp.concatenate(parts).reshape((*others, padded))[..., : self.shape[self.axis]]
+        return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
+
+    def __repr__(self) -> str:
+        return f"QuantizedArray({self.format} {self.shape}, axis {self.axis}, {self.nbytes:,} bytes)"
+
+    def __reduce__(self) -> Any:
+        return QuantizedArray, (self.codes, self.scales, self.format, self.shape, self.axis, self.scale)
+
+
+def quantize(x: Any, /, format: str, axis: int = -1) -> QuantizedArray:  # noqa: A002 - the usual term
+    """Return an array in a format of 8 or 4 bits a number, with scales.
+
+    Numbers are rounded to nearest, ties to even, and clipped to the format's largest number; subnormal numbers are
+    kept. A block with a NaN or an infinity becomes NaN as a whole, in ``"fp8"`` only that element. float64 is rounded
+    to float32 first. No gradient is defined.
+
+    Parameters
+    ----------
+    x : array of float32, float64, float16 or bfloat16, shape (..., n, ...)
+        Numbers to quantise.
+    format : str
+        - ``"mxfp8"``, ``"mxfp4"``: E4M3 or E2M1 in blocks of 32 with a power of two (E8M0) as scale;
+        - ``"nvfp4"``: E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale of the array;
+        - ``"fp8"``: E4M3 with a float32 scale of the array.
+    axis : int
+        Axis that is divided into blocks; of an operand, the axis that is summed over.
+
+    Returns
+    -------
+    QuantizedArray
+        With arrays of the library of ``x`` on its device; of NumPy if the library is known only by DLPack.
+
+    Raises
+    ------
+    ArrayError
+        ``x`` cannot be read in place, for example because it is a tracer or requires grad.
+    DTypeError
+        The element type is not one of these, or the format is unknown.
+    ShapeError
+        ``x`` has no axes, or not this axis.
+
+    Notes
+    -----
+    Sources: OCP Microscaling Formats (MX) Specification 1.0, section 6.3; NVIDIA's description of NVFP4.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> x = lowprec.quantize(np.array([0.3, -1.0, 2.6, 6.1], np.float32), "mxfp4")
+    >>> x.dequantize()
+    array([ 0.5, -1. ,  3. ,  6. ], dtype=float32)
+    >>> x.codes.shape, x.scales.tolist()  # a block is padded to 32 codes; 127 is 2^0
+    ((16,), [127])
+    """
+    row = parse_format(format)
+    library = library_of(x)
+    if (label := dtype_name(x)) not in _ACCEPTED:
+        raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}")
+    view = library.view(x)
+    place = _checked_axis(axis, view.ndim)
+    xp = np if view.device.is_host else array_module(x)
+    source = _blocks(xp.moveaxis(view.ndarray() if view.device.is_host else x, place, -1), row, xp)
+    with np.errstate(all="ignore"):
+        parts = [source[i] for i in _parts(len(source), row, xp)]
+        scale = block_codes.array_scale(parts, row, xp)
+        found = zip(*(block_codes.encode(part, row, scale, xp) for part in parts), strict=True)
+    shapes = _part_shapes(view.shape, place, row)
+    made = [_adopted(xp.concatenate(parts).reshape(s), x) for parts, s in zip(found, shapes, strict=False)]
+    return QuantizedArray(made[0], made[1] if row.scales else None, row.name, view.shape, place, scale)
+
+
+def parse_format(name: str) -> BlockFormat:
+    """Return the format of this name, in any case; raise DTypeError if there is none."""
+    found = BLOCK_FORMATS.get(name.strip().lower()) if isinstance(name, str) else None
+    if found is None:
+        raise DTypeError(
+            f"format {quoted(name)} is not a narrow format; choose one of: {', '.join(BLOCK_FORMATS)}"
+            f"{did_you_mean(name, BLOCK_FORMATS)}"
+        )
+    return found
+
+
+def _checked_axis(axis: int, ndim: int) -> int:
+    try:
+        index = operator.index(axis)
+    except TypeError:
+        raise ShapeError(f"axis is an integer, got {quoted(axis)}") from None
+    if not -ndim <= index < ndim:
+        raise ShapeError(f"axis {index} is out of range for an array of {ndim} axes")
+    return index % ndim
+
+
+def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], int, int]:
+    """Return the lengths of the other axes, the number of blocks along the axis, and its length when padded."""
+    blocks = -(-shape[axis] // row.block) if row.block else 0
+    return (*shape[:axis], *shape[axis + 1 :]), blocks, blocks * row.block or shape[axis]
+
+
+def _part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return the shapes of the codes and of the scales."""
+    others, blocks, padded = _layout(shape, axis, row)
+    return (*others, padded * row.bits // 8), ((*others, blocks) if row.scales else None)
+
+
+def _blocks(x: Any, row: BlockFormat, xp: Any) -> Any:
+    """Return ``x`` in shape (blocks, elements), its last axis padded with zeros; in one axis without blocks."""
+    if not row.block:
+        return x.reshape((prod(x.shape),))
+    if missing := -x.shape[-1] % row.block:
+        zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing))
+        x = xp.concatenate((x, zeros), -1)
+    return x.reshape((prod(x.shape) // row.block, row.block))
+
+
+def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:
+    """Return the ranges of blocks that are converted at once; one if there are no blocks."""
+    step = _AT_ONCE // (row.block or 1) if xp is np else max(count, 1)
+    return [slice(i, i + step) for i in range(0, max(count, 1), step)]
+
+
+def _adopted(array: Any, like: Any) -> Any:
+    """Return a NumPy array on the same memory as an array of the library of ``like``; others are returned unchanged."""
+    if not isinstance(array, np.ndarray) or library_of(like).name in ("numpy", "dlpack"):
+        return array
+    device = like.device if getattr(like, "committed", True) else None  # committed: JAX only
+    return array_module(like).asarray(array, device=device)

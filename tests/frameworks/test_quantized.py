@@ -1,0 +1,70 @@
+"""Quantised arrays of every library."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+from lowprec.arrays.view import Device
+from lowprec.formats import BLOCK_FORMATS
+
+FORMATS = tuple(BLOCK_FORMATS)
+
+
+def draw(*shape: int) -> Any:
+    """Return numbers of many exponents, with a block of zeros, a NaN and an infinity."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-12, 12, shape)).astype(np.float32)
+    x[0, 0, 3], x[1, 2, 40], x[2] = np.nan, -np.inf, 0
+    return x
+
+
+def same(found: Any, want: Any) -> None:
+    """Assert equal codes, scales and numbers."""
+    np.testing.assert_array_equal(np.asarray(found.codes), want.codes)
+    assert (found.scales is None) == (want.scales is None)
+    if want.scales is not None:
+        np.testing.assert_array_equal(np.asarray(found.scales), want.scales)
+    assert (found.scale, found.shape, found.axis, found.format) == (want.scale, want.shape, want.axis, want.format)
+    np.testing.assert_array_equal(np.asarray(found.dequantize()), want.dequantize())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("backend", [Backend.TORCH, Backend.JAX])
+def test_codes_are_arrays_of_the_library(backend: Backend, name: str) -> None:
+    library, x = load_or_skip(backend), draw(3, 5, 70)
+    for axis in range(3):
+        want, array = lowprec.quantize(x, name, axis), library.asarray(x)
+        found = lowprec.quantize(array, name, axis)
+        parts = [part for part in (found.codes, found.scales, found.dequantize()) if part is not None]
+        assert {type(part) for part in parts} == {type(array)}
+        same(found, want)
+        same(pickle.loads(pickle.dumps(found)), want)
+        same(found.T, want.T)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("backend", "module"), [(Backend.TORCH, "torch"), (Backend.JAX, "jax.numpy")])
+def test_the_functions_of_a_library_give_the_bits_of_numpy(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, module: str, name: str
+) -> None:
+    """Arrays on a device are converted with the functions of their library; here the host counts as a device."""
+    library, x = load_or_skip(backend), draw(3, 5, 70)
+    wanted = [lowprec.quantize(x, name, axis) for axis in range(3)]
+    arrays = [library.asarray(x), library.asarray(x[:0])]
+    with monkeypatch.context() as patch:
+        patch.setattr(Device, "is_host", property(lambda self: False))
+        found = [lowprec.quantize(arrays[0], name, axis) for axis in range(3)]
+        numbers = [y.dequantize() for y in found]
+        assert lowprec.quantize(arrays[1], name).dequantize().shape == (0, 5, 70)
+    for y, number, want in zip(found, numbers, wanted, strict=True):
+        assert y.codes.dtype == importlib.import_module(module).uint8
+        same(y, want)
+        np.testing.assert_array_equal(np.asarray(number), want.dequantize())
