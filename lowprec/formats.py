@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, unique
+from math import prod
+from typing import NamedTuple
 
 from lowprec.errors import DTypeError, quoted
 
@@ -84,6 +86,12 @@ class BlockFormat:
     scales: NumberFormat | None  # of the blocks, 8 bits each
     has_scale: bool  # whether the array has a float32 scale; otherwise it is 1
 
+    def stored_bytes(self, shape: tuple[int, ...], axis: int) -> int:
+        """Return the bytes of codes and scales of an array with blocks along an axis."""
+        if not (self.block and shape[axis]):
+            return prod(shape) * self.bits // 8
+        return prod(shape) // shape[axis] * -(-shape[axis] // self.block) * (self.block * self.bits // 8 + 1)
+
 
 #: Formats of :func:`lowprec.quantize` by name.
 BLOCK_FORMATS = {
@@ -95,6 +103,13 @@ BLOCK_FORMATS = {
         BlockFormat("fp8", FLOAT8_E4M3FN, 8, 0, None, has_scale=True),
     )
 }
+
+
+class Blocks(NamedTuple):
+    """The blocks of a quantised operand."""
+
+    format: str  # key of `formats.BLOCK_FORMATS`
+    axis: int  # along which they are, negative: -1 is the last
 
 
 # Within class DType the names FLOAT32 and FLOAT64 are its members.

@@ -62,6 +62,8 @@ def _look_up(array: Any) -> Library:
     kind = type(array)
     if kind in _DLPACK_TYPES:
         return DLPACK
+    if isinstance(array, Prepared) and array._library is not None:
+        return array._library
     found = _find(array)
     if array.__class__ is not kind:  # a proxy for an array of any type
         return found
@@ -132,7 +134,7 @@ def _is_weak(x: Any) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    label = str(getattr(x, "dtype", None)).rpartition(".")[2]
+    label = x._view.dtype.label if isinstance(x, Prepared) else str(getattr(x, "dtype", None)).rpartition(".")[2]
     return x if _is_weak(x) else np.dtype(getattr(ml_dtypes, label, label))
 
 

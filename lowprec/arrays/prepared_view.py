@@ -6,16 +6,17 @@ A backend caches here the packed ``b`` of a product, under a key of everything t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lowprec.arrays.base import Library
 from lowprec.arrays.device_memory import LEGACY_STREAM, provider
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError
+from lowprec.formats import Blocks
 
 
 class PackedOperand(NamedTuple):
@@ -75,11 +76,42 @@ class PreparedView(ArrayView):
         return self._transposed
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+class QuantizedView(PreparedView):
+    """The view of a quantised array, without its scale.
+
+    Numbers in blocks are widened to bfloat16, which represents their values, when they are read. ``address`` is then
+    that of the codes, and the strides are those of the widened numbers.
+    """
+
+    __slots__ = ("blocks", "quantized")
+
+    def __init__(self, view: ArrayView, blocks: Blocks | None, quantized: Any) -> None:
+        super().__init__(view, "fp32", {})
+        self.blocks = blocks
+        self.quantized = quantized
+
+    def widened(self) -> ArrayView:
+        """Return the view of the widened numbers; this view if there are no blocks."""
+        if self.blocks is None:
+            return self
+        found: ArrayView = self.quantized._widened()
+        return ArrayView(self.dtype, self.shape, self.strides, self.device, found.owner, True, found.address)
+
+    def ndarray(self) -> NDArray[Any]:
+        """Return the widened numbers. Host memory only."""
+        return super().ndarray() if self.blocks is None else self.widened().ndarray()
+
+    def extent(self) -> tuple[int, int]:
+        """Return the address of the first byte of the codes, and the address after the last byte."""
+        return super().extent() if self.blocks is None else (self.address, self.address + self.quantized.codes.nbytes)
+
+
 class Prepared:
-    """Base of :class:`lowprec.PreparedOperand`: the object that holds a prepared view for the caller."""
+    """Base of :class:`lowprec.PreparedOperand` and :class:`lowprec.QuantizedArray`, which hold a prepared view."""
 
     _view: PreparedView
+    _description = "a prepared operand, which is accepted only as b of matmul"
+    _library: Library | None = None  # if it is accepted as a, too
 
     #: Otherwise ``@`` with a NumPy array would treat this object as a scalar.
     __array_ufunc__ = None
@@ -90,8 +122,8 @@ def refuse_prepared(**arguments: Any) -> None:
     for name, value in arguments.items():
         if isinstance(value, Prepared):
             raise ArrayError(
-                f"{name} is a prepared operand, which is accepted only as b of matmul and as the weight of linear, "
-                "with an array that is read in place; pass the array itself"
+                f"{name} is {value._description} and as the weight of linear, with an array that is read in place; "
+                "pass the array itself"
             )
 
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from lowprec.arrays import block_codes
+from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import device_of
 from lowprec.arrays.libraries import library_of
-from lowprec.arrays.namespaces import array_module, dtype_name
+from lowprec.arrays.namespaces import array_module, cast, dtype_name
+from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.prepared_view import Prepared, QuantizedView
+from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
-from lowprec.formats import BLOCK_FORMATS, BlockFormat
+from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType
+from lowprec.util.strides import contiguous_strides
 
 _ACCEPTED = ("float32", "float64", "float16", "bfloat16")
 #: Numbers that are converted at once in host memory, so that temporary arrays stay in the cache.
@@ -22,10 +28,12 @@ _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class QuantizedArray:
+class QuantizedArray(Prepared):
     """An array as codes of 8 or 4 bits with scales; see :func:`quantize`.
 
-    Codes and scales are arrays of one library, and NumPy's are read-only. A pickle contains them.
+    :func:`lowprec.matmul` accepts it as either operand. Products with it as ``b`` keep the codes in the order in which
+    they are read, once more. Codes and scales are arrays of one library, and NumPy's are read-only. A pickle contains
+    them.
 
     Parameters
     ----------
@@ -61,8 +69,7 @@ class QuantizedArray:
     axis: int
     scale: float = 1.0
 
-    #: Otherwise ``@`` with a NumPy array would treat this object as a scalar.
-    __array_ufunc__ = None
+    _description = "a quantised array, which is accepted only as an operand of matmul"
 
     def __post_init__(self) -> None:
         row = parse_format(self.format)
@@ -86,7 +93,7 @@ class QuantizedArray:
         """Bytes of codes and scales."""
         return int(self.codes.nbytes) + (0 if self.scales is None else int(self.scales.nbytes))
 
-    @property
+    @cached_property
     def T(self) -> QuantizedArray:
         """The array with its last two axes exchanged, on the same codes."""
         if self.ndim < 2:
@@ -101,6 +108,42 @@ class QuantizedArray:
 
     def dequantize(self) -> Any:
         """Return the numbers in float32, as an array of the library of the codes."""
+        values = self._values(self.scale)[..., : self.shape[self.axis]]
+        xp = np if type(values) is np.ndarray else array_module(values)
+        return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
+
+    @cached_property
+    def _library(self) -> Library:
+        return _QuantizedLibrary(library_of(self.codes))
+
+    @cached_property
+    def _view(self) -> QuantizedView:  # type: ignore[override]  # made when it is read
+        """The view of the numbers without the array's scale."""
+        row, last = parse_format(self.format), self.ndim - 1
+        others, _, padded = _layout(self.shape, self.axis, row)
+        strides = list(contiguous_strides((*others, padded)))
+        strides.insert(self.axis, strides.pop())
+        on_host = device_of(self.codes).is_host
+        # As a type of which there are views.
+        bits = (np.asarray(self.codes) if on_host else self.codes).view(np.int8 if on_host else _int8(self.codes))
+        codes = library_of(bits).view(bits)
+        blocks = Blocks(row.name, self.axis - last - 1) if row.block else None
+        dtype = DType.BFLOAT16 if row.block else DType.FLOAT8_E4M3FN
+        view = ArrayView(dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address)
+        if blocks is None and view.device.is_host:
+            view = host_view(view.ndarray())
+        return QuantizedView(view, blocks, self)
+
+    def _widened(self) -> ArrayView:
+        """Return the view of new memory with the numbers in bfloat16, without the array's scale; blocks are whole."""
+        values = cast(self._values(1.0), "bfloat16")
+        return library_of(values).view(values)
+
+    def _values(self, scale: float) -> Any:
+        """Return the numbers in float32 times a scale, padded and with the axis of the blocks last.
+
+        An array of NumPy in host memory.
+        """
         row = parse_format(self.format)
         on_host = device_of(self.codes).is_host
         xp = np if on_host else array_module(self.codes)
@@ -110,18 +153,41 @@ class QuantizedArray:
         scales = scales if scales is None else scales.reshape((count,))
         with np.errstate(all="ignore"):
             parts = [
-                block_codes.decode(codes[i], None if scales is None else scales[i], row, self.scale, xp)
+                block_codes.decode(codes[i], None if scales is None else scales[i], row, scale, xp)
                 for i in _parts(count, row, xp)
             ]
         others, _, padded = _layout(self.shape, self.axis, row)
-        values = xp.concatenate(parts).reshape((*others, padded))[..., : self.shape[self.axis]]
-        return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
+        return xp.concatenate(parts).reshape((*others, padded))
 
     def __repr__(self) -> str:
         return f"QuantizedArray({self.format} {self.shape}, axis {self.axis}, {self.nbytes:,} bytes)"
 
     def __reduce__(self) -> Any:
         return QuantizedArray, (self.codes, self.scales, self.format, self.shape, self.axis, self.scale)
+
+
+class _QuantizedLibrary(Library):
+    """The library of quantised arrays whose codes are arrays of another one; results are arrays of that library."""
+
+    def __init__(self, library: Library) -> None:
+        self.name, self._library = library.name, library
+        self.keeps_owners, self.has_weak_types = library.keeps_owners, library.has_weak_types
+
+    def view(self, array: QuantizedArray) -> QuantizedView:
+        """Return the view of a quantised array."""
+        return array._view
+
+    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: QuantizedArray) -> ArrayView:
+        """Return the view of a new buffer of the library of the codes."""
+        return self._library.allocate(shape, dtype, device, like.codes)
+
+    def wrap(self, buffer: Any, *operands: Any) -> Any:
+        """Return a filled buffer as an array of the library of the codes."""
+        return self._library.wrap(buffer, *(x.codes if isinstance(x, QuantizedArray) else x for x in operands))
+
+    def current_stream(self, device: Device) -> int | None:
+        """Return the current stream of the library of the codes."""
+        return self._library.current_stream(device)
 
 
 def quantize(x: Any, /, format: str, axis: int = -1) -> QuantizedArray:  # noqa: A002 - the usual term
@@ -234,6 +300,10 @@ def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:
     """Return the ranges of blocks that are converted at once; one if there are no blocks."""
     step = _AT_ONCE // (row.block or 1) if xp is np else max(count, 1)
     return [slice(i, i + step) for i in range(0, max(count, 1), step)]
+
+
+def _int8(codes: Any) -> Any:
+    return array_module(codes).int8
 
 
 def _adopted(array: Any, like: Any) -> Any:

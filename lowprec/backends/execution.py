@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from lowprec.arrays import ArrayView, Device
+from lowprec.arrays.prepared_view import QuantizedView
 from lowprec.formats import DType
 
 if TYPE_CHECKING:  # planning is imported with the first product
@@ -35,6 +36,14 @@ class Arguments(NamedTuple):
     scale_a: ArrayView | float | None = None
     scale_b: ArrayView | float | None = None
     stream: int = 0
+
+    def widened(self, *, b: bool = True) -> Arguments:
+        """Return the arguments with quantised operands, ``b`` only if it is set, replaced by their numbers."""
+        return self._replace(a=_widened(self.a), b=_widened(self.b) if b else self.b)
+
+
+def _widened(x: ArrayView) -> ArrayView:
+    return x.widened() if isinstance(x, QuantizedView) else x
 
 
 #: Reads the operands and writes ``out``; safe to call from several threads at once.

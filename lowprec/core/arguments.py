@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.arrays import CPU, ArrayView, is_array, library_of, may_overlap
 from lowprec.arrays.libraries import dense_method
+from lowprec.arrays.prepared_view import QuantizedView
 from lowprec.backends import Arguments
 from lowprec.backends.execution import imported
 from lowprec.errors import ArrayError, DeviceError, DTypeError, LowprecError, ShapeError, UnsupportedError, quoted
-from lowprec.formats import DType, dtype_from_name
+from lowprec.formats import Blocks, DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
 if TYPE_CHECKING:  # planning is imported with the first product
@@ -89,7 +90,8 @@ def _is_description(x: Any) -> bool:
 
 def spec_of(x: ArrayView) -> OperandSpec:
     """Return the shape, strides and element type of a view, for planning."""
-    spec: OperandSpec = imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides)
+    blocks = x.blocks if isinstance(x, QuantizedView) else None
+    spec: OperandSpec = imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides, blocks)
     return spec
 
 
@@ -106,6 +108,7 @@ class Options(NamedTuple):
     scale_a: ArrayView | float | None = None
     scale_b: ArrayView | float | None = None
     k_chunk: int | None = None
+    blocks: tuple[Blocks | None, Blocks | None] = (None, None)  # of quantised a and b
 
     def views(self, a: ArrayView, b: ArrayView) -> dict[str, ArrayView]:
         """Return the array arguments by name."""
@@ -115,14 +118,14 @@ class Options(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """The part of the cache key that depends on these options."""
-        out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk = self
+        out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk, blocks = self
         return (
             None if out is None else (out.device, out.dtype, out.shape, out.strides),
             None if c is None else (c.device, c.dtype, c.shape, c.strides),
             None if bias is None else (bias.device, bias.dtype, bias.shape, bias.strides),
             alpha != 1, beta != 0, type(alpha) is complex or type(beta) is complex,
             _exceeds_float32(alpha), _exceeds_float32(beta),
-            activation, out_dtype, type(scale_a), type(scale_b), k_chunk,
+            activation, out_dtype, type(scale_a), type(scale_b), k_chunk, blocks,
         )  # fmt: skip
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
@@ -195,7 +198,8 @@ def bind(
     )
     if options.beta != 0 and c is None:
         raise ShapeError(f"beta is {options.beta}, but c is missing; pass c=")
-    return options if scale_a is scale_b is None else _with_scales(options, a, b)
+    plain = scale_a is scale_b is None and type(a) is not QuantizedView is not type(b)
+    return options if plain else _with_scales(options, a, b)
 
 
 def parse_out_dtype(dtype: Any) -> DType:
@@ -248,6 +252,12 @@ def _exceeds_float32(value: complex) -> bool:
 
 def _with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
     """Return options with the scales of FP8 operands multiplied into alpha, except arrays in device memory."""
+    blocks = []
+    for operand in (a, b):
+        is_quantized = isinstance(operand, QuantizedView)
+        blocks.append(operand.blocks if is_quantized else None)
+        options = options._replace(alpha=options.alpha * operand.quantized.scale) if is_quantized else options
+    options = options._replace(blocks=tuple(blocks))
     for name, operand in (("scale_a", a), ("scale_b", b)):
         scale = getattr(options, name)
         if scale is None:

@@ -14,7 +14,7 @@ from typing import Any
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_b
 from lowprec.arrays.libraries import promoted
-from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.arrays.prepared_view import QuantizedView, refuse_prepared
 from lowprec.arrays.signatures import of_first
 from lowprec.arrays.view import with_k_zero
 from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
@@ -129,6 +129,7 @@ def matmul(
             a, b, c, bias = promoted((a, b), c, bias)
         x = library.view(a)
         y = library.view_same_type(b) if type(b) is type(a) else view_of_b(b)
+        plain = plain and type(x) is not QuantizedView is not type(y)
         if not (plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0):
             options = bind(x, y, out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
             x, y = (x, y) if options.alpha else with_k_zero(x, y)

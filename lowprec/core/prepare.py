@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import ArrayView, library_of
-from lowprec.arrays.prepared_view import Prepared, PreparedView, copy_of
+from lowprec.arrays.prepared_view import Prepared, PreparedView, QuantizedView, copy_of
 from lowprec.backends import backend_of
 from lowprec.core.arguments import spec_of
 from lowprec.core.executors import warn_without_effect
@@ -33,6 +33,8 @@ class PreparedOperand(Prepared):
     >>> lowprec.prepare(np.ones((64, 32), np.float32), math_mode="bf16").T.shape
     (32, 64)
     """
+
+    _view: PreparedView
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -145,6 +147,8 @@ def prepare(b: Any, /, *, math_mode: ModeName | MathMode | None = None) -> Prepa
     mode = policy.resolve().mode if math_mode is None else parse_mode(math_mode)
     library = library_of(b)
     view = library.view(b)
+    if isinstance(view, QuantizedView):  # it is immutable, and keeps packed codes itself
+        return PreparedOperand(view)
     if not view.ndim:
         raise ShapeError("b has no axes; prepare takes a vector, a matrix or a stack of matrices")
     made = plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)

@@ -66,6 +66,7 @@ class KernelRow(NamedTuple):
     is_cublaslt: bool = False  # a call of cuBLASLt
     truncates_tf32: bool = False  # may truncate float32 data to TF32 instead of rounding
     keeps_b: bool = False  # keeps the packed ``b`` of a prepared operand
+    decodes_b: bool = False  # keeps ``b`` of 8- or 4-bit formats as codes, which it decodes while it packs
     emulates: Architecture | None = None  # GPU generation whose tensor cores it emulates bit by bit
     fallback: ReasonKind | None = None  # the unsupported operands, for which the device's next kernel is used
     # Smallest products for which the kernel is used; elements are those of a, b and the result.
@@ -146,11 +147,13 @@ def choose_kernel(
     is_complex: bool = False,
     products: int = 1,
     is_chunked: bool = False,
+    has_blocks: bool = False,
 ) -> KernelChoice:
     """Return the first kernel of a device that supports the product and is efficient at its size.
 
     ``fmt`` is the operands' format, by :func:`format_name`, ``products`` the length of the schedule, and ``is_chunked``
-    whether some products cover only a part of k. Raises UnsupportedError if no kernel supports the product.
+    whether some products cover only a part of k.
+    With ``has_blocks`` an operand is quantised. Raises UnsupportedError if no kernel supports the product.
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None
@@ -159,7 +162,7 @@ def choose_kernel(
             continue
         if row.real_only and is_complex:
             continue
-        if row.vectors and min(layout.m, layout.n) not in row.vectors:
+        if row.vectors and (has_blocks or min(layout.m, layout.n) not in row.vectors):
             continue
         if row.sums_products and products == 1:
             continue

@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal
 
 from lowprec.errors import ShapeError
-from lowprec.formats import DType
+from lowprec.formats import BLOCK_FORMATS, Blocks, DType
 from lowprec.planning.batches import Shape, coalesce
 from lowprec.util.strides import contiguous_strides, overlaps_itself
 
@@ -25,6 +25,7 @@ class OperandSpec:
     dtype: DType
     shape: Shape
     strides: Shape  # in elements; zero and negative strides are legal
+    blocks: Blocks | None = None  # of a quantised array; dtype and strides are then those of its widened numbers
 
     @classmethod
     def contiguous(cls, dtype: DType, shape: Shape) -> OperandSpec:
@@ -34,6 +35,8 @@ class OperandSpec:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the distinct elements; a broadcast dimension (stride 0) counts once."""
+        if self.blocks is not None:
+            return BLOCK_FORMATS[self.blocks.format].stored_bytes(self.shape, self.blocks.axis)
         pairs = zip(self.shape, self.strides, strict=True)
         return self.dtype.itemsize * prod(n if s or not n else 1 for n, s in pairs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import prod
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import FLOAT16, FLOAT32, DType
@@ -14,6 +15,7 @@ from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities, choose_kernel, format_name
 from lowprec.planning.layout import addend_layout, gemm_layout, stacked_layout, with_rows_copied
 from lowprec.planning.plan import Copy, GemmPlan
+from lowprec.planning.prepared import reads_codes_of_b
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import make_schedule
@@ -52,6 +54,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         is_complex=compute_dtype.is_complex,
         products=len(products),
         is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
+        has_blocks=problem.has_blocks,
     )  # fmt: skip
     choice, rows = choose(layout), with_rows_copied(layout)
     pays = layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
@@ -80,8 +83,9 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         copies=(),
         flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
     )  # fmt: skip
+    widened = _widened(plan)
     if not kernel.is_cublaslt:
-        copies = _copies(plan)
+        copies = widened or _copies(plan)
         return replace(plan, copies=copies) if copies else plan
     if not plan.flops:
         return plan
@@ -91,7 +95,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     packs = (("a", call.pack_a), ("b", call.pack_b))
     copies = tuple(Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack)
     staged = (Copy("out", call.staged, call.product_bytes),) if call.staged else ()
-    return replace(plan, call=call, copies=copies + staged)
+    return replace(plan, call=call, copies=widened + copies + staged)
 
 
 def _check_sums(compute_dtype: DType, k: int, k_chunk: int | None) -> None:
@@ -128,6 +132,18 @@ def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
             if as_exact and expected_cost(plan) < expected_cost(best):
                 best = plan
     return best
+
+
+def _widened(plan: GemmPlan) -> tuple[Copy, ...]:
+    """Return the copies of quantised operands, unless the kernel reads the codes."""
+    problem, reads = plan.problem, reads_codes_of_b(plan)
+    operands = (("a", problem.a, False), ("b", problem.b, reads))
+    return tuple(
+        Copy(name, (Reason.of(ReasonKind.WIDENED, format=spec.blocks.format, dtype=spec.dtype),),
+             spec.dtype.itemsize * prod(spec.shape))
+        for name, spec, is_read in operands
+        if spec.blocks and not is_read
+    )  # fmt: skip
 
 
 def _copies(plan: GemmPlan) -> tuple[Copy, ...]:

@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 
 def kept_modes(plan: GemmPlan) -> frozenset[str]:
     """Return the modes of :func:`lowprec.prepare` for which a product of this plan keeps its packed ``b``."""
-    if _reason_kind(plan, plan.mode) is not ReasonKind.KEPT:
+    if _reason_kind(plan, plan.mode) not in (ReasonKind.KEPT, ReasonKind.CODES_KEPT):
         return frozenset()
-    return frozenset((plan.mode,) if plan.mode_has_effect else MathMode)
+    return frozenset((plan.mode,) if plan.mode_has_effect and not plan.problem.b.blocks else MathMode)
+
+
+def reads_codes_of_b(plan: GemmPlan) -> bool:
+    """Whether the kernel reads the codes of ``b`` instead of widened numbers."""
+    return _reason_kind(plan, plan.mode) is ReasonKind.CODES_KEPT
 
 
 def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
@@ -32,6 +37,11 @@ def multiplies_b(layout: GemmLayout) -> bool:
 
 def _reason_kind(plan: GemmPlan, prepared_for: str) -> ReasonKind:
     kernel = plan.kernel_row
+    if plan.problem.b.blocks is not None:
+        in_columns = plan.layout.out.row_stride == 1 and plan.layout.out.col_stride != 1
+        along_k = plan.problem.b.blocks.axis == -min(2, len(plan.problem.b.shape))
+        reads = kernel.decodes_b and along_k and plan.flops and not (in_columns or plan.compute_dtype.is_complex)
+        return ReasonKind.CODES_KEPT if reads else ReasonKind.NOT_KEPT
     if plan.mode_has_effect and plan.mode != prepared_for:
         return ReasonKind.PREPARED_FOR_ANOTHER_MODE
     if not kernel.keeps_b:

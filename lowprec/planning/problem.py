@@ -48,6 +48,11 @@ class GemmProblem:
     k_chunk: int | None = None  # length of the chunks of k in which the leading product is summed
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether an operand is quantised in blocks."""
+        return self.a.blocks is not None or self.b.blocks is not None
+
+    @property
     def has_epilogue(self) -> bool:
         """Whether anything is applied to the product: alpha, c, bias or an activation."""
         return self.has_alpha or self.has_beta or self.bias is not None or self.activation is not None

@@ -32,6 +32,7 @@ class ReasonKind(Enum):
     READ_IN_STEPS = "{data} kernels need an alignment of {step} bytes"
     OVERLAP = "it overlaps another array"
     EXPORTED_COPY = "{how}"
+    WIDENED = "its {format} numbers are widened to {dtype} in each product"
 
     # Why the result is staged: written to temporary memory first.
     NOT_WRITTEN_AS = "cuBLASLt does not write products of {data} as {out}"
@@ -51,6 +52,7 @@ class ReasonKind(Enum):
     # Use of a prepared operand.
     KEPT = "the first product in {mode} keeps its packed b for later ones"
     PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, but the mode is {mode}: read as an ordinary array"
+    CODES_KEPT = "the first product keeps its codes in the order of packing; later ones decode them"
     NOT_KEPT = "{kernel} does not keep its packed b: read as an ordinary array"
     NOTHING_TO_KEEP = "{kernel} reads b in place: nothing to keep"
     TRANSPOSED_RESULT = "a column-major result packs b^T as the left operand: read as an ordinary array"

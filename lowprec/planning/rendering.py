@@ -224,7 +224,7 @@ def _bound_rows(plan: GemmPlan) -> Iterator[Row]:
 
 
 def _spec(spec: OperandSpec) -> str:
-    return f"{spec.dtype} {spec.shape}"
+    return f"{spec.blocks.format if spec.blocks else spec.dtype} {spec.shape}"
 
 
 def _quantity(value: float, unit: str) -> str:
@@ -265,8 +265,11 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     dtype = (plan.problem.a, plan.problem.b)[operand].dtype
     pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None
     kernel = plan.kernel_row
+    spec = (plan.problem.a, plan.problem.b)[operand]
     if plan.rounded[operand]:
         text = row(plan.scheme).inputs
+    elif spec.blocks:
+        text = f"{spec.blocks.format} values as {dtype}"
     elif dtype is plan.compute_dtype:
         text = f"{dtype}, as it is"
     else:

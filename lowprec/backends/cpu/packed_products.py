@@ -28,7 +28,7 @@ from lowprec.backends.execution import Arguments, Executor, imported
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, DType
 from lowprec.modes import row
 from lowprec.planning import GemmPlan
-from lowprec.planning.prepared import kept_modes
+from lowprec.planning.prepared import kept_modes, reads_codes_of_b
 
 #: The kernels' names of the roundings of float32 operands.
 _ROUNDINGS = {None: "exact", TF32: "tf32", BFLOAT16: "bf16", FLOAT16: "fp16"}
@@ -50,7 +50,7 @@ def prepare(plan: GemmPlan) -> Executor:
         job = run.prepare(
             _micro_kernel(plan), plan.layout, _rounding(plan), plan.problem, _find_panels(plan), checks_range=is_checked
         )
-        if job is not None and (plan.fallback or any(plan.scaled)):
+        if job is not None and (plan.fallback or any(plan.scaled) or plan.problem.has_blocks):
             return functools.partial(execute_job, plan, job, is_checked)
         if job is not None:
             return job
@@ -62,6 +62,8 @@ def execute_job(plan: GemmPlan, job: Callable[[Arguments], bool], is_checked: bo
 
     With ``is_checked`` the job checks the range of operands that are not prepared.
     """
+    if plan.problem.has_blocks:
+        arguments = arguments.widened(b=not reads_codes_of_b(plan))
     checks = any(plan.scaled) and (not is_checked or type(arguments.b) is PreparedView)
     if checks and any(_apart(plan, arguments, stacks_of(plan, arguments))):
         execute(plan, arguments)
@@ -74,9 +76,10 @@ def execute_job(plan: GemmPlan, job: Callable[[Arguments], bool], is_checked: bo
 def _is_one_job(plan: GemmPlan) -> bool:
     """Whether the plan is one job of the kernel, on the operands as stored."""
     problem, dtype = plan.problem, plan.compute_dtype
+    operands = zip((problem.a, problem.b), plan.rounded, strict=True)
     return (
-        all(x.dtype is dtype or x.dtype.is_float8 for x in (problem.a, problem.b))
-        and not dtype.is_complex
+        not dtype.is_complex
+        and all(x.dtype is dtype or not rounded for x, rounded in operands)
         and plan.out_dtype.label in KINDS
         and not (dtype is DType.INT8 and problem.has_epilogue)
         and problem.activation in ACTIVATIONS
@@ -104,6 +107,7 @@ def _find_panels(plan: GemmPlan) -> run.FindPanels | None:
 
 def execute(plan: GemmPlan, arguments: Arguments) -> None:
     """Execute a plan whose kernel has a micro-kernel."""
+    arguments = arguments.widened() if plan.problem.has_blocks else arguments
     one_product = _ONE_PRODUCT.get(plan.compute_dtype, _real_product)
     singles = _singles(stacks_of(plan, arguments))
     fallen: list[Stacks] = []
@@ -166,13 +170,12 @@ def _packing_of_b(plan: GemmPlan, component: int = 0) -> tuple[PackedAs, Convert
 def _multiplied_dtype(plan: GemmPlan, operand: int) -> str:
     """Return the element type in which the kernel reads ``a`` (0) or ``b`` (1): the common type of both.
 
-    An operand of an 8-bit type, and in a product of parts one that is not split, keeps its own type.
+    An operand that is not rounded keeps its own type.
     """
     if plan.compute_dtype.is_complex:
         return "float32"
     own = (plan.problem.a, plan.problem.b)[operand].dtype
-    is_whole = plan.kernel_row.sums_products and not plan.rounded[operand]
-    return (own if is_whole or own.is_float8 else plan.compute_dtype).label
+    return (plan.compute_dtype if plan.rounded[operand] else own).label
 
 
 def _as_multiplied(plan: GemmPlan, x: Any, operand: int) -> Any:

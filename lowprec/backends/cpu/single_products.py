@@ -115,6 +115,7 @@ def _is_small(plan: GemmPlan) -> bool:
         and plan.accumulator is DType.FLOAT32
         and plan.problem.activation in J.ACTIVATIONS
         and plan.out_dtype.label in J.KINDS
+        and not plan.problem.has_blocks
         and m * k + k * n + m * n <= _MOST_ELEMENTS
     )
 

@@ -72,6 +72,8 @@ class GemmExecutor:
 
     def __call__(self, arguments: Arguments) -> None:
         """Queue the product on the stream of its arguments."""
+        if self.plan.problem.has_blocks:
+            arguments = arguments.widened()
         device = arguments.a.device.index
         if runtime.current_device() == device:
             plain, pointers = self._plain, _pointers(arguments)

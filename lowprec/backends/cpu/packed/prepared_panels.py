@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.arrays.prepared_view import PackedOperand, PreparedView
+from lowprec.arrays.prepared_view import PackedOperand, PreparedView, QuantizedView
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import buffers, team, threads
 from lowprec.backends.cpu.packed import job as J
@@ -34,11 +34,18 @@ class Panels(NamedTuple):
     offsets: Any  # of the operand's matrices in bytes, ascending
     finite: tuple[bool, ...]  # for operands in two parts: whether all rounded values are finite
     dtype: str  # element type when packed
+    #: For panels of codes: address of the kernel that decodes them, and strides in bytes between strips and steps.
+    unpack: tuple[int, int, int] | None = None
 
     def panels_at(self, offset: int) -> Panels:
         """Return the panels of the matrix at an offset."""
         i = int(np.searchsorted(self.offsets, offset))
         return self._replace(address=self.address + i * self.step, finite=self.finite[i : i + 1])
+
+    def from_column(self, column: int) -> Panels:
+        """Return panels of codes from a column on, a multiple of 32."""
+        assert self.unpack is not None, "other panels are used as a whole"
+        return self._replace(address=self.address + column // 32 * self.unpack[1])
 
     def addresses(self, offsets: Any) -> Any:
         """Return the addresses of the panels of matrices by their offsets."""
@@ -75,7 +82,7 @@ def stack_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panel
     """Return the panels of a prepared operand, packed in the first product."""
 
     def make() -> PackedOperand:
-        made = _pack(packed_as, dict(_matrices(view)), convert)
+        made = _coded(view, packed_as) or _pack(packed_as, dict(_matrices(view)), convert)
         return PackedOperand(made, made.memory.nbytes)
 
     found: Panels = view.packed_operand(packed_as.key(view.shape, view.strides), make)
@@ -89,6 +96,32 @@ def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
     steps = x.strides[:-2]
     for index in np.ndindex(*[n if step else 1 for n, step in zip(x.shape, steps, strict=False)]):
         yield sum(i * step for i, step in zip(index, steps, strict=True)), x[index]
+
+
+def _coded(view: PreparedView, packed_as: PackedAs) -> Panels | None:
+    """Return the panels of an operand that is kept as codes; None for others."""
+    blocks = view.blocks if isinstance(view, QuantizedView) else None
+    if packed_as.micro_kernel.storage != "bfloat16" or not (blocks or view.dtype.is_float8):
+        return None
+    from lowprec.backends.cpu.packed import coded_panels, codes
+
+    name = blocks.format if blocks else view.dtype.label
+    matrices: dict[int, tuple[Any, Any]] = {}
+    if blocks:
+        arrays = [np.asarray(x) for x in (view.quantized.codes, view.quantized.scales)]
+        steps = [step * view.dtype.itemsize for step in view.strides[:-2]]
+        for index in np.ndindex(view.shape[:-2]):
+            offset = sum(i * step for i, step in zip(index, steps, strict=True))
+            matrices[offset] = arrays[0][index], arrays[1][index]
+    else:
+        for offset, x in _matrices(view):
+            matrices[offset] = np.ascontiguousarray(x.T).view(np.uint8), None
+    offsets = sorted(matrices)
+    records = np.stack([coded_panels.records_of(name, *matrices[x]) for x in offsets])
+    step, strip_bytes, step_bytes = records.strides
+    unpack = codes.unpack_kernel(name), strip_bytes, step_bytes
+    finite = (True,) * len(offsets)
+    return Panels(records, data_pointer(records), step, np.array(offsets), finite, packed_as.b_dtype, unpack)
 
 
 def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Panels:

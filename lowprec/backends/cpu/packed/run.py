@@ -91,26 +91,24 @@ def gemm(
         micro_kernel, m, n, k, operand_of(a), y, operand_of(out), rounding,
         None if addend is None else operand_of(addend), vector, activation, alpha != 1,
     )  # fmt: skip
-    if panels is not None and not panels.finite[0] and job.kernels.parts_b > 1:
-        return False
     places = (None if x is None else _Memory(data_pointer(x)) for x in (a, b, out, addend, bias))
     given: Any = (*places, alpha, beta)
-    return execute(job, None, Arguments(*given), panels.address if panels else 0)
+    return execute(job, None, Arguments(*given), panels)
 
 
-def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: int = 0) -> bool:
-    """Run a job with the result of :func:`gemm`. ``packed_b`` is the address of packed panels, 0 for none."""
+def execute(job: Job, find: FindPanels | None, arguments: Arguments, panels: Panels | None = None) -> bool:
+    """Run a job with the result of :func:`gemm`; ``find`` returns the panels of a prepared ``b``."""
     a, b, out, c, bias, alpha, beta = arguments[:7]
-    if find is not None and type(b) is PreparedView:
+    if find is not None and isinstance(b, PreparedView):
         panels = find(b)
-        if panels is not None:
-            if job.kernels.parts_b > 1 and not panels.finite[0]:
-                return False
-            packed_b = panels.address
+    if panels is not None:
+        if job.kernels.parts_b > 1 and not panels.finite[0]:
+            return False
+        b = _Memory(panels.address)
     workers = threads.num_threads() if job.is_shared else 1
     made, packed_bytes, nbytes, tasks, is_short = job.blockings.get(workers) or job.blocking(workers)
-    if job.block_columns and not packed_b and not is_short:
-        return _execute_blocks(job, arguments)
+    if job.block_columns and not is_short and (panels is None or panels.unpack):
+        return _execute_blocks(job, arguments._replace(b=b), panels)
     words, to = Words.from_buffer_copy(made), out.address
     if job.transposed:
         a, b = b, a
@@ -123,16 +121,14 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
         words[J.BIAS] = bias.address
     if job.stream_bytes and not to % job.stream_bytes:
         words[J.STREAM] = 1
-    if packed_b:
+    if panels is not None:
         assert not job.transposed, "the panels of b are not those of its transpose"
-        words[J.PACK_TASKS] -= words[J.PACK_B_TASKS]
-        words[J.PACK_B_TASKS] = words[J.B_TASK_STRIP_BYTES] = 0
-        packed_bytes = 0
+        packed_bytes = _use_panels(words, panels, packed_bytes)
     workers = min(workers, tasks)
     address, kernels = ctypes.addressof(words), job.kernels
     packed_bytes = -(-packed_bytes // 4096) * 4096
     with buffers.borrow(packed_bytes + workers * nbytes) as memory:
-        words[J.B_PACKED], scratch = packed_b or memory, memory + packed_bytes
+        words[J.B_PACKED], scratch = words[J.B_PACKED] or memory, memory + packed_bytes
         if workers > 1:
             team.run(kernels.macro_kernel, address, workers, scratch, nbytes)
         else:
@@ -140,7 +136,18 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, packed_b: i
     return not (words[J.NOT_FINITE] or words[J.SUM_NOT_FINITE])
 
 
-def _execute_blocks(job: Job, arguments: Arguments) -> bool:
+def _use_panels(words: Any, panels: Panels, packed_bytes: int) -> int:
+    """Replace the packing of B by packed panels, or by decoding panels of codes; return the bytes of packed B."""
+    if panels.unpack:
+        words[J.PACK_B], words[J.B_COL_STRIDE], words[J.B_ROW_STRIDE] = panels.unpack
+        return packed_bytes
+    words[J.B_PACKED] = panels.address
+    words[J.PACK_TASKS] -= words[J.PACK_B_TASKS]
+    words[J.PACK_B_TASKS] = words[J.B_TASK_STRIP_BYTES] = 0
+    return 0
+
+
+def _execute_blocks(job: Job, arguments: Arguments, panels: Panels | None) -> bool:
     a, b, out, c, bias, alpha, beta = arguments[:7]
     n, done = job.shape[1], True
 
@@ -154,7 +161,8 @@ def _execute_blocks(job: Job, arguments: Arguments) -> bool:
             *((right, left) if job.transposed else (left, right)), at(out, first, J.OUT_COL_STRIDE),
             at(c, first, J.C_COL_STRIDE), at(bias, first, J.BIAS_COL_STRIDE), alpha, beta,
         )  # fmt: skip
-        done &= execute(block_of(job, min(job.block_columns, n - first)), None, Arguments(*given))
+        part = panels and panels.from_column(first)
+        done &= execute(block_of(job, min(job.block_columns, n - first)), None, Arguments(*given), part)
     return done
 
 
@@ -197,6 +205,8 @@ def prepare(
         if problem.bias is not None:
             bias = problem.bias.dtype.label, problem.bias.strides[0]
     a, b, out = (matrix_of(x) for x in (layout.a, layout.b, layout.out))
+    if find is not None and problem is not None and problem.b.blocks:
+        b = Operand(b.dtype, 0, 0)  # its codes are packed without strides
     job = job_of(
         micro_kernel, layout.m, layout.n, layout.k, a, b, out, rounding,
         None if c is None else matrix_of(c), bias, activation, has_alpha,
@@ -251,10 +261,12 @@ def _with_addend(problem: GemmProblem, layout: GemmLayout) -> tuple[GemmLayout, 
 def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Arguments) -> bool:
     """Run the products of a batch, each in one thread; return whether all are complete."""
     panels = None
-    if find is not None and type(arguments.b) is PreparedView:
+    if find is not None and isinstance(arguments.b, PreparedView):
         panels = find(arguments.b)
         if panels is not None and job.kernels.parts_b > 1 and not all(panels.finite):
             return False
+    if panels is not None:
+        arguments = arguments._replace(b=_Memory(0))  # type: ignore[arg-type]  # its offsets are those of the panels
     each: int = imported("lowprec.backends.cpu.packed.macro_kernel:batch_kernel")()
     blocking = job.blockings.get(1) or job.blocking(1)
     words = Words.from_buffer_copy(blocking.words)
@@ -271,10 +283,11 @@ def execute_batch(job: Job, batch: Batch, find: FindPanels | None, arguments: Ar
     of_batch[J.BATCH_BYTES_A], of_batch[J.BATCH_BYTES_B] = batch.dense_bytes
     of_batch[J.BATCH_SCRATCH] = _JOB_BYTES + blocking.packed_bytes
     if panels is not None:
-        # No product packs: all have the same b, the null address.
-        table[:, 1] = panels.addresses(table[:, 1] - arguments.b.address)
-        of_batch[J.BATCH_FIELD_B] = J.B_PACKED
+        table[:, 1] = panels.addresses(table[:, 1])
         of_batch[J.BATCH_BYTES_B] = 0
+        _use_panels(words, panels, 0)
+        if panels.unpack is None:  # no product packs: all have the same b, the null address
+            of_batch[J.BATCH_FIELD_B] = J.B_PACKED
     checks_range = batch.checks_range and panels is None
     if checks_range:
         of_batch[J.BATCH_EXTREMA] = casting.kernels().extrema_address()
