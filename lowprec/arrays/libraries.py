@@ -53,6 +53,14 @@ def library_of(array: Any) -> Library:
     return _look_up(array) if found is None else found
 
 
+def library_of_operand(array: Any) -> Library:
+    """Return the library of an array or a quantised array."""
+    found = _BY_TYPE.get(type(array))
+    if found is None:
+        found = array._library if isinstance(array, Prepared) else None
+    return _look_up(array) if found is None else found
+
+
 def view_of_b(array: Any) -> ArrayView:
     """Return the view of ``b``, an array or a prepared operand."""
     return array._view if isinstance(array, Prepared) else library_of(array).view(array)
@@ -62,8 +70,6 @@ def _look_up(array: Any) -> Library:
     kind = type(array)
     if kind in _DLPACK_TYPES:
         return DLPACK
-    if isinstance(array, Prepared) and array._library is not None:
-        return array._library
     found = _find(array)
     if array.__class__ is not kind:  # a proxy for an array of any type
         return found
@@ -101,9 +107,7 @@ def _find(array: Any) -> Library:
         )
     if isinstance(array, Prepared):
         raise DelegateError(
-            "expected an array, got a prepared operand, which is accepted only as b of matmul and as the weight of "
-            "linear; pass the array itself",
-            target="",
+            f"expected an array, got {array._description} and as the weight of linear; pass the array itself", target=""
         )
     if hasattr(type(array), "dequantize"):
         raise ArrayError("expected an array, got a quantised array; pass its dequantize()")

@@ -79,31 +79,32 @@ class PreparedView(ArrayView):
 class QuantizedView(PreparedView):
     """The view of a quantised array, without its scale.
 
-    Numbers in blocks are widened to bfloat16, which represents their values, when they are read. ``address`` is then
-    that of the codes, and the strides are those of the widened numbers.
+    Numbers with scales of blocks are widened to bfloat16, which represents their values, when they are read.
+    ``address`` is then that of the codes, and the strides are those of the widened numbers.
     """
 
     __slots__ = ("blocks", "quantized")
 
-    def __init__(self, view: ArrayView, blocks: Blocks | None, quantized: Any) -> None:
+    def __init__(self, view: ArrayView, blocks: Blocks, quantized: Any) -> None:
         super().__init__(view, "fp32", {})
         self.blocks = blocks
         self.quantized = quantized
 
     def widened(self) -> ArrayView:
-        """Return the view of the widened numbers; this view if there are no blocks."""
-        if self.blocks is None:
+        """Return the view of the widened numbers; this view if they have no scales of blocks."""
+        if self.quantized.scales is None:
             return self
         found: ArrayView = self.quantized._widened()
         return ArrayView(self.dtype, self.shape, self.strides, self.device, found.owner, True, found.address)
 
     def ndarray(self) -> NDArray[Any]:
         """Return the widened numbers. Host memory only."""
-        return super().ndarray() if self.blocks is None else self.widened().ndarray()
+        return super().ndarray() if self.quantized.scales is None else self.widened().ndarray()
 
     def extent(self) -> tuple[int, int]:
         """Return the address of the first byte of the codes, and the address after the last byte."""
-        return super().extent() if self.blocks is None else (self.address, self.address + self.quantized.codes.nbytes)
+        codes, scales = self.quantized.codes, self.quantized.scales
+        return super().extent() if scales is None else (self.address, self.address + int(codes.nbytes))
 
 
 class Prepared:

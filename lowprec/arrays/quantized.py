@@ -32,7 +32,7 @@ class QuantizedArray(Prepared):
     """An array as codes of 8 or 4 bits with scales; see :func:`quantize`.
 
     :func:`lowprec.matmul` accepts it as either operand. Products with it as ``b`` keep the codes in the order in which
-    they are read, once more. Codes and scales are arrays of one library, and NumPy's are read-only. A pickle contains
+    they are read, in addition. Codes and scales are arrays of one library, and NumPy's are read-only. A pickle contains
     them.
 
     Parameters
@@ -113,7 +113,7 @@ class QuantizedArray(Prepared):
         return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
 
     @cached_property
-    def _library(self) -> Library:
+    def _library(self) -> Library:  # type: ignore[override]  # made when it is read
         return _QuantizedLibrary(library_of(self.codes))
 
     @cached_property
@@ -127,10 +127,10 @@ class QuantizedArray(Prepared):
         # As a type of which there are views.
         bits = (np.asarray(self.codes) if on_host else self.codes).view(np.int8 if on_host else _int8(self.codes))
         codes = library_of(bits).view(bits)
-        blocks = Blocks(row.name, self.axis - last - 1) if row.block else None
+        blocks = Blocks(row.name, self.axis - last - 1)
         dtype = DType.BFLOAT16 if row.block else DType.FLOAT8_E4M3FN
         view = ArrayView(dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address)
-        if blocks is None and view.device.is_host:
+        if not row.block and view.device.is_host:
             view = host_view(view.ndarray())
         return QuantizedView(view, blocks, self)
 

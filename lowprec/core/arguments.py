@@ -90,9 +90,12 @@ def _is_description(x: Any) -> bool:
 
 def spec_of(x: ArrayView) -> OperandSpec:
     """Return the shape, strides and element type of a view, for planning."""
-    blocks = x.blocks if isinstance(x, QuantizedView) else None
-    spec: OperandSpec = imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides, blocks)
+    spec: OperandSpec = imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides, _blocks(x))
     return spec
+
+
+def _blocks(x: ArrayView) -> Blocks | None:
+    return x.blocks if isinstance(x, QuantizedView) else None
 
 
 class Options(NamedTuple):
@@ -252,12 +255,10 @@ def _exceeds_float32(value: complex) -> bool:
 
 def _with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
     """Return options with the scales of FP8 operands multiplied into alpha, except arrays in device memory."""
-    blocks = []
     for operand in (a, b):
-        is_quantized = isinstance(operand, QuantizedView)
-        blocks.append(operand.blocks if is_quantized else None)
-        options = options._replace(alpha=options.alpha * operand.quantized.scale) if is_quantized else options
-    options = options._replace(blocks=tuple(blocks))
+        if isinstance(operand, QuantizedView):
+            options = options._replace(alpha=options.alpha * operand.quantized.scale)
+    options = options._replace(blocks=(_blocks(a), _blocks(b)))
     for name, operand in (("scale_a", a), ("scale_b", b)):
         scale = getattr(options, name)
         if scale is None:

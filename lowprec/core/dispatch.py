@@ -12,7 +12,7 @@ from operator import is_not
 from typing import Any
 
 from lowprec import policy
-from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, view_of_b
+from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, library_of_operand, view_of_b
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import QuantizedView, refuse_prepared
 from lowprec.arrays.signatures import of_first
@@ -53,10 +53,10 @@ def matmul(
 
     Parameters
     ----------
-    a : array, shape (..., m, k) or (k,)
+    a : array or QuantizedArray, shape (..., m, k) or (k,)
         Any library that supports DLPack. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8,
-        float8_e4m3fn, float8_e5m2. FP8 tensor cores multiply float8 operands; elsewhere they are widened to bfloat16.
-    b : array or PreparedOperand, shape (..., k, n) or (k,)
+        float8_e4m3fn, float8_e5m2. FP8 tensor cores multiply float8 operands; other units widen them to bfloat16.
+    b : array, QuantizedArray or PreparedOperand, shape (..., k, n) or (k,)
         On the device of ``a``; batches broadcast. Mixed floating-point dtypes are promoted to the wider one, bfloat16
         with float16 to float32; float8 with any other to the other.
     out : array, shape (..., m, n), optional
@@ -116,21 +116,19 @@ def matmul(
     array([[ 7., 10.],
            [15., 22.]], dtype=float32)
     """
-    keywords = (
-        out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b,
-    )  # fmt: skip
+    keywords = out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
     if _is_traced():
         return _traced_matmul(a, b, **_given(keywords))
     options = PLAIN
     plain = out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
     try:
-        library = library_of(a)
+        library = library_of_operand(a)
         if library.has_weak_types or type(b) is not type(a):
             a, b, c, bias = promoted((a, b), c, bias)
         x = library.view(a)
         y = library.view_same_type(b) if type(b) is type(a) else view_of_b(b)
-        plain = plain and type(x) is not QuantizedView is not type(y)
-        if not (plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0):
+        plain = plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
+        if not plain or type(x) is QuantizedView or type(y) is QuantizedView:
             options = bind(x, y, out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
             x, y = (x, y) if options.alpha else with_k_zero(x, y)
     except DelegateError as error:

@@ -11,7 +11,6 @@ from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.prepared_view import Prepared, PreparedView, refuse_prepared
-from lowprec.arrays.quantized import QuantizedArray
 from lowprec.backends import backend_of, predicted
 from lowprec.core.arguments import Options, bind, check_devices, check_scalars, name_argument, spec_of, view_of
 from lowprec.errors import ArrayError, DTypeError, ModeError, ShapeError
@@ -113,7 +112,7 @@ def plan(
     >>> lowprec.plan(a, a, math_mode="bf16", device="h200").capabilities.name
     'NVIDIA H200 SXM'
     """
-    refuse_prepared(a=None if isinstance(a, QuantizedArray) else a, out=out, c=c, bias=bias)
+    refuse_prepared(a=None if isinstance(a, Prepared) and a._library else a, out=out, c=c, bias=bias)
     try:
         a, b, c, bias = promoted((a, b), c, bias)
         x, y = _described(a), _described(b)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowprec import policy
-from lowprec.arrays import ArrayView, library_of
+from lowprec.arrays import ArrayView, library_of_operand
 from lowprec.arrays.prepared_view import Prepared, PreparedView, QuantizedView, copy_of
 from lowprec.backends import backend_of
 from lowprec.core.arguments import spec_of
@@ -145,7 +145,7 @@ def prepare(b: Any, /, *, math_mode: ModeName | MathMode | None = None) -> Prepa
     ((8, 32), (64, 32), 'bf16x3', True)
     """
     mode = policy.resolve().mode if math_mode is None else parse_mode(math_mode)
-    library = library_of(b)
+    library = library_of_operand(b)
     view = library.view(b)
     if isinstance(view, QuantizedView):  # it is immutable, and keeps packed codes itself
         return PreparedOperand(view)

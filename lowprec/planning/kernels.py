@@ -166,6 +166,8 @@ def choose_kernel(
             continue
         if row.sums_products and products == 1:
             continue
+        if has_blocks and row.decodes_b:
+            row = row._replace(minimum_elements=0, minimum_batch_flops=0, minimum_mn=0, is_shallow=False)
         reason = _unsupported_reason(row, capabilities, layout, is_complex, products, is_chunked)
         if reason is not None:
             if chosen is None and reason not in passed_over:

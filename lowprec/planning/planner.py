@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from math import prod
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import FLOAT16, FLOAT32, DType
+from lowprec.formats import BLOCK_FORMATS, FLOAT16, FLOAT32, DType
 from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
@@ -84,11 +84,9 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
     )  # fmt: skip
     widened = _widened(plan)
-    if not kernel.is_cublaslt:
-        copies = widened or _copies(plan)
+    if not (kernel.is_cublaslt and plan.flops):
+        copies = () if kernel.is_cublaslt else widened or _copies(plan)
         return replace(plan, copies=copies) if copies else plan
-    if not plan.flops:
-        return plan
     from lowprec.planning.lowering import lower  # with the first plan for cuBLASLt
 
     call = lower(plan)
@@ -142,7 +140,7 @@ def _widened(plan: GemmPlan) -> tuple[Copy, ...]:
         Copy(name, (Reason.of(ReasonKind.WIDENED, format=spec.blocks.format, dtype=spec.dtype),),
              spec.dtype.itemsize * prod(spec.shape))
         for name, spec, is_read in operands
-        if spec.blocks and not is_read
+        if spec.blocks and BLOCK_FORMATS[spec.blocks.format].scales and not is_read
     )  # fmt: skip
 
 

@@ -268,7 +268,7 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     spec = (plan.problem.a, plan.problem.b)[operand]
     if plan.rounded[operand]:
         text = row(plan.scheme).inputs
-    elif spec.blocks:
+    elif spec.blocks and not dtype.is_float8:
         text = f"{spec.blocks.format} values as {dtype}"
     elif dtype is plan.compute_dtype:
         text = f"{dtype}, as it is"

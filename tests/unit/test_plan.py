@@ -392,7 +392,7 @@ def test_to_dict_is_ready_for_json():
     made = plan(problem(F32, bias=array(F32, 512), activation=Activation.GELU), MathMode.TF32, AMX)
     plain = json.loads(json.dumps(made.to_dict(), allow_nan=False))
     assert plain["mode"] == "tf32"
-    assert plain["problem"]["a"] == {"dtype": "float32", "shape": [512, 512], "strides": [512, 1]}
+    assert plain["problem"]["a"] == {"dtype": "float32", "shape": [512, 512], "strides": [512, 1], "blocks": None}
     assert plain["kernel"] == "amx_bf16_pair"
     assert plain["bound"]["relative"] == made.bound.relative
     assert plain["resolved"] is None

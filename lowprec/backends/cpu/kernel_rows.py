@@ -185,7 +185,6 @@ AVX512_FP32_ROUNDED = AVX512_BF16._replace(
     name="avx512_fp32_rounded",
     units="FP32 vector units (AVX-512), rounding the operands as they are packed",
     micro_kernel=f"{_MICRO_KERNELS}:AVX512_FP32",
-    decodes_b=False,
     formats=frozenset({"tf32", "bfloat16", "float16"}),
     requires="avx512_fp32",
     missing="no AVX-512, or AMX as well",

@@ -1,4 +1,4 @@
-"""Decoding of 8- and 4-bit codes to bfloat16, which represents every number of these formats, by tables in registers.
+"""Decoding of 8- and 4-bit codes to bfloat16, which represents every number, or to float32, by tables in registers.
 
 A prepared operand B of these formats is kept as codes in the order of its tiles, and decoded each time it is packed. A
 block, 32 columns of 32 elements of k, is a record::
@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from lowprec.backends.cpu.packed.compilation import compile_kernel
-from lowprec.backends.cpu.packed.native import F32, I8, I16, I32, I64, emitted, inline_asm, pointer, shuffle, vector
+from lowprec.backends.cpu.packed.native import I8, I16, I32, I64, emitted, inline_asm, pointer, shuffle, vector
 from lowprec.backends.cpu.packed.vector_arithmetic import bits_of, floats_of, splat, widened_bfloat16
 from lowprec.formats import BLOCK_FORMATS, FLOAT8_E8M0FNU
 
@@ -94,48 +94,62 @@ def _scales(builder: Any, name: str, address: Any) -> Any:
     return floats_of(builder, builder.select(is_nan, splat(0x7FC00000), bits))
 
 
-def _pairs(builder: Any, name: str, address: Any) -> tuple[Any, Any]:
-    """Return the even and the odd elements of k of 16 columns as float32, without their scales."""
+def _words(builder: Any, name: str, address: Any) -> Any:
+    """Return 32 numbers of 8 bits, without their scales, as the bits of bfloat16."""
+    dtype = "float8_e4m3fn" if name in BLOCK_FORMATS else name
+    return widened_float8(builder, dtype, builder.load(pointer(builder, address, _BYTES), align=1))
+
+
+def _pairs(builder: Any, name: str, address: Any, scale: Any) -> list[Any]:
+    """Return the even and the odd elements of k of 16 columns as the bits of float32."""
     if code_bits(name) == 8:
-        words = widened_float8(builder, "float8_e4m3fn", builder.load(pointer(builder, address, _BYTES), align=1))
-        both = builder.bitcast(words, ir.VectorType(I32, 16))
-        even, odd = builder.shl(both, splat(16)), builder.and_(both, splat(0xFFFF0000))
-        return floats_of(builder, even), floats_of(builder, odd)
-    codes = builder.load(pointer(builder, address, ir.VectorType(I8, 16)), align=1)
-    codes = builder.zext(codes, ir.VectorType(I32, 16))
-    numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    table = ir.Constant(ir.VectorType(F32, 16), numbers.tolist())
-    # VPERMPS reads the low four bits of an index.
-    halves = codes, builder.lshr(codes, splat(4))
-    even, odd = (_instruction(builder, "permvar.sf.512", table, x) for x in halves)
-    return even, odd
+        both = builder.bitcast(_words(builder, name, address), ir.VectorType(I32, 16))
+        halves = [builder.shl(both, splat(16)), builder.and_(both, splat(0xFFFF0000))]
+    else:
+        codes = builder.load(pointer(builder, address, ir.VectorType(I8, 16)), align=1)
+        codes = builder.zext(codes, ir.VectorType(I32, 16))
+        numbers = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        table = vector(I32, numbers.view(np.uint32).tolist())
+        # VPERMD reads the low four bits of an index.
+        halves = [_instruction(builder, "permvar.si.512", table, x) for x in (codes, builder.lshr(codes, splat(4)))]
+    if scale is None:
+        return halves
+    return [bits_of(builder, builder.fmul(floats_of(builder, x), scale)) for x in halves]
 
 
-@emitted(literals=("index",))
-def _unpack_tile(builder, index, codes, scales, target):
-    """Decode a tile of 16 rows."""
-    name = CODED[index]
+def _store(builder: Any, address: Any, offset: int, row: Any) -> None:
+    builder.store(row, pointer(builder, builder.add(address, I64(offset)), row.type), align=64)
+
+
+@emitted(literals=("index", "is_wide"))
+def _unpack_tile(builder, index, is_wide, codes, scales, target):
+    """Decode a tile of 16 rows: of pairs of bfloat16, or of one float32 from half a record."""
+    name, scale = CODED[index], None
     blocks, row_bytes = blocks_per_step(name), 4 * code_bits(name)
-    for row in range(16):
+    for row in range(8 if is_wide else 16):
         source = builder.add(codes, I64(row * row_bytes))
         if row * row_bytes % 64 == 0:
             inline_asm(builder, "prefetcht0 ($0)", "r", ir.VoidType(), [builder.add(source, I64(_AHEAD))])
-        to = builder.add(target, I64(64 * row))
-        if not blocks:
-            words = widened_float8(builder, name, builder.load(pointer(builder, source, _BYTES), align=1))
-            builder.store(words, pointer(builder, to, _WORDS), align=64)
-            continue
-        if row % (16 // blocks) == 0:
+        if blocks and row % (16 // blocks) == 0:
             scale = _scales(builder, name, builder.add(scales, I64(row * blocks)))
-        even, odd = (bits_of(builder, builder.fmul(x, scale)) for x in _pairs(builder, name, source))
+        if not (blocks or is_wide):
+            _store(builder, target, 64 * row, _words(builder, name, source))
+            continue
+        even, odd = _pairs(builder, name, source, scale)
+        if is_wide:
+            _store(builder, target, 128 * row, even)
+            _store(builder, target, 128 * row + 64, odd)
+            continue
         # Products have six significant bits. Low bits of subnormal ones are cut off; the units flush them to zero.
         both = builder.or_(builder.lshr(even, splat(16)), builder.and_(odd, splat(0xFFFF0000)))
-        builder.store(both, pointer(builder, to, both.type), align=64)
+        _store(builder, target, 64 * row, both)
 
 
-def _unpack_function(index: int) -> Any:
+def _unpack_function(index: int, is_wide: int) -> Any:
     name = CODED[index]
     tile_bytes, scale_bytes = 64 * code_bits(name), 16 * blocks_per_step(name)
+    # A record has two steps of float32.
+    half_bytes, half_scales = tile_bytes // 2, scale_bytes // 2 if scale_bytes == 32 else 0
 
     # fmt: off
     def unpack(
@@ -147,10 +161,12 @@ def _unpack_function(index: int) -> Any:
         for strip in range(first_strip, end_strip):
             to = target + (strip - first_strip) * strip_bytes
             for step in range(first_step, end_step):
-                from_ = source + strip * strip_stride + step * step_stride
+                half = step & is_wide
+                from_ = source + strip * strip_stride + (step >> is_wide) * step_stride
                 for tile in range(2):
-                    scales = from_ + 2 * tile_bytes + tile * scale_bytes
-                    _unpack_tile(index, from_ + tile * tile_bytes, scales, to + tile * 1024)
+                    codes = from_ + tile * tile_bytes + half * half_bytes
+                    scales = from_ + 2 * tile_bytes + tile * scale_bytes + half * half_scales
+                    _unpack_tile(index, is_wide, codes, scales, to + tile * 1024)
                 to += 2048
         return 0
 
@@ -158,9 +174,9 @@ def _unpack_function(index: int) -> Any:
 
 
 @cache
-def unpack_kernel(name: str) -> int:
+def unpack_kernel(name: str, *, is_wide: bool) -> int:
     """Return the address of the kernel that decodes a format, with the arguments of `packing.pack_kernel`.
 
-    The strides are those between strips and between steps of the records.
+    The strides are those between strips and between steps of the records. With ``is_wide`` it decodes to float32.
     """
-    return compile_kernel(_unpack_function(CODED.index(name)))
+    return compile_kernel(_unpack_function(CODED.index(name), int(is_wide)))

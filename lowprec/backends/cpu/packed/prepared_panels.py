@@ -100,14 +100,15 @@ def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
 
 def _coded(view: PreparedView, packed_as: PackedAs) -> Panels | None:
     """Return the panels of an operand that is kept as codes; None for others."""
-    blocks = view.blocks if isinstance(view, QuantizedView) else None
-    if packed_as.micro_kernel.storage != "bfloat16" or not (blocks or view.dtype.is_float8):
+    is_wide = packed_as.micro_kernel.storage == "float32"
+    if not (isinstance(view, QuantizedView) or view.dtype.is_float8):
         return None
     from lowprec.backends.cpu.packed import coded_panels, codes
 
-    name = blocks.format if blocks else view.dtype.label
+    name = view.dtype.label
     matrices: dict[int, tuple[Any, Any]] = {}
-    if blocks:
+    if isinstance(view, QuantizedView) and view.quantized.scales is not None:
+        name = view.blocks.format
         arrays = [np.asarray(x) for x in (view.quantized.codes, view.quantized.scales)]
         steps = [step * view.dtype.itemsize for step in view.strides[:-2]]
         for index in np.ndindex(view.shape[:-2]):
@@ -119,7 +120,7 @@ def _coded(view: PreparedView, packed_as: PackedAs) -> Panels | None:
     offsets = sorted(matrices)
     records = np.stack([coded_panels.records_of(name, *matrices[x]) for x in offsets])
     step, strip_bytes, step_bytes = records.strides
-    unpack = codes.unpack_kernel(name), strip_bytes, step_bytes
+    unpack = codes.unpack_kernel(name, is_wide=is_wide), strip_bytes, step_bytes
     finite = (True,) * len(offsets)
     return Panels(records, data_pointer(records), step, np.array(offsets), finite, packed_as.b_dtype, unpack)
 

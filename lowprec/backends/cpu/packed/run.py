@@ -104,7 +104,7 @@ def execute(job: Job, find: FindPanels | None, arguments: Arguments, panels: Pan
     if panels is not None:
         if job.kernels.parts_b > 1 and not panels.finite[0]:
             return False
-        b = _Memory(panels.address)
+        b = _Memory(panels.address)  # type: ignore[assignment]  # of which only the address is read
     workers = threads.num_threads() if job.is_shared else 1
     made, packed_bytes, nbytes, tasks, is_short = job.blockings.get(workers) or job.blocking(workers)
     if job.block_columns and not is_short and (panels is None or panels.unpack):
