@@ -406,12 +406,12 @@ def test_wrong_arguments() -> None:
             lowprec.DTypeError, match="quantize takes arrays of float32, float64, float16, bfloat16, not"
         ):
             quantize(x.astype(dtype), "fp8")
-    with pytest.raises(lowprec.ShapeError, match="out of range for an array of 0 axes"):
+    with pytest.raises(lowprec.ShapeError, match="axis -1 is out of bounds for array of dimension 0"):
         quantize(np.ones((), np.float32), "fp8")
     for axis in (2, -3):
-        with pytest.raises(lowprec.ShapeError, match=f"axis {axis} is out of range for an array of 2 axes"):
+        with pytest.raises(lowprec.ShapeError, match=f"axis {axis} is out of bounds for array of dimension 2"):
             quantize(x, "fp8", axis)
-    with pytest.raises(lowprec.ShapeError, match=r"axis is an integer, got 1\.5"):
+    with pytest.raises(lowprec.ShapeError, match="integer"):
         quantize(x, "fp8", 1.5)  # type: ignore[arg-type]
     for wrong in ([1.0], 1.0, None):
         with pytest.raises(lowprec.ArrayError, match="expected an array"):
