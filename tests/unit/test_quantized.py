@@ -277,8 +277,8 @@ def test_rounding_against_ml_dtypes(name: str, rng: np.random.Generator) -> None
         same_bits(found.dequantize(), want)
 
 
-# A number is divided by the scale of its block; with u = 2^-precision it is then rounded with a relative error of u, near
-# zero with an absolute error of half the smallest number. Where the scale is
+# A number is divided by the scale of its block; with u = 2^-precision it is then rounded with a relative error of u,
+# near zero with an absolute error of half the smallest number. If the scale is
 # - the power of two with peak / scale in [2^emax, 2^(emax + 1)), a number at the upper end is clipped and loses
 #   1 - largest / 2^(emax + 1);
 # - an E4M3 number, which is rounded with a relative error of 1/16, a peak of 6 may become 6 * 16/15 and loses 1/16;
