@@ -1,12 +1,8 @@
 """Arithmetic of quantised arrays: numbers to codes and back, with the functions of any array library.
 
-A value is its code's value times the scale of its block times the scale of the array. Rounding is done on the bits of
-float32 numbers, because libraries differ in their functions for exponents. Divisors are arrays: division by a Python
-number may be a multiplication by its reciprocal. Arrays in host memory are converted with NumPy, which keeps
-subnormal numbers; JAX replaces them by zero.
-
-Sources: OCP Microscaling Formats (MX) Specification 1.0, section 6.3, for mxfp8 and mxfp4; NVIDIA's description of
-NVFP4 for nvfp4.
+Numbers are rounded by their bits, because libraries differ in their functions for exponents, and divisors are arrays,
+because division by a Python number may be a multiplication by its reciprocal. Arrays in host memory are converted with
+NumPy, which keeps subnormal numbers; JAX flushes them to zero.
 """
 
 from __future__ import annotations
@@ -36,10 +32,7 @@ def array_scale(blocks: Iterable[Any], row: BlockFormat, xp: Any) -> float:
 
 
 def encode(blocks: Any, row: BlockFormat, scale: float, xp: Any) -> tuple[Any, ...]:
-    """Return the codes of blocks, and those of their scales if the format has them, as bytes.
-
-    ``blocks`` has shape (blocks, elements), or (elements,) for a format without blocks.
-    """
+    """Return the codes of blocks, shape (blocks, elements), and of their scales if the format has them, as uint8."""
     x = converted(blocks, xp.float32)
     bits = x.view(xp.int32)
     magnitude = bits & 0x7FFFFFFF
@@ -69,7 +62,7 @@ def decode(codes: Any, scales: Any, row: BlockFormat, scale: float, xp: Any) -> 
     """Return the float32 values of codes: the arguments are those that :func:`encode` returned."""
     codes = converted(codes, xp.int32)
     if row.bits == 4:
-        codes = xp.stack((codes & 15, codes >> 4), -1).reshape((codes.shape[0], row.block))
+        codes = xp.stack((codes & 15, codes >> 4), -1).reshape((len(codes), row.block))
     values = _values(codes, row.elements, row.bits, xp)
     if row.scales is FLOAT8_E8M0FNU:
         scales = converted(scales, xp.int32)

@@ -109,8 +109,6 @@ def _find(array: Any) -> Library:
         raise DelegateError(
             f"expected an array, got {array._description} and as the weight of linear; pass the array itself", target=""
         )
-    if hasattr(type(array), "dequantize"):
-        raise ArrayError("expected an array, got a quantised array; pass its dequantize()")
     if dense := dense_method(array):
         raise ArrayError(f"expected a dense array, got {type_name(array)}, which is sparse; pass its {dense}()")
     if isinstance(array, type) or not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):

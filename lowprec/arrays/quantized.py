@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_index
 
 from lowprec.arrays import block_codes
 from lowprec.arrays.base import Library
@@ -16,7 +16,7 @@ from lowprec.arrays.dlpack import device_of
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import array_module, cast, dtype_name
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.prepared_view import Prepared, QuantizedView
+from lowprec.arrays.prepared_view import Prepared, QuantizedView, refuse_prepared
 from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
 from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType
@@ -37,17 +37,14 @@ class QuantizedArray(Prepared):
 
     Parameters
     ----------
-    codes : array of uint8, shape (..., bytes)
-        Codes along ``axis`` of the original array, which is the last axis here, padded with zeros to whole blocks. Two
-        codes of 4 bits share a byte, the one of even index in the low half.
-    scales : array of uint8, shape (..., blocks), or None
-        Codes of the blocks' scales in E8M0 or E4M3; None for ``"fp8"``.
+    codes, scales : array of uint8, shape (..., bytes) and (..., blocks)
+        Codes of the numbers and of the blocks' scales (E8M0 or E4M3; None for ``"fp8"``). The last axis is ``axis`` of
+        the original array, padded with zeros to whole blocks. Two codes of 4 bits share a byte, the first in the low
+        half.
     format : str
         Name of the format.
-    shape : tuple of int
-        Shape of the original array.
-    axis : int
-        Axis of the blocks, not negative.
+    shape, axis : tuple of int, and int
+        Shape of the original array, and the axis of the blocks, not negative.
     scale : float
         Scale of the whole array, a float32 number.
 
@@ -149,7 +146,7 @@ class QuantizedArray(Prepared):
         xp = np if on_host else array_module(self.codes)
         codes, scales = (np.asarray(x) if on_host and x is not None else x for x in (self.codes, self.scales))
         count = prod(codes.shape if scales is None else scales.shape)
-        codes = codes.reshape((count, row.block * row.bits // 8) if row.block else (count,))
+        codes = codes.reshape((count, (row.block or 1) * row.bits // 8))
         scales = scales if scales is None else scales.reshape((count,))
         with np.errstate(all="ignore"):
             parts = [
@@ -193,9 +190,10 @@ class _QuantizedLibrary(Library):
 def quantize(x: Any, /, format: str, axis: int = -1) -> QuantizedArray:  # noqa: A002 - the usual term
     """Return an array in a format of 8 or 4 bits a number, with scales.
 
-    Numbers are rounded to nearest, ties to even, and clipped to the format's largest number; subnormal numbers are
-    kept. A block with a NaN or an infinity becomes NaN as a whole, in ``"fp8"`` only that element. float64 is rounded
-    to float32 first. No gradient is defined.
+    Conversion follows the OCP Microscaling Formats (MX) Specification 1.0, section 6.3, and NVIDIA's description of
+    NVFP4. Numbers are rounded to nearest, ties to even, and clipped to the format's largest number; subnormal numbers
+    are kept. A block with a NaN or an infinity becomes NaN as a whole, in ``"fp8"`` only that element. float64 is
+    rounded to float32 first. No gradient is defined.
 
     Parameters
     ----------
@@ -215,16 +213,9 @@ def quantize(x: Any, /, format: str, axis: int = -1) -> QuantizedArray:  # noqa:
 
     Raises
     ------
-    ArrayError
-        ``x`` cannot be read in place, for example because it is a tracer or requires grad.
-    DTypeError
-        The element type is not one of these, or the format is unknown.
-    ShapeError
-        ``x`` has no axes, or not this axis.
-
-    Notes
-    -----
-    Sources: OCP Microscaling Formats (MX) Specification 1.0, section 6.3; NVIDIA's description of NVFP4.
+    ArrayError, DTypeError, ShapeError
+        ``x`` cannot be read in place (a tracer, a tensor that requires grad), has another element type or not this
+        axis; or the format is unknown (DTypeError).
 
     Examples
     --------
@@ -237,20 +228,24 @@ def quantize(x: Any, /, format: str, axis: int = -1) -> QuantizedArray:  # noqa:
     ((16,), [127])
     """
     row = parse_format(format)
+    refuse_prepared(x=x)
     library = library_of(x)
     if (label := dtype_name(x)) not in _ACCEPTED:
         raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}")
     view = library.view(x)
-    place = _checked_axis(axis, view.ndim)
-    xp = np if view.device.is_host else array_module(x)
-    source = _blocks(xp.moveaxis(view.ndarray() if view.device.is_host else x, place, -1), row, xp)
+    try:
+        axis = normalize_axis_index(axis, view.ndim)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(str(error)) from None
+    xp, source = (np, view.ndarray()) if view.device.is_host else (array_module(x), x)
+    source = _blocks(xp.moveaxis(source, axis, -1), row, xp)
     with np.errstate(all="ignore"):
         parts = [source[i] for i in _parts(len(source), row, xp)]
         scale = block_codes.array_scale(parts, row, xp)
         found = zip(*(block_codes.encode(part, row, scale, xp) for part in parts), strict=True)
-    shapes = _part_shapes(view.shape, place, row)
+    shapes = _part_shapes(view.shape, axis, row)
     made = [_adopted(xp.concatenate(parts).reshape(s), x) for parts, s in zip(found, shapes, strict=False)]
-    return QuantizedArray(made[0], made[1] if row.scales else None, row.name, view.shape, place, scale)
+    return QuantizedArray(made[0], made[1] if row.scales else None, row.name, view.shape, axis, scale)
 
 
 def parse_format(name: str) -> BlockFormat:
@@ -262,16 +257,6 @@ def parse_format(name: str) -> BlockFormat:
             f"{did_you_mean(name, BLOCK_FORMATS)}"
         )
     return found
-
-
-def _checked_axis(axis: int, ndim: int) -> int:
-    try:
-        index = operator.index(axis)
-    except TypeError:
-        raise ShapeError(f"axis is an integer, got {quoted(axis)}") from None
-    if not -ndim <= index < ndim:
-        raise ShapeError(f"axis {index} is out of range for an array of {ndim} axes")
-    return index % ndim
 
 
 def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], int, int]:
@@ -287,13 +272,12 @@ def _part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[t
 
 
 def _blocks(x: Any, row: BlockFormat, xp: Any) -> Any:
-    """Return ``x`` in shape (blocks, elements), its last axis padded with zeros; in one axis without blocks."""
-    if not row.block:
-        return x.reshape((prod(x.shape),))
-    if missing := -x.shape[-1] % row.block:
+    """Return ``x`` in shape (blocks, elements), its last axis padded with zeros; blocks of 1 without blocks."""
+    block = row.block or 1
+    if missing := -x.shape[-1] % block:
         zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing))
         x = xp.concatenate((x, zeros), -1)
-    return x.reshape((prod(x.shape) // row.block, row.block))
+    return x.reshape((prod(x.shape) // block, block))
 
 
 def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:

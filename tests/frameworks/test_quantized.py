@@ -68,3 +68,60 @@ def test_the_functions_of_a_library_give_the_bits_of_numpy(
         assert y.codes.dtype == importlib.import_module(module).uint8
         same(y, want)
         np.testing.assert_array_equal(np.asarray(number), want.dequantize())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_array_known_only_by_dlpack_has_numpy_codes(name: str) -> None:
+    x = draw(3, 5, 70)
+    found = lowprec.quantize(load_or_skip(Backend.DLPACK_ONLY).asarray(x), name)
+    assert type(found.codes) is type(found.dequantize()) is np.ndarray
+    same(found, lowprec.quantize(x, name))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_torch(name: str) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = draw(3, 5, 70)
+    tensor = torch.as_tensor(x)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        same(lowprec.quantize(tensor.to(dtype), name), lowprec.quantize(tensor.to(dtype).float().numpy(), name))
+    parameter = torch.nn.Parameter(tensor)
+    with pytest.raises(lowprec.ArrayError, match=r"requires grad.*pass tensor\.detach\(\)"):
+        lowprec.quantize(parameter, name)
+    with torch.no_grad():
+        same(lowprec.quantize(parameter, name), lowprec.quantize(x, name))
+    negated = torch._neg_view(tensor)
+    same(lowprec.quantize(negated, name), lowprec.quantize(-x, name))
+    strided = tensor.permute(2, 0, 1)[::3]
+    same(lowprec.quantize(strided, name, 1), lowprec.quantize(strided.numpy(), name, 1))
+    with pytest.raises(lowprec.ArrayError, match=r"inside a torch\.func transform"):
+        torch.func.vmap(lambda row: lowprec.quantize(row, name).dequantize())(tensor)
+    with pytest.raises(lowprec.DTypeError, match="float32, float64, float16, bfloat16, not int32"):
+        lowprec.quantize(torch.ones(4, dtype=torch.int32), name)
+    found = lowprec.quantize(tensor, name)
+    for part in (found.codes, found.scales):
+        if part is not None:
+            np.testing.assert_array_equal(np.from_dlpack(part), part.numpy())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_jax(name: str) -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    x = draw(3, 5, 70)
+    array = jax.numpy.asarray(x)
+    same(lowprec.quantize(array.astype("bfloat16"), name), lowprec.quantize(x.astype(jax.numpy.bfloat16), name))
+    for transform in (jax.jit, jax.vmap, jax.jacfwd):
+        with pytest.raises(lowprec.ArrayError, match="tracer"):
+            transform(lambda y: lowprec.quantize(y, name).dequantize())(array)
+    committed = jax.device_put(array, jax.devices("cpu")[0])
+    for y in (array, committed):
+        found = lowprec.quantize(y, name)
+        assert found.codes.committed == found.dequantize().committed == y.committed
+    tiny = np.full(64, 2.0**-149, np.float32)  # which JAX's own functions take as zero
+    same(lowprec.quantize(jax.numpy.asarray(tiny), name), lowprec.quantize(tiny, name))
+
+
+def test_dask() -> None:
+    da = pytest.importorskip("dask.array", reason="dask is not installed")
+    with pytest.raises(lowprec.ArrayError, match=r"a Dask array is lazy.*pass array\.compute\(\)"):
+        lowprec.quantize(da.ones((4, 32), dtype="float32"), "mxfp4")

@@ -1,0 +1,464 @@
+"""``quantize`` against a scalar twin of the specifications and against ml_dtypes, and its arguments."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import itertools
+import pickle
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import lowprec
+from lowprec.arrays import quantized
+from lowprec.arrays.quantized import QuantizedArray, quantize
+from lowprec.formats import BLOCK_FORMATS, FLOAT4_E2M1FN, FLOAT8_E8M0FNU, NumberFormat
+from support import narrow_twin
+
+FORMATS = tuple(BLOCK_FORMATS)
+BLOCKED = ("mxfp8", "mxfp4", "nvfp4")
+FOUR_BITS = ("mxfp4", "nvfp4")
+
+
+def codes_of(x: QuantizedArray) -> NDArray[np.uint8]:
+    """One code in each byte."""
+    if x.format not in FOUR_BITS:
+        return x.codes
+    return np.stack((x.codes & 15, x.codes >> 4), axis=-1).reshape(*x.codes.shape[:-1], -1)
+
+
+def packed(codes: Any, name: str) -> NDArray[np.uint8]:
+    """The inverse of :func:`codes_of`."""
+    codes = np.asarray(codes, np.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4 if name in FOUR_BITS else codes
+
+
+def agree(x: NDArray[np.float32], name: str) -> QuantizedArray:
+    """Assert that a vector's codes, scales and numbers are the twin's, bit for bit, and return it."""
+    found = quantize(x, name)
+    codes, scales, scale = narrow_twin.quantized(x.tolist(), name)
+    np.testing.assert_array_equal(codes_of(found), codes)
+    assert (None if found.scales is None else found.scales.tolist()) == scales
+    assert Fraction(found.scale) == scale
+    block = BLOCK_FORMATS[name].block
+    want = [
+        narrow_twin.dequantized(code, None if scales is None else scales[i // block], name, scale)
+        for i, code in enumerate(codes[: len(x)])
+    ]
+    same_bits(found.dequantize(), np.array(want, np.float32))
+    return found
+
+
+def same_bits(found: NDArray[np.float32], want: NDArray[np.float32]) -> None:
+    """Assert equal numbers with their signs; NaN has no sign."""
+    np.testing.assert_array_equal(found, want)
+    numbers = ~np.isnan(want)
+    np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(want)[numbers])
+
+
+@pytest.mark.parametrize(
+    ("number_format", "name"), [(FLOAT4_E2M1FN, "float4_e2m1fn"), (FLOAT8_E8M0FNU, "float8_e8m0fnu")]
+)
+def test_number_formats_against_ml_dtypes(number_format: NumberFormat, name: str) -> None:
+    info = ml_dtypes.finfo(getattr(ml_dtypes, name))
+    assert number_format.precision == info.nmant + 1
+    assert (number_format.emin, number_format.emax) == (info.minexp, info.maxexp - 1)
+    assert number_format.largest == float(info.max)
+    assert number_format.smallest_normal == float(info.smallest_normal)
+    assert not np.isinf(np.float32(np.inf).astype(info.dtype).astype(np.float32))
+
+
+def test_the_twin_against_ml_dtypes() -> None:
+    for width, name in ((8, "float8_e4m3fn"), (4, "float4_e2m1fn")):
+        codes = np.arange(1 << width, dtype=np.uint8)
+        values = [narrow_twin.value(int(code), width) for code in codes]
+        want = codes.view(getattr(ml_dtypes, name)).astype(np.float32)
+        np.testing.assert_array_equal([np.nan if v is None else float(v) for v in values], want)
+
+
+# -- numbers of all codes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_every_code_with_every_power_of_two(name: str) -> None:
+    bits = BLOCK_FORMATS[name].bits
+    codes = np.resize(np.arange(1 << bits), (256, 256))  # each row has all codes, and one scale
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    x = QuantizedArray(packed(codes, name), scales, name, (256, 256), 1)
+    found = x.dequantize()
+    twin = [[narrow_twin.dequantized(int(c), s, name, Fraction(1)) for c in codes[s]] for s in range(256)]
+    same_bits(found, np.array(twin, np.float32))
+    elements = codes.astype(np.uint8).view(ml_dtypes.float8_e4m3fn if bits == 8 else ml_dtypes.float4_e2m1fn)
+    with np.errstate(over="ignore"):
+        powers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        same_bits(found, elements.astype(np.float32) * powers[:, None])
+
+
+@pytest.mark.parametrize("scale", [1.0, float(np.float32(1 / 3)), 2.0**-126, float(np.float32(1e-37)), 2.0**126])
+def test_every_code_with_every_scale_of_nvfp4(scale: float) -> None:
+    codes = np.resize(np.arange(16), (256, 16))
+    x = QuantizedArray(packed(codes, "nvfp4"), np.arange(256, dtype=np.uint8)[:, None], "nvfp4", (256, 16), 1, scale)
+    twin = [[narrow_twin.dequantized(c, s, "nvfp4", Fraction(scale)) for c in range(16)] for s in range(256)]
+    same_bits(x.dequantize(), np.array(twin, np.float32))
+
+
+@pytest.mark.parametrize("scale", [1.0, float(np.float32(0.1)), 2.0**-126, 2.0**120])
+def test_every_code_of_fp8(scale: float) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    found = QuantizedArray(codes, None, "fp8", (256,), 0, scale).dequantize()
+    with np.errstate(over="ignore"):
+        same_bits(found, codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(scale))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_every_code_round_trips_under_every_scale(name: str) -> None:
+    row = BLOCK_FORMATS[name]
+    numbers = [c for c in range(1 << row.bits) if row.bits == 4 or c & 0x7F != 0x7F]
+    largest = (1 << (row.bits - 1)) - (2 if row.bits == 8 else 1)
+    # The first code of a block has the largest exponent, and so keeps the scale.
+    rows = [[largest, *numbers[i : i + 31]] for i in range(0, len(numbers), 31)]
+    codes = np.array([[*r, *[0] * (32 - len(r))] for r in rows])
+    for scale in range(255 - row.elements.emax):  # float32 has no number of a larger scale and exponent
+        scales = np.full((len(rows), 1), scale, np.uint8)
+        x = QuantizedArray(packed(codes, name), scales, name, codes.shape, 1)
+        again = quantize(x.dequantize(), name)
+        np.testing.assert_array_equal(codes_of(again), codes)
+        np.testing.assert_array_equal(again.scales, scales)
+
+
+def test_every_code_of_nvfp4_round_trips_under_every_scale() -> None:
+    """The block scales, from the largest down, and a scale of the array that is a power of two."""
+    scales = np.arange(0x7E, 0, -1, dtype=np.uint8)[:, None]
+    codes = np.resize(np.arange(16), (len(scales), 16))
+    for exponent in (-117, -20, 0, 100):  # of 2^-9, the smallest scale of a block, and 2^-117 the product is normal
+        x = QuantizedArray(packed(codes, "nvfp4"), scales, "nvfp4", codes.shape, 1, 2.0**exponent)
+        again = quantize(x.dequantize(), "nvfp4")
+        np.testing.assert_array_equal(codes_of(again), codes)
+        np.testing.assert_array_equal(again.scales, scales)
+        assert again.scale == x.scale
+
+
+def test_every_code_of_fp8_round_trips() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    for scale in (2.0**-126, 0.5, 1.0, float(np.float32(1 / 3)), 2.0**100):
+        x = QuantizedArray(codes, None, "fp8", (256,), 0, scale)
+        again = quantize(x.dequantize(), "fp8")
+        np.testing.assert_array_equal(again.codes, codes)
+        assert abs(again.scale - scale) <= 2.0**-23 * scale  # 448 * scale is rounded, and divided by 448 again
+
+
+# -- rounding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_blocks_of_every_exponent(name: str, rng: np.random.Generator) -> None:
+    """Blocks with numbers of similar size, of which there are 2^-149 to 2^127, and some that are zero."""
+    for exponent in range(-150, 126, 3 if name in BLOCKED else 12):
+        x = np.ldexp(rng.standard_normal(70), exponent + rng.integers(-8, 3, 70)).astype(np.float32)
+        x[rng.integers(0, 70, 5)] = 0
+        agree(x, name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_random_bits(name: str, rng: np.random.Generator) -> None:
+    """Numbers of all sizes in one block, NaN and infinities."""
+    x = rng.integers(0, 1 << 32, 32 * 40, dtype=np.uint32).view(np.float32)
+    agree(x, name)
+    finite = np.where(np.isfinite(x), x, np.float32(0))
+    agree(finite, name)
+    agree(np.float32(2.0**-100) * np.clip(finite, -1e3, 1e3), name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("exponent", [-140, -127, -120, -3, 0, 5, 100])
+def test_halfway_cases_and_their_neighbours(name: str, exponent: int) -> None:
+    """Midpoints of neighbouring numbers and the float32 numbers next to them, with a number that sets the scale."""
+    numbers = [float(v) for v in (narrow_twin.E4M3 if BLOCK_FORMATS[name].bits == 8 else narrow_twin.E2M1)]
+    middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(numbers)] + [numbers[-1] * 1.03125])
+    middle = np.ldexp(middle, exponent).astype(np.float32)
+    if exponent > -120:  # scaled exactly
+        assert len(set(middle)) == len(numbers)
+    around = [middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(np.inf))]
+    largest = np.float32(np.ldexp(numbers[-1], exponent))
+    block = BLOCK_FORMATS[name].block or 32
+    x = np.resize(np.concatenate(around), (4 * len(numbers) // (block - 1) + 1, block - 1))
+    whole = np.concatenate((np.full((len(x), 1), largest), x), axis=1).ravel()
+    agree(whole, name)
+    agree(-whole, name)
+
+
+def test_the_scale_of_a_block_is_rounded_after_each_division(rng: np.random.Generator) -> None:
+    """Blocks whose scale is another E4M3 number if they are divided once, by the product of both divisors."""
+    middle = np.array([float(a + b) / 2 for a, b in itertools.pairwise(narrow_twin.E4M3)], np.float32)
+    six, different = np.float32(6), 0
+    for first in rng.uniform(1, 2, 40).astype(np.float32):
+        scale = first / np.float32(6 * 448)
+        peaks = np.minimum(middle * six * scale, first)
+        for peak in np.concatenate((peaks, np.nextafter(peaks, np.float32(0)))):
+            once, twice = peak / (six * scale), peak / six / scale
+            codes = [narrow_twin.nearest(Fraction(float(x)), narrow_twin.E4M3) for x in (once, twice)]
+            if codes[0] != codes[1]:
+                different += 1
+                found = agree(np.concatenate((np.full(16, first), np.full(16, peak))), "nvfp4")
+                assert found.scales[1] == codes[1]
+    assert different >= 20
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_blocks_saturate_at_the_largest_number(name: str) -> None:
+    """With a mantissa above the largest number's, the largest element of a block is clipped."""
+    largest = BLOCK_FORMATS[name].elements.largest
+    x = np.full(32, np.nextafter(np.float32(2 * 2.0 ** BLOCK_FORMATS[name].elements.emax), np.float32(0)))
+    found = agree(x, name)
+    assert found.scales.tolist() == [127]
+    assert set(found.dequantize()) == {np.float32(largest)}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_special_blocks(name: str) -> None:
+    tiny, huge = np.float32(2.0**-149), np.finfo(np.float32).max
+    block = BLOCK_FORMATS[name].block or 32
+    for value in (0.0, -0.0, tiny, 3 * tiny, np.float32(2.0**-126), np.float32(2.0**-127), huge, np.nan, np.inf):
+        x = np.full(2 * block, value, np.float32)
+        agree(x, name)
+        x[block:] = 1
+        agree(x, name)
+        agree(-x, name)
+
+
+def test_a_block_of_zeros_has_scale_zero_and_keeps_signs() -> None:
+    x = np.where(np.arange(32) % 2, np.float32(-0.0), np.float32(0.0))
+    for name in BLOCKED:
+        found = quantize(x, name)
+        assert set(found.scales.tolist()) == {0}
+        assert found.scale == 1
+        assert not found.dequantize().any()
+    for name in ("mxfp8", "mxfp4", "fp8"):
+        np.testing.assert_array_equal(np.signbit(quantize(x, name).dequantize()), np.signbit(x))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -np.nan])
+def test_a_block_with_nan_or_infinity_is_nan(bad: float) -> None:
+    for name in BLOCKED:
+        row = BLOCK_FORMATS[name]
+        x = np.ones(3 * row.block, np.float32)
+        x[row.block + 3] = bad
+        found = quantize(x, name)
+        assert found.scales[1] == (0x7F if name == "nvfp4" else 255)
+        assert np.isnan(found.dequantize()).nonzero()[0].tolist() == list(range(row.block, 2 * row.block))
+        assert not codes_of(found)[row.block : 2 * row.block].any()
+    x = np.array([1, bad, 2], np.float32)
+    found = quantize(x, "fp8")
+    assert found.codes[1] == (0xFF if np.signbit(x[1]) else 0x7F)
+    assert np.isnan(found.dequantize()).tolist() == [False, True, False]
+    assert found.scale == float(np.float32(2) / np.float32(448))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rounding_against_ml_dtypes(name: str, rng: np.random.Generator) -> None:
+    """Elements scaled as the array is, rounded by ml_dtypes, which does not saturate."""
+    row = BLOCK_FORMATS[name]
+    x = rng.standard_normal((64, 96)).astype(np.float32)
+    found = quantize(x, name)
+    divisors = np.float32(found.scale)
+    if row.scales is not None:
+        kind = ml_dtypes.float8_e8m0fnu if name.startswith("mx") else ml_dtypes.float8_e4m3fn
+        divisors = np.repeat(found.scales.view(kind).astype(np.float32), row.block, axis=1) * divisors
+    scaled = np.clip(x / divisors, -row.elements.largest, row.elements.largest)
+    want = scaled.astype(getattr(ml_dtypes, row.elements.name)).astype(np.float32) * divisors
+    # One multiplication in place of two: with two roundings to float32 the numbers may differ by 2 units.
+    np.testing.assert_allclose(found.dequantize(), want, rtol=2.0**-22, atol=0)
+    if name != "nvfp4":
+        same_bits(found.dequantize(), want)
+
+
+# A number is divided by the scale of its block; with u = 2^-precision it is then rounded with a relative error of u,
+# near zero with an absolute error of half the smallest number. If the scale is
+# - the power of two with peak / scale in [2^emax, 2^(emax + 1)), a number at the upper end is clipped and loses
+#   1 - largest / 2^(emax + 1);
+# - an E4M3 number, which is rounded with a relative error of 1/16, a peak of 6 may become 6 * 16/15 and loses 1/16;
+#   the scale is at most 17/16 * peak / 6;
+# - a float32 number, nothing is clipped.
+# Roundings to float32 are three at most, each with a relative error of 2^-24.
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_error_is_bounded(name: str, rng: np.random.Generator) -> None:
+    row = BLOCK_FORMATS[name]
+    of, power = row.elements, 2.0**row.elements.emax
+    x = rng.standard_normal((32, 256)).astype(np.float32)
+    error = np.abs(quantize(x, name).dequantize() - x.astype(np.float64))
+    blocks = np.abs(x).reshape(32, -1, row.block or 256)
+    peak = blocks.max(axis=-1, keepdims=True) if row.block else np.abs(x).max()
+    clipped, largest_scale = {
+        "mxfp8": (1 - of.largest / (2 * power), peak / power),
+        "mxfp4": (1 - of.largest / (2 * power), peak / power),
+        "nvfp4": (1 / 16, 17 / 16 * peak / 6),
+        "fp8": (0, peak / 448),
+    }[name]
+    bound = np.maximum(max(of.unit_roundoff, clipped) * blocks, of.smallest_subnormal / 2 * largest_scale)
+    assert (error.reshape(blocks.shape) <= bound + 4 * 2.0**-24 * blocks).all()
+    assert error.max() > bound.max() / 3
+
+
+# -- layout ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(1,), (33,), (5, 17), (2, 3, 40), (2, 1, 3, 33), (64, 64)])
+def test_every_axis(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    row = BLOCK_FORMATS[name]
+    x = rng.standard_normal(shape).astype(np.float32)
+    for axis in range(-len(shape), len(shape)):
+        found = quantize(x, name, axis)
+        lines = np.moveaxis(x, axis, -1)
+        others, n = lines.shape[:-1], lines.shape[-1]
+        blocks = -(-n // row.block) if row.block else 0
+        assert (found.shape, found.axis, found.ndim) == (shape, axis % len(shape), len(shape))
+        assert codes_of(found).shape == (*others, blocks * row.block or n)
+        assert (found.scales is None) if name == "fp8" else (found.scales.shape == (*others, blocks))
+        assert found.codes.dtype == np.uint8
+        assert found.nbytes == found.codes.size + (0 if found.scales is None else found.scales.size)
+        assert not codes_of(found)[..., n:].any()
+        whole = quantize(np.ascontiguousarray(lines), name)
+        np.testing.assert_array_equal(found.codes, whole.codes)
+        np.testing.assert_array_equal(found.dequantize(), np.moveaxis(whole.dequantize(), -1, axis))
+        if len(shape) == 1:
+            agree(x, name)
+        else:
+            np.testing.assert_array_equal(found.T.dequantize(), found.dequantize().swapaxes(-1, -2))
+            assert found.T.shape == found.dequantize().swapaxes(-1, -2).shape
+            same_bits(found.T.T.dequantize(), found.dequantize())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_strides(name: str, rng: np.random.Generator) -> None:
+    base = rng.standard_normal((12, 80)).astype(np.float32)
+    swapped = base.astype(">f4")
+    odd = np.frombuffer(b"\0" + base.tobytes(), np.uint8)[1:].view(np.float32).reshape(base.shape)
+    views = [base[::-1, ::-1], base.T, base[::3, 5::2], np.broadcast_to(base[0], (4, 80)), swapped, odd]
+    views += [np.broadcast_to(base[:, :1], (12, 40)), base[:, None, 1:]]
+    for view in views:
+        for axis in (0, -1):
+            found, want = quantize(view, name, axis), quantize(np.array(view, np.float32, order="C"), name, axis)
+            np.testing.assert_array_equal(found.codes, want.codes)
+            np.testing.assert_array_equal(found.dequantize(), want.dequantize())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_element_types_are_rounded_to_float32(name: str, rng: np.random.Generator) -> None:
+    x = rng.standard_normal((6, 50)) * 2.0 ** rng.integers(-12, 12, (6, 50))
+    for dtype in (np.float16, np.float64, ml_dtypes.bfloat16):
+        typed = x.astype(dtype)
+        found, want = quantize(typed, name), quantize(typed.astype(np.float32), name)
+        np.testing.assert_array_equal(found.codes, want.codes)
+        assert found.dequantize().dtype == np.float32
+    assert np.isnan(quantize(np.array([1e300, 1.0]), name).dequantize()[0])  # rounded to infinity
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arrays_that_are_converted_in_several_parts(name: str, rng: np.random.Generator) -> None:
+    rows = quantized._AT_ONCE // 48 + 10
+    x = rng.standard_normal((rows, 50)).astype(np.float32)
+    x[-1, -1] = 100  # sets the scale of the array
+    found = quantize(x, name)
+    alone = quantize(x[-20:], name)
+    np.testing.assert_array_equal(found.codes[-20:], alone.codes)
+    np.testing.assert_array_equal(found.dequantize()[-20:], alone.dequantize())
+    assert found.scale == alone.scale
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)])
+def test_empty_arrays(name: str, shape: tuple[int, ...]) -> None:
+    for axis in range(len(shape)):
+        found = quantize(np.zeros(shape, np.float32), name, axis)
+        assert found.dequantize().shape == shape
+        assert found.scale == 1
+
+
+# -- the object -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_copies_are_equal_and_read_only(name: str, rng: np.random.Generator) -> None:
+    x = quantize(rng.standard_normal((4, 40)).astype(np.float32), name)
+    copies = [pickle.loads(pickle.dumps(x, protocol)) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+    for other in (x, copy.copy(x), copy.deepcopy(x), *copies):
+        np.testing.assert_array_equal(other.codes, x.codes)
+        np.testing.assert_array_equal(other.dequantize(), x.dequantize())
+        assert repr(other) == repr(x)
+        for part in (other.codes, other.scales):
+            if part is not None:
+                with pytest.raises(ValueError, match="read-only"):
+                    part[0] = 0
+    with pytest.raises(AttributeError, match="cannot assign"):
+        x.scale = 2.0  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        _ = np.ones((4, 4), np.float32) @ x
+
+
+def test_the_arrays_of_a_caller_stay_writable() -> None:
+    codes = np.zeros(16, np.uint8)
+    QuantizedArray(codes, None, "fp8", (16,), 0)
+    codes[0] = 1
+
+
+def test_codes_and_scales_are_exported_by_dlpack() -> None:
+    x = quantize(np.ones((4, 64), np.float32), "nvfp4")
+    for part in (x.codes, x.scales):
+        np.testing.assert_array_equal(np.from_dlpack(part), part)
+
+
+def test_threads_convert_alike(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((64, 512)).astype(np.float32)
+    want = {name: quantize(x, name) for name in FORMATS}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for name, found in pool.map(lambda i: (FORMATS[i % 4], quantize(x, FORMATS[i % 4])), range(64)):
+            np.testing.assert_array_equal(found.codes, want[name].codes)
+        for name, numbers in pool.map(lambda i: (FORMATS[i % 4], want[FORMATS[i % 4]].dequantize()), range(64)):
+            np.testing.assert_array_equal(numbers, want[name].dequantize())
+
+
+def test_wrong_arguments() -> None:
+    x = np.ones((4, 32), np.float32)
+    with pytest.raises(lowprec.DTypeError, match=r"format 'mxfp6' is not a narrow format; .*mxfp8.*did you mean 'mx"):
+        quantize(x, "mxfp6")
+    with pytest.raises(lowprec.DTypeError, match="format 4 is not a narrow format"):
+        quantize(x, 4)  # type: ignore[arg-type]
+    assert quantize(x, "MXFP4").format == "mxfp4"
+    for dtype in (np.int8, np.int32, bool, np.uint8, np.complex64, ml_dtypes.float8_e4m3fn, np.longdouble):
+        with pytest.raises(
+            lowprec.DTypeError, match="quantize takes arrays of float32, float64, float16, bfloat16, not"
+        ):
+            quantize(x.astype(dtype), "fp8")
+    with pytest.raises(lowprec.ShapeError, match="axis -1 is out of bounds for array of dimension 0"):
+        quantize(np.ones((), np.float32), "fp8")
+    for axis in (2, -3):
+        with pytest.raises(lowprec.ShapeError, match=f"axis {axis} is out of bounds for array of dimension 2"):
+            quantize(x, "fp8", axis)
+    with pytest.raises(lowprec.ShapeError, match="integer"):
+        quantize(x, "fp8", 1.5)  # type: ignore[arg-type]
+    for wrong in ([1.0], 1.0, None):
+        with pytest.raises(lowprec.ArrayError, match="expected an array"):
+            quantize(wrong, "fp8")
+    with pytest.raises(lowprec.ArrayError, match="x is a quantised array, which is accepted only as an operand"):
+        quantize(quantize(x, "fp8"), "fp8")
+    with pytest.raises(lowprec.ShapeError, match="has no transpose"):
+        _ = quantize(x[0], "fp8").T
+
+
+def test_parts_of_a_wrong_shape_are_refused() -> None:
+    codes, scales = np.zeros((4, 32), np.uint8), np.zeros((4, 1), np.uint8)
+    QuantizedArray(codes, scales, "mxfp8", (4, 20), 1)
+    with pytest.raises(
+        lowprec.ShapeError, match=r"codes of mxfp8 for shape \(4, 40\) have shape \(4, 64\), not \(4, 32\)"
+    ):
+        QuantizedArray(codes, scales, "mxfp8", (4, 40), 1)
+    with pytest.raises(lowprec.ShapeError, match=r"scales of mxfp8 .* not None"):
+        QuantizedArray(codes, None, "mxfp8", (4, 32), 1)
+    with pytest.raises(lowprec.ShapeError, match=r"scales of fp8 .* have shape None"):
+        QuantizedArray(codes, scales, "fp8", (4, 32), 1)
