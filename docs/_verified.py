@@ -43,6 +43,7 @@ class Measured:
 _MODES = ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16")
 _STORED = (
     "float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int8", "float8_e4m3fn",
+    "float8_e5m2",
 )  # fmt: skip
 _LIBRARIES = ("torch", "cupy")
 _CAPTURED = (
@@ -54,6 +55,7 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
     "Storage types, exact on small whole numbers": (
         *(f"stored as {dtype}" for dtype in _STORED),
         "float8 with scales, as numbers and on the device",
+        "float8 widened, with scales as numbers",
         "two types in one product",
         "a result of another type",
     ),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -60,6 +61,17 @@ def test_a_v100_has_it_in_cuda_12(install: Install) -> None:
     x = gpu.put(A)
     found = gpu.get(lowprec.matmul(x, x, math_mode="fp16"))
     np.testing.assert_array_equal(found, oracles.product(A, A))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_fp8_is_widened_before_8_9(install: Install, capability: tuple[int, int]) -> None:
+    gpu = install(capability)
+    x = gpu.put(A.astype(ml_dtypes.float8_e4m3fn))
+    for out in ("float32", "float8_e5m2"):
+        found = gpu.get(lowprec.matmul(x, x, out_dtype=out))
+        np.testing.assert_array_equal(found, oracles.product(A, A).astype(found.dtype))
+    packed = [copy.operand for copy in lowprec.plan(x, x, out_dtype="float32").copies]
+    assert packed == (["a", "b"] if capability < (8, 9) else ["b"])
 
 
 def test_a_later_device_is_reported_of_both(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,18 +67,19 @@ def device() -> Iterator[None]:
 
 
 REAL = (D.FLOAT16, D.BFLOAT16, D.FLOAT32)
+FLOAT8 = (D.FLOAT8_E4M3FN, D.FLOAT8_E5M2)
 
 CONVERSIONS = [
-    *[(a, b) for a in REAL for b in (*REAL, D.FLOAT64, D.COMPLEX64, D.COMPLEX128)],
+    *[(a, b) for a in (*REAL, *FLOAT8) for b in (*REAL, D.FLOAT64, D.COMPLEX64, D.COMPLEX128)],
     *[(D.FLOAT64, b) for b in (D.FLOAT64, D.COMPLEX128)],
     *[(D.COMPLEX64, b) for b in (D.COMPLEX64, D.COMPLEX128)],
-    *[(x, x) for x in (D.COMPLEX128, D.INT8, D.INT32, D.FLOAT8_E4M3FN, D.FLOAT8_E5M2)],
+    *[(x, x) for x in (D.COMPLEX128, D.INT8, D.INT32, *FLOAT8)],
 ]
 
 #: Source, destination, scaled, complex as.
 TAKEN_APART = [
     (source, target, False, how)
-    for source in (D.COMPLEX64, *REAL)
+    for source in (D.COMPLEX64, *REAL, *FLOAT8)
     for target in (D.BFLOAT16, D.FLOAT16)
     for how in ("pairs", "rotated")
 ]
@@ -142,8 +143,9 @@ def test_every_packing(variant: tuple[Any, ...], rng: np.random.Generator) -> No
 SIMPLE = (D.FLOAT32, D.BFLOAT16, False, "no")
 ROWS_SCALED = (D.FLOAT32, D.FLOAT16, True, "no")
 BYTES = (D.INT8, D.INT8, False, "no")
+WIDENED = (D.FLOAT8_E4M3FN, D.COMPLEX128, False, "no")
 ROTATED = (D.COMPLEX64, D.FLOAT16, True, "rotated")
-FEW = [SIMPLE, ROWS_SCALED, BYTES, ROTATED]
+FEW = [SIMPLE, ROWS_SCALED, BYTES, WIDENED, ROTATED]
 
 
 @pytest.mark.sampled(6)
@@ -292,10 +294,10 @@ def test_every_rounding_of_float32(target: DType) -> None:
         check_pack(array, packing_of(array, D.FLOAT32, target, False, "no", (0, 0)))
 
 
-@pytest.mark.parametrize("source", [D.FLOAT16, D.BFLOAT16])
+@pytest.mark.parametrize("source", [D.FLOAT16, D.BFLOAT16, *FLOAT8])
 @pytest.mark.parametrize("target", [D.FLOAT16, D.BFLOAT16, D.FLOAT32, D.FLOAT64])
-def test_every_number_of_16_bits(source: DType, target: DType) -> None:
-    array = np.arange(1 << 16, dtype=np.uint16).view(NUMPY_DTYPES[source]).reshape(1, -1)
+def test_every_number_of_8_and_16_bits(source: DType, target: DType) -> None:
+    array = np.arange(1 << source.bits, dtype=f"u{source.itemsize}").view(NUMPY_DTYPES[source]).reshape(1, -1)
     check_pack(array, packing_of(array, source, target, False, "no", (0, 0)))
 
 
@@ -331,7 +333,8 @@ def test_rows_that_are_hard_to_scale(layout: str, rng: np.random.Generator) -> N
     assert {0, 14, 163, -113} <= set(exponents.tolist())
 
 
-NARROWING = [v for v in EVERY_PACKING if v[1] in (D.FLOAT16, D.BFLOAT16) and v[0] is not v[1]]
+#: Float8 numbers are few: each is packed by test_every_number_of_8_and_16_bits.
+NARROWING = [v for v in EVERY_PACKING if v[1] in (D.FLOAT16, D.BFLOAT16) and v[0] not in (v[1], *FLOAT8)]
 
 
 @each_of(NARROWING)
@@ -419,6 +422,7 @@ RESULTS = [
     (D.FLOAT32, D.FLOAT32), (D.FLOAT32, D.FLOAT16), (D.FLOAT32, D.BFLOAT16), (D.FLOAT32, D.FLOAT64),
     (D.FLOAT64, D.FLOAT64), (D.COMPLEX64, D.COMPLEX64), (D.COMPLEX64, D.COMPLEX128), (D.COMPLEX128, D.COMPLEX128),
     (D.INT32, D.INT32), *[(D.FLOAT64, x) for x in REAL], (D.COMPLEX128, D.COMPLEX64),
+    *[(x, y) for x in (D.FLOAT32, D.FLOAT64) for y in FLOAT8],
 ]  # fmt: skip
 
 
@@ -429,6 +433,38 @@ RESULTS = [
 def test_results(product: DType, out: DType, out_layout: str, rng: np.random.Generator) -> None:
     for pad in (0, 8, 1):
         check_epilogue(rng, product, out, out_layout=out_layout, pad=pad, shape=(2, 3, 19, 24))
+
+
+def float8_neighbours(dtype: DType, product: DType) -> np.ndarray:
+    """Numbers of a float8 type, the ties between them, and the numbers of a wider type next to both, of either sign."""
+    codes = np.arange(1 << 7, dtype=np.uint8).view(NUMPY_DTYPES[dtype]).astype(np.float64)
+    codes = np.sort(codes[np.isfinite(codes)])
+    beyond = codes[-1] + np.array([1, 2, 4]) * (codes[-1] - codes[-2])
+    values = np.concatenate([codes, beyond])
+    values = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(NUMPY_DTYPES[product])
+    near = [values, np.nextafter(values, values.dtype.type(np.inf)), np.nextafter(values, values.dtype.type(0))]
+    found = np.concatenate([*near, oracles.nans(values.dtype), np.array([np.inf], values.dtype)])
+    return np.concatenate([found, -found]).reshape(1, -1)
+
+
+@pytest.mark.feature("kernels that apply epilogues")
+@pytest.mark.parametrize("product", [D.FLOAT32, D.FLOAT64], ids=str)
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+def test_results_in_float8_are_rounded_once(product: DType, dtype: DType) -> None:
+    """To nearest, ties to even; beyond the largest number and half a step to NaN (E4M3) and infinity (E5M2)."""
+    values = float8_neighbours(dtype, product)
+    out = np.zeros(values.shape, NUMPY_DTYPES[dtype])
+    run_epilogue(Epilogue(product, values.size, stack_of(out, dtype)), [values, out], 1.0, 0.0)
+    fmt = dtype.format
+    assert fmt is not None
+    # Numbers as whole multiples of the last digit's value, which rint rounds as float8 is; both steps are exact.
+    with np.errstate(all="ignore"):
+        wide = values.astype(np.float64)
+        step = np.exp2(np.maximum(np.frexp(np.where(np.isfinite(wide), wide, 0))[1] - 1, fmt.emin) - fmt.precision + 1)
+        want = np.rint(wide / step) * step
+        want[np.abs(want) > fmt.largest] *= np.inf if fmt.has_infinity else np.nan
+    np.testing.assert_array_equal(oracles.widen(out), want)
+    np.testing.assert_array_equal(np.signbit(out), np.signbit(values))
 
 
 ADDENDS = [

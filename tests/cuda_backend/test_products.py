@@ -23,7 +23,7 @@ F16, F32, F64, C64, C128, I8 = map(np.dtype, ("float16", "float32", "float64", "
 FLOATS = (F64, F32, F16, BF16, C64, C128)
 MODES = ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16")
 CASES = [
-    *((dtype, "fp32") for dtype in (*FLOATS, I8, E4M3)),
+    *((dtype, "fp32") for dtype in (*FLOATS, I8, E4M3, E5M2)),
     *((dtype, mode) for dtype in (F32, C64) for mode in MODES[1:]),
 ]
 
@@ -145,8 +145,16 @@ def test_nothing_to_do(gpu: Gpu, shapes: Any, dtype: Any) -> None:
 
 
 @pytest.mark.feature("two types in one product")
-@named("pair", [(F32, F16), (BF16, F32), (BF16, F16), (F64, F32), (C64, F32), (C128, F16), (E5M2, E4M3)], ids=str)
-@named("mode", ["fp32", "bf16", "fp16"])
+@named(
+    "pair",
+    [
+        *((F32, F16), (BF16, F32), (BF16, F16), (F64, F32), (C64, F32), (C128, F16), (E5M2, E4M3)),
+        *((E4M3, BF16), (E5M2, F16), (E4M3, F32), (F64, E5M2), (C64, E4M3), (E4M3, C128)),
+    ],
+    ids=str,
+)
+@named("mode", ["fp32", "bf16", "fp16", "bf16x3", "fp64"])
+@pytest.mark.sampled(2)
 def test_two_element_types(gpu: Gpu, rng: Any, pair: Any, mode: str) -> None:
     a, b = integers(rng, (6, 16), pair[0]), integers(rng, (16, 5), pair[1])
     for x, y in ((a, b), (b.T.copy(), a.T.copy())):
@@ -155,13 +163,29 @@ def test_two_element_types(gpu: Gpu, rng: Any, pair: Any, mode: str) -> None:
 
 
 @pytest.mark.feature("a result of another type")
-@named(("dtype", "out"), [(F16, F32), (BF16, F32), (F32, F16), (F32, BF16), (E4M3, F32), (E4M3, F16)], ids=str)
-@named("mode", ["fp32", "bf16"])
-def test_out_dtype(gpu: Gpu, rng: Any, dtype: Any, out: Any, mode: str) -> None:
-    a, b = integers(rng, (6, 16), dtype), integers(rng, (16, 5), dtype)
+@named(
+    ("pair", "out"),
+    [
+        *(((F16, F16), F32), ((BF16, BF16), F32), ((F32, F32), F16), ((F32, F32), BF16)),
+        *(((E4M3, E4M3), out) for out in (F32, F16, E4M3, E5M2)),
+        *(((E5M2, E5M2), out) for out in (F32, F16, E4M3, E5M2)),
+        *(((E4M3, other), out) for other in (BF16, F32) for out in (BF16, F16, E4M3)),
+    ],
+    ids=str,
+)
+@named("mode", ["fp32", "bf16", "fp64"])
+@named("size", [(6, 16, 5), (32, 16, 48)], ids=str)
+@pytest.mark.sampled(2)
+def test_out_dtype(gpu: Gpu, rng: Any, pair: Any, out: Any, mode: str, size: tuple[int, int, int]) -> None:
+    m, k, n = size
+    a, b, c = integers(rng, (m, k), pair[0]), integers(rng, (k, n), pair[1]), integers(rng, (m, n), BF16)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), out_dtype=out, math_mode=mode))
     assert found.dtype == out
-    check_exact(found, oracles.product(a, b))
+    check_exact(found, oracles.product(a, b).astype(out))
+    if E4M3 in pair or E5M2 in pair:
+        target = gpu.put(np.zeros((m, n), out))
+        lowprec.matmul(gpu.put(a), gpu.put(b), alpha=2.0, beta=-1.0, c=gpu.put(c), out=target, math_mode=mode)
+        check_exact(gpu.get(target), (2 * oracles.product(a, b) - oracles.widen(c)).astype(out))
 
 
 # -- epilogues ------------------------------------------------------------------------------------
@@ -326,6 +350,19 @@ def test_fp8_scales(gpu: Gpu, rng: Any, pair: Any, size: Any) -> None:
     for factors in ({"scale_a": 0.5, "scale_b": 4.0}, {"scale_a": 0.5, "scale_b": scale}):
         found = lowprec.matmul(gpu.put(a), gpu.put(b), out_dtype="float32", **factors)
         check_exact(gpu.get(found), true)
+
+
+@pytest.mark.feature("float8 widened, with scales as numbers")
+@named("pair", [(E5M2, E5M2), (E4M3, BF16), (F32, E5M2)], ids=str)
+def test_scales_of_widened_fp8(gpu: Gpu, rng: Any, pair: Any) -> None:
+    """Numbers are factors of the product; cuBLASLt reads scales in device memory of FP8 products alone."""
+    a, b = integers(rng, (16, 32), pair[0]), integers(rng, (32, 48), pair[1])
+    x, y, scale = gpu.put(a), gpu.put(b), gpu.put(np.array([4.0], np.float32))
+    which = "scale_a" if pair[0] in (E4M3, E5M2) else "scale_b"
+    found = lowprec.matmul(x, y, out_dtype="float32", alpha=3.0, **{which: 0.5})
+    check_exact(gpu.get(found), 1.5 * oracles.product(a, b))
+    with pytest.raises(lowprec.UnsupportedError, match=f"{which} is in device memory, but the operands are multiplied"):
+        lowprec.matmul(x, y, **{which: scale})
 
 
 def test_scales_are_for_fp8_alone(gpu: Gpu, rng: Any) -> None:

@@ -109,7 +109,7 @@ def made_for(x: Problem, device: str) -> bytes:
 def candidates(x: Problem, device: str, *, tf32_forbidden: bool) -> list[Algorithm]:
     """Return all algorithms for a product, whatever the preference; the most promising first."""
     flags = tables.flags(x.compute, x.a.type, x.b.type, tf32_forbidden=tf32_forbidden)
-    least = 16 if x.is_float8 else 4 if x.a.type == tables.R_8I else _smallest(x)
+    least = 16 if x.is_narrow else 4 if x.a.type == tables.R_8I else _smallest(x)
     elements = x.m * x.n * x.d.batch_count
     found = []
     for template in TEMPLATES:

@@ -19,6 +19,7 @@ from software_cuda import tables
 from software_cuda.algorithms import INPLACE, OUTPUT_TYPE, Algorithm
 from software_cuda.memory import Memory
 from software_cuda.problem import Matrix, Problem
+from software_cuda.recorder import Fault
 
 Array = NDArray[Any]
 
@@ -27,6 +28,8 @@ def strided(memory: Memory, x: Matrix, pointer: int, device: int) -> Array:
     """Return an array (batch, rows, cols) on the device's memory; raises Fault if any element is not allocated."""
     first, end = x.span()
     data = memory.at(pointer + first, end - first, device, f"cublasLtMatmul, {x.name}")
+    if x.bits == 4:
+        data = np.stack([data & 15, data >> 4], -1).reshape(-1)
     size = x.dtype.itemsize
     strides = [s * size if n > 1 else 0 for s, n in zip(x.strides, x.shape, strict=True)]
     return np.ndarray(x.shape, x.dtype, data, -first, strides)
@@ -51,6 +54,26 @@ def _rounded(x: Array, flags: int) -> Array:
             x = parts.astype(half).astype(np.float32).view(x.dtype)
     kinds = {"c": np.complex128, "i": np.int64}
     return x.astype(kinds.get(x.dtype.kind, np.float64))
+
+
+def block_scales(memory: Memory, pointer: int, mode: int, outer: int, k: int, device: int) -> Array:
+    """Return a factor for each element, (outer, k), from the scales of blocks of k in tiles of 128 x 4.
+
+    Raises Fault if a scale is not allocated, or one of an incomplete tile, beyond the operand, is not zero.
+    """
+    block, dtype = tables.BLOCKS[mode]
+    columns = -(-k // block)
+    shape = (-(-outer // 128) * 128, -(-columns // 4) * 4)
+    data = memory.at(pointer, math.prod(shape), device, "cublasLtMatmul, scales of blocks")
+    row, column = np.indices(shape)
+    tile = (column // 4 * 4 + row // 128 * shape[1]) * 128
+    found = data[tile + row % 32 * 16 + row % 128 // 32 * 4 + column % 4]
+    if found[outer:].any() or found[:, columns:].any():
+        raise Fault("scales beyond the operand are not zero")
+    if mode == tables.VEC16_UE4M3:
+        found = found & np.uint8(0x7F)  # whose sign is ignored
+    factors = found[:outer, :columns].view(dtype).astype(np.float64)
+    return np.repeat(factors, block, 1)[:, :k]
 
 
 @dataclass(frozen=True)
@@ -88,6 +111,9 @@ class Call:
             return np.zeros(x.d.shape, scale)
         a = _operand(strided(memory, x.a, self.a, self.device), x.op_a, algorithm.flags)
         b = _operand(strided(memory, x.b, self.b, self.device), x.op_b, algorithm.flags)
+        if x.a_mode:
+            a = a * block_scales(memory, x.a_scale, x.a_mode, x.m, x.k, self.device)
+            b = b * block_scales(memory, x.b_scale, x.b_mode, x.n, x.k, self.device).T
         cuts = np.linspace(0, x.k, algorithm.split_k + 1).astype(int)
         parts = [np.matmul(a[:, :, i:j], b[:, i:j, :]).astype(accumulator) for i, j in pairwise(cuts)]
         passes = x.d.dtype if algorithm.reduction in (INPLACE, OUTPUT_TYPE) else accumulator
@@ -101,10 +127,10 @@ class Call:
     def _scale(self, memory: Memory) -> Any:
         found = np.float32(1)
         for pointer in (self.problem.a_scale, self.problem.b_scale):
-            if pointer:
+            if pointer and not self.problem.a_mode:
                 data = memory.at(pointer, 4, self.device, "cublasLtMatmul, a scale")
                 found = found * data.view(np.float32)[0]
-        return found if self.problem.is_float8 else tables.DTYPES[self.problem.scale].type(1)
+        return found if self.problem.is_narrow else tables.DTYPES[self.problem.scale].type(1)
 
     def _bias(self, memory: Memory) -> Array:
         x = self.problem

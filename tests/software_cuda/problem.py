@@ -35,6 +35,11 @@ class Matrix:
         return tables.DTYPES[self.type]
 
     @property
+    def bits(self) -> int:
+        """Bits of an element in memory."""
+        return 4 if self.type == tables.R_4F_E2M1 else 8 * self.dtype.itemsize
+
+    @property
     def strides(self) -> tuple[int, int, int]:
         """Elements from one matrix, row, column to the next."""
         inner = (1, self.ld) if self.order == real.Order.COL else (self.ld, 1)
@@ -48,13 +53,13 @@ class Matrix:
         """Return the first byte, from the pointer, and the one after the last."""
         ends = [s * (n - 1) for s, n in zip(self.strides, self.shape, strict=True)]
         first, last = sum(min(x, 0) for x in ends), sum(max(x, 0) for x in ends)
-        return first * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+        return first * self.bits // 8, -(-(last + 1) * self.bits // 8)
 
     def alignment(self) -> int:
         """Return the alignment in bytes that every column or row has if the first has it."""
         steps = self.ld | (self.batch_stride if self.batch_count > 1 else 0)
-        size = steps * self.dtype.itemsize
-        return min(size & -size, 256) if size else 256
+        size = steps * self.bits
+        return min((size & -size) // 8, 256) if size else 256
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class Problem:
     bias_batch_stride: int
     a_scale: int
     b_scale: int
+    a_mode: int
+    b_mode: int
     a: Matrix
     b: Matrix
     c: Matrix
@@ -97,15 +104,16 @@ class Problem:
         return "relu" if self.epilogue & _RELU else "gelu" if self.epilogue & _GELU else ""
 
     @property
-    def is_float8(self) -> bool:
-        return self.a.type in tables.FLOAT8
+    def is_narrow(self) -> bool:
+        """Whether the operands are FP8 or FP4, which have scales."""
+        return self.a.type in tables.FLOAT8 or self.a.type == tables.R_4F_E2M1
 
     @property
     def signature(self) -> tuple[int, ...]:
         """The properties that an algorithm depends on."""
         types = (self.a.type, self.b.type, self.c.type, self.d.type)
         orders = (self.a.order, self.b.order, self.d.order)
-        return (self.compute, self.scale, self.op_a, self.op_b, *types, *orders)
+        return (self.compute, self.scale, self.op_a, self.op_b, self.a_mode, self.b_mode, *types, *orders)
 
 
 def problem(operation: Object, layouts: tuple[Object, Object, Object, Object]) -> Problem:
@@ -118,7 +126,8 @@ def problem(operation: Object, layouts: tuple[Object, Object, Object, Object]) -
     a, b, c, d = (_matrix(x, name) for x, name in zip(layouts, "ABCD", strict=True))
     bias_type = get("BIAS_DATA_TYPE", -1)
     if bias_type < 0:
-        bias_type = tables.R_16BF if a.type in tables.FLOAT8 and d.type == tables.R_32F else d.type
+        narrow = a.type in tables.FLOAT8 or a.type == tables.R_4F_E2M1
+        bias_type = tables.R_16BF if narrow and d.type == tables.R_32F else d.type
     return Problem(
         compute=get("COMPUTE_TYPE", 0),
         scale=get("SCALE_TYPE", 0),
@@ -130,6 +139,8 @@ def problem(operation: Object, layouts: tuple[Object, Object, Object, Object]) -
         bias_batch_stride=get("BIAS_BATCH_STRIDE", 0),
         a_scale=get("A_SCALE_POINTER", 0),
         b_scale=get("B_SCALE_POINTER", 0),
+        a_mode=get("A_SCALE_MODE", 0),
+        b_mode=get("B_SCALE_MODE", 0),
         a=a,
         b=b,
         c=c,
@@ -140,7 +151,7 @@ def problem(operation: Object, layouts: tuple[Object, Object, Object, Object]) -
 #: Attributes that change the result and are not modelled.
 _UNMODELLED = (
     "POINTER_MODE", "TRANSC", "FILL_MODE", "EPILOGUE_AUX_POINTER", "C_SCALE_POINTER", "D_SCALE_POINTER",
-    "AMAX_D_POINTER", "A_SCALE_MODE", "B_SCALE_MODE", "ALPHA_VECTOR_BATCH_STRIDE",
+    "AMAX_D_POINTER", "C_SCALE_MODE", "D_SCALE_MODE", "D_OUT_SCALE_MODE", "ALPHA_VECTOR_BATCH_STRIDE",
 )  # fmt: skip
 
 
@@ -181,12 +192,13 @@ def validate(x: Problem, capability: tuple[int, int]) -> None:
         raise Refusal(NOT_SUPPORTED, f"no such combination of types: {x.signature}")
     _validate_extents(x)
     _validate_epilogue(x, row)
-    if (x.a_scale or x.b_scale) and not x.is_float8:
-        raise Refusal(INVALID_VALUE, "A and B have scales only for FP8")
+    if (x.a_scale or x.b_scale or x.a_mode or x.b_mode) and not x.is_narrow:
+        raise Refusal(INVALID_VALUE, "A and B have scales only for FP8 and FP4")
     if x.a.type == tables.R_8I:
         _validate_int8(x)
-    if x.is_float8:
-        _validate_float8(x, capability)
+    if x.is_narrow:
+        _validate_narrow(x, capability)
+        _validate_scales(x, capability)
 
 
 def _validate_layout(x: Matrix) -> None:
@@ -243,15 +255,32 @@ def _validate_int8(x: Problem) -> None:
         raise Refusal(NOT_SUPPORTED, "int8 kernels want leading dimensions, m and k in multiples of 4")
 
 
-def _validate_float8(x: Problem, capability: tuple[int, int]) -> None:
+def _validate_narrow(x: Problem, capability: tuple[int, int]) -> None:
     if not tables.has_float8(capability):
         raise Refusal(NOT_SUPPORTED, f"no FP8 on compute capability {capability}")
-    if tables.float8_wants_tn(capability) and (x.op_a, x.op_b) != (1, 0):
-        raise Refusal(NOT_SUPPORTED, "FP8 kernels are TN in column-major terms")
+    wants_tn = x.a.type == tables.R_4F_E2M1 or tables.float8_wants_tn(capability)
+    if wants_tn and (x.op_a, x.op_b) != (1, 0):
+        raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels are TN in column-major terms")
     if {x.a.order, x.b.order, x.c.order, x.d.order} != {0}:
-        raise Refusal(NOT_SUPPORTED, "FP8 kernels are column-major")
+        raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels are column-major")
     if any(y.alignment() < 16 for y in (x.a, x.b, x.c, x.d)):
-        raise Refusal(NOT_SUPPORTED, "FP8 kernels want leading dimensions in multiples of 16 bytes")
-    sizes = (x.k, x.k, x.m * x.c.dtype.itemsize, x.m * x.d.dtype.itemsize)
-    if any(size % 16 for size in sizes):
-        raise Refusal(NOT_SUPPORTED, "FP8 kernels want k and the rows of D in steps of 16 bytes")
+        raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels want leading dimensions in multiples of 16 bytes")
+    sizes = (x.k * x.a.bits, x.k * x.b.bits, x.m * x.c.bits, x.m * x.d.bits)
+    if any(size % 128 for size in sizes):
+        raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels want k and the rows of D in steps of 16 bytes")
+
+
+def _validate_scales(x: Problem, capability: tuple[int, int]) -> None:
+    modes = (x.a_mode, x.b_mode)
+    fp4 = x.a.type == tables.R_4F_E2M1
+    if modes == (tables.SCALAR_32F,) * 2 and not fp4:
+        return
+    if modes != (tables.VEC16_UE4M3 if fp4 else tables.VEC32_UE8M0,) * 2:
+        raise Refusal(NOT_SUPPORTED, f"scale modes {modes} for operands of type {x.a.type}")
+    if not tables.has_block_scales(capability):
+        raise Refusal(NOT_SUPPORTED, f"no scales of blocks on compute capability {capability}")
+    if x.d.batch_count > 1:
+        raise NotImplementedError("batches with scales of blocks are not modelled")
+    for pointer in (x.a_scale, x.b_scale):
+        if not pointer or pointer % 16:
+            raise Refusal(INVALID_VALUE, f"scales of blocks at {pointer:#x}")

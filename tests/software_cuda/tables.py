@@ -1,9 +1,9 @@
 """The products that cuBLASLt computes, as data.
 
 Source: the cuBLAS documentation, ``cublasLtMatmul()``: the tables of compute, scale, A, B, C, D and bias types, and the
-requirements of the int8 and FP8 kernels below them; *Tensor Core Usage* for their dimensions. Uncertain, and decided
-for refusal: bias and activations on float64 (the table names a bias type), alpha and beta other than 0 and 1 for an
-int32 scale type. FP8 results are not modelled.
+requirements of the int8, FP8 and FP4 kernels below them; *Tensor Core Usage* for their dimensions; *Scaling Mode
+Support Overview*. Uncertain, and decided for refusal: bias and activations on float64 (the table names a bias type),
+alpha and beta other than 0 and 1 for an int32 scale type. FP8 and FP4 results are not modelled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 # ``cudaDataType``.
 R_32F, R_64F, R_16F, R_8I, C_32F, C_64F = range(6)
-R_32I, R_16BF, R_8F_E4M3, R_8F_E5M2 = 10, 14, 28, 29
+R_32I, R_16BF, R_8F_E4M3, R_8F_E5M2, R_4F_E2M1 = 10, 14, 28, 29, 33
 
 DTYPES: dict[int, np.dtype] = {
     R_32F: np.dtype(np.float32),
@@ -28,6 +28,7 @@ DTYPES: dict[int, np.dtype] = {
     C_64F: np.dtype(np.complex128),
     R_8F_E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
     R_8F_E5M2: np.dtype(ml_dtypes.float8_e5m2),
+    R_4F_E2M1: np.dtype(ml_dtypes.float4_e2m1fn),  # in memory two in a byte, the first in the low half
 }
 FLOAT8 = frozenset({R_8F_E4M3, R_8F_E5M2})
 
@@ -39,6 +40,10 @@ COMPUTE_32I = frozenset({72, 73})
 FAST_16F, FAST_16BF, FAST_TF32, EMULATED_16BFX9 = 74, 75, 77, 78
 FAST = frozenset({FAST_16F, FAST_16BF, FAST_TF32, EMULATED_16BFX9})
 PEDANTIC = frozenset({65, 69, 71, 73})
+
+# ``cublasLtMatmulMatrixScale_t``: the modes that are modelled, and the elements and scales of their blocks.
+SCALAR_32F, VEC16_UE4M3, VEC32_UE8M0 = 0, 1, 2
+BLOCKS = {VEC16_UE4M3: (16, np.dtype(ml_dtypes.float8_e4m3fn)), VEC32_UE8M0: (32, np.dtype(ml_dtypes.float8_e8m0fnu))}
 
 #: No epilogue but the default one.
 NO_EPILOGUE = -1
@@ -80,8 +85,14 @@ ROWS: tuple[Row, ...] = (
     ),
 )
 
+#: With scales of blocks alone.
+FP4_ROWS = tuple(
+    _same(frozenset({68}), R_32F, R_4F_E2M1, cd, bias)
+    for cd, bias in ((R_16BF, R_16BF), (R_16F, R_16F), (R_32F, R_16BF))
+)
+
 #: By everything but the compute type.
-_BY_TYPES: dict[tuple[int, ...], Row] = {(x.scale, x.a, x.b, x.c, x.d): x for x in ROWS}
+_BY_TYPES: dict[tuple[int, ...], Row] = {(x.scale, x.a, x.b, x.c, x.d): x for x in (*ROWS, *FP4_ROWS)}
 
 
 def row(compute: int, scale: int, a: int, b: int, c: int, d: int) -> Row | None:
@@ -100,6 +111,11 @@ def float8_wants_tn(capability: tuple[int, int]) -> bool:
     return capability in ((8, 9), (9, 0)) or capability[0] == 12
 
 
+def has_block_scales(capability: tuple[int, int]) -> bool:
+    """Whether a device multiplies FP8 and FP4 with scales of blocks."""
+    return capability >= (10, 0)
+
+
 # ``cublasLtNumericalImplFlags_t``.
 FMA, HMMA, IMMA, DMMA = 1, 2, 4, 8
 ACCUMULATOR_16F, ACCUMULATOR_32F, ACCUMULATOR_64F, ACCUMULATOR_32I = (1 << b for b in range(8, 12))
@@ -113,6 +129,7 @@ _TENSOR_INPUT = {
     R_8I: IMMA | ACCUMULATOR_32I | INPUT_8I,
     R_8F_E4M3: HMMA | ACCUMULATOR_32F | INPUT_E4M3,
     R_8F_E5M2: HMMA | ACCUMULATOR_32F | INPUT_E5M2,
+    R_4F_E2M1: HMMA | ACCUMULATOR_32F,
     R_64F: DMMA | ACCUMULATOR_64F | INPUT_64F,
     C_64F: DMMA | ACCUMULATOR_64F | INPUT_64F,
 }

@@ -21,7 +21,7 @@ from lowprec.backends.cuda.libraries import cached, libraries
 from lowprec.errors import BackendError
 from lowprec.formats import DType
 
-#: Names of the element types in kernels; 8-bit types are only copied, or read as integers.
+#: Names of the element types in kernels.
 ELEMENT: Mapping[DType, str] = {
     DType.FLOAT64: "double",
     DType.FLOAT32: "float",
@@ -31,8 +31,8 @@ ELEMENT: Mapping[DType, str] = {
     DType.COMPLEX128: "Complex<double>",
     DType.INT32: "int",
     DType.INT8: "Byte",
-    DType.FLOAT8_E4M3FN: "Byte",
-    DType.FLOAT8_E5M2: "Byte",
+    DType.FLOAT8_E4M3FN: "E4M3",
+    DType.FLOAT8_E5M2: "E5M2",
 }
 
 #: Threads of a block, bytes of a vector load, and bytes of an exponent of a scaled row or column.

@@ -214,7 +214,8 @@ class _PackingLaunch:
     def _by_tiles(self) -> None:
         """Prepare kernels whose adjacent threads read adjacent rows and write adjacent columns."""
         shape, batch = self._shape, self._batch
-        source_word = max(_WORD_BYTES, self._source_bytes)
+        # Pairs of bytes for elements of 16 bytes, of which a tile of words exceeds the shared memory.
+        source_word = max(2 if self._out_bytes == VECTOR_BYTES else _WORD_BYTES, self._source_bytes)
         target_word = max(_WORD_BYTES, self._out_bytes)
         regular = (
             shape.row_stride == 1

@@ -7,6 +7,8 @@
 typedef unsigned char Byte;
 struct Half { unsigned short bits; };
 struct Brain { unsigned short bits; };  // bfloat16
+struct E4M3 { Byte bits; };
+struct E5M2 { Byte bits; };  // the upper half of a Half
 
 // Aligned as its parts: arrays of complex numbers need no larger alignment.
 template <class T> struct Complex { T re, im; };
@@ -40,6 +42,21 @@ __device__ inline float widen(Half x)
 #endif
 }
 
+__device__ inline float widen(E5M2 x)
+{
+    Half longer;
+    longer.bits = (unsigned short)(x.bits << 8);
+    return widen(longer);
+}
+
+__device__ inline float widen(E4M3 x)
+{
+    if ((x.bits & 0x7fu) == 0x7fu) return same_bits<float>(0x7fc00000u | (x.bits & 0x80u) << 24);
+    Half scaled;  // by 2^-8, the difference of the exponents' biases
+    scaled.bits = (unsigned short)((x.bits & 0x7fu) << 7 | (x.bits & 0x80u) << 8);
+    return widen(scaled) * 256.0f;
+}
+
 __device__ inline float widen(Brain x) { return same_bits<float>((unsigned int)x.bits << 16); }
 __device__ inline float widen(float x) { return x; }
 __device__ inline double widen(double x) { return x; }
@@ -51,22 +68,27 @@ template <class T> __device__ inline T imaginary(Complex<T> x) { return x.im; }
 
 // -- rounding to nearest, ties to even -----------------------------------------------------------
 
+// The bits of |x| in a type with DIGITS bits after the leading one and smallest normal number 2^LEAST, whose largest
+// exponents continue without end: for the caller to limit.
+template <int DIGITS, int LEAST> __device__ inline unsigned int rounded_magnitude(unsigned int magnitude)
+{
+    constexpr int shift = 23 - DIGITS;
+    constexpr unsigned int power = (unsigned int)(LEAST + shift + 127) << 23;
+    if (magnitude < (unsigned int)(LEAST + 127) << 23)  // in a sum with this power of two the last digit is the type's
+        return same_bits<unsigned int>(same_bits<float>(magnitude) + same_bits<float>(power)) - power;
+    unsigned int half = (1u << (shift - 1)) - 1u + (magnitude >> shift & 1u);
+    return (magnitude + half - ((unsigned int)(LEAST + 126) << 23)) >> shift;
+}
+
 __device__ inline void round_to(Half& to, float x)
 {
 #if __CUDA_ARCH__ >= 530
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
 #else
     unsigned int bits = same_bits<unsigned int>(x), sign = bits >> 16 & 0x8000u;
-    unsigned int magnitude = bits & 0x7fffffffu, result;
-    if (magnitude > 0x7f800000u) {
-        result = 0x7fffu, sign = 0;
-    } else if (magnitude >= 0x477ff000u) {  // 65520, the tie between the largest and what comes after it
-        result = 0x7c00u;
-    } else if (magnitude < 0x38800000u) {  // below 2^-14: in a sum with 1/2 the last digit is 2^-24
-        result = same_bits<unsigned int>(same_bits<float>(magnitude) + 0.5f) - 0x3f000000u;
-    } else {
-        result = (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
-    }
+    unsigned int magnitude = bits & 0x7fffffffu, result = rounded_magnitude<10, -14>(magnitude);
+    if (result > 0x7c00u) result = 0x7c00u;
+    if (magnitude > 0x7f800000u) result = 0x7fffu, sign = 0;
     to.bits = (unsigned short)(result | sign);
 #endif
 }
@@ -80,6 +102,21 @@ __device__ inline void round_to(Brain& to, float x)
     bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
     to.bits = (unsigned short)(nan ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 #endif
+}
+
+__device__ inline void round_to(E4M3& to, float x)
+{
+    unsigned int bits = same_bits<unsigned int>(x), result = rounded_magnitude<3, -6>(bits & 0x7fffffffu);
+    to.bits = (Byte)((result < 0x7fu ? result : 0x7fu) | (bits >> 24 & 0x80u));  // there is no infinity
+}
+
+__device__ inline void round_to(E5M2& to, float x)
+{
+    unsigned int bits = same_bits<unsigned int>(x), magnitude = bits & 0x7fffffffu;
+    unsigned int result = rounded_magnitude<2, -14>(magnitude);
+    if (result > 0x7cu) result = 0x7cu;
+    if (magnitude > 0x7f800000u) result = 0x7eu;
+    to.bits = (Byte)(result | (bits >> 24 & 0x80u));
 }
 
 __device__ inline void round_to(float& to, float x) { to = x; }
@@ -125,13 +162,14 @@ __device__ inline float rounded_to_odd(double x)
     return same_bits<float>(bits | 1u);
 }
 
-template <> struct Convert<double, Half> {
-    static __device__ inline Half of(double x) { return Convert<float, Half>::of(rounded_to_odd(x)); }
+template <class To> struct FromDouble {
+    static __device__ inline To of(double x) { return Convert<float, To>::of(rounded_to_odd(x)); }
 };
 
-template <> struct Convert<double, Brain> {
-    static __device__ inline Brain of(double x) { return Convert<float, Brain>::of(rounded_to_odd(x)); }
-};
+template <> struct Convert<double, Half> : FromDouble<Half> {};
+template <> struct Convert<double, Brain> : FromDouble<Brain> {};
+template <> struct Convert<double, E4M3> : FromDouble<E4M3> {};
+template <> struct Convert<double, E5M2> : FromDouble<E5M2> {};
 
 template <> struct Convert<Byte, int> {
     static __device__ inline int of(Byte x) { return (signed char)x; }

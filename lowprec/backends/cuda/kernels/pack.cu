@@ -327,7 +327,8 @@ extern "C" __global__ void pack_maxima(
 
 #ifdef KERNEL_pack_tiles
 // A thread reads words of consecutive rows, and writes words of consecutive columns, by way of shared memory.
-static constexpr int rows_per_word = sizeof(Source) < 4 ? 4 / sizeof(Source) : 1;
+static constexpr int wide = sizeof(Source) == 2 || sizeof(Out) == 16 ? 2 : 4;
+static constexpr int rows_per_word = sizeof(Source) < 4 ? wide : 1;
 static constexpr int cols_per_word = sizeof(Out) < 4 ? 4 / sizeof(Out) : 1;
 static constexpr int tile_rows = 32 * rows_per_word, tile_cols = 32 * cols_per_word;
 
@@ -339,6 +340,7 @@ extern "C" __global__ void pack_tiles(
 {
     // One word more per row: the words of a column are in different banks.
     __shared__ Group<Out, cols_per_word> tile[tile_rows][33];
+    static_assert(sizeof(tile) <= 48 << 10, "the shared memory of a block");
     long long strips = (out_rows + tile_rows - 1) / tile_rows, spans = (out_cols + tile_cols - 1) / tile_cols;
     long long total = count * strips * spans;
     for (long long number = blockIdx.x; number < total; number += gridDim.x) {
