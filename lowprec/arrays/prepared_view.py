@@ -97,6 +97,12 @@ class QuantizedView(PreparedView):
         found: ArrayView = self.quantized._widened()
         return ArrayView(self.dtype, self.shape, self.strides, self.device, found.owner, True, found.address)
 
+    @property
+    def transposed(self) -> PreparedView:
+        """The view of the transpose."""
+        found: PreparedView = self.quantized.T._view
+        return found
+
     def ndarray(self) -> NDArray[Any]:
         """Return the widened numbers. Host memory only."""
         return super().ndarray() if self.quantized.scales is None else self.widened().ndarray()

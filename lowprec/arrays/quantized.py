@@ -117,13 +117,13 @@ class QuantizedArray(Prepared):
     def _view(self) -> QuantizedView:  # type: ignore[override]  # made when it is read
         """The view of the numbers without the array's scale."""
         row, last = parse_format(self.format), self.ndim - 1
-        others, _, padded = _layout(self.shape, self.axis, row)
-        strides = list(contiguous_strides((*others, padded)))
-        strides.insert(self.axis, strides.pop())
         on_host = device_of(self.codes).is_host
         # As a type of which there are views.
         bits = (np.asarray(self.codes) if on_host else self.codes).view(np.int8 if on_host else _int8(self.codes))
         codes = library_of(bits).view(bits)
+        others, _, padded = _layout(self.shape, self.axis, row)
+        strides = list(contiguous_strides((*others, padded)) if row.block else codes.strides)
+        strides.insert(self.axis, strides.pop())
         blocks = Blocks(row.name, self.axis - last - 1)
         dtype = DType.BFLOAT16 if row.block else DType.FLOAT8_E4M3FN
         view = ArrayView(dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address)

@@ -48,8 +48,9 @@ class PreparedOperand(Prepared):
 
     @property
     def dtype(self) -> str:
-        """Name of the element type of the array."""
-        return self._view.dtype.label
+        """Name of the element type of the array, or of the format of a quantised array."""
+        view = self._view
+        return view.blocks.format if isinstance(view, QuantizedView) else view.dtype.label
 
     @property
     def device(self) -> str:
@@ -69,8 +70,7 @@ class PreparedOperand(Prepared):
     @property
     def nbytes(self) -> int:
         """Bytes used now by the copy and the packed operands."""
-        once = OperandSpec(self._view.dtype, self.shape, self._view.strides).stored_bytes
-        return once + self.packed_bytes
+        return spec_of(self._view).stored_bytes + self.packed_bytes
 
     @property
     def packed_bytes(self) -> int:
@@ -99,6 +99,8 @@ class PreparedOperand(Prepared):
             raise UnsupportedError(
                 f"a prepared operand on {self.device} cannot be pickled; pickle the array and prepare it after loading"
             )
+        if isinstance(self._view, QuantizedView):
+            return prepare, (self._view.quantized,)
         again = functools.partial(prepare, math_mode=self.math_mode)
         return again, (self._view.ndarray(),)
 
@@ -113,8 +115,8 @@ def prepare(b: Any, /, *, math_mode: ModeName | MathMode | None = None) -> Prepa
 
     Parameters
     ----------
-    b : array, shape (..., k, n) or (k,)
-        Operand, as for :func:`matmul`. It is copied: later writes to it have no effect.
+    b : array or QuantizedArray, shape (..., k, n) or (k,)
+        Operand, as for :func:`matmul`. An array is copied: later writes to it have no effect.
     math_mode : str or MathMode, optional
         The mode for which the packed ``b`` is kept, by default the current mode. It does not set the mode of a product.
 

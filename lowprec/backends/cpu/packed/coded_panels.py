@@ -32,9 +32,9 @@ def records_of(name: str, codes: Any, scales: Any) -> Any:
 
 
 def _padded(x: Any, shape: Sequence[int]) -> Any:
-    """Return an array with zeros, the code of 0, up to this shape."""
+    """Return a contiguous array with zeros, the code of 0, up to this shape."""
     if x.shape == tuple(shape):
-        return x
+        return np.ascontiguousarray(x)
     padded = np.zeros(shape, x.dtype)
     padded[tuple(map(slice, x.shape))] = x
     return padded

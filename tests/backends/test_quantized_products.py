@@ -1,0 +1,199 @@
+"""Products of quantised arrays on the CPU, against float64 of their values under the plan's bound."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.formats import BLOCK_FORMATS
+
+FORMATS = list(BLOCK_FORMATS)
+BF16, E4M3, F16, F32 = (np.dtype(getattr(ml_dtypes, x, x)) for x in ("bfloat16", "float8_e4m3fn", "float16", "float32"))
+
+#: m, n, k: tiny products, one row, edges of strips and steps, few rows, blocks that are not whole, a narrow b.
+SHAPES = [(3, 5, 7), (1, 300, 400), (8, 513, 515), (33, 200, 130), (257, 129, 300), (300, 8, 400)]
+
+
+def check(a: Any, b: Any, found: Any = None, **options: Any) -> Any:
+    """Compare a product with float64 of the operands' values: the bound, and three roundings for the factors."""
+    c = lowprec.matmul(a, b, **options) if found is None else found
+    made = lowprec.plan(a, b, **options)
+    x, y = (np.asarray(z.dequantize() if hasattr(z, "dequantize") else z, np.float64) for z in (a, values(b)))
+    norms = np.linalg.norm(x), np.linalg.norm(y)
+    error = np.linalg.norm(np.asarray(c, np.float64) - x @ y)
+    assert error <= made.bound.frobenius(*norms, *c.shape[-2:]) + 3 * 2.0**-24 * norms[0] * norms[1]
+    return made
+
+
+def values(b: Any) -> Any:
+    return b._view.quantized if isinstance(b, lowprec.PreparedOperand) else b
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("other", [BF16, F32, F16, E4M3, None], ids=str)
+def test_products_are_within_the_bound(shape: tuple[int, int, int], fmt: str, other: Any) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(m + n + k)
+    a, b = rng.standard_normal((m, k)).astype(np.float32), rng.standard_normal((k, n)).astype(np.float32)
+    x = lowprec.quantize(a, fmt) if other is None else a.astype(other)
+    modes: tuple[Any, ...] = ("fp32", "bf16", "tf32", "bf16x3") if other == F32 else (None,)
+    for y in (lowprec.quantize(b, fmt, axis=0), lowprec.quantize(b.T.copy(), fmt).T, lowprec.quantize(b, fmt)):
+        for mode in modes:
+            check(x, y, out_dtype=None if other == F16 else "float32", math_mode=mode)
+        prepared = lowprec.prepare(y)
+        np.testing.assert_array_equal(lowprec.matmul(x, prepared), lowprec.matmul(x, y))
+
+
+@pytest.mark.parametrize("fmt", [x for x in FORMATS if BLOCK_FORMATS[x].scales])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt: str, dtype: Any) -> None:
+    """A product with the identity gives each value; bfloat16 units flush values below 2^-126 to zero."""
+    row = BLOCK_FORMATS[fmt]
+    per_block = row.block * row.bits // 8
+    # All scales along n, all codes along k.
+    codes = np.tile(np.arange(256, dtype=np.uint8), 256 * per_block // 256).reshape(256, -1)
+    codes = np.concatenate([codes] * (256 // per_block), axis=1)
+    scales = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, codes.shape[1] // per_block))
+    if fmt == "nvfp4":
+        scales &= 0x7F
+    k = codes.shape[1] * 8 // row.bits
+    q = lowprec.QuantizedArray(codes, scales, fmt, (k, 256), 0)
+    want = q.dequantize()
+    identity = np.eye(k, dtype=np.float32)
+    picked = np.flatnonzero(np.arange(k) % 3 == 0)[:600]
+    a = identity[picked].astype(dtype)
+    c = lowprec.matmul(a, q, out_dtype="float32")
+    want = want[picked]
+    normal = np.isfinite(want) & (np.abs(want) >= 2.0**-126)
+    finite_columns = np.isfinite(q.dequantize()).all(0)  # NaN times zero is NaN
+    normal &= finite_columns
+    assert normal.sum() > 1000
+    np.testing.assert_array_equal(c[normal], want[normal])
+    assert np.isnan(c[:, ~finite_columns]).all()
+    ones = lowprec.QuantizedArray(
+        np.full((64, 16), 0x22, np.uint8), np.full((64, 1), 255, np.uint8), "mxfp4", (32, 64), 0
+    )
+    assert np.isnan(lowprec.matmul(np.ones((40, 32), dtype), ones)).all()
+    small = finite_columns & ~normal
+    assert (np.abs(c[small]) <= np.abs(want[small])).all()
+
+
+def test_batches_vectors_epilogues_and_libraries() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+    rng = np.random.default_rng(3)
+    for fmt in FORMATS:
+        b = rng.standard_normal((2, 96, 70)).astype(np.float32)
+        a = rng.standard_normal((3, 2, 40, 96)).astype(BF16)
+        q = lowprec.quantize(b, fmt, axis=-2)
+        check(a, q, out_dtype=F32)
+        check(a[0, 0], q, out_dtype=F32)
+        check(lowprec.quantize(a, fmt), b.astype(BF16), out_dtype=F32)
+        check(lowprec.quantize(b.swapaxes(1, 2), fmt), q, out_dtype=F32)
+        across = lowprec.quantize(b, fmt, axis=0)
+        check(a[0], across, out_dtype=F32)
+        check(across.T, b.astype(BF16), out_dtype=F32)
+        sliced = lowprec.QuantizedArray(
+            q.codes[:, ::2], None if q.scales is None else q.scales[:, ::2], fmt, (2, 96, 35), 1, q.scale
+        )
+        check(a[0], sliced, out_dtype=F32)
+        one = lowprec.quantize(b[0, :, 0], fmt)
+        assert lowprec.matmul(a[0, 0], one).shape == (40,)
+        weight = lowprec.quantize(b[0].T.copy(), fmt)
+        bias = rng.standard_normal(70).astype(np.float32)
+        found = lowprec.linear(a[0, 0], weight, bias=bias, activation="relu", out_dtype="float32")
+        product = lowprec.matmul(a[0, 0], weight.T, out_dtype="float32")
+        np.testing.assert_allclose(found, np.maximum(product + bias, 0), rtol=1e-5, atol=1e-5)
+        x = torch.from_numpy(a[0, 0].astype(np.float32)).bfloat16()
+        for library, made in ((torch, torch.from_numpy(b[0].T.copy())), (jnp, jnp.asarray(b[0].T))):
+            theirs = lowprec.quantize(made, fmt)
+            c = lowprec.matmul(theirs, theirs.T, out_dtype="float32")
+            assert type(c) is type(made)
+            assert library is not None
+            check(weight, weight.T, np.asarray(c), out_dtype="float32")
+        c = lowprec.matmul(x, lowprec.quantize(torch.from_numpy(b[0]), fmt, axis=0), out_dtype=torch.float32)
+        np.testing.assert_array_equal(c.numpy(), product)
+
+
+def test_the_plan_shows_what_is_decoded_and_what_is_widened() -> None:
+    rng = np.random.default_rng(4)
+    a, b = rng.standard_normal((64, 256)).astype(BF16), rng.standard_normal((256, 128)).astype(np.float32)
+    q = lowprec.quantize(b, "mxfp4", axis=0)
+    made = lowprec.plan(a, q)
+    assert made.b_becomes == "mxfp4 values as bfloat16"
+    assert "mxfp4 (256, 128)" in str(made)
+    decodes = made.kernel_row.decodes_b
+    assert [copy.operand for copy in made.copies] == ([] if decodes else ["b"])
+    wrong = lowprec.plan(a, lowprec.quantize(b, "mxfp4"))
+    assert [(copy.operand, copy.nbytes) for copy in wrong.copies] == [("b", 2 * b.size)]
+    assert "its mxfp4 numbers are widened to bfloat16" in wrong.copies[0].reason
+    left = lowprec.plan(lowprec.quantize(a, "nvfp4"), q)
+    assert left.copies[0].operand == "a"
+    # 17 bytes per 32 codes of 4 bits.
+    assert made.bytes_moved == a.nbytes + 17 * b.size // 32 + 64 * 128 * 2
+
+
+def test_first_products_in_threads_and_pickles() -> None:
+    rng = np.random.default_rng(5)
+    a, b = rng.standard_normal((16, 512)).astype(BF16), rng.standard_normal((512, 512)).astype(np.float32)
+    for fmt in FORMATS:
+        want = lowprec.matmul(a, lowprec.quantize(b, fmt, axis=0))
+        q = pickle.loads(pickle.dumps(lowprec.quantize(b, fmt, axis=0)))
+        results: list[Any] = [None] * 6
+
+        def run(i: int, q: Any = q, results: list[Any] = results) -> None:
+            results[i] = lowprec.matmul(a, q)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for found in results:
+            np.testing.assert_array_equal(found, want)
+        turned = lowprec.prepare(lowprec.quantize(b.T.copy(), fmt)).T
+        np.testing.assert_array_equal(lowprec.matmul(a, turned), want)
+        assert (turned.dtype, turned.shape) == (fmt, (512, 512))
+        assert turned.nbytes - turned.packed_bytes == q.nbytes
+        again = pickle.loads(pickle.dumps(lowprec.prepare(q)))
+        np.testing.assert_array_equal(lowprec.matmul(a, again), want)
+
+
+def test_large_b_is_decoded_in_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowprec.backends.cpu.packed import jobs
+
+    rng = np.random.default_rng(6)
+    a, b = rng.standard_normal((300, 256)).astype(BF16), rng.standard_normal((256, 330)).astype(np.float32)
+    q = lowprec.quantize(b, "nvfp4", axis=0)
+    want = lowprec.matmul(a, q)
+    monkeypatch.setattr(jobs, "_MOST_PACKED", 64 << 10)
+    jobs.job_of.cache_clear()
+    jobs.block_of.cache_clear()
+    from lowprec.core.executors import clear_caches
+
+    clear_caches()
+    np.testing.assert_array_equal(lowprec.matmul(a, lowprec.quantize(b, "nvfp4", axis=0)), want)
+    jobs.job_of.cache_clear()
+    clear_caches()
+
+
+def test_quantised_arrays_elsewhere_are_refused() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    q = lowprec.quantize(np.ones((32, 32), np.float32), "mxfp4")
+    x = np.ones((32, 32), np.float32)
+    for call in (lambda: lowprec.matmul(x, x, c=q, beta=1.0), lambda: lowprec.matmul(x, x, bias=q),
+                 lambda: lowprec.einsum("ij,jk", q, x), lambda: lowprec.linalg.solve(q, x)):  # fmt: skip
+        with pytest.raises(lowprec.ArrayError, match="quantised array, which is accepted only as an operand of matmul"):
+            call()
+    needs_grad = torch.ones(32, 32, requires_grad=True)
+    with pytest.raises(lowprec.ArrayError, match="b is a quantised array"):
+        lowprec.matmul(needs_grad, q)
+    with pytest.raises(lowprec.ShapeError, match="32"):
+        lowprec.matmul(np.ones((4, 31), np.float32), q)
