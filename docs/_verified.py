@@ -100,6 +100,8 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
     + tuple(f"CUDA graph of {library}, prepared operand" for library in _LIBRARIES),
     "The rest": (
         "prepared operands",
+        "2:4 sparse operands of float16, bfloat16 and int8",
+        "2:4 sparse operands, pruned, and with an epilogue",
         "gradients of a scaled loss, `LossScaler`",
         "kernels that pack operands",
         "kernels that apply epilogues",

@@ -20,6 +20,7 @@ from lowprec.errors import (
     LowprecWarning,
     ModeError,
     ShapeError,
+    SparsityError,
     UnsupportedError,
 )
 from lowprec.modes import MathMode
@@ -61,10 +62,10 @@ _OF_LIBRARIES = {"dask": "dask[array]", "jax": "jax", "torch": "torch"}
 __all__ = [
     "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
     "EnvironmentVariableError", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
-    "QuantizedArray", "ShapeDtype", "ShapeError", "UnsupportedError", "__version__", "amp", "autotune", "check",
-    "cublas_handle", "einsum", "emulate", "emulation", "fp32_guard", "get_math_mode", "info", "linalg", "linear",
-    "math_mode", "matmul", "plan", "prepare", "profile", "quantize", "register_controller", "release_memory",
-    "set_math_mode", "tensordot", "vecdot",
+    "QuantizedArray", "ShapeDtype", "ShapeError", "SparsityError", "UnsupportedError", "__version__", "amp",
+    "autotune", "check", "cublas_handle", "einsum", "emulate", "emulation", "fp32_guard", "get_math_mode", "info",
+    "linalg", "linear", "math_mode", "matmul", "plan", "prepare", "profile", "quantize", "register_controller",
+    "release_memory", "set_math_mode", "tensordot", "vecdot",
 ]  # fmt: skip
 
 

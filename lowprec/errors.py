@@ -17,6 +17,7 @@ __all__ = [
     "LowprecWarning",
     "ModeError",
     "ShapeError",
+    "SparsityError",
     "UnsupportedError",
 ]
 
@@ -117,6 +118,17 @@ class ModeError(LowprecError, ValueError):
     >>> lowprec.math_mode("tf16")
     Traceback (most recent call last):
     lowprec.errors.ModeError: math_mode 'tf16' is not a math mode; choose one of: ...
+    """
+
+
+class SparsityError(LowprecError, ValueError):
+    """An operand that violates its sparsity pattern, or an unknown pattern.
+
+    >>> import lowprec
+    >>> import numpy as np
+    >>> lowprec.prepare(np.ones((4, 1), np.float32), sparsity="2:4")
+    Traceback (most recent call last):
+    lowprec.errors.SparsityError: b is not 2:4 sparse: b[0:4, 0] has 4 nonzero elements, ...
     """
 
 

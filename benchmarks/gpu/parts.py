@@ -45,6 +45,7 @@ MEASUREMENTS = {
     "ordering": (30, "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
     "splits": (40, "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
     "heuristics": (30, "How far is the first choice from the best of 32?"),
+    "sparse": (30, "How fast is a 2:4 sparse weight of 16 bits beside the dense one?"),
 }  # fmt: skip
 #: The tests come before this measurement; seconds of one module of them, and of all.
 TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 150

@@ -50,7 +50,7 @@ class DeviceMemory(Protocol):
         """Block the host until the work queued now on a stream is done."""
 
     def copy(self, source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
-        """Queue a copy between two addresses of the device on a stream."""
+        """Queue a copy between two addresses, of the device or the host, on a stream."""
 
     def hold(self, owners: Sequence[Any], device: Device) -> None:
         """Keep objects alive, also after an exception, until the work of a later call of :meth:`keep` is done."""

@@ -31,16 +31,23 @@ class PreparedView(ArrayView):
 
     Products in ``mode`` use ``packed``, the cache of packed operands. It has no lock, which could be held during a
     fork; if several threads pack at once, the first result is kept. ``whole`` is the stack that contains this matrix.
+    ``sparse_axis`` is the axis along which the elements are 2:4 sparse, -2 or -1, or None.
     """
 
-    __slots__ = ("_transposed", "_whole", "mode", "packed")
+    __slots__ = ("_transposed", "_whole", "mode", "packed", "sparse_axis")
 
     def __init__(self, view: ArrayView, mode: str, packed: dict[Any, Any], whole: PreparedView | None = None) -> None:
         super().__init__(view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address)
         self.mode = mode
         self.packed = packed
+        self.sparse_axis: int | None = None
         self._whole = whole
         self._transposed: PreparedView | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the elements are 2:4 sparse along the inner dimension of a product."""
+        return self.sparse_axis == -2
 
     def ndarray(self) -> NDArray[Any]:
         """Return the copy as a NumPy array. Host memory only."""
@@ -73,6 +80,7 @@ class PreparedView(ArrayView):
                 shape, strides = ((*x[:-2], x[-1], x[-2]) for x in (self.shape, self.strides))
                 view = ArrayView(self.dtype, shape, strides, self.device, self.owner, True, self.address)
             self._transposed = PreparedView(view, self.mode, self.packed)
+            self._transposed.sparse_axis = None if self.sparse_axis is None else -3 - self.sparse_axis
         return self._transposed
 
 

@@ -16,7 +16,7 @@ from lowprec.core.arguments import Options, bind, check_devices, check_scalars, 
 from lowprec.errors import ArrayError, DTypeError, ModeError, ShapeError
 from lowprec.modes import TABLE, ActivationName, BoundName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode
 from lowprec.planning import Bound, Candidate, Capabilities, Copy, GemmPlan, GemmProblem, Reason, ReasonKind, plan_gemm
-from lowprec.planning.prepared import prepared_reason
+from lowprec.planning.prepared import prepared_reason, sparse_reason
 from lowprec.planning.selection import check_bound, check_rtol, select_mode
 from lowprec.util.strides import contiguous_strides
 
@@ -149,9 +149,16 @@ def plan(
         candidates=candidates,
         tolerance=_tolerance(rtol, bound, problem, capabilities) if rtol is not None and candidates[1:] else None,
         copies=(*made.copies, *copies),
-        prepared=prepared_reason(made, y.mode) if isinstance(y, PreparedView) else None,
+        **_use_of_b(made, y),
         algorithm=_algorithm(made, x, y, options) if is_there and not array_device.is_host else (),
     )
+
+
+def _use_of_b(made: GemmPlan, y: ArrayView) -> dict[str, Any]:
+    """Return the fields on a prepared ``b``."""
+    if not isinstance(y, PreparedView):
+        return {}
+    return {"prepared": prepared_reason(made, y.mode), "sparsity": sparse_reason(made) if y.is_sparse else None}
 
 
 def _described(x: Any) -> ArrayView:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, Literal
 
 from lowprec import policy
 from lowprec.arrays import ArrayView, library_of_operand
 from lowprec.arrays.prepared_view import Prepared, PreparedView, QuantizedView, copy_of
+from lowprec.arrays.sparsity import check_sparsity, sparse_copy
 from lowprec.backends import backend_of
 from lowprec.core.arguments import spec_of
 from lowprec.core.executors import warn_without_effect
@@ -24,7 +26,7 @@ class PreparedOperand(Prepared):
     """A copy of an array for use as ``b`` or weight; see :func:`prepare`.
 
     The copy is immutable; products cache their packed operands in it. Threads and forked children may share it. A
-    pickle contains the elements and the mode.
+    pickle contains the elements, the mode and the sparsity.
 
     Examples
     --------
@@ -63,6 +65,11 @@ class PreparedOperand(Prepared):
         return MathMode(self._view.mode)
 
     @property
+    def sparsity(self) -> Literal["2:4"] | None:
+        """``"2:4"`` if the array is prepared as sparse, otherwise None."""
+        return "2:4" if self._view.is_sparse else None
+
+    @property
     def order(self) -> Order | None:
         """``"row"`` or ``"col"`` for contiguous rows or columns, otherwise None."""
         return stacked_layout(*_operands(self._view)).b.order
@@ -79,7 +86,11 @@ class PreparedOperand(Prepared):
 
     @property
     def T(self) -> PreparedOperand:
-        """The operand with its last two axes exchanged, on the same memory."""
+        """The operand with its last two axes exchanged, on the same memory.
+
+        A sparse operand then has its pattern along the wrong axis for a product, and is an ordinary one; its transpose
+        is sparse again. ``linear(x, prepare(weight.T, sparsity="2:4").T)`` uses it.
+        """
         if self.ndim < 2:
             raise ShapeError(f"a prepared operand of shape {self.shape} has no transpose; it needs two axes")
         return PreparedOperand(self._view.transposed)
@@ -89,8 +100,9 @@ class PreparedOperand(Prepared):
         self._view.packed.clear()
 
     def __repr__(self) -> str:
+        sparse = f"{self.sparsity} sparse, " if self.sparsity else ""
         return (
-            f"PreparedOperand({self.dtype} {self.shape}, {self.order or 'strided'}, for {self.math_mode}, on "
+            f"PreparedOperand({self.dtype} {self.shape}, {sparse}{self.order or 'strided'}, for {self.math_mode}, on "
             f"{self.device}, {self.packed_bytes:,} bytes packed in addition to {self.nbytes - self.packed_bytes:,})"
         )
 
@@ -101,17 +113,27 @@ class PreparedOperand(Prepared):
             )
         if isinstance(self._view, QuantizedView):
             return prepare, (self._view.quantized,)
-        again = functools.partial(prepare, math_mode=self.math_mode)
+        if self._view.sparse_axis == -1:
+            return attrgetter("T"), (self.T,)
+        again = functools.partial(prepare, math_mode=self.math_mode, sparsity=self.sparsity)
         return again, (self._view.ndarray(),)
 
 
-def prepare(b: Any, /, *, math_mode: ModeName | MathMode | None = None) -> PreparedOperand:
+def prepare(
+    b: Any,
+    /,
+    *,
+    math_mode: ModeName | MathMode | None = None,
+    sparsity: Literal["2:4"] | None = None,
+    prune: bool = False,
+) -> PreparedOperand:
     """Return an operand, such as a weight, that is rounded, split and packed once.
 
-    ``matmul(a, prepare(b))`` equals ``matmul(a, b)`` bit for bit in every mode; preparing only saves time. The first
-    product in ``math_mode`` keeps its packed ``b``, and later ones reuse it. Products in another mode, and kernels that
-    do not pack ``b`` (most FP32 ones), read the copy as an ordinary array. :func:`plan` shows whether the packed ``b``
-    is used.
+    ``matmul(a, prepare(b))`` equals ``matmul(a, b)`` bit for bit in every mode; preparing only saves time (sparse
+    products on GPUs differ, see ``sparsity``). The first product in ``math_mode`` keeps its packed ``b``, and later ones
+    reuse it; 8-bit floating-point types are kept as they are stored, in the order of packing. Products in another mode,
+    and kernels that do not pack ``b`` (most FP32 ones), read the copy as an ordinary array. :func:`plan` shows whether
+    the packed ``b`` is used.
 
     Parameters
     ----------
@@ -119,6 +141,14 @@ def prepare(b: Any, /, *, math_mode: ModeName | MathMode | None = None) -> Prepa
         Operand, as for :func:`matmul`. An array is copied: later writes to it have no effect.
     math_mode : str or MathMode, optional
         The mode for which the packed ``b`` is kept, by default the current mode. It does not set the mode of a product.
+    sparsity : {"2:4"}, optional
+        Declare that ``b`` is 2:4 sparse: in each group of 4 consecutive elements along its second to last axis, at most
+        2 are nonzero (NaN is nonzero). GPUs of compute capability 8.0 and later multiply such a ``b`` of float16,
+        bfloat16 or int8 by cuSPARSELt, in another order of summation and without most products with zeros, so that an
+        Inf in ``a`` need not give NaN there. On CPUs, and where :func:`plan` shows a reason, the product is dense.
+    prune : bool, optional
+        Keep the 2 largest magnitudes of each group (NaN is the largest; of equal ones, the lower index), and replace
+        the others by zero. ``b`` is unchanged. By default a ``b`` that violates the pattern is an error.
 
     Returns
     -------
@@ -129,8 +159,10 @@ def prepare(b: Any, /, *, math_mode: ModeName | MathMode | None = None) -> Prepa
     ------
     ArrayError, DTypeError
         ``b`` is not an array that can be read in place, or its dtype is not supported.
+    SparsityError
+        ``b`` violates the pattern, ``sparsity`` is unknown, or ``prune`` is True without it.
     ShapeError
-        ``b`` has no axes.
+        ``b`` has no axes, or one axis with ``sparsity``.
     DeviceError
         The device is not supported.
     ModeError
@@ -150,14 +182,20 @@ def prepare(b: Any, /, *, math_mode: ModeName | MathMode | None = None) -> Prepa
     library = library_of_operand(b)
     view = library.view(b)
     if isinstance(view, QuantizedView):  # it is immutable, and keeps packed codes itself
+        if sparsity is not None or prune:
+            raise UnsupportedError("b is a quantised array, which has no sparsity; quantise a pruned array instead")
         return PreparedOperand(view)
     if not view.ndim:
         raise ShapeError("b has no axes; prepare takes a vector, a matrix or a stack of matrices")
+    if sparsity is not None or prune:
+        check_sparsity(sparsity, prune, view.dtype, view.shape)
     made = plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
     if math_mode is not None:
         warn_without_effect(made)
     stream = None if view.device.is_host else library.current_stream(view.device)
-    return PreparedOperand(PreparedView(copy_of(view, stream), mode, {}))
+    found = PreparedView(copy_of(view, stream) if sparsity is None else sparse_copy(view, prune, stream), mode, {})
+    found.sparse_axis = None if sparsity is None else -2
+    return PreparedOperand(found)
 
 
 def _operands(view: ArrayView) -> tuple[OperandSpec, OperandSpec]:

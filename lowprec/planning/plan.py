@@ -88,6 +88,7 @@ class GemmPlan:
     tolerance: Reason | None = None  # the bound that ``rtol`` limits, and the choice by the other bound
     call: CublasLtCall | None = None  # arguments of cuBLASLt, if it is the kernel
     prepared: Reason | None = None  # why the packed ``b`` is kept or not; None if ``b`` is not prepared
+    sparsity: Reason | None = None  # how the zeros of ``b`` are used; None if ``b`` is not prepared as sparse
     algorithm: tuple[tuple[str, str], ...] = ()  # cuBLASLt's description of its algorithm; empty without a GPU
 
     @cached_property

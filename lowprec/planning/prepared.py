@@ -1,7 +1,8 @@
-"""Whether a product keeps the packed ``b`` of a prepared operand."""
+"""Whether a product keeps the packed ``b`` of a prepared operand, and whether it uses the zeros of a sparse one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lowprec.formats import BFLOAT16, FLOAT16, DType
@@ -9,8 +10,15 @@ from lowprec.modes import MathMode
 from lowprec.planning.reasons import Reason, ReasonKind
 
 if TYPE_CHECKING:
+    from lowprec.planning.calls import CublasLtCall
     from lowprec.planning.layout import GemmLayout
     from lowprec.planning.plan import GemmPlan
+
+_SPARSE_UNITS_SINCE = (8, 0)
+#: cuSPARSELt's result by type of its operands.
+_SPARSE_RESULTS = {DType.FLOAT16: DType.FLOAT16, DType.BFLOAT16: DType.BFLOAT16, DType.INT8: DType.INT32}
+#: Extents and leading dimensions of sparse and of dense matrices are multiples of these.
+_SPARSE_BYTES, _DENSE_BYTES = 32, 16
 
 
 def kept_modes(plan: GemmPlan) -> frozenset[str]:
@@ -33,6 +41,44 @@ def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
 def multiplies_b(layout: GemmLayout) -> bool:
     """Whether ``b`` is the matrix in a product of a matrix and a few vectors."""
     return layout.n > layout.m
+
+
+def sparse_reason(plan: GemmPlan, call: CublasLtCall | None = None) -> Reason:
+    """Return how a product uses the zeros of a 2:4 sparse ``b``; ``call`` replaces the plan's own.
+
+    cuSPARSELt multiplies the matrices of a call of cuBLASLt, with ``b`` as the first operand. Source: the cuSPARSELt
+    documentation, ``cusparseLtStructuredDescriptorInit()`` and ``cusparseLtMatmulDescriptorInit()``.
+    """
+    call = call or plan.call
+    if call is None:
+        return Reason.of(ReasonKind.ZEROS_MULTIPLIED, kernel=plan.kernel)
+    for why in _against_sparse(plan, call):
+        return Reason.of(ReasonKind.DENSE_PRODUCT, why=why)
+    # Half of the elements, and 2 bits for the position of each.
+    return Reason.of(ReasonKind.SPARSE, share=0.5 + 0.125 / call.first.dtype.itemsize)
+
+
+def _against_sparse(plan: GemmPlan, call: CublasLtCall) -> Iterator[Reason]:
+    capability = plan.capabilities.compute_capability or _SPARSE_UNITS_SINCE
+    if capability < _SPARSE_UNITS_SINCE:
+        yield Reason.of(ReasonKind.NO_SPARSE_UNITS, capability="{}.{}".format(*capability))
+    first, second, d = call.first, call.second, call.d
+    is_one = call.swapped and len(plan.schedule) == len(call.offsets) == call.batch_count == 1
+    if not is_one or call.epilogue not in ("DEFAULT", "BIAS") or call.c not in (None, d):
+        yield Reason.of(ReasonKind.SPARSE_CALLS)
+    if first.dtype is DType.FLOAT32:
+        yield Reason.of(ReasonKind.SPARSE_FLOAT32)
+    if first.dtype is not second.dtype or _SPARSE_RESULTS.get(first.dtype) is not d.dtype:
+        yield Reason.of(ReasonKind.SPARSE_TYPES, a=second.dtype, b=first.dtype, out=d.dtype)
+    matrices = (
+        ("b", first, call.op_first, _SPARSE_BYTES), ("a", second, call.op_second, _DENSE_BYTES),
+        ("out", d, "N", _DENSE_BYTES),
+    )  # fmt: skip
+    for name, x, op, nbytes in matrices:
+        step, leading = nbytes // x.dtype.itemsize, x.leading_dimension
+        shape = (x.cols, x.rows) if op == "N" else (x.rows, x.cols)
+        if any(size % step for size in (*shape, leading)):
+            yield Reason.of(ReasonKind.SPARSE_EXTENTS, name=name, step=step, shape=shape, leading=leading)
 
 
 def _reason_kind(plan: GemmPlan, prepared_for: str) -> ReasonKind:

@@ -57,6 +57,16 @@ class ReasonKind(Enum):
     NOTHING_TO_KEEP = "{kernel} reads b in place: nothing to keep"
     TRANSPOSED_RESULT = "a column-major result packs b^T as the left operand: read as an ordinary array"
 
+    # Use of a 2:4 sparse operand.
+    SPARSE = "cuSPARSELt multiplies at most half of b, which takes {share:.4g} of its bytes in addition, compressed"
+    ZEROS_MULTIPLIED = "{kernel} multiplies the zeros of b like other numbers: the same cost as a dense b"
+    DENSE_PRODUCT = "a dense product, as without sparsity: {why}"
+    NO_SPARSE_UNITS = "sparse tensor cores need compute capability 8.0, here {capability}"
+    SPARSE_FLOAT32 = "sparse tensor cores multiply float32 data in the pattern 1:2 alone"
+    SPARSE_TYPES = "cuSPARSELt is not used for {a} by {b} into {out}"
+    SPARSE_CALLS = "cuSPARSELt is used for one row-major product without a batch, with alpha, beta c and a bias alone"
+    SPARSE_EXTENTS = "cuSPARSELt needs {name} in multiples of {step}, here {shape} with leading dimension {leading}"
+
     # Why ``rtol`` chose or rejected a mode.
     TOLERANCE = "limits the {bound} bound to {rtol:.3g}; bound={other!r} would choose {choice}"
     EXCLUDED = "excluded by the environment"

@@ -106,6 +106,8 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
     yield "b becomes", plan.b_becomes
     if plan.prepared:
         yield "prepared", str(plan.prepared)
+    if plan.sparsity:
+        yield "sparsity", f"2:4: {plan.sparsity}"
     yield "products", f"{plan.products}" + (f", each operand in {plan.parts} parts" if plan.parts > 1 else "")
     if plan.k_chunk < plan.layout.k:
         yield ("k chunk", f"{plan.k_chunk}: chunks of the leading product, added in {plan.accumulator}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from lowprec.backends.cuda import autotune, bindings, cublas, executor, handles, measuring, memory, models
+from lowprec.backends.cuda import autotune, bindings, cublas, executor, handles, measuring, memory, models, sparse
 from lowprec.backends.cuda.libraries import loaded
 from lowprec.backends.cuda.runtime import call, on_device
 
@@ -23,6 +23,7 @@ def reset() -> None:
         stack.callback(memory.release)
         stack.callback(release_timing_events)
         stack.callback(_handles, cublas._pool, "cublas")
+        stack.callback(_handles, sparse._pool, "cusparse_lt")
         stack.callback(_handles, handles._cublas_lt, "cublas_lt")
 
 

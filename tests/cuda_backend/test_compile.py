@@ -99,7 +99,7 @@ def core(cache: Path) -> Iterator[Compiler]:
     forget()
     found = Compiler()
     driver = SimpleNamespace(CUfunction=KERNELS.__getitem__, cuLaunchKernel=found.cuLaunchKernel)
-    before = libraries.use(libraries.Libraries(None, None, runtime(), found, driver))
+    before = libraries.use(libraries.Libraries(None, None, runtime(), found, driver, None))
     yield found
     libraries.use(before)
 
@@ -208,7 +208,7 @@ def test_a_kernel_is_compiled_once(core: Compiler) -> None:
 
 def test_each_architecture_has_its_own(core: Compiler) -> None:
     kernel()
-    libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core, None))
+    libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core, None, None))
     kernel()
     assert [options["arch"] for _, options in core.compiled] == ["sm_90", "sm_80"]
 

@@ -1,4 +1,4 @@
-"""A software CUDA, cuBLASLt and cuBLAS for tests of the CUDA backend without a GPU.
+"""A software CUDA, cuBLASLt, cuBLAS and cuSPARSELt for tests of the CUDA backend without a GPU.
 
 ``install()`` replaces NVIDIA's libraries, ``uninstall()`` restores them. Work that is queued on a stream runs only when
 it is waited for, memory is poisoned, and what the real libraries refuse is refused.
@@ -20,6 +20,7 @@ from software_cuda.core import Core, compiler
 from software_cuda.cublas import Cublas
 from software_cuda.cublaslt import CublasLt
 from software_cuda.cupy import Cupy
+from software_cuda.cusparselt import CusparseLt
 from software_cuda.driver import Driver
 from software_cuda.recorder import Recorder, Refusal
 from software_cuda.runtime import DeviceModel, Runtime
@@ -40,7 +41,8 @@ class Software:
         self.cublas = Cublas(self.recorder, self.runtime)
         self.core = Core(self.recorder, self.runtime, version // 10000)
         self.driver = Driver(self.recorder, self.runtime)
-        self.libraries = Libraries(self.cublas_lt, self.cublas, self.runtime, self.core, self.driver)
+        self.cusparse_lt = CusparseLt(self.recorder, self.runtime)
+        self.libraries = Libraries(self.cublas_lt, self.cublas, self.runtime, self.core, self.driver, self.cusparse_lt)
 
     @property
     def calls(self) -> list[str]:
@@ -61,7 +63,7 @@ class Software:
         return self.recorder.fail(function, at=at, status=status)
 
     def live(self) -> dict[str, int]:
-        return self.runtime.live() | self.cublas_lt.live() | self.cublas.live()
+        return self.runtime.live() | self.cublas_lt.live() | self.cublas.live() | self.cusparse_lt.live()
 
     def drain(self) -> None:
         self.runtime.drain()

@@ -485,6 +485,15 @@ def test_speed_rows(load: Load, torch: Any, kind: str) -> None:
     assert speed.relative_error(torch, lowprec.matmul(a, b) * 1.1, a, b) > 0.05
 
 
+def test_a_sparse_weight_and_the_dense_one(load: Load, torch: Any) -> None:
+    sparse, clock, parts = load("gpu.sparse"), load("gpu.clock"), load("gpu.parts")
+    options = parts.Options(quick=True, seed=0)
+    row = sparse.measure(torch, (16, 128, 64), "bfloat16", options, clock.HostClock())
+    assert (row["ok"], row["errors"]) == (True, {})
+    assert set(row["seconds"]) == {"sparse", "dense", "torch"}
+    assert "multiplies the zeros of b like other numbers" in row["sparsity"]
+
+
 # -- tests ------------------------------------------------------------------------------------
 
 _TESTS = """

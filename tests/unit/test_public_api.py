@@ -27,6 +27,7 @@ NAMES = [
     "QuantizedArray",
     "ShapeDtype",
     "ShapeError",
+    "SparsityError",
     "UnsupportedError",
     "__version__",
     "amp",

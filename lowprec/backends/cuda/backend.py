@@ -8,12 +8,14 @@ from math import prod
 from typing import Any
 
 from lowprec.arrays import ArrayView, Device
+from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cuda import bindings, measuring, memory, runtime
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
+from lowprec.backends.cuda.sparse import SparseCall
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch, imported
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
@@ -64,7 +66,12 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     if 0 in plan.out_shape or plan.call is None:
         return ()
     executor = GemmExecutor(plan)
+    sparse: SparseCall | str = ""
     with runtime.on_device(arguments.a.device.index):
+        if isinstance(arguments.b, PreparedView) and arguments.b.is_sparse:
+            sparse = executor.lowered(arguments, 0).sparse.call(arguments)
+        if not isinstance(sparse, str):
+            return (("algorithm", sparse.invocation.info.text),)
         info = executor.use(arguments, lambda x: x.first_invocation(arguments)).info
         call = executor.lowered(arguments).call
     rows = [("algorithm", info.text), ("units", info.units_text)]
@@ -77,6 +84,8 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     elif call != plan.call:
         reason = "a pointer is not a multiple of 16 bytes: operands are packed, or the product is staged"
         rows.append(("fallback", reason))
+    if sparse:
+        rows.append(("fallback", sparse))
     return tuple(rows)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import cached_property, reduce
 from itertools import chain
 from operator import or_
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from lowprec.arrays import ArrayView
+from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime
 from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
 from lowprec.backends.cuda.invocation import (
@@ -29,6 +30,7 @@ from lowprec.backends.cuda.invocation import (
     number,
 )
 from lowprec.backends.cuda.measuring import Measured, Progress
+from lowprec.backends.cuda.sparse import SparseCall, SparseInvocation, SparseProducts
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
 from lowprec.errors import UnsupportedError
@@ -74,9 +76,11 @@ class GemmExecutor:
         """Queue the product on the stream of its arguments."""
         if self.plan.problem.has_blocks:
             arguments = arguments.widened()
-        device = arguments.a.device.index
+        device, b = arguments.a.device.index, arguments.b
         if runtime.current_device() == device:
             plain, pointers = self._plain, _pointers(arguments)
+            if type(b) is PreparedView and b.is_sparse:
+                plain = None
             if plain is None or not plain.multiply_alone(device, arguments.stream, pointers):
                 self._run(device, arguments)
             return
@@ -84,6 +88,14 @@ class GemmExecutor:
             self._run(device, arguments)
 
     def _run(self, device: int, arguments: Arguments) -> None:
+        if type(arguments.b) is PreparedView and arguments.b.is_sparse:
+            lowered = self.lowered(arguments, 0)
+            sparse = lowered.sparse.call(arguments)
+            if not isinstance(sparse, str):
+                lowered.run(device, arguments, sparse)
+                self._last.invocation, self._plain = sparse.invocation, None
+                return
+
         def run(lowered: _LoweredPlan) -> None:
             self._last.invocation = lowered.run(device, arguments)
             if lowered.is_plain:
@@ -123,7 +135,7 @@ class GemmExecutor:
         return f"{_LOWERINGS[self._lowering][1]}: {self._refusal}" if self._lowering else ""
 
     @property
-    def last(self) -> Invocation | None:
+    def last(self) -> Invocation | SparseInvocation | None:
         """The last invocation by this thread, None if there is none."""
         if self._plain is not None:
             return self._plain.last
@@ -196,13 +208,18 @@ class _LoweredPlan:
         )
         self.is_plain = self._is_alone and self._staging is None
 
-    def run(self, device: int, arguments: Arguments) -> Invocation | None:
+    @cached_property
+    def sparse(self) -> SparseProducts:
+        """The products whose ``b`` is sparse."""
+        return SparseProducts(self._plan, self.call, self._staging)
+
+    def run(self, device: int, arguments: Arguments, sparse: SparseCall | None = None) -> Invocation | None:
         """Queue the work on the stream of the arguments, and return its last invocation; the device is current."""
         staging = self._staging
         if staging is None:
-            return self._multiply(device, arguments, _pointers(arguments))
+            return self._multiply(device, arguments, _pointers(arguments), sparse=sparse)
         if runtime.is_capturing(arguments.stream):
-            self._check_warm(device, arguments)
+            self._check_warm(device, arguments, () if sparse else self._terms)
         workspace_bytes, ran = self._workspace_bytes, None
         packed_b = staging.packed_b(arguments)
         nbytes = staging.nbytes if packed_b is None else staging.bytes_without_b
@@ -210,18 +227,18 @@ class _LoweredPlan:
             pointers = staging.fill(block, arguments, packed_b)
             workspace = (block + nbytes, workspace_bytes)
             for index in range(len(self._terms)):
-                ran = self._multiply(device, arguments, pointers, index, workspace)
-                self._workspace_bytes = max(self._workspace_bytes, ran.algorithm.workspace_bytes)
+                ran = self._multiply(device, arguments, pointers, index, workspace, sparse)
+                self._workspace_bytes = max(self._workspace_bytes, ran.algorithm.workspace_bytes if ran else 0)
             staging.apply_epilogue(block, arguments, arguments.alpha, packed_b)
         self._has_run = True
         return ran
 
-    def _check_warm(self, device: int, arguments: Arguments) -> None:
+    def _check_warm(self, device: int, arguments: Arguments, terms: Sequence[_Term]) -> None:
         """Raise during a capture if the product would create objects after its packing is queued."""
-        if self._terms:
+        if terms:
             handles.handle(device, arguments.stream)
         is_warm = self._has_run
-        for term in self._terms:
+        for term in terms:
             operands = self._operands(arguments, self._aligned_pointers(arguments), term)
             alignment = alignment_of(*operands[:4], self._offset_bits)
             is_warm = is_warm and alignment in term.invocations
@@ -229,8 +246,12 @@ class _LoweredPlan:
             runtime.refuse_capture(arguments.stream, _ITS_ALGORITHM)
 
     def _multiply(
-        self, device: int, arguments: Arguments, pointers: Pointers, index: int = 0, workspace: Workspace = NO_WORKSPACE
-    ) -> Invocation:
+        self, device: int, arguments: Arguments, pointers: Pointers, index: int = 0,
+        workspace: Workspace = NO_WORKSPACE, sparse: SparseCall | None = None,
+    ) -> Invocation | None:  # fmt: skip
+        if sparse is not None:  # which has one term
+            sparse.run(arguments, pointers, staged=bool(self._terms[0].call.staged))
+            return None
         stream = arguments.stream
         found = self._is_alone and self.multiply_alone(device, stream, pointers, index, workspace)
         if found:

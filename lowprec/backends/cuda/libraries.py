@@ -19,18 +19,20 @@ _INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12
 
 
 class Libraries(NamedTuple):
-    """Modules by purpose: devices, memory, streams and events; compilation of kernels; launches and contexts."""
+    """Modules: ``runtime`` for devices, memory, streams and events, ``core`` for compilers, ``driver`` for launches."""
 
     cublas_lt: Any
     cublas: Any
     runtime: Any
     core: Any
     driver: Any
+    cusparse_lt: Any
 
 
 _MODULES = Libraries(
-    "nvmath.bindings.cublasLt", "nvmath.bindings.cublas", "cuda.bindings.runtime", "cuda.core", "cuda.bindings.driver"
-)
+    "nvmath.bindings.cublasLt", "nvmath.bindings.cublas", "cuda.bindings.runtime", "cuda.core", "cuda.bindings.driver",
+    "nvmath.bindings.cusparseLt",
+)  # fmt: skip
 
 #: Earlier versions lack FP8 types and some attributes of descriptors.
 _OLDEST_CUBLAS = 120000

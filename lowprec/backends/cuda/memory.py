@@ -296,7 +296,7 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
-    """Queue a copy between two addresses of the device on a stream."""
+    """Queue a copy between two addresses, of the device or the host, on a stream."""
     if nbytes:
         with runtime.on_device(device.index):
             runtime.copy_async(target, source, nbytes, stream)
