@@ -122,7 +122,7 @@ def test_batches_vectors_epilogues_and_libraries() -> None:
         np.testing.assert_array_equal(c.numpy(), product)
 
 
-def test_the_plan_shows_what_is_decoded_and_what_is_widened() -> None:
+def test_the_plan_shows_decoded_and_widened_operands() -> None:
     rng = np.random.default_rng(4)
     a, b = rng.standard_normal((64, 256)).astype(BF16), rng.standard_normal((256, 128)).astype(np.float32)
     q = lowprec.quantize(b, "mxfp4", axis=0)
@@ -184,7 +184,7 @@ def test_large_b_is_decoded_in_blocks_of_columns(monkeypatch: pytest.MonkeyPatch
     clear_caches()
 
 
-def test_quantised_arrays_elsewhere_are_refused() -> None:
+def test_other_arguments_refuse_quantised_arrays() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     q = lowprec.quantize(np.ones((32, 32), np.float32), "mxfp4")
     x = np.ones((32, 32), np.float32)
