@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import sys
 import textwrap
 from pathlib import Path
@@ -195,7 +196,8 @@ def narrow_table() -> str:
         scales += ["float32, the array"] if row.has_scale else []
         numbers = (row.elements.largest, row.elements.smallest_normal, row.elements.smallest_subnormal)
         bits = row.bits + (8 / row.block if row.block else 0)
-        cells = [f"{bits:g}", *(f"{x:.4g}" for x in numbers), errors.get(row.name, "-")]
+        cells = [f"{bits:g}", *(f"{x:g}" if x > 0.1 else f"2^{math.log2(x):.0f}" for x in numbers)]
+        cells.append(errors.get(row.name, "-"))
         rows.append([_code(row.name), names[row.elements.name], "; ".join(scales), *cells])
     header = ["format", "elements", "a scale for", "bits a number", "largest", "smallest normal", "smallest"]
     return table([*header, "error on N(0, 1)"], rows, words=3)
