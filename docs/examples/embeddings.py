@@ -38,7 +38,7 @@ SENTENCES = (
     "Let the dough rest for an hour before you bake the bread.",
     "Heavy rain is expected in the mountains tomorrow.",
     "The forecast for the hills is wet.",
-    "Snow fell overnight and closed two roads.",
+    "Snow fell overnight and closed two schools.",
     "The matrix is symmetric and positive definite.",
     "All eigenvalues of this symmetric matrix are positive.",
     "A prime number has exactly two divisors.",
