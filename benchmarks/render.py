@@ -263,6 +263,24 @@ def real(result: Result) -> str:
     return "\n".join([*tables, f"m x k x n: {text}.\n", _claims(result)])
 
 
+def narrow(result: Result) -> str:
+    """Return the errors of a transformer's weights, embeddings and similarities by format of the weights."""
+    rows = [
+        [
+            f"`{r['format']}`",
+            f"{r['nbytes'] / 1e6:.2f}",
+            f"{100 * r['relative_error']:.2f} %",
+            f"{r['cosine_mean']:.5f} ({r['cosine_min']:.5f})",
+            f"{r['change_mean']:.5f} ({r['change_max']:.5f})",
+            f"{r['same_neighbour']} of {r['sentences']}",
+        ]
+        for r in result["results"]
+        if r["kind"] == "embeddings"
+    ]
+    header = ["weights", "MB", "error of a matrix, at most", "cosine, mean (least)"]
+    return table([*header, "change of a similarity, mean (largest)", "same neighbour"], rows)
+
+
 def tradeoff(result: Result) -> str:
     """Return speed and error by mode and size; a star marks those that no other mode beats in both."""
     cells: dict[tuple[str, str], str] = {}
@@ -307,6 +325,7 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "digits": digits,
     "recovery": recovery,
     "real": real,
+    "narrow": narrow,
     "tradeoff": tradeoff,
     "solve": solve,
     "stress": _claims,

@@ -27,6 +27,7 @@ COMMANDS = {
     "unscale": ["bench_unscale.py"],
     "solve": ["bench_solve.py"],
     "transformer": ["bench_transformer.py"],
+    "narrow": ["bench_narrow.py"],
     "digits": ["bench_digits.py"],
     "stress": ["stress.py"],
     "dask": ["bench_dask.py"],

@@ -9,6 +9,8 @@ Markdown shows it. ``--check`` writes nothing and fails if a committed table is 
 from __future__ import annotations
 
 import inspect
+import json
+import math
 import sys
 import textwrap
 from pathlib import Path
@@ -29,7 +31,7 @@ from lowprec.backends.cpu.emulation import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import core_type
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS
-from lowprec.formats import DType
+from lowprec.formats import BLOCK_FORMATS, DType
 from lowprec.planning import Activation, Bound, Capabilities, OperandSpec
 from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
@@ -179,6 +181,28 @@ def guard_table() -> str:
     return table(["library", "reaches", "switches, and what they act on", "modes"], rows)
 
 
+def narrow_table() -> str:
+    """Return the formats of quantised arrays, with the errors that `bench_narrow.py` measured."""
+    errors = {
+        r["format"]: f"{100 * r['relative_error']:.2f} %"
+        for path in sorted((DOCS.parent / "benchmarks" / "results").glob("narrow-*.json"))
+        for r in json.loads(path.read_text(encoding="utf-8"))["results"]
+        if r["kind"] == "normal"
+    }
+    names = {"float8_e4m3fn": "E4M3", "float4_e2m1fn": "E2M1", "float8_e8m0fnu": "E8M0"}
+    rows = []
+    for row in BLOCK_FORMATS.values():
+        scales = [f"{names[row.scales.name]}, {row.block} numbers"] if row.scales else []
+        scales += ["float32, the array"] if row.has_scale else []
+        numbers = (row.elements.largest, row.elements.smallest_normal, row.elements.smallest_subnormal)
+        bits = row.bits + (8 / row.block if row.block else 0)
+        cells = [f"{bits:g}", *(f"{x:g}" if x > 0.1 else f"2^{math.log2(x):.0f}" for x in numbers)]
+        cells.append(errors.get(row.name, "-"))
+        rows.append([_code(row.name), names[row.elements.name], "; ".join(scales), *cells])
+    header = ["format", "elements", "a scale for", "bits a number", "largest", "smallest normal", "smallest"]
+    return table([*header, "error on N(0, 1)"], rows, words=3)
+
+
 def verified_table() -> str:
     """Return the features that worked on a GPU, with device, date, and the test that covers each without one."""
     header = ["feature", "seen to work on", "test with the software CUDA"]
@@ -246,6 +270,7 @@ def snippets() -> dict[Path, str]:
         "guard.md": guard_table(),
         "torch.md": torch_table(),
         "errors.md": error_table(),
+        "narrow.md": narrow_table(),
         "verified.md": verified_table(),
         "verified_claims.md": verified_claims(),
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, unique
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from lowprec.errors import DTypeError, quoted
 
@@ -92,6 +92,8 @@ class BlockFormat:
             return prod(shape) * self.bits // 8
         return prod(shape) // shape[axis] * -(-shape[axis] // self.block) * (self.block * self.bits // 8 + 1)
 
+
+FormatName: TypeAlias = Literal["mxfp8", "mxfp4", "nvfp4", "fp8"]
 
 #: Formats of :func:`lowprec.quantize` by name.
 BLOCK_FORMATS = {

@@ -19,7 +19,7 @@ from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import Prepared, QuantizedView, refuse_prepared
 from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
-from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType
+from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType, FormatName
 from lowprec.util.strides import contiguous_strides
 
 _ACCEPTED = ("float32", "float64", "float16", "bfloat16")
@@ -187,7 +187,7 @@ class _QuantizedLibrary(Library):
         return self._library.current_stream(device)
 
 
-def quantize(x: Any, /, format: str, axis: int = -1) -> QuantizedArray:  # noqa: A002 - the usual term
+def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  # noqa: A002 - the usual term
     """Return an array in a format of 8 or 4 bits a number, with scales.
 
     Conversion follows the OCP Microscaling Formats (MX) Specification 1.0, section 6.3, and NVIDIA's description of

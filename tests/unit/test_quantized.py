@@ -6,6 +6,7 @@ import concurrent.futures
 import copy
 import itertools
 import pickle
+import typing
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 import lowprec
 from lowprec.arrays import quantized
 from lowprec.arrays.quantized import QuantizedArray, quantize
-from lowprec.formats import BLOCK_FORMATS, FLOAT4_E2M1FN, FLOAT8_E8M0FNU, NumberFormat
+from lowprec.formats import BLOCK_FORMATS, FLOAT4_E2M1FN, FLOAT8_E8M0FNU, FormatName, NumberFormat
 from support import narrow_twin
 
 FORMATS = tuple(BLOCK_FORMATS)
@@ -59,6 +60,11 @@ def same_bits(found: NDArray[np.float32], want: NDArray[np.float32]) -> None:
     np.testing.assert_array_equal(found, want)
     numbers = ~np.isnan(want)
     np.testing.assert_array_equal(np.signbit(found)[numbers], np.signbit(want)[numbers])
+
+
+def test_the_names_of_formats() -> None:
+    assert typing.get_args(FormatName) == FORMATS
+    assert all(row.name == name for name, row in BLOCK_FORMATS.items())
 
 
 @pytest.mark.parametrize(
