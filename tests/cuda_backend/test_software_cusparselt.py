@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from nvmath.bindings import cusparseLt as real
 
 from software_cuda import DeviceModel, Software, tables
-from software_cuda.cusparselt import Status
+from software_cuda.cusparselt import CusparseLt, Status
 
 COL, ROW = 1, 2
 R_16F, R_16BF, R_8I, R_32F = tables.R_16F, tables.R_16BF, tables.R_8I, tables.R_32F
@@ -148,3 +149,14 @@ def test_a_dense_matrix_is_not_taken_for_a_compressed_one(cuda: Software, patter
     cuda.drain()
     assert any("no compressed matrix" in fault for fault in cuda.faults)
     cuda.forgive()
+
+
+def test_functions_have_the_parameters_of_the_bindings() -> None:
+    """The docstrings of the bindings begin with the signature."""
+    own = [name for name, x in vars(CusparseLt).items() if hasattr(x, "__wrapped__")]
+    assert len(own) > 18
+    for name in own:
+        signature = (getattr(real, name).__doc__ or "").partition(")")[0].partition("(")
+        wanted = [x.split()[-1] for x in signature[2].split(", ") if x]
+        found = list(inspect.signature(getattr(CusparseLt, name)).parameters)[1:]
+        assert len(found) == len(wanted), (name, wanted, found)
