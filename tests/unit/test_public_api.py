@@ -86,7 +86,7 @@ def test_first_lines_are_short_and_examples_shown(module: str) -> None:
     assert long == set()
 
 
-@pytest.mark.parametrize("name", ["matmul", "plan", "check"])
+@pytest.mark.parametrize("name", ["matmul", "plan", "check", "quantize"])
 def test_every_parameter_is_documented(name: str) -> None:
     text = inspect.getdoc(getattr(lowprec, name)) or ""
     for parameter in inspect.signature(getattr(lowprec, name)).parameters:
