@@ -21,7 +21,8 @@ _EMPTY = "the product is empty"
 
 def units_of(plan: GemmPlan, used: bool | None) -> tuple[bool, bool | None, str]:
     """Return whether units exist for the format, whether they were used (None: unknown), and the reason."""
-    capability, fmt = plan.capabilities.compute_capability, format_name(plan.operand_format)
+    capability = plan.capabilities.compute_capability
+    fmt = plan.kernel_row.part_format or format_name(plan.operand_format)
     if capability is None:
         return _tile_units(plan, fmt, used)
     since = first_capability(fmt)
