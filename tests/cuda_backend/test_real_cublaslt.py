@@ -24,6 +24,7 @@ ARGUMENTS: dict[str, tuple[int, ...]] = {
     "matmul_desc": (68, tables.R_32F),
     "matrix_layout": (tables.R_16BF, 4, 5, 6),
     "matmul_preference": (),
+    "emulation_desc": (),
 }
 SIZES = (0, 1, 2, 4, 8, 16, 256)
 
