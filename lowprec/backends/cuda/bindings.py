@@ -44,9 +44,15 @@ def translated(doing: Callable[[], str]) -> Iterator[None]:
         raise translate(error, doing()) from error
 
 
+@cached
 def cublas_version() -> int:
     """Return cuBLASLt's version as a number: 130100 is 13.1.0."""
-    return int(libraries().cublas_lt.get_version())
+    try:
+        return int(libraries().cublas_lt.get_version())
+    except LowprecError:
+        raise
+    except Exception as error:
+        raise BackendError(f"cuBLASLt does not report its version: {error}") from error
 
 
 def cublas_version_text() -> str:
