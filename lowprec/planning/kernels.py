@@ -201,7 +201,7 @@ def _unsupported_reason(
         return Reason.of(ReasonKind.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}")
     if products > 1 and row.single_product:
         return Reason.of(ReasonKind.SINGLE_PRODUCT, kernel=row.name, products=products)
-    if is_chunked and row.shares_sums:
+    if is_chunked and (row.shares_sums or row.emulation):
         return Reason.of(ReasonKind.OWN_CHUNKS, kernel=row.name)
     flops, least = 2 * m * n * k, row.minimum_batch_flops
     if is_complex and row.minimum_batch_flops_complex is not None:

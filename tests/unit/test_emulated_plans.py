@@ -96,7 +96,7 @@ def test_the_plan_is_that_of_native_arithmetic_with_another_compute_type(
 ) -> None:
     """The same data, copies and call; the bound is the native one, which cuBLAS documents to hold."""
     for dtype in dtypes:
-        for problem in (square(600, dtype), square(600, dtype, k_chunk=256)):
+        for problem in (square(600, dtype), square(600, dtype, k_chunk=600)):
             found, plain = (plan_gemm(problem, present((10, 0)), x) for x in (mode, native))
             assert found.call is not None
             assert plain.call is not None
@@ -109,6 +109,17 @@ def test_the_plan_is_that_of_native_arithmetic_with_another_compute_type(
                 assert getattr(found.bound, name) == getattr(plain.bound, name), name
             assert found.bound.formula == plain.bound.formula + "; cuBLAS documents its emulation to be as accurate"
             assert found.bound.condition == "finite operands; " + plain.bound.condition
+
+
+@pytest.mark.parametrize(("mode", "dtypes"), [(MathMode.BF16X9, SINGLE), (MathMode.FP64_EMULATED, DOUBLE)])
+def test_chunks_of_k_are_those_of_lowprec_s_products(mode: MathMode, dtypes: tuple[DType, ...]) -> None:
+    """So ``k_chunk`` gives the split of bfloat16 parts, with its smaller bound."""
+    for dtype in dtypes:
+        found, other = (plan_gemm(square(600, dtype, k_chunk=256), present(c), mode) for c in ((10, 0), (7, 5)))
+        assert found.kernel == "cublaslt"
+        assert found.schedule == other.schedule
+        assert "sets its own chunks of k and does not support k_chunk=" in found.kernel_reason
+        assert found.cublas_compute_type is (ComputeType.COMPUTE_32F if dtype in SINGLE else ComputeType.COMPUTE_64F)
 
 
 def test_fp32_emulated_takes_the_emulation_where_it_is_the_cheapest() -> None:
