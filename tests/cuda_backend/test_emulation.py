@@ -137,6 +137,20 @@ def test_one_call_without_packing(install: Callable[..., SoftwareGpu], rng: Any,
 
 
 @cases
+def test_a_profile_names_the_format_of_the_parts(
+    install: Callable[..., SoftwareGpu], rng: Any, mode: str, dtype: str
+) -> None:
+    gpu = install()
+    x = gpu.put(normal(rng, (16, 16), dtype))
+    with lowprec.profile() as profile:
+        lowprec.matmul(x, x, math_mode=mode)
+    (record,) = profile.records
+    assert record.mode_has_effect
+    assert (record.kernel, record.number_format) == (KERNELS[mode], "bfloat16" if mode == "bf16x9" else "int8")
+    assert (record.units_eligible, record.units_used, record.units_reason) == (True, True, "tensor cores")
+
+
+@cases
 def test_other_devices(install: Callable[..., SoftwareGpu], rng: Any, mode: str, dtype: str) -> None:
     """bf16x9 splits the operands, and fp64_emulated is native FP64; no emulation descriptor is created."""
     gpu = install((9, 0), 130002)
