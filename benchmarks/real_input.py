@@ -20,7 +20,8 @@ import embeddings
 ARITHMETICS = {"this CPU": None, "Hopper": "hopper"}
 
 #: Without modes that are aliases of others on some devices or all.
-MODES = tuple(str(mode) for mode in lowprec.MathMode if mode not in ("fp32_pedantic", "fp32_emulated"))
+_WITHOUT = ("fp32_pedantic", "fp32_emulated", "fp64_emulated")
+MODES = tuple(str(mode) for mode in lowprec.MathMode if mode not in _WITHOUT)
 
 Pair = tuple[Any, Any]
 

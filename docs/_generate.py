@@ -64,7 +64,10 @@ def _gpu_words(row: modes.ModeRow) -> str:
     """Return the compute type passed to cuBLASLt; "-" for a mode that is an alias of another."""
     if row.mode is modes.MathMode.FP32_EMULATED:
         return "-"
-    return compute_words(row.compute_type, row.data)
+    words = compute_words(row.compute_type, row.data)
+    if row.emulation is None:
+        return words
+    return f"{words}; {row.emulation} on some GPUs"
 
 
 def alias_table() -> str:

@@ -45,6 +45,9 @@ _STORED = (
     "float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int8", "float8_e4m3fn",
     "float8_e5m2",
 )  # fmt: skip
+_EMULATED = (
+    ("bf16x9", "float32"), ("bf16x9", "complex64"), ("fp64_emulated", "float64"), ("fp64_emulated", "complex128"),
+)  # fmt: skip
 _LIBRARIES = ("torch", "cupy")
 _CAPTURED = (
     "fp32", "tf32", "bf16", "fp16", "float16, bias and relu", "int8", "a bias of another type", "complex64 in bf16",
@@ -63,6 +66,7 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
         *(f"mode {mode}" for mode in _MODES),
         "mode fp16 beyond float16's range",
         "schemes that recover FP32",
+        *(f"{mode} of {dtype} by a compute type of cuBLAS" for mode, dtype in _EMULATED),
         "scopes, guard and `rtol`",
         "Inf and NaN",
         Measured("`NVIDIA_TF32_OVERRIDE=0` forbids TF32 in cuBLAS", "override-0", ()),

@@ -150,7 +150,8 @@ def _product(
     chunks = (*batch, a.chunks[-2], b.chunks[-1])
     emulates = None if resolved.emulates is None else str(resolved.emulates)
     # An argument without effect would make the workers warn.
-    mode = None if accumulator in ("float64", "complex128") else str(resolved.mode)
+    acts = row(resolved.mode).acts(parse_dtype(accumulator))
+    mode = str(resolved.mode if acts else MathMode.FP32)
     name = f"lowprec-matmul-{tokenize(a, b, mode, emulates, out, k_chunk)}"
     depth = a.numblocks[-1]
     graph: dict[Any, Any] = {}

@@ -27,6 +27,8 @@ class ComputeType(Enum):
     COMPUTE_64F = 70
     COMPUTE_32I = 72
     COMPUTE_32F_FAST_TF32 = 77
+    COMPUTE_32F_EMULATED_16BFX9 = 78
+    COMPUTE_64F_EMULATED_FIXEDPOINT = 79
 
     def __str__(self) -> str:
         return self.name
@@ -177,7 +179,7 @@ class DType(Enum):
 
     @property
     def is_single_precision(self) -> bool:
-        """Whether math modes apply: float32 and complex64."""
+        """Whether this is float32 or complex64, on which all modes but ``fp64_emulated`` act."""
         return self.format is _SINGLE
 
     # Members are singletons; Enum's own hash is in Python and slower.

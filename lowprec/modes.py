@@ -1,12 +1,13 @@
 """Math modes: the rounding and splitting of float32 operands, as one table.
 
-A mode acts on single precision only (float32 and complex64), as cuBLAS's and JAX's do. The order of the table is
-the order of the documentation; ``planning.bounds`` gives the guaranteed error of each.
+A mode acts on single precision only (float32 and complex64), as cuBLAS's and JAX's do; ``fp64_emulated`` acts on
+float64 and complex128. The order of the table is the order of the documentation; ``planning.bounds`` gives the
+guaranteed error of each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import unique
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -43,6 +44,7 @@ class MathMode(StrEnum):
     FP16X4_UNSCALED = "fp16x4_unscaled"
     FP16_KARATSUBA = "fp16_karatsuba"
     FP32_EMULATED = "fp32_emulated"
+    FP64_EMULATED = "fp64_emulated"
 
 
 #: Indices of a part of ``a`` and a part of ``b`` that are multiplied; 0 is the leading part.
@@ -70,6 +72,8 @@ class ModeRow:
     part_exponent: int = 0  # part i is multiplied by 2^(i * part_exponent)
     factors: tuple[float, ...] = ()  # factors of the products; empty: derived from part_exponent
     sums_parts: bool = False  # the sum of the parts, rounded, is an additional part
+    emulation: ComputeType | None = None  # by which cuBLASLt emulates the mode in one call, on some GPUs
+    acts_on: NumberFormat = formats.FLOAT32  # format of the operands on which the mode acts, complex ones included
 
     @property
     def uses_tf32(self) -> bool:
@@ -80,6 +84,10 @@ class ModeRow:
     def widens(self) -> bool:
         """Whether operands are widened to float64, and the product is rounded once."""
         return self.operand_format is formats.FLOAT64
+
+    def acts(self, dtype: DType) -> bool:
+        """Whether the mode acts on operands of this type."""
+        return dtype.format is self.acts_on
 
     def factor(self, pair: Pair) -> float:
         """Return the factor of the product of a pair of parts."""
@@ -134,7 +142,10 @@ TABLE: tuple[ModeRow, ...] = (
     _row(_M.FP16, formats.FLOAT16, "float16", "F16_F16_F32"),
     _row(_M.BF16X3, formats.BFLOAT16, "2 bfloat16 parts", "BF16_BF16_F32_X3", _pairs(2, 1)),
     _row(_M.BF16X6, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X6", _pairs(3, 2)),
-    _row(_M.BF16X9, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X9", _pairs(3, 4)),
+    replace(
+        _row(_M.BF16X9, formats.BFLOAT16, "3 bfloat16 parts", "BF16_BF16_F32_X9", _pairs(3, 4)),
+        emulation=ComputeType.COMPUTE_32F_EMULATED_16BFX9,
+    ),
     _row(_M.TF32X3, formats.TF32, "2 TF32 parts", "TF32_TF32_F32_X3", _pairs(2, 1)),
     _row(_M.FP16X3, formats.FLOAT16, _SCALED, None, _pairs(2, 1), _LOW_EXPONENT),
     _row(_M.FP16X4, formats.FLOAT16, _SCALED, None, _pairs(2, 2), _LOW_EXPONENT),
@@ -154,6 +165,14 @@ TABLE: tuple[ModeRow, ...] = (
     ),
     # Planning replaces it by another mode.
     ModeRow(_M.FP32_EMULATED, formats.FLOAT32, "those of the fastest scheme whose bound is no worse than fp32's"),
+    # On single precision it is ``fp32``.
+    ModeRow(
+        _M.FP64_EMULATED,
+        formats.FLOAT32,
+        "float32 (float64 operands: integers with one exponent per row or column)",
+        emulation=ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT,
+        acts_on=formats.FLOAT64,
+    ),
 )
 
 _ROWS = {r.mode: r for r in TABLE}
@@ -233,11 +252,11 @@ def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
 # generated: names for type checkers
 ModeName: TypeAlias = Literal[
     "fp32", "fp32_pedantic", "fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp16x3", "fp16x4",
-    "fp16x3_unscaled", "fp16x4_unscaled", "fp16_karatsuba", "fp32_emulated", "float32", "highest", "ieee", "float64",
-    "pedantic", "high", "tensorfloat32", "medium", "bfloat16", "float16", "f32_f32_f32", "f64_f64_f64", "tf32_tf32_f32",
-    "bf16_bf16_f32", "f16_f16_f32", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9", "tf32_tf32_f32_x3",
-    "F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32", "BF16_BF16_F32", "F16_F16_F32", "BF16_BF16_F32_X3",
-    "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3",
+    "fp16x3_unscaled", "fp16x4_unscaled", "fp16_karatsuba", "fp32_emulated", "fp64_emulated", "float32", "highest",
+    "ieee", "float64", "pedantic", "high", "tensorfloat32", "medium", "bfloat16", "float16", "f32_f32_f32",
+    "f64_f64_f64", "tf32_tf32_f32", "bf16_bf16_f32", "f16_f16_f32", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6",
+    "bf16_bf16_f32_x9", "tf32_tf32_f32_x3", "F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32", "BF16_BF16_F32",
+    "F16_F16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3",
 ]  # fmt: skip
 BoundName: TypeAlias = Literal["guaranteed", "probable"]
 ActivationName: TypeAlias = Literal["relu", "gelu"]

@@ -55,7 +55,7 @@ def check(
     LowprecError
         As for ``matmul``.
     DTypeError
-        An operand is float64 or complex128: no mode acts on these, and there is no wider reference.
+        An operand is float64 or complex128, for which there is no wider reference.
     UnsupportedError
         An operand is not in host memory, or ``rounds`` or ``budget`` is out of range.
 

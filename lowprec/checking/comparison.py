@@ -14,7 +14,8 @@ from lowprec.checking.measure import SMALL_SPREAD, Load, Timing, rotation, take_
 from lowprec.core import dispatch, plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.errors import DTypeError
-from lowprec.modes import MathMode, available_modes
+from lowprec.formats import DType
+from lowprec.modes import MathMode, available_modes, row
 from lowprec.planning import GemmPlan
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, html, plain_text
@@ -215,11 +216,12 @@ def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Var
     for name in (a.dtype.name, b.dtype.name):
         if name in _SINGLE:
             raise DTypeError(
-                f"no mode acts on {name}, and there is no wider reference to compare with; "
+                f"products of {name} have no wider reference to compare with; "
                 f"check the operands rounded to {_SINGLE[name]}"
             )
     if plan_call.plan(a, b).mode_has_effect:
-        chosen = dict.fromkeys((MathMode.FP32, *(available_modes() if modes is None else modes)))
+        acting = (mode for mode in available_modes() if row(mode).acts(DType.FLOAT32))
+        chosen = dict.fromkeys((MathMode.FP32, *(acting if modes is None else modes)))
         return [Variant(str(mode), case.sets, mode) for mode in chosen]
     copies = [(x.astype(np.float32), y.astype(np.float32)) for x, y in case.sets]
     stored = a.dtype.name if a.dtype == b.dtype else f"{a.dtype.name}, {b.dtype.name}"

@@ -83,10 +83,7 @@ def listed(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
 
 #: Arguments of argparse's ``add_argument``, by option.
 _SHARED: dict[str, dict[str, Any]] = {
-    "--mode": {
-        "type": mode,
-        "help": f"math mode for float32 and complex64 operands ({mode_names()}; default: the one in force)",
-    },
+    "--mode": {"type": mode, "help": f"math mode ({mode_names()}; default: the one in force)"},
     "--rtol": {
         "type": float,
         "metavar": "TOLERANCE",

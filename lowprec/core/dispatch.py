@@ -74,9 +74,10 @@ def matmul(
         operands may give float32, float32 operands a 16-bit type, float8 operands any of these and float8: rounded to
         nearest even, NaN (E4M3) or Inf (E5M2) beyond the range.
     math_mode : str or MathMode, optional
-        Precision of float32 and complex64 products; see the mode table. Overrides ``with math_mode(...)``. No mode acts
-        on float64 and complex128 operands: a mode below FP32 gives one :class:`LowprecWarning` per process. A mode from
-        a scope or a default gives no warning, because it may apply to code with several element types.
+        Precision of float32 and complex64 products; see the mode table. Overrides ``with math_mode(...)``. Only
+        ``fp64_emulated`` acts on float64 and complex128 operands: another mode below FP32 gives one
+        :class:`LowprecWarning` per process. A mode from a scope or a default gives no warning, because it may apply to
+        code with several element types.
     rtol : float, optional
         Choose the cheapest mode that bounds ``|C - AB| / (|A| |B|)``, in Frobenius norms, by this value. The error is
         relative to the norms of the operands, not to elements of the result.

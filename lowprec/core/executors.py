@@ -11,7 +11,7 @@ from lowprec.backends.execution import imported
 from lowprec.core.arguments import PLAIN, Options, check_devices, check_scalars, check_sizes, spec_of
 from lowprec.errors import warn
 from lowprec.formats import DType
-from lowprec.modes import MathMode, ModeSource, ResolvedMode
+from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
 from lowprec.policy.state import FULL_FP32
 from lowprec.util import forking
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:  # planning is imported with the first product
     from lowprec.planning import Capabilities, GemmPlan
 
 _CACHE_SIZE = 4096
-#: Types on which no mode acts, and the types to which a warning advises to convert them.
-_SINGLE = {DType.FLOAT64: DType.FLOAT32, DType.COMPLEX128: DType.COMPLEX64}
+#: Types on which some mode acts, and the types to which a warning advises to convert them for another mode.
+_CONVERTED = {DType.FLOAT64: DType.FLOAT32, DType.COMPLEX128: DType.COMPLEX64}
+_CONVERTED |= {single: double for double, single in _CONVERTED.items()}
 _PLAN_GEMM = "lowprec.planning:plan_gemm"
 
 
@@ -85,10 +86,10 @@ def look_up(
 
 
 def warn_without_effect(plan: GemmPlan) -> None:
-    """Warn, once per process, that a ``math_mode=`` argument has no effect on float64 or complex128 operands."""
-    single = _SINGLE.get(plan.compute_dtype)
-    if single is not None and plan.mode not in FULL_FP32:
-        warn(f"{plan.note}; to use the mode convert them, as by a.astype(np.{single})", once="no effect")
+    """Warn, once per process, that a ``math_mode=`` argument does not act on operands of this type."""
+    other = _CONVERTED.get(plan.compute_dtype)
+    if other and plan.mode not in FULL_FP32 and not row(plan.mode).acts(plan.compute_dtype):
+        warn(f"{plan.note}; to use the mode convert them, as by a.astype(np.{other})", once="no effect")
 
 
 def _create(mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:

@@ -37,6 +37,12 @@ largest number, and over a row of k numbers at most sqrt(k) 2^-39 of the row's n
 Underflow in the parts of a number loses at most twice as much as in one part: the rest of the number itself, and the
 products of that rest, which are not computed.
 
+*Emulation by cuBLASLt* (``KernelRow.emulation``): an assumption, not a derivation. For finite operands, subnormal ones
+included, the error is assumed to be within the bound of native FP32 or FP64, element by element. The cuBLAS
+documentation, "Floating Point Emulation", states the same or better accuracy for BF16x9, and for fixed-point numbers
+with the dynamic mantissa control that lowprec sets, unless a variable of cuBLAS sets the number of bits. cuBLAS may
+return NaN instead of an infinity.
+
 *Complex*: rounding the components of x changes x by at most u |x|. Each component of the result is a sum of 2k real
 products with an error of at most gamma_d times their magnitudes; the vector (|ar||br| + |ai||bi|, |ar||bi| + |ai||br|)
 has norm at most sqrt(2) |a| |b|, hence a factor sqrt(2) on gamma.
@@ -80,6 +86,9 @@ _SCALED_LOSS = 2.0**-39
 
 # Twice the smallest normal float16, relative to the largest number of a scaled row.
 _SCALED_NORMAL = 2.0**-27
+
+_EMULATED = "; cuBLAS documents its emulation to be as accurate"
+_EMULATED_CONDITION = "finite operands; "
 
 # Roundings within one tile instruction: 16 sequential additions, then the sum of two such sums.
 _TILE_DEPTH = 17
@@ -214,6 +223,8 @@ def error_bound(
     default ``schedule`` has one chunk.
     """
     fmt, acts = operand_format(mode, compute_dtype), compute_dtype.is_single_precision
+    if kernel.emulation:
+        fmt = compute_dtype.format
     accumulator = row(mode).accumulator(compute_dtype).format
     if fmt is None or accumulator is None:
         condition = f"k <= {MAX_K_INT8}, so that no sum overflows int32; with a bias it saturates"
@@ -240,7 +251,10 @@ def error_bound(
     else:
         error = _plain_error(model, size)
     narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax
-    return _with_losses(model, error, k, row(mode).parts * is_split, unconditional=not narrow)
+    bound = _with_losses(model, error, k, row(mode).parts * is_split, unconditional=not narrow)
+    if kernel.emulation:
+        return replace(bound, formula=bound.formula + _EMULATED, condition=_EMULATED_CONDITION + bound.condition)
+    return bound
 
 
 def _with_losses(model: _ErrorModel, error: RelativeError, k: int, parts: int, *, unconditional: bool) -> ErrorBound:

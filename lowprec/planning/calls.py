@@ -9,6 +9,9 @@ from typing import Literal
 from lowprec.formats import ComputeType, DType
 from lowprec.planning.reasons import Reason
 
+#: Most mantissa bits of fixed-point emulation, cuBLAS's default; with a sign they fill ten 8-bit slices.
+MANTISSA_BITS = 79
+
 Op = Literal["N", "T"]
 ComplexAs = Literal["no", "pairs", "rotated"]
 
@@ -109,6 +112,22 @@ class CublasLtCall:
         """Bytes of temporary memory for a staged product."""
         each = self.d.cols * self.d.leading_dimension * self.d.dtype.itemsize
         return each * self.batch_count * len(self.offsets) if self.staged else 0
+
+    @property
+    def emulation_bytes(self) -> int:
+        """Most workspace of fixed-point emulation: cuBLAS documentation, "Fixed-Point Workspace Requirements"."""
+        if self.compute_type is not ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT:
+            return 0
+        slices, parts = (MANTISSA_BITS + 1) // 8, 2 if self.d.dtype.is_complex else 1
+        m, n = self.d.rows, self.d.cols
+        k = self.first.cols if self.op_first == "N" else self.first.rows
+        padded_m, padded_n, padded_k = -(-m // 1024) * 1024, -(-n // 1024) * 1024, -(-k // 128) * 128
+        operands = ((padded_m + padded_n) * padded_k * slices + 4 * (padded_m + padded_n)) * parts
+        sums = min(4 * padded_m * padded_n * parts**2 * slices, 1 << 32) * -(-k // 8192)
+        complex_sums = 8 * m * n * 4 if parts == 2 else 0
+        exponents = 4 * ((m + n) * -(-k // 64) + m * n) * parts
+        most = max(operands + max(sums, complex_sums), exponents)
+        return most * self.batch_count * 5 // 4 + (128 << 20)
 
     def over(self, k: int, start: int, stop: int) -> tuple[CublasLtCall, int, int]:
         """Return the call for a range of the inner dimension of length ``k``, and its offsets in first and second."""

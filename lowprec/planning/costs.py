@@ -57,16 +57,17 @@ class Roofline:
 
 
 def roofline(plan: GemmPlan) -> Roofline | None:
-    """Return the least time of a product by cuBLASLt; None if a figure of the device is unknown."""
-    call, capabilities, problem = plan.call, plan.capabilities, plan.problem
-    fmt = format_name(plan.operand_format)
+    """Return the least time of a product by cuBLASLt; None if a figure of device or emulation is unknown."""
+    call, capabilities, problem, kernel = plan.call, plan.capabilities, plan.problem, plan.kernel_row
+    fmt = kernel.part_format or format_name(plan.operand_format)
     on_tensor_cores = tensor_cores_multiply(fmt, capabilities.compute_capability)
     # Other units widen narrow formats to float32.
     units = fmt if on_tensor_cores or fmt in ("int8", "float64") else "float32"
     rate = dict(capabilities.peak_tflops).get(units)
-    if call is None or not rate or not capabilities.bytes_per_second:
+    products = kernel.part_products if kernel.emulation else 1
+    if call is None or not rate or not capabilities.bytes_per_second or not products:
         return None
-    flops = plan.flops * sum(x.length for x in plan.schedule) / plan.layout.k
+    flops = plan.flops * products * sum(x.length for x in plan.schedule) / plan.layout.k
     read = rewritten = 0
     for spec, pack in ((problem.a, call.pack_a), (problem.b, call.pack_b)):
         read += pack.nbytes if pack else spec.stored_bytes

@@ -10,7 +10,7 @@ from enum import Enum, unique
 from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import FLOAT32, FLOAT64, DType, NumberFormat
+from lowprec.formats import FLOAT32, FLOAT64, ComputeType, DType, NumberFormat
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
@@ -64,6 +64,9 @@ class KernelRow(NamedTuple):
     real_only: bool = False  # not for complex numbers
     vectors: range | None = None  # only for a matrix and this many vectors
     is_cublaslt: bool = False  # a call of cuBLASLt
+    emulation: ComputeType | None = None  # only for modes that cuBLASLt emulates by this compute type, in one call
+    part_format: str = ""  # format of the parts of this emulation, by `format_name`
+    part_products: int = 0  # their products per product, if it is known
     truncates_tf32: bool = False  # may truncate float32 data to TF32 instead of rounding
     keeps_b: bool = False  # keeps the packed ``b`` of a prepared operand
     decodes_b: bool = False  # keeps ``b`` of 8- or 4-bit formats as codes, which it decodes while it packs
@@ -148,19 +151,20 @@ def choose_kernel(
     products: int = 1,
     is_chunked: bool = False,
     has_blocks: bool = False,
+    emulation: ComputeType | None = None,
 ) -> KernelChoice:
     """Return the first kernel of a device that supports the product and is efficient at its size.
 
     ``fmt`` is the operands' format, by :func:`format_name`, ``products`` the length of the schedule, and ``is_chunked``
-    whether some products cover only a part of k.
-    With ``has_blocks`` an operand is quantised. Raises UnsupportedError if no kernel supports the product.
+    whether some products cover only a part of k. With ``has_blocks`` an operand is quantised. ``emulation`` is the
+    compute type of the mode's emulation. Raises UnsupportedError if no kernel supports the product.
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None
     for row in capabilities.kernels:
         if row.formats is not None and fmt not in row.formats:
             continue
-        if row.real_only and is_complex:
+        if (row.real_only and is_complex) or row.emulation not in (None, emulation):
             continue
         if row.vectors and (has_blocks or min(layout.m, layout.n) not in row.vectors):
             continue
@@ -197,7 +201,7 @@ def _unsupported_reason(
         return Reason.of(ReasonKind.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}")
     if products > 1 and row.single_product:
         return Reason.of(ReasonKind.SINGLE_PRODUCT, kernel=row.name, products=products)
-    if is_chunked and row.shares_sums:
+    if is_chunked and (row.shares_sums or row.emulation):
         return Reason.of(ReasonKind.OWN_CHUNKS, kernel=row.name)
     flops, least = 2 * m * n * k, row.minimum_batch_flops
     if is_complex and row.minimum_batch_flops_complex is not None:

@@ -184,12 +184,13 @@ class GemmPlan:
         """The reason if the mode has no effect, otherwise empty."""
         if self.mode_has_effect:
             return ""
-        dtype = self.compute_dtype
+        dtype, mode = self.compute_dtype, row(self.mode)
         summed_in = format_name(dtype.accumulator.format) if dtype.format else dtype.accumulator
-        return (
-            f"the mode {self.mode} has no effect: it acts on float32 and complex64 only; "
-            f"{dtype} operands stay as they are and are summed in {summed_in}"
-        )
+        why = f"it acts on {' and '.join(d.label for d in DType if mode.acts(d))} only"
+        if mode.acts(dtype):
+            why = f"cuBLASLt does not emulate {dtype} products on this device"
+        stay = f"{dtype} operands stay as they are and are summed in {summed_in}"
+        return f"the mode {self.mode} has no effect: {why}; {stay}"
 
     @property
     def a_becomes(self) -> str:

@@ -8,11 +8,11 @@ from functools import lru_cache, partial
 from math import prod
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import BLOCK_FORMATS, FLOAT16, FLOAT32, DType
-from lowprec.modes import TABLE, MathMode, row
+from lowprec.formats import BLOCK_FORMATS, FLOAT16, FLOAT32, ComputeType, DType
+from lowprec.modes import TABLE, MathMode, ModeRow, row
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
-from lowprec.planning.kernels import Capabilities, choose_kernel, format_name
+from lowprec.planning.kernels import Capabilities, KernelRow, choose_kernel, format_name
 from lowprec.planning.layout import addend_layout, gemm_layout, stacked_layout, with_rows_copied
 from lowprec.planning.plan import Copy, GemmPlan
 from lowprec.planning.prepared import reads_codes_of_b
@@ -42,10 +42,10 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     check_epilogue(problem, compute_dtype, layout)
     _check_sums(compute_dtype, layout.k, problem.k_chunk)
     scheme, fmt = row(mode), operand_format(mode, compute_dtype)
-    accumulator, has_effect = scheme.accumulator(compute_dtype), compute_dtype.is_single_precision
+    acts = scheme.acts(compute_dtype)
     a_format, b_format = problem.a.dtype.format, problem.b.dtype.format
     rounded = (False, False)
-    if has_effect and fmt and a_format and b_format:
+    if acts and fmt and a_format and b_format:
         rounded = (not holds(fmt, a_format), not holds(fmt, b_format))
     products = make_schedule(scheme, rounded, layout.k, problem.k_chunk)
     choose = partial(
@@ -55,6 +55,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         products=len(products),
         is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
         has_blocks=problem.has_blocks,
+        emulation=scheme.emulation if acts else None,
     )  # fmt: skip
     choice, rows = choose(layout), with_rows_copied(layout)
     pays = layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
@@ -63,6 +64,8 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         as_rows, layout = choose(rows), rows
         choice = as_rows if as_rows.kernel.blas else choice
     kernel = choice.kernel
+    fmt, rounded = (compute_dtype.format, (False, False)) if kernel.emulation else (fmt, rounded)
+    has_effect = acts and (compute_dtype.is_single_precision or kernel.emulation is not None)
     k_chunk, capability = problem.k_chunk, capabilities.tensor_cores_of(kernel)
     if k_chunk is None and capability and any(rounded) and scheme.parts > 1:
         k_chunk = chunk_for(layout.k, scheme.operand_format.name, capability)
@@ -71,14 +74,12 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     if reads_c and problem.c and addend_layout(problem.c, problem.a, problem.b, layout) is None:
         # The rows of ``c`` have no single stride.
         layout = stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
-    multiplied = compute_dtype
-    if has_effect:
-        multiplied = accumulator if scheme.widens else scheme.data or compute_dtype
+    multiplied, compute_type = _types(scheme, kernel, compute_dtype, has_effect)
     plan = GemmPlan(
         problem=problem, capabilities=capabilities, mode=mode, scheme=mode, mode_has_effect=has_effect,
         layout=layout, compute_dtype=compute_dtype, out_dtype=out_dtype, out_shape=layout.out_shape,
         operand_format=fmt, rounded=rounded, multiplied_dtype=multiplied,
-        cublas_compute_type=scheme.compute_type if has_effect else compute_dtype.compute_type,
+        cublas_compute_type=compute_type,
         schedule=schedule, kernel_row=kernel, passed_over=choice.passed_over, fallback=choice.fallback,
         copies=(),
         flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
@@ -94,6 +95,13 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     copies = tuple(Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack)
     staged = (Copy("out", call.staged, call.product_bytes),) if call.staged else ()
     return replace(plan, call=call, copies=widened + copies + staged)
+
+
+def _types(scheme: ModeRow, kernel: KernelRow, dtype: DType, has_effect: bool) -> tuple[DType, ComputeType]:
+    """Return the element type and the compute type of cuBLASLt's products."""
+    if kernel.emulation or not has_effect:
+        return dtype, kernel.emulation or dtype.compute_type
+    return scheme.accumulator(dtype) if scheme.widens else scheme.data or dtype, scheme.compute_type
 
 
 def _check_sums(compute_dtype: DType, k: int, k_chunk: int | None) -> None:

@@ -276,7 +276,9 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
         text = f"{dtype}, as it is"
     else:
         text = f"{dtype} values, unchanged"
-    if kernel.parts > 1:
+    if kernel.emulation:
+        text = f"{dtype}, split by cuBLASLt into {kernel.part_format} parts"
+    elif kernel.parts > 1:
         each = "each " if kernel.sums_products else ""
         text += f", {each}as the exact sum of {kernel.parts} bfloat16 parts"
     elif kernel.holds_in:

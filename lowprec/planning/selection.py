@@ -97,8 +97,8 @@ def select_mode(
 def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPlan]:
     first = plan_gemm(problem, capabilities, MathMode.FP32)
     for mode in available_modes() if first.mode_has_effect else (MathMode.FP32,):
-        if mode is MathMode.FP32_EMULATED:
-            continue  # runs as one of the other modes
+        if mode in (MathMode.FP32_EMULATED, MathMode.FP64_EMULATED):
+            continue  # the first runs as one of the other modes, the second acts on float64 alone
         with suppress(UnsupportedError):
             yield plan_gemm(problem, capabilities, mode)
 

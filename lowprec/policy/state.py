@@ -11,8 +11,8 @@ from lowprec.policy.entries import NO_LIBRARY, innermost
 from lowprec.policy.environment import EnvironmentSnapshot
 from lowprec.policy.scopes import Frameworks, PolicyScope, selection
 
-#: Modes that the guard does not change. ``fp32_emulated`` is not among them, because it has the error bound of FP32,
-#: but the guard promises FP32 arithmetic.
+#: Modes that the guard does not change. Emulated ones are not among them: they have the error bound of FP32 or FP64,
+#: but the guard promises their arithmetic.
 FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 
 _process_mode: MathMode | None = None
@@ -22,8 +22,8 @@ class math_mode(PolicyScope):
     """Set the math mode for a ``with`` block or a decorated function.
 
     The mode applies to ``lowprec`` in this thread and task, and in tasks started inside, but not in other threads. It
-    affects float32 and complex64 operands only. A ``math_mode=`` argument, an inner block, ``fp32_guard`` and
-    ``LOWPREC_FORCE_MATH_MODE`` take precedence.
+    affects float32 and complex64 operands only, ``fp64_emulated`` float64 and complex128 ones. A ``math_mode=``
+    argument, an inner block, ``fp32_guard`` and ``LOWPREC_FORCE_MATH_MODE`` take precedence.
 
     With ``frameworks`` the switches of other loaded libraries are set for the block and restored after it. Most of them
     are process-wide and so affect all threads. Inside an ``fp32_guard`` they stay at full FP32. A library without a
@@ -76,6 +76,7 @@ class fp32_guard(PolicyScope):
 
     In lowprec the guard has precedence over every ``math_mode=`` or ``rtol=`` argument, scope, process default and
     environment variable that would lower the precision. More precise modes (``fp32_pedantic``, ``fp64``) are unchanged.
+    ``fp64_emulated`` is replaced: float64 products run in native FP64.
 
     Other libraries that are loaded at the entry are set to full FP32 by their own switches, and the old values are
     restored at the exit: PyTorch, JAX, TensorFlow, CuPy, Paddle, and those added with ``register_controller``. If a

@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 _EMPTY = "the product is empty"
 
 
+def multiplied_format(plan: GemmPlan) -> str:
+    """Return the name of the format of the multiplied numbers, which may be parts of the operands."""
+    return plan.kernel_row.part_format or format_name(plan.operand_format)
+
+
 def units_of(plan: GemmPlan, used: bool | None) -> tuple[bool, bool | None, str]:
     """Return whether units exist for the format, whether they were used (None: unknown), and the reason."""
-    capability, fmt = plan.capabilities.compute_capability, format_name(plan.operand_format)
+    capability = plan.capabilities.compute_capability
+    fmt = multiplied_format(plan)
     if capability is None:
         return _tile_units(plan, fmt, used)
     since = first_capability(fmt)
@@ -191,7 +197,7 @@ class Measurement:
         plan, problem, layout = self._plan, self._plan.problem, self._plan.layout
         elapsed_ms = self._read_ms()
         tflops = plan.flops / elapsed_ms * 1e-9 if elapsed_ms else None
-        number_format = format_name(plan.operand_format)
+        number_format = multiplied_format(plan)
         peak = dict(plan.capabilities.peak_tflops).get(number_format)
         eligible, used, reason = units_of(plan, self.ran.units if self.ran else None)
         return ProductRecord(

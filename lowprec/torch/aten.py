@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowprec.formats import DType
+from lowprec.modes import TABLE
 from lowprec.torch.interception_report import PassedBy
 
-#: Element types on which modes act.
-ACTED_ON = frozenset((torch.float32, torch.complex64))
+#: Element types on which each mode acts.
+ACTED_ON = {r.mode: frozenset(getattr(torch, d.label) for d in DType if r.acts(d)) for r in TABLE}
 
 
 class Terms(NamedTuple):

@@ -60,7 +60,7 @@ def inductor_options(math_mode: ModeName | MathMode) -> dict[str, Any]:
 
 class _Pass(CustomGraphPass):
     def __init__(self, mode: str) -> None:
-        self._mode = mode
+        self._mode = MathMode(mode)
 
     def uuid(self) -> Any:
         return "lowprec", __version__, type(self).__name__, self._mode
@@ -97,7 +97,7 @@ class _Products(_Pass):
             rule = rule_of(node.target)
             if rule is not None and rule.passed_by is not None:
                 passed.add(f"{rule.name} ({rule.passed_by})")
-            elif node.target in _TERMS and _acted_on(node):
+            elif node.target in _TERMS and _acted_on(node, self._mode):
                 self._replace(graph, node)
         graph.lint()
         if passed:
@@ -128,9 +128,8 @@ class _Products(_Pass):
 _TERMS = frozenset((_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default))  # fmt: skip
 
 
-def _acted_on(node: torch.fx.Node) -> bool:
+def _acted_on(node: torch.fx.Node, mode: MathMode) -> bool:
     value = node.meta.get("val")
     factors = (node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1))
-    return (
-        isinstance(value, torch.Tensor) and value.dtype in ACTED_ON and all(isinstance(x, int | float) for x in factors)
-    )
+    acts = isinstance(value, torch.Tensor) and value.dtype in ACTED_ON[mode]
+    return acts and all(isinstance(x, int | float) for x in factors)

@@ -217,7 +217,7 @@ class _Intercepting(TorchDispatchMode):
             return func(*args, **kwargs)
         operands = (terms.a, terms.b)
         reason, detail = PassedBy.ELEMENT_TYPE, ""
-        if terms.a.dtype in ACTED_ON and rule.accepts(terms, out):  # else PyTorch raises its error
+        if terms.a.dtype in ACTED_ON[self._math_mode] and rule.accepts(terms, out):  # else PyTorch raises its error
             try:
                 mode = policy.resolve(self._math_mode).mode.value
                 found = _product(terms, mode)

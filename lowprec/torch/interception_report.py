@@ -18,7 +18,7 @@ class PassedBy(StrEnum):
     'a convolution is no matrix product'
     """
 
-    ELEMENT_TYPE = "no mode acts on this element type"
+    ELEMENT_TYPE = "the mode does not act on this element type"
     ATTENTION = "attention in one kernel, which hides its products"
     CONVOLUTION = "a convolution is no matrix product"
     RECURRENT = "recurrent layers in one kernel, which hides their products"

@@ -21,6 +21,7 @@ from lowprec.core import dispatch
 from lowprec.core.arguments import parse_dtype
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, promote
+from lowprec.modes import MathMode
 
 _SCHEMA = (
     "matmul(Tensor a, Tensor b, str mode, str backward_mode, float alpha=1.0, str out_dtype='', "
@@ -62,8 +63,9 @@ def _multiply(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def multiply_plain(a: Tensor, b: Tensor, mode: Any, alpha: float, out_dtype: str) -> Tensor:
     """Multiply tensors that PyTorch neither records nor traces."""
     dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
-    if a.dtype in _DOUBLE or b.dtype in _DOUBLE:
-        mode = None  # without effect here; only an argument would give a warning
+    is_double = a.dtype in _DOUBLE or b.dtype in _DOUBLE
+    if mode is not None and is_double is not (mode == MathMode.FP64_EMULATED):
+        mode = MathMode.FP32  # without effect here; only an argument would give a warning
     return dispatch.matmul(a, b, alpha=alpha, out_dtype=dtype, math_mode=mode)
 
 

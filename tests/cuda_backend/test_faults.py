@@ -53,6 +53,9 @@ CASES = {
     "prepared": Case((A, B), prepared, TRUE),
     "several calls": Case((STACK, np.stack([[B] * 3] * 2)), plain, oracles.product(STACK, B)),
     "int8": Case((A.astype(np.int8), B[:, :7].astype(np.int8)), plain, TRUE[:, :7]),
+    "fixed-point emulation": Case(
+        (A.astype(np.float64), B.astype(np.float64)), lambda x, y: lowprec.matmul(x, y, math_mode="fp64_emulated"), TRUE
+    ),
     "no inner dimension": Case(
         (A[:, :0], B[:0], BIAS), lambda x, y, z: lowprec.matmul(x, y, bias=z), np.broadcast_to(BIAS, (16, 16))
     ),

@@ -363,3 +363,22 @@ def test_chunks_of_torch_are_refused_by_type() -> None:
         for a, b in ((x, y), (y, x)):
             with pytest.raises(lowprec.ArrayError, match="Dask array of PyTorch tensors"):
                 refuse(a, b)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "passed"),
+    [
+        ("float64", "fp64_emulated", "fp64_emulated"),
+        ("float32", "fp64_emulated", "fp32"),
+        ("float32", "bf16", "bf16"),
+        ("complex128", "bf16", "fp32"),
+    ],
+)
+def test_workers_get_a_mode_that_acts(dtype: str, mode: str, passed: str) -> None:
+    """So that they give no warning, and use no mode of their own environment."""
+    a = da.ones((4, 6), chunks=(2, 3), dtype=dtype)
+    with lowprec.math_mode(mode):
+        made = lowprec.matmul(a, a.T)
+    tasks = [task for task in dict(made.dask).values() if isinstance(task, tuple) and len(task) == 8]
+    assert {task[4] for task in tasks} == {passed}
+    np.testing.assert_array_equal(made.compute(scheduler="sync"), np.full((4, 4), 6, dtype))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import importlib
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -284,6 +285,23 @@ def test_modes(jax: Any, cell: str, mode: str, dtype: str) -> None:
     multiply = functools.partial(lowprec.jax.matmul, math_mode=mode)
     for found, x, y in CELLS[cell](jax, multiply, a, b):
         within_bound(found, x, y, mode)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_fp64_emulated_is_native_in_graphs(jax: Any, dtype: str) -> None:
+    """Float64 in FP64, and float32 as in mode fp32: the same algorithm of XLA."""
+    a, b = operands((9, 33), (33, 7), dtype)
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowprec.LowprecWarning)
+        found, plain = (
+            jax.jit(functools.partial(lowprec.jax.matmul, math_mode=mode))(a, b) for mode in ("fp64_emulated", "fp32")
+        )
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, plain)
+    exact = a.astype(np.clongdouble) @ b.astype(np.clongdouble)
+    # Sums of 33 products, two components each.
+    u = 2.0 ** -(53 if dtype in ("float64", "complex128") else 24)
+    assert (np.abs(np.asarray(found) - exact) <= 2 * 68 * u * (np.abs(a) @ np.abs(b))).all()
 
 
 @pytest.mark.sampled(2)

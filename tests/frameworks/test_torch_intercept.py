@@ -113,8 +113,8 @@ def test_out_receives_the_product(torch: Any, intercept: Any) -> None:
 
 
 PASSED: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "float64": (lambda t: t.eye(2, dtype=t.float64) @ t.eye(2, dtype=t.float64), "mm", "no mode"),
-    "integers": (lambda t: t.eye(2, dtype=t.int64) @ t.eye(2, dtype=t.int64), "mm", "no mode"),
+    "float64": (lambda t: t.eye(2, dtype=t.float64) @ t.eye(2, dtype=t.float64), "mm", "the mode does not act"),
+    "integers": (lambda t: t.eye(2, dtype=t.int64) @ t.eye(2, dtype=t.int64), "mm", "the mode does not act"),
     "convolution": (
         lambda t: t.conv2d(t.ones(1, 1, 3, 3), t.ones(1, 1, 2, 2)),
         "convolution",
@@ -454,6 +454,32 @@ def fresh(torch: Any) -> Any:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("mode", "dtype", "other"), [("fp64_emulated", "float64", "float32"), ("bf16", "float32", "float64")]
+)
+def test_a_mode_takes_the_element_types_on_which_it_acts(
+    torch: Any, intercept: Any, mode: str, dtype: str, other: str
+) -> None:
+    """In a block and in a compiled graph; PyTorch computes the others."""
+    x = torch.arange(16.0).reshape(4, 4).to(getattr(torch, dtype))
+    y = x.to(getattr(torch, other))
+    exact = x @ x
+    with intercept(mode) as seen:
+        assert torch.equal(x @ x, exact)
+        assert torch.equal(y @ y, exact.to(y.dtype))
+    assert [(p.dtype, p.mode) for p in seen.report().taken] == [(dtype, mode)]
+    assert [(p.dtype, p.reason) for p in seen.report().passed] == [
+        (other, "the mode does not act on this element type")
+    ]
+    compiled = torch.compile(lambda x, y: (x @ x, y @ y), fullgraph=True, backend=passes_alone(mode))
+    with torch.no_grad(), lowprec.profile() as profile:
+        found, rest = compiled(x, y)
+    assert torch.equal(found, exact)
+    assert torch.equal(rest, exact.to(y.dtype))
+    assert [(r.a_dtype, r.mode) for r in profile.records] == [(dtype, mode)]
 
 
 @pytest.mark.usefixtures("fresh")

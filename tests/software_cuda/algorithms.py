@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from nvmath.bindings import cublasLt as real
@@ -108,7 +108,8 @@ def made_for(x: Problem, device: str) -> bytes:
 
 def candidates(x: Problem, device: str, *, tf32_forbidden: bool) -> list[Algorithm]:
     """Return all algorithms for a product, whatever the preference; the most promising first."""
-    flags = tables.flags(x.compute, x.a.type, x.b.type, tf32_forbidden=tf32_forbidden)
+    emulates = x.emulation is not None
+    flags = tables.flags(x.compute, x.a.type, x.b.type, tf32_forbidden=tf32_forbidden, emulates=emulates)
     least = 16 if x.is_narrow else 4 if x.a.type == tables.R_8I else _smallest(x)
     elements = x.m * x.n * x.d.batch_count
     found = []
@@ -153,6 +154,10 @@ def search(x: Problem, preference: Object, device: str, *, tf32_forbidden: bool)
         promised = min(promised, x.bias_pointer & -x.bias_pointer)
     workspace, mask = get("MAX_WORKSPACE_BYTES", 0), get("REDUCTION_SCHEME_MASK", 7)
     allowed = get("IMPL_MASK", (1 << 64) - 1)
+    if x.emulation and x.compute == tables.EMULATED_FIXEDPOINT:
+        is_complex = x.a.type == tables.C_64F
+        needed = x.emulation.workspace_bytes(x.m, x.n, x.k, x.d.batch_count, is_complex=is_complex)
+        x = replace(x, emulation=x.emulation if workspace >= needed else None)
     found = [
         y
         for y in candidates(x, device, tf32_forbidden=tf32_forbidden)

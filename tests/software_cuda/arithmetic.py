@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from software_cuda import tables
 from software_cuda.algorithms import INPLACE, OUTPUT_TYPE, Algorithm
+from software_cuda.emulation import Emulation, bf16x9, fixed_point
 from software_cuda.memory import Memory
 from software_cuda.problem import Matrix, Problem
 from software_cuda.recorder import Fault
@@ -106,6 +107,8 @@ class Call:
     def _product(self, memory: Memory) -> Array:
         x, algorithm = self.problem, self.algorithm
         scale = tables.DTYPES[x.scale]
+        if x.emulation and algorithm.flags == tables.EMULATED_FLAGS[x.compute]:
+            return self._emulated(memory, x.emulation)
         accumulator = np.dtype(np.int32) if algorithm.flags & tables.ACCUMULATOR_32I else scale
         if self.alpha == 0:
             return np.zeros(x.d.shape, scale)
@@ -123,6 +126,14 @@ class Call:
             if algorithm.reduction == INPLACE:
                 total = total.astype(passes).astype(accumulator)
         return total.astype(scale)
+
+    def _emulated(self, memory: Memory, how: Emulation) -> Array:
+        x = self.problem
+        a, b = (
+            _transposed(strided(memory, matrix, pointer, self.device), operation)
+            for matrix, pointer, operation in ((x.a, self.a, x.op_a), (x.b, self.b, x.op_b))
+        )
+        return bf16x9(a, b) if x.compute == tables.EMULATED_16BFX9 else fixed_point(a, b, how)
 
     def _scale(self, memory: Memory) -> Any:
         found = np.float32(1)
@@ -149,7 +160,10 @@ class Call:
 
 
 def _operand(x: Array, operation: int, flags: int) -> Array:
-    x = _rounded(x, flags)
+    return _transposed(_rounded(x, flags), operation)
+
+
+def _transposed(x: Array, operation: int) -> Array:
     if operation:
         x = x.swapaxes(1, 2)
     return x.conj() if operation == 2 else x

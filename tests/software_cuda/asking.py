@@ -77,6 +77,7 @@ ENUMERATIONS = {
     "matmul_desc": "MatmulDescAttribute",
     "matrix_layout": "MatrixLayoutAttribute",
     "matmul_preference": "MatmulPreferenceAttribute",
+    "emulation_desc": "EmulationDescAttribute",
 }
 
 

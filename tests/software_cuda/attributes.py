@@ -34,7 +34,9 @@ class Attribute(NamedTuple):
 
 
 _NO_TYPE = 0xFFFFFFFF
-DESCRIPTOR, LAYOUT, PREFERENCE, CONFIG = ("matmul_desc", "matrix_layout", "matmul_preference", "matmul_algo_config")
+DESCRIPTOR, LAYOUT, PREFERENCE, EMULATION, CONFIG = (
+    "matmul_desc", "matrix_layout", "matmul_preference", "emulation_desc", "matmul_algo_config",
+)  # fmt: skip
 
 _ROWS: Mapping[str, tuple[Attribute, ...]] = {
     DESCRIPTOR: (
@@ -68,6 +70,11 @@ _ROWS: Mapping[str, tuple[Attribute, ...]] = {
         *(Attribute(x, 4, 256) for x in (5, 6, 7, 8)),  # MIN_ALIGNMENT_x_BYTES
         Attribute(12, 8, (1 << 64) - 1),
         *(Attribute(x, 8, since=131000) for x in (13, 14, 15)),
+    ),
+    EMULATION: (
+        *(Attribute(x, 4, since=130100) for x in (0, 2, 3, 4)),
+        Attribute(1, 4, 0xFFFF, since=130100),  # SPECIAL_VALUES_SUPPORT: all
+        Attribute(5, 8, since=130100),
     ),
     CONFIG: (
         *(Attribute(x, 4) for x in range(7)),

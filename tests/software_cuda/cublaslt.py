@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from software_cuda import tables
 from software_cuda.algorithms import TIMES, Algorithm, fits_shape, made_for, search
 from software_cuda.arithmetic import Call, strided
 from software_cuda.attributes import CONFIG, CONFIG_OFFSETS, attributes
-from software_cuda.descriptors import DESCRIPTOR, LAYOUT, PREFERENCE, Objects
+from software_cuda.descriptors import DESCRIPTOR, EMULATION, LAYOUT, PREFERENCE, Objects
+from software_cuda.emulation import Emulation
 from software_cuda.memory import Memory
 from software_cuda.objects import (
     EXECUTION_FAILED,
@@ -68,8 +70,19 @@ class CublasLt(Objects):
         """Return a product that this device can compute."""
         a, b, c, d = (self.get(x, LAYOUT) for x in layouts)
         found = problem(self.get(operation, DESCRIPTOR), (a, b, c, d))
-        validate(found, self.runtime.devices[self.runtime.device].capability)
-        return found
+        capability = self.runtime.devices[self.runtime.device].capability
+        validate(found, capability)
+        settings = self._emulation(found.emulation_descriptor)
+        return replace(found, emulation=settings if tables.emulates(found.compute, capability, self.version) else None)
+
+    def _emulation(self, number: int) -> Emulation:
+        """Return the settings of a descriptor; 0 means the defaults."""
+        described = self.get(number, EMULATION).attributes if number else {}
+        values = [int.from_bytes(described[i], "little", signed=True) if i in described else None for i in range(5)]
+        made = Emulation(**{x.name: v for x, v in zip(fields(Emulation), values, strict=True) if v is not None})
+        if made.max_bits < 0:
+            raise Refusal(INVALID_VALUE, f"{made.max_bits} mantissa bits")
+        return made
 
     @function
     def matmul_algo_get_heuristic(

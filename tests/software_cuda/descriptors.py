@@ -26,10 +26,12 @@ from software_cuda.objects import (
     set_attribute,
     write_attribute,
 )
-from software_cuda.recorder import Recorder, function
+from software_cuda.recorder import Recorder, Refusal, function
 from software_cuda.runtime import Runtime
 
-DESCRIPTOR, LAYOUT, PREFERENCE = KINDS = ("matmul_desc", "matrix_layout", "matmul_preference")
+DESCRIPTOR, LAYOUT, PREFERENCE, EMULATION = KINDS = (
+    "matmul_desc", "matrix_layout", "matmul_preference", "emulation_desc",
+)  # fmt: skip
 
 
 class SoftwareLtError(real.cuBLASLtError):
@@ -56,7 +58,10 @@ class Objects(Registry):
         return SoftwareLtError(status or INTERNAL_ERROR, reason)
 
     def live(self) -> dict[str, int]:
-        counted = {"handles": "handle", "descriptors": DESCRIPTOR, "layouts": LAYOUT, "preferences": PREFERENCE}
+        counted = {
+            "handles": "handle", "descriptors": DESCRIPTOR, "layouts": LAYOUT, "preferences": PREFERENCE,
+            "emulations": EMULATION,
+        }  # fmt: skip
         return {name: self.count(kind) for name, kind in counted.items()}
 
     @function
@@ -84,6 +89,12 @@ class Objects(Registry):
     @function
     def matmul_preference_create(self) -> int:
         return self.add(Object(PREFERENCE))
+
+    @function
+    def emulation_desc_create(self) -> int:
+        if not self._known[EMULATION]:
+            raise Refusal(INTERNAL_ERROR, f"there is no such function in {self.version}")
+        return self.add(Object(EMULATION))
 
     def _created(self, kind: str, names: Any, **values: int) -> int:
         made = Object(kind)

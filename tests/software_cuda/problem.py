@@ -9,6 +9,7 @@ import numpy as np
 from nvmath.bindings import cublasLt as real
 
 from software_cuda import tables
+from software_cuda.emulation import Emulation
 from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, Object
 from software_cuda.recorder import Refusal
 
@@ -82,6 +83,8 @@ class Problem:
     b: Matrix
     c: Matrix
     d: Matrix
+    emulation_descriptor: int = 0
+    emulation: Emulation | None = None  # where the device emulates
 
     @property
     def m(self) -> int:
@@ -145,6 +148,7 @@ def problem(operation: Object, layouts: tuple[Object, Object, Object, Object]) -
         b=b,
         c=c,
         d=d,
+        emulation_descriptor=get("EMULATION_DESCRIPTOR", 0),
     )
 
 
@@ -192,6 +196,8 @@ def validate(x: Problem, capability: tuple[int, int]) -> None:
         raise Refusal(NOT_SUPPORTED, f"no such combination of types: {x.signature}")
     _validate_extents(x)
     _validate_epilogue(x, row)
+    if x.emulation_descriptor and x.compute not in tables.EMULATED_FLAGS:
+        raise Refusal(INVALID_VALUE, f"an emulation descriptor with compute type {x.compute}")
     if (x.a_scale or x.b_scale or x.a_mode or x.b_mode) and not x.is_narrow:
         raise Refusal(INVALID_VALUE, "A and B have scales only for FP8 and FP4")
     if x.a.type == tables.R_8I:

@@ -19,6 +19,7 @@ _C = {
     "matmul_desc": "cublasLtMatmulDesc",
     "matrix_layout": "cublasLtMatrixLayout",
     "matmul_preference": "cublasLtMatmulPreference",
+    "emulation_desc": "cublasLtEmulationDesc",
     "matmul_algo_config": "cublasLtMatmulAlgoConfig",
     "matmul_algo_cap": "cublasLtMatmulAlgoCap",
 }
@@ -26,6 +27,7 @@ _SIZES: dict[str, tuple[Any, ...]] = {
     "matmul_desc": (ctypes.c_int, ctypes.c_int),
     "matrix_layout": (ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64),
     "matmul_preference": (),
+    "emulation_desc": (),
 }
 
 

@@ -37,7 +37,7 @@ COMPUTE_16F = frozenset({64, 65})
 COMPUTE_32F = frozenset({68, 69})
 COMPUTE_64F = frozenset({70, 71})
 COMPUTE_32I = frozenset({72, 73})
-FAST_16F, FAST_16BF, FAST_TF32, EMULATED_16BFX9 = 74, 75, 77, 78
+FAST_16F, FAST_16BF, FAST_TF32, EMULATED_16BFX9, EMULATED_FIXEDPOINT = 74, 75, 77, 78, 79
 FAST = frozenset({FAST_16F, FAST_16BF, FAST_TF32, EMULATED_16BFX9})
 PEDANTIC = frozenset({65, 69, 71, 73})
 
@@ -76,8 +76,8 @@ ROWS: tuple[Row, ...] = (
     _same(COMPUTE_32F, R_32F, R_16F, R_32F, R_32F),
     _same(COMPUTE_32F | FAST, R_32F, R_32F, R_32F, R_32F),
     _same(COMPUTE_32F | FAST, C_32F, C_32F, C_32F, NO_EPILOGUE),
-    _same(COMPUTE_64F, R_64F, R_64F, R_64F, NO_EPILOGUE),
-    _same(COMPUTE_64F, C_64F, C_64F, C_64F, NO_EPILOGUE),
+    _same(COMPUTE_64F | {EMULATED_FIXEDPOINT}, R_64F, R_64F, R_64F, NO_EPILOGUE),
+    _same(COMPUTE_64F | {EMULATED_FIXEDPOINT}, C_64F, C_64F, C_64F, NO_EPILOGUE),
     *(
         Row(frozenset({68}), R_32F, a, b, cd, cd, bias)
         for a, b in ((R_8F_E4M3, R_8F_E4M3), (R_8F_E4M3, R_8F_E5M2), (R_8F_E5M2, R_8F_E4M3))
@@ -116,6 +116,14 @@ def has_block_scales(capability: tuple[int, int]) -> bool:
     return capability >= (10, 0)
 
 
+def emulates(compute: int, capability: tuple[int, int], version: int) -> bool:
+    """Whether a device emulates by a compute type, which other devices ignore (*Floating Point Emulation*)."""
+    if compute == EMULATED_16BFX9:
+        return capability in ((10, 0), (10, 3)) and version >= 120900
+    able = capability[0] in (8, 10, 12) or capability in ((9, 0), (11, 0))
+    return compute == EMULATED_FIXEDPOINT and able and version >= 130100
+
+
 # ``cublasLtNumericalImplFlags_t``.
 FMA, HMMA, IMMA, DMMA = 1, 2, 4, 8
 ACCUMULATOR_16F, ACCUMULATOR_32F, ACCUMULATOR_64F, ACCUMULATOR_32I = (1 << b for b in range(8, 12))
@@ -140,8 +148,17 @@ _FAST_INPUT = {
 }
 
 
-def flags(compute: int, a: int, b: int, *, tf32_forbidden: bool) -> int:
+#: Of algorithms that emulate.
+EMULATED_FLAGS = {
+    EMULATED_16BFX9: HMMA | ACCUMULATOR_32F | INPUT_16BF,
+    EMULATED_FIXEDPOINT: IMMA | ACCUMULATOR_32I | INPUT_8I,
+}
+
+
+def flags(compute: int, a: int, b: int, *, tf32_forbidden: bool, emulates: bool = False) -> int:
     """Return the numerical implementation flags of what runs on tensor cores where it may."""
+    if emulates:
+        return EMULATED_FLAGS[compute]
     if a in (R_32F, C_32F):
         if compute in _FAST_INPUT and not (compute == FAST_TF32 and tf32_forbidden):
             return _FAST_INPUT[compute]

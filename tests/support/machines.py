@@ -29,9 +29,12 @@ AVX512 = Capabilities(
 )
 
 
-def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20) -> Capabilities:
+def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20, *features: str | None) -> Capabilities:
     """Return what a GPU of a compute capability can do."""
-    return Capabilities("cuda:0", "a GPU", CUDA_KERNELS, compute_capability=capability, workspace_bytes=workspace_bytes)
+    able = frozenset(x for x in features if x)
+    return Capabilities(
+        "cuda:0", "a GPU", CUDA_KERNELS, able, compute_capability=capability, workspace_bytes=workspace_bytes
+    )
 
 
 #: Those on which a test that is parametrised by machine runs.

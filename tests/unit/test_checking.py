@@ -57,7 +57,7 @@ class _Cells(HTMLParser):
 
 def test_every_mode_has_a_row(a: np.ndarray) -> None:
     found = lowprec.check(a, a, rounds=1)
-    assert [row.name for row in found.rows] == [str(m) for m in available_modes()]
+    assert [row.name for row in found.rows] == [str(m) for m in available_modes() if m != "fp64_emulated"]
     for row in found.rows:
         plan = lowprec.plan(a, a, math_mode=row.name)
         assert row.plan == plan
@@ -157,7 +157,7 @@ def test_bad_arguments(a: np.ndarray, how: Any, error: type[Exception], words: s
 
 
 def test_incomparable_results(a: np.ndarray) -> None:
-    with pytest.raises(lowprec.DTypeError, match="no mode acts on float64"):
+    with pytest.raises(lowprec.DTypeError, match="products of float64 have no wider reference"):
         lowprec.check(a.astype(np.float64), a)
     with pytest.raises(lowprec.DTypeError, match="rounded to complex64"):
         lowprec.check(a, a.astype(np.complex128))

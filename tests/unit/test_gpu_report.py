@@ -494,6 +494,23 @@ def test_a_sparse_weight_and_the_dense_one(load: Load, torch: Any) -> None:
     assert "multiplies the zeros of b like other numbers" in row["sparsity"]
 
 
+@pytest.mark.parametrize(("dtype", "names"), [("float32", 3), ("float64", 2)])
+def test_emulation_rows(load: Load, torch: Any, dtype: str, names: int) -> None:
+    """On a CPU nothing is emulated, and every way is right."""
+    emulation, clock, parts = load("gpu.emulation"), load("gpu.clock"), load("gpu.parts")
+    rows = list(emulation.measure(torch, dtype, 64, parts.Options(quick=True, seed=0), clock.HostClock()))
+    assert [row["name"] for row in rows] == list(emulation.KINDS[dtype][0])
+    assert len(rows) == names
+    assert all(row["ok"] is True and row["tflops"] > 0 and len(row["speed"]) == names - 1 for row in rows), rows
+    # A result beyond the tolerance is not right, and an argument that is refused is a row.
+    emulation.KINDS[dtype] = (emulation.KINDS[dtype][0], -1.0)
+    rows = list(emulation.measure(torch, dtype, 64, parts.Options(quick=True, seed=0), clock.HostClock()))
+    assert [row["ok"] for row in rows] == [False] * names
+    emulation.KINDS[dtype] = ({"x": {"math_mode": "bf17"}}, 1.0)
+    (row,) = emulation.measure(torch, dtype, 64, parts.Options(quick=True, seed=0), clock.HostClock())
+    assert (row["ok"], "bf17" in row["error"]) == (False, True)
+
+
 # -- tests ------------------------------------------------------------------------------------
 
 _TESTS = """

@@ -29,6 +29,7 @@ DESIGN = {
     "fp16x4_unscaled": (formats.FLOAT16, 2, 4, None, "COMPUTE_32F on float16 data", False),
     "fp16_karatsuba": (formats.FLOAT16, 2, 3, None, "COMPUTE_32F on float16 data", False),
     "fp32_emulated": (formats.FLOAT32, 1, 1, None, "COMPUTE_32F", False),
+    "fp64_emulated": (formats.FLOAT32, 1, 1, None, "COMPUTE_32F", False),
 }
 
 
@@ -38,6 +39,18 @@ def test_the_table_is_the_design_s() -> None:
         compute = compute_words(r.compute_type, r.data)
         found = (r.operand_format, r.parts, len(r.pairs), r.jax_preset, compute, r.uses_tf32)
         assert found == DESIGN[r.mode.value], r.mode
+
+
+def test_modes_act_on_single_precision_but_one() -> None:
+    acts = {r.mode: {str(d) for d in formats.DType if r.acts(d)} for r in TABLE}
+    assert acts.pop(MathMode.FP64_EMULATED) == {"float64", "complex128"}
+    assert all(found == {"float32", "complex64"} for found in acts.values())
+    emulated = {r.mode: str(r.emulation) for r in TABLE if r.emulation}
+    assert emulated == {"bf16x9": "COMPUTE_32F_EMULATED_16BFX9", "fp64_emulated": "COMPUTE_64F_EMULATED_FIXEDPOINT"}
+    assert {c.name: c.value for c in formats.ComputeType if "EMULATED" in c.name} == {
+        "COMPUTE_32F_EMULATED_16BFX9": 78,
+        "COMPUTE_64F_EMULATED_FIXEDPOINT": 79,
+    }
 
 
 def test_the_smallest_products_are_summed_first() -> None:

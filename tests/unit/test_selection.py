@@ -73,8 +73,8 @@ def test_a_narrow_product_is_not_worth_rounding():
 def test_every_mode_is_accounted_for_the_cheapest_first():
     selection = select_mode(square(DType.FLOAT32), AMX, 2e-3)
     by_mode = {c.mode: c for c in selection.candidates}
-    # fp32_emulated is one of the others.
-    assert set(by_mode) == set(available_modes()) - {MathMode.FP32_EMULATED}
+    # fp32_emulated is one of the others, and fp64_emulated acts on float64.
+    assert set(by_mode) == set(available_modes()) - {MathMode.FP32_EMULATED, MathMode.FP64_EMULATED}
     assert [c.mode for c in selection.candidates if c.accepted] == [MathMode.BF16X3]
     costs = [c.cost for c in selection.candidates]
     assert costs == sorted(costs)

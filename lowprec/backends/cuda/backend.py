@@ -26,7 +26,7 @@ release_memory = memory.release
 
 def capabilities(device: Device) -> Capabilities:
     """Return the capabilities of a GPU, queried once per device."""
-    return present(runtime.properties(device.index))
+    return present(runtime.properties(device.index), bindings.cublas_version())
 
 
 def info() -> dict[str, Any]:

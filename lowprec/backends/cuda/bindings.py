@@ -44,9 +44,15 @@ def translated(doing: Callable[[], str]) -> Iterator[None]:
         raise translate(error, doing()) from error
 
 
+@cached
 def cublas_version() -> int:
     """Return cuBLASLt's version as a number: 130100 is 13.1.0."""
-    return int(libraries().cublas_lt.get_version())
+    try:
+        return int(libraries().cublas_lt.get_version())
+    except LowprecError:
+        raise
+    except Exception as error:
+        raise BackendError(f"cuBLASLt does not report its version: {error}") from error
 
 
 def cublas_version_text() -> str:
@@ -58,10 +64,12 @@ def cublas_version_text() -> str:
 class Descriptor:
     """A cuBLASLt object in host memory, destroyed with this object."""
 
-    __slots__ = ("__weakref__", "pointer")
+    __slots__ = ("__weakref__", "pointer", "uses")
 
     def __init__(self, pointer: int, destroy: Callable[[int], None]) -> None:
         self.pointer = pointer
+        #: Another object whose address is one of the attributes.
+        self.uses: Descriptor | None = None
         # Not at exit, when the library may already be unloaded.
         weakref.finalize(self, _quietly, destroy, pointer).atexit = False
 
@@ -89,6 +97,8 @@ def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
     cublas_lt = libraries().cublas_lt
     enumeration = "".join(word.capitalize() for word in kind.split("_")) + "Attribute"
     member = getattr(getattr(cublas_lt, enumeration), name)
+    if name == "EMULATION_DESCRIPTOR":  # a pointer, to which the bindings give 4 bytes
+        return int(member), np.dtype(np.uintp)
     return int(member), np.dtype(getattr(cublas_lt, f"get_{kind}_attribute_dtype")(member))
 
 

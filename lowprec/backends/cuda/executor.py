@@ -331,7 +331,7 @@ class _LoweredPlan:
             runtime.refuse_capture(stream, _ITS_ALGORITHM)
             # Concurrent threads each prepare one and use the first.
             made = Invocation(
-                term.call, alignment, plan.capabilities.workspace_bytes, operands,
+                term.call, alignment, max(plan.capabilities.workspace_bytes, term.call.emulation_bytes), operands,
                 lambda x: autotune.choose(x, handle, stream, operands),
                 lambda: f"{title(plan)}, {plan.compute_type}",
             )  # fmt: skip

@@ -13,8 +13,8 @@ from lowprec.backends.cuda import bindings, handles, memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, MatmulDescriptors
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import UnsupportedError
-from lowprec.formats import DType
-from lowprec.planning.calls import CublasLtCall, LtMatrix
+from lowprec.formats import ComputeType, DType
+from lowprec.planning.calls import MANTISSA_BITS, CublasLtCall, LtMatrix
 
 #: Largest alignment that matters.
 ALIGNMENT_BYTES = 256
@@ -25,6 +25,9 @@ NO_WORKSPACE: Workspace = (0, 0)
 
 #: Attributes of the operation that are addresses.
 _POINTERS = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
+
+#: Fixed-point emulation with as many mantissa bits as the data need for the accuracy of FP64, or else native FP64.
+_FIXED_POINT = {"FIXEDPOINT_MANTISSA_CONTROL": 0, "FIXEDPOINT_MAX_MANTISSA_BIT_COUNT": MANTISSA_BITS}
 
 #: ``cublasOperation_t``.
 _OPERATIONS = {"N": 0, "T": 1}
@@ -197,8 +200,14 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
         "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
     }
     attributes |= {x: address for x, address in zip(_POINTERS, operands.attributes, strict=True) if address}
+    emulation = None
+    if call.compute_type is ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT:
+        emulation = bindings.create("emulation_desc", (), _FIXED_POINT)
+        attributes["EMULATION_DESCRIPTOR"] = emulation.pointer
     types = (call.compute_type.value, call.scale_dtype.cuda_data_type)
-    return bindings.create("matmul_desc", types, attributes)
+    made = bindings.create("matmul_desc", types, attributes)
+    made.uses = emulation
+    return made
 
 
 def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 
 from lowprec.backends.cuda.runtime import DeviceProperties
+from lowprec.formats import ComputeType
 from lowprec.planning import Capabilities, KernelRow, Summation
 from lowprec.planning.gpus import flops_per_byte, model_of, parse_capability, parse_model
 
@@ -22,16 +24,47 @@ CUBLASLT = KernelRow(
     truncates_tf32=True,
 )
 
-KERNELS = (CUBLASLT,)
+BF16X9 = CUBLASLT._replace(
+    name="cublaslt_bf16x9",
+    units="cuBLASLt's BF16x9 emulation of FP32, or FP32 where cuBLASLt expects that to be faster",
+    requires="bf16x9",
+    missing="cuBLASLt emulates FP32 on compute capability 10.0 and 10.3 only, from cuBLAS 12.9",
+    cost_per_flop=9 * 51.4 / 806,
+    emulation=ComputeType.COMPUTE_32F_EMULATED_16BFX9,
+    part_format="bfloat16",
+    part_products=9,
+)
+FIXED_POINT = CUBLASLT._replace(
+    name="cublaslt_fixed_point",
+    units="cuBLASLt's fixed-point emulation of FP64, or FP64 where cuBLASLt expects that to be faster",
+    requires="fixed_point",
+    missing="cuBLASLt emulates FP64 on compute capability 8.x, 9.0, 10.x, 11.0 and 12.x only, from cuBLAS 13.1",
+    emulation=ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT,
+    part_format="int8",
+)
+KERNELS = (BF16X9, FIXED_POINT, CUBLASLT)
+
+#: Versions of cuBLAS with BF16x9 (CUDA 12.9) and with fixed-point emulation (CUDA 13.0 update 2, cuBLAS 13.1.0).
+_BF16X9_SINCE, _FIXED_POINT_SINCE = 120900, 130100
 
 #: cuBLASLt's workspace by compute capability (cuBLAS documentation, ``cublasSetWorkspace()``).
 _LARGE_WORKSPACE, _SMALL_WORKSPACE = 32 << 20, 4 << 20
 _LARGE_SINCE = (9, 0)
 
 
+def _features(capability: tuple[int, int], cublas_version: int) -> frozenset[str]:
+    """Return the emulations that cuBLAS supports (cuBLAS documentation, "Floating Point Emulation")."""
+    able = {
+        BF16X9.requires: capability in ((10, 0), (10, 3)) and cublas_version >= _BF16X9_SINCE,
+        FIXED_POINT.requires: (capability[0] in (8, 10, 12) or capability in ((9, 0), (11, 0)))
+        and cublas_version >= _FIXED_POINT_SINCE,
+    }
+    return frozenset(name for name, is_able in able.items() if name and is_able)
+
+
 @functools.lru_cache(maxsize=64)
-def present(found: DeviceProperties) -> Capabilities:
-    """Return the capabilities of a GPU with these properties."""
+def present(found: DeviceProperties, cublas_version: int = 0) -> Capabilities:
+    """Return the capabilities of a GPU with these properties, by this version of cuBLAS."""
     peaks: tuple[tuple[str, float], ...] = ()
     model = model_of(found.name)
     if model and found.clock_khz:
@@ -43,6 +76,7 @@ def present(found: DeviceProperties) -> Capabilities:
         device=f"cuda:{found.index}",
         name=found.name,
         kernels=KERNELS,
+        features=_features(found.capability, cublas_version),
         flops_per_byte=flops_per_byte(found.name, found.capability),
         compute_capability=found.capability,
         workspace_bytes=_workspace_bytes(found.capability),
@@ -51,13 +85,14 @@ def present(found: DeviceProperties) -> Capabilities:
 
 
 def predicted(device: str) -> Capabilities:
-    """Return the capabilities of a model; raise DeviceError if it is unknown."""
+    """Return the capabilities of a model with the latest cuBLAS; raise DeviceError if it is unknown."""
     model, capability = parse_model(device), parse_capability(device)
     stands_for = "" if capability is None else ", for compute capability {}.{}".format(*capability)
     return Capabilities(
         device="cuda",
         name=model.name + stands_for,
         kernels=KERNELS,
+        features=_features(model.compute_capability, sys.maxsize),
         flops_per_byte=model.flops_per_byte,
         compute_capability=model.compute_capability,
         workspace_bytes=_workspace_bytes(model.compute_capability),
