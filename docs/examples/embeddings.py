@@ -163,7 +163,7 @@ def quantized(model: Mapping[str, Any], fmt: str) -> tuple[dict[str, Any], int, 
             else:
                 stored = lowprec.quantize(tensor, fmt)
                 numbers = stored.dequantize()
-                made[name] = numbers
+                made[name] = stored
             nbytes += stored.nbytes
             errors.append(relative_error(numbers, tensor))
     return made, nbytes, max(errors)
