@@ -72,7 +72,7 @@ def weights(m: int, n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
     stored: dict[str, list[Any]] = {"bfloat16": [x.astype(BFLOAT16) for x in numbers]}
     stored["bfloat16, prepared"] = [lowprec.prepare(x) for x in stored["bfloat16"]]
     stored["float8_e4m3fn, prepared"] = [lowprec.prepare(x.astype(E4M3)) for x in numbers]
-    for name in ("mxfp8", "mxfp4", "nvfp4"):
+    for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
         stored[name] = [lowprec.quantize(x, name, axis=0) for x in numbers]
 
     def call(operands: list[Any]) -> Callable[[int], Any]:
