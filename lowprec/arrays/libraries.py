@@ -107,7 +107,7 @@ def _find(array: Any) -> Library:
         )
     if isinstance(array, Prepared):
         raise DelegateError(
-            f"expected an array, got {array._description} and as the weight of linear; pass the array itself", target=""
+            f"expected an array, got {array._description} and as the weight of linear; pass {array._remedy}", target=""
         )
     if dense := dense_method(array):
         raise ArrayError(f"expected a dense array, got {type_name(array)}, which is sparse; pass its {dense}()")

@@ -126,6 +126,7 @@ class Prepared:
 
     _view: PreparedView
     _description = "a prepared operand, which is accepted only as b of matmul"
+    _remedy = "the array itself"
     _library: Library | None = None  # if it is accepted as a, too
 
     #: Otherwise ``@`` with a NumPy array would treat this object as a scalar.
@@ -138,7 +139,7 @@ def refuse_prepared(**arguments: Any) -> None:
         if isinstance(value, Prepared):
             raise ArrayError(
                 f"{name} is {value._description} and as the weight of linear, with an array that is read in place; "
-                "pass the array itself"
+                f"pass {value._remedy}"
             )
 
 

@@ -67,6 +67,7 @@ class QuantizedArray(Prepared):
     scale: float = 1.0
 
     _description = "a quantised array, which is accepted only as an operand of matmul"
+    _remedy = "its dequantize()"
 
     def __post_init__(self) -> None:
         row = parse_format(self.format)

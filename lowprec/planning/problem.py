@@ -10,6 +10,7 @@ from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import OPERAND_DTYPES, DType, operand_names, promote
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
+from lowprec.planning.tensor_cores import tensor_cores_multiply
 from lowprec.util.plain import StrEnum
 
 
@@ -64,12 +65,24 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
         if not spec.dtype.results:
             raise DTypeError(f"{name} has dtype {spec.dtype}; supported: {operand_names()}")
     dtypes = (problem.a.dtype, problem.b.dtype)
+    emulated = capabilities.kernels[0].emulates
+    if emulated and problem.a.blocks and problem.b.blocks and emulated.capability >= BLOCK_SCALES_SINCE:
+        raise UnsupportedError(_NOT_EMULATED.format("block-scaled products", emulated.label))
     if not all(d.is_float8 for d in dtypes):
         return promote(*dtypes)
-    if capabilities.has_float8 and dtypes != (DType.FLOAT8_E5M2,) * 2:  # which cuBLASLt does not multiply
-        # FP8 operands of two types are multiplied unchanged; one type represents the pair.
-        return DType.FLOAT8_E4M3FN
+    if dtypes != (DType.FLOAT8_E5M2,) * 2:  # which cuBLASLt does not multiply
+        if emulated and tensor_cores_multiply("float8_e4m3fn", emulated.capability):
+            raise UnsupportedError(_NOT_EMULATED.format("FP8 products", emulated.label))
+        if capabilities.has_float8:
+            # FP8 operands of two types are multiplied unchanged; one type represents the pair.
+            return DType.FLOAT8_E4M3FN
     return DType.BFLOAT16  # represents every FP8 number
+
+
+_NOT_EMULATED = "{} of the tensor cores of {} are not emulated; convert an operand to bfloat16"
+
+#: First compute capability whose tensor cores multiply block-scaled operands.
+BLOCK_SCALES_SINCE = (10, 0)
 
 
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
