@@ -335,8 +335,10 @@ def einsum(
         return steps[0].run({0: operands[0]}, matmul, "", "")  # a view, of any element type
     operands = promoted(operands)
     labels = tuple([dtype_label(operand.dtype) for operand in operands])
-    common, default, between, out, wide = _types(labels, out_dtype)
     sums = len(operands) > 1 and any(step.sums_an_operand for step in steps)
+    if (len(steps) > 1 or sums) and all(label.startswith("float8") for label in labels):
+        labels = ("bfloat16",) * len(labels)  # which represents these numbers, and the result of the first product
+    common, default, between, out, wide = _types(labels, out_dtype)
     if common in _8_BITS and (len(steps) > 1 or sums):
         raise DTypeError(
             f"einsum: subscripts {quoted(subscripts)} of {common} operands need more than one product, and the "
@@ -353,10 +355,7 @@ def einsum(
             rtol=rtol, bound=bound, k_chunk=k_chunk,
         )  # fmt: skip
 
-    values = {
-        i: x if label == common or common in _8_BITS else cast(x, common)
-        for i, (x, label) in enumerate(zip(operands, labels, strict=True))
-    }
+    values = {i: x if common in _8_BITS else cast(x, common) for i, x in enumerate(operands)}
     result: Any = None
     try:
         for number, step in enumerate(steps, len(operands)):

@@ -155,3 +155,19 @@ def test_fp8_tensor_cores_are_not_emulated() -> None:
         with pytest.raises(lowprec.UnsupportedError, match="block-scaled products of the tensor cores of Blackwell"):
             lowprec.matmul(q, q.T)
         assert lowprec.matmul(x.astype(BF16), q.T)[0, 0] == 32
+
+
+def test_contractions() -> None:
+    rng = np.random.default_rng(7)
+    a, b = (rng.integers(-3, 4, (6, 6)).astype(E4M3) for _ in range(2))
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    for subscripts, operands, want in (
+        ("ij,jk->ik", (a, b), x @ y),
+        ("ij,jk,kl->il", (a, b, a), x @ y @ x),
+        ("ij,jk->k", (a, b.astype(E5M2)), (x @ y).sum(0)),
+        ("ij,jk->ik", (a, b.astype(np.float32)), x @ y),
+    ):
+        found = lowprec.einsum(subscripts, *operands, out_dtype="float32")
+        np.testing.assert_array_equal(found, want.astype(np.float32))
+    assert lowprec.einsum("ij,jk->ik", a, b, out_dtype=E4M3).dtype == E4M3
+    assert lowprec.einsum("ij,jk,kl->il", a, b, a).dtype == BF16
