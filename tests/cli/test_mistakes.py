@@ -70,7 +70,7 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
         (("check", "--rounds", "0"), "'0' is not a whole number of at least 1"),
         (("check", "--budget", "soon"), "'soon' is not a number of seconds"),
         (("check", "--seed", "x"), "'x' is not a whole number"),
-        (("check", "--dtype", "float64"), "no mode acts on float64"),
+        (("check", "--dtype", "float64"), "products of float64 have no wider reference"),
         (("check", "float64.npy", "float64.npy"), "check the operands rounded to float32"),
         (("check", "--sizes", "99999999999"), "not enough memory: "),
         (("check", "--sizes", "99999999999", "--dtype", "int8"), "not enough memory: "),
