@@ -88,9 +88,13 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     if not (kernel.is_cublaslt and plan.flops):
         copies = () if kernel.is_cublaslt else widened or _copies(plan)
         return replace(plan, copies=copies) if copies else plan
-    from lowprec.planning.lowering import lower  # with the first plan for cuBLASLt
+    from lowprec.planning.lowering import lower, reason_to_widen  # with the first plan for cuBLASLt
 
-    call = lower(plan)
+    call, reason = lower(plan), reason_to_widen(plan)
+    if reason:
+        plan = replace(plan, passed_over=(*plan.passed_over, reason))
+    elif call.first.codes:
+        widened = ()
     packs = (("a", call.pack_a), ("b", call.pack_b))
     copies = tuple(Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack)
     staged = (Copy("out", call.staged, call.product_bytes),) if call.staged else ()
