@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
+from copy import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -254,18 +257,29 @@ def test_algorithms_are_measured(install: Any, rng: Any, tmp_path: Path, monkeyp
     assert all(f"{name} 64x160 ld 64" in stored for name in FORMATS)
 
 
-def test_a_graph_needs_the_scales_in_order(install: Any, rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first product arranges them, in memory that does not belong to a graph."""
-    runtime = install((10, 0)).software.runtime
-    cupy = software_cuda.Cupy(runtime)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
+@pytest.fixture
+def both(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SoftwareGpu, software_cuda.Cupy]]:
+    """A device of compute capability 10.0, and CuPy on it."""
+    gpu = install((10, 0))
+    made = software_cuda.Cupy(gpu.software.runtime)
+    monkeypatch.setitem(sys.modules, "cupy", made)
     monkeypatch.delitem(libraries._INSTANCES, "cupy", raising=False)
+    yield gpu, made
+    libraries._INSTANCES.pop("cupy", None)
+    libraries._BY_TYPE.pop(made.ndarray, None)
+
+
+def on_cupy(cupy: software_cuda.Cupy, x: QuantizedArray) -> QuantizedArray:
+    return QuantizedArray(cupy.asarray(x.codes), cupy.asarray(x.scales), x.format, x.shape, x.axis, x.scale)
+
+
+def test_a_graph_needs_the_scales_in_order(both: tuple[SoftwareGpu, software_cuda.Cupy], rng: Any) -> None:
+    """The first product arranges them, in memory that does not belong to a graph."""
+    cupy = both[1]
+    runtime = cupy.runtime
     a, b = quantised(rng, (16, 64), "nvfp4", 1), quantised(rng, (64, 16), "nvfp4", 0)
     with cupy.cuda.Stream() as stream:
-        x, y, cold = (
-            QuantizedArray(cupy.asarray(z.codes), cupy.asarray(z.scales), z.format, z.shape, z.axis, z.scale)
-            for z in (a, b, a)
-        )
+        x, y, cold = (on_cupy(cupy, z) for z in (a, b, a))
         out = cupy.empty((16, 16), BF16)
         lowprec.matmul(x, y, out=out)
         runtime.begin_capture(stream.ptr)
@@ -278,5 +292,46 @@ def test_a_graph_needs_the_scales_in_order(install: Any, rng: Any, monkeypatch: 
         graph.replay(stream.ptr)
         np.testing.assert_array_equal(cupy.asnumpy(out), first)
         check(first, a, b, lowprec.plan(x, y))
-    libraries._INSTANCES.pop("cupy", None)
-    libraries._BY_TYPE.pop(cupy.ndarray, None)
+
+
+class StreamedBytes(software_cuda.DeviceArray):
+    """An array of uint8 known by DLPack alone, written by work on a stream and freed as soon as it is unreachable."""
+
+    def __array_namespace__(self) -> Any:
+        return SimpleNamespace(int8=np.int8, permute_dims=None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("shape", "dtype", "nbytes", "size"):
+            raise AttributeError(name)
+        return getattr(self.memory, name)
+
+    def view(self, dtype: Any) -> Any:
+        found = copy(self)
+        found.memory = self.memory.view(dtype)
+        return found
+
+
+@pytest.mark.parametrize("widened", [False, True])
+def test_codes_on_another_stream(
+    both: tuple[SoftwareGpu, software_cuda.Cupy], rng: Any, widened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product waits for codes, scales and widened numbers of another library, and keeps them."""
+    runtime, cupy = both[0].software.runtime, both[1]
+    a, b = quantised(rng, (16, 64), "mxfp8", 1), quantised(rng, (64, 16), "mxfp8", int(widened))
+
+    def widen(x: QuantizedArray) -> Any:
+        on_left = isinstance(x.codes, cupy.ndarray)
+        wide = (a if on_left else b)._values(1.0).astype(BF16)
+        made = cupy.asarray(wide) if on_left else software_cuda.DeviceArray(runtime, wide)
+        return library_of(made).view(made)
+
+    monkeypatch.setattr(QuantizedArray, "_widened", widen)
+    plan = lowprec.plan(a, b, device="b200")
+    for _ in range(2):
+        with cupy.cuda.Stream():
+            x = on_cupy(cupy, a)
+            y = QuantizedArray(*(StreamedBytes(runtime, z) for z in (b.codes, b.scales)), b.format, b.shape, b.axis)
+            product = lowprec.matmul(x, y)
+            del x, y
+            gc.collect()
+            check(cupy.asnumpy(product), a, b, plan)

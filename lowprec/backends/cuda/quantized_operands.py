@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-from lowprec.arrays import ArrayView, library_of
+from lowprec.arrays import ArrayView, Device, Library, library_of
 from lowprec.arrays.prepared_view import PackedOperand, QuantizedView
-from lowprec.arrays.quantized import codes_view
+from lowprec.arrays.quantized import QuantizedArray, codes_view
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.backends.execution import Arguments
@@ -28,9 +30,7 @@ def widened(arguments: Arguments) -> Iterator[Arguments]:
     wide, device, stream, owners = arguments.widened(), arguments.out.device, arguments.stream, []
     for before, after in zip(arguments[:2], wide[:2], strict=True):
         if isinstance(before, QuantizedView) and after is not before:
-            library = library_of(before.quantized.codes)
-            other = library.current_stream(device) or stream
-            memory.order(other, stream, device)
+            library, other = _wait(before.quantized.codes, stream, device)
             if library.keeps_owners or other != stream:
                 owners.append(after.owner)
     try:
@@ -38,6 +38,14 @@ def widened(arguments: Arguments) -> Iterator[Arguments]:
     finally:
         if owners:
             memory.keep(owners, stream, device)
+
+
+def _wait(array: Any, stream: int, device: Device) -> tuple[Library, int]:
+    """Make a stream wait for the current one of an array's library, and return both."""
+    library = library_of(array)
+    other = library.current_stream(device) or stream
+    memory.order(other, stream, device)
+    return library, other
 
 
 @contextmanager
@@ -49,9 +57,13 @@ def as_codes(arguments: Arguments) -> Iterator[Arguments]:
 
 def are_contiguous(arguments: Arguments) -> bool:
     """Whether codes and scales of block-scaled operands are row-major without gaps."""
-    views = [x.quantized for x in arguments[:2] if isinstance(x, QuantizedView)]
-    parts = [codes_view(y) for x in views if x.scales is not None for y in (x.codes, x.scales)]
-    return all(x.strides == contiguous_strides(x.shape) for x in parts)
+    views = [x for x in arguments[:2] if isinstance(x, QuantizedView) and x.quantized.scales is not None]
+    return all(x.packed_operand("contiguous", partial(_contiguous, x.quantized)) for x in views)
+
+
+def _contiguous(x: QuantizedArray) -> PackedOperand:
+    parts = map(codes_view, (x.codes, x.scales))
+    return PackedOperand(all(part.strides == contiguous_strides(part.shape) for part in parts), 0)
 
 
 def _tiles(view: QuantizedView, stream: int) -> ArrayView:
@@ -67,6 +79,7 @@ def _tiles(view: QuantizedView, stream: int) -> ArrayView:
 
     def make() -> PackedOperand:
         scales = codes_view(view.quantized.scales)
+        _wait(view.quantized.scales, stream, device)
         columns = scales.shape[-1]
         rows = scales.size // columns
         tall, wide = -(-rows // _ROWS), -(-columns // _COLUMNS)
