@@ -61,6 +61,9 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
         "float8 widened, with scales as numbers",
         "two types in one product",
         "a result of another type",
+        "mxfp8 by cuBLASLt's block-scaled mode",
+        "nvfp4 by cuBLASLt's block-scaled mode",
+        "quantised operands, widened",
     ),
     "Modes, within the plan's bound": (
         *(f"mode {mode}" for mode in _MODES),

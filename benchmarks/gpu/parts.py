@@ -45,6 +45,7 @@ MEASUREMENTS = {
     "ordering": (30, "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
     "splits": (40, "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
     "emulation": (30, "How exact and how fast is cuBLAS's own emulation of FP32 and FP64?"),
+    "blocks": (25, "How exact and how fast are block-scaled products beside bfloat16?"),
     "heuristics": (30, "How far is the first choice from the best of 32?"),
     "sparse": (30, "How fast is a 2:4 sparse weight of 16 bits beside the dense one?"),
 }  # fmt: skip

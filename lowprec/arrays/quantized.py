@@ -118,10 +118,7 @@ class QuantizedArray(Prepared):
     def _view(self) -> QuantizedView:  # type: ignore[override]  # made when it is read
         """The view of the numbers without the array's scale."""
         row, last = parse_format(self.format), self.ndim - 1
-        on_host = device_of(self.codes).is_host
-        # As a type of which there are views.
-        bits = (np.asarray(self.codes) if on_host else self.codes).view(np.int8 if on_host else _int8(self.codes))
-        codes = library_of(bits).view(bits)
+        codes = codes_view(self.codes)
         others, _, padded = _layout(self.shape, self.axis, row)
         strides = list(contiguous_strides((*others, padded)) if row.block else codes.strides)
         strides.insert(self.axis, strides.pop())
@@ -287,8 +284,11 @@ def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:
     return [slice(i, i + step) for i in range(0, max(count, 1), step)]
 
 
-def _int8(codes: Any) -> Any:
-    return array_module(codes).int8
+def codes_view(codes: Any) -> ArrayView:
+    """Return the view of codes or scales as int8, a type of which there are views."""
+    on_host = device_of(codes).is_host
+    bits = (np.asarray(codes) if on_host else codes).view(np.int8 if on_host else array_module(codes).int8)
+    return library_of(bits).view(bits)
 
 
 def _adopted(array: Any, like: Any) -> Any:

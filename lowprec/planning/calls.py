@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lowprec.formats import ComputeType, DType
 from lowprec.planning.reasons import Reason
@@ -66,6 +66,21 @@ class Pack:
         return self.count * self.matrix_stride * self.dtype.itemsize
 
 
+class BlockCodes(NamedTuple):
+    """Codes of a block-scaled operand, as passed to cuBLASLt."""
+
+    format: str  # key of ``formats.BLOCK_FORMATS``
+    bits: int  # of a code
+    cuda_data_type: int
+    scale_mode: str  # name in ``cublasLtMatmulMatrixScale_t``
+
+
+#: Block-scaled formats that cuBLASLt multiplies, and the first compute capability (cuBLAS documentation, *Scaling Mode
+#: Support Overview*).
+BLOCK_CODES = {"mxfp8": BlockCodes("mxfp8", 8, 28, "VEC32_UE8M0"), "nvfp4": BlockCodes("nvfp4", 4, 33, "VEC16_UE4M3")}
+BLOCK_SCALES_SINCE = (10, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class LtMatrix:
     """A column-major matrix, as passed to cuBLASLt."""
@@ -75,6 +90,21 @@ class LtMatrix:
     cols: int
     leading_dimension: int
     batch_stride: int
+    codes: BlockCodes | None = None  # of a block-scaled operand, whose values are ``dtype``
+
+    @property
+    def elements(self) -> str:
+        """Name of the elements in memory."""
+        return self.codes.format if self.codes else str(self.dtype)
+
+    @property
+    def cuda_data_type(self) -> int:
+        """The ``cudaDataType`` of the elements in memory."""
+        return (self.codes or self.dtype).cuda_data_type
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes of this number of elements in memory."""
+        return elements * (self.codes or self.dtype).bits // 8
 
     def range_of(self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int) -> tuple[LtMatrix, int]:
         """Return the submatrix for a range of the inner dimension, which is ``inner`` after ``op``; and its offset."""
@@ -110,7 +140,7 @@ class CublasLtCall:
     @property
     def product_bytes(self) -> int:
         """Bytes of temporary memory for a staged product."""
-        each = self.d.cols * self.d.leading_dimension * self.d.dtype.itemsize
+        each = self.d.nbytes(self.d.cols * self.d.leading_dimension)
         return each * self.batch_count * len(self.offsets) if self.staged else 0
 
     @property

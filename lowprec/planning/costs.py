@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lowprec.formats import BLOCK_FORMATS
 from lowprec.planning.kernels import KernelRow, format_name
 from lowprec.planning.tensor_cores import tensor_cores_multiply
 
@@ -59,8 +60,10 @@ class Roofline:
 def roofline(plan: GemmPlan) -> Roofline | None:
     """Return the least time of a product by cuBLASLt; None if a figure of device or emulation is unknown."""
     call, capabilities, problem, kernel = plan.call, plan.capabilities, plan.problem, plan.kernel_row
-    fmt = kernel.part_format or format_name(plan.operand_format)
-    on_tensor_cores = tensor_cores_multiply(fmt, capabilities.compute_capability)
+    fmt, codes = kernel.part_format or format_name(plan.operand_format), call.first.codes if call else None
+    if codes:
+        fmt = BLOCK_FORMATS[codes.format].elements.name
+    on_tensor_cores = codes is not None or tensor_cores_multiply(fmt, capabilities.compute_capability)
     # Other units widen narrow formats to float32.
     units = fmt if on_tensor_cores or fmt in ("int8", "float64") else "float32"
     rate = dict(capabilities.peak_tflops).get(units)

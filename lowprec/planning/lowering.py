@@ -3,7 +3,7 @@
 cuBLASLt's matrices are column-major. A row-major result is the column-major product of the transposes,
 ``D^T = B^T A^T``: ``b`` is the first operand, and a bias per column of the result is one per row of D^T, as the
 epilogues require. Source: the cuBLAS documentation, ``cublasLtMatmul()`` (tables of element types, epilogues, and the
-requirements of the int8 and FP8 kernels).
+requirements of the int8, FP8 and FP4 kernels).
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from lowprec.formats import DType
+from lowprec.formats import BLOCK_FORMATS, DType
 from lowprec.planning.batches import split_batches
-from lowprec.planning.calls import ComplexAs, CublasLtCall, LtMatrix, Op, Pack
+from lowprec.planning.calls import (
+    BLOCK_CODES,
+    BLOCK_SCALES_SINCE,
+    BlockCodes,
+    ComplexAs,
+    CublasLtCall,
+    LtMatrix,
+    Op,
+    Pack,
+)
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import Activation, GemmProblem
@@ -38,16 +47,45 @@ def reads_k_contiguous(data: DType) -> bool:
     return data.bits == 8
 
 
+def reason_to_widen(plan: GemmPlan) -> Reason | None:
+    """Return the reason why block-scaled operands are widened; None if there are none, or cuBLASLt multiplies them.
+
+    Each is read in place, contiguous along k, whose last block is padded with zeros.
+    """
+    operands, layout = (plan.problem.a, plan.problem.b), plan.layout
+    a, b = (x.blocks if x.blocks and not x.dtype.is_float8 else None for x in operands)
+    if not (a or b):
+        return None
+    if not (a and b and a.format == b.format in BLOCK_CODES):
+        names = [blocks.format if blocks else x.dtype for x, blocks in zip(operands, (a, b), strict=True)]
+        return Reason.of(ReasonKind.OTHER_BLOCKS, a=names[0], b=names[1], formats=" or ".join(BLOCK_CODES))
+    if (plan.capabilities.compute_capability or (0, 0)) < BLOCK_SCALES_SINCE:
+        return Reason.of(ReasonKind.NO_BLOCK_SCALES)
+    along_k = a.axis == -1 and b.axis == -min(len(operands[1].shape), 2)
+    if not along_k or layout.batch_count > 1 or len(plan.schedule) > 1:
+        return Reason.of(ReasonKind.NOT_ONE_PRODUCT_OF_BLOCKS)
+    sizes = (_block_extent(layout.k, a.format) * BLOCK_CODES[a.format].bits, layout.n * DType.FLOAT32.bits)
+    if any(size % (8 * _ALIGNMENT_BYTES) for size in sizes):
+        return Reason.of(ReasonKind.READ_IN_STEPS, data=a.format, step=_ALIGNMENT_BYTES)
+    return None
+
+
+def _block_extent(k: int, name: str) -> int:
+    """Return ``k`` with the last block padded."""
+    block = BLOCK_FORMATS[name].block
+    return -(-k // block) * block
+
+
 def _padded(extent: int, dtype: DType) -> int:
     step = max(_ALIGNMENT_BYTES // dtype.itemsize, 1)
     return -(-extent // step) * step
 
 
-def _matrix(stack: MatrixStack, batch_stride: int) -> LtMatrix:
+def _matrix(stack: MatrixStack, batch_stride: int, codes: BlockCodes | None = None) -> LtMatrix:
     assert stack.leading_dimension is not None
     rows, cols = stack.rows, stack.cols
     stored = (cols, rows) if stack.order == "row" else (rows, cols)
-    return LtMatrix(stack.dtype, *stored, stack.leading_dimension, batch_stride)
+    return LtMatrix(stack.dtype, *stored, stack.leading_dimension, batch_stride, codes)
 
 
 class _Inputs(NamedTuple):
@@ -63,11 +101,21 @@ class _Inputs(NamedTuple):
     rows: int  # of the product
     aligned: bool
     addend: MatrixStack | None
+    codes: BlockCodes | None  # of block-scaled operands, which are multiplied as they are
+
+    @property
+    def kernels(self) -> str | DType:
+        """The data of cuBLASLt's kernels, for reasons."""
+        return self.codes.format if self.codes else self.data
 
 
-def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Inputs:
+def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool) -> _Inputs:
     problem, layout, data = plan.problem, plan.layout, plan.multiplied_dtype
-    as_real, k_contiguous = (plan.compute_dtype.is_complex and not data.is_complex, reads_k_contiguous(data))
+    codes = None
+    if aligned and not widen and problem.a.blocks and reason_to_widen(plan) is None:
+        codes = BLOCK_CODES.get(problem.a.blocks.format)
+    as_real = plan.compute_dtype.is_complex and not data.is_complex
+    k_contiguous = codes is not None or reads_k_contiguous(data)
     c = addend_layout(problem.c, problem.a, problem.b, layout) if problem.has_beta and problem.c else None
     c = c if c and c.blas_expressible else None
     c_fits = not problem.has_beta or (c is not None and _by_column(c).order == "col")
@@ -78,16 +126,19 @@ def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool) -> _Inputs:
         c = _by_column(c)
     rows = max(layout.m, _PADDED_ROWS) if pad_rows and data is DType.INT8 else layout.m
     summed_in = DType.FLOAT32 if as_real else plan.accumulator
-    return _Inputs(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c)
+    return _Inputs(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c, codes)
 
 
-def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False) -> CublasLtCall:
+def lower(
+    plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False, widen: bool = False
+) -> CublasLtCall:
     """Return the arguments of cuBLASLt for a plan with a non-empty result and ``k`` > 0.
 
-    ``aligned``: the pointers of a bias, and of operands with :func:`reads_k_contiguous`, are multiples of 16 bytes.
-    ``fuse``: cuBLASLt may apply the epilogue. ``pad_rows``: int8 operands are padded to 32 rows.
+    ``aligned``: the pointers of a bias, and of operands that are read contiguous along k, are multiples of 16 bytes.
+    ``fuse``: cuBLASLt may apply the epilogue. ``pad_rows``: int8 operands are padded to 32 rows. ``widen``:
+    block-scaled operands are widened.
     """
-    inputs = _inputs(plan, aligned, pad_rows)
+    inputs = _inputs(plan, aligned, pad_rows, widen)
     problem, layout = inputs.problem, inputs.layout
     (a, pack_a), (b, pack_b) = _operand(inputs, "a"), _operand(inputs, "b")
     staged = tuple(_reasons_to_stage(inputs, pack_a, pack_b))
@@ -106,8 +157,8 @@ def lower(plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: 
         swapped=swapped,
         op_first=_op(first, swapped),
         op_second=_op(second, swapped),
-        first=_matrix(first, strides[0]),
-        second=_matrix(second, strides[1]),
+        first=_matrix(first, strides[0], inputs.codes),
+        second=_matrix(second, strides[1], inputs.codes),
         d=_matrix(d, strides[3]),
         c=_matrix(c, strides[2]) if c else None,
         batch_count=count,
@@ -131,6 +182,12 @@ def _epilogue(problem: GemmProblem) -> str:
 def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> tuple[MatrixStack, Pack | None]:
     """Return an operand as read by cuBLASLt, and its packing."""
     stack = inputs.layout.a if name == "a" else inputs.layout.b
+    if inputs.codes:
+        k, batch = _block_extent(inputs.layout.k, inputs.codes.format), inputs.layout.batch_shape
+        codes = MatrixStack(stack.dtype, stack.rows, k, k, 1, batch, (0,) * len(batch), "row", k)
+        if name == "b":
+            codes = replace(codes, rows=k, cols=stack.cols, row_stride=1, col_stride=k, order="col")
+        return codes, None
     parts = inputs.plan.split[name == "b"]
     reason = _reason_to_pack(inputs, stack, name, parts)
     if reason is None:
@@ -240,11 +297,12 @@ def _reasons_to_stage(inputs: _Inputs, pack_a: Pack | None, pack_b: Pack | None)
         yield Reason.of(ReasonKind.SEVERAL_PRODUCTS, products=products)
     writes = [d for d in data.results if not d.is_float8] if data.bits <= 16 else [data]
     if inputs.plan.out_dtype not in writes and not inputs.as_real:
-        yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=data, out=inputs.plan.out_dtype)
+        yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=inputs.kernels, out=inputs.plan.out_dtype)
     if not out.blas_expressible:
         yield Reason.of(ReasonKind.RESULT_STRIDES)
-    if inputs.k_contiguous and not (inputs.aligned and _has_aligned_strides(out)):
-        yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=data, step=_ALIGNMENT_BYTES)
+    columns = out.cols * out.dtype.itemsize if inputs.codes else 0
+    if inputs.k_contiguous and (not (inputs.aligned and _has_aligned_strides(out)) or columns % _ALIGNMENT_BYTES):
+        yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=inputs.kernels, step=_ALIGNMENT_BYTES)
     if any(pack is not None and pack.scaled for pack in (pack_a, pack_b)):
         yield Reason.of(ReasonKind.SCALED_OPERANDS)
     if pack_b and inputs.k_contiguous and pack_b.padded_rows != pack_b.rows:
@@ -252,7 +310,7 @@ def _reasons_to_stage(inputs: _Inputs, pack_a: Pack | None, pack_b: Pack | None)
     if inputs.rows != inputs.layout.m:
         yield Reason.of(ReasonKind.PADDED_ROWS, data=data, rows=inputs.rows)
     if inputs.k_contiguous and out.order == "col":
-        yield Reason.of(ReasonKind.ROWS_ONLY, data=data)
+        yield Reason.of(ReasonKind.ROWS_ONLY, data=inputs.kernels)
     if inputs.as_real and (out.order != "row" or problem.has_alpha or problem.has_beta or problem.bias):
         yield Reason.of(ReasonKind.REAL_PRODUCT)
     yield from _reasons_of_epilogue(inputs)

@@ -177,6 +177,8 @@ class GemmPlan:
     @property
     def compute_type(self) -> str:
         """Compute type of cuBLASLt."""
+        if self.call and self.call.first.codes:
+            return f"{self.cublas_compute_type} on {self.call.first.codes.format} data"
         return compute_words(self.cublas_compute_type, self.multiplied_dtype)
 
     @property

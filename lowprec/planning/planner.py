@@ -88,13 +88,20 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     if not (kernel.is_cublaslt and plan.flops):
         copies = () if kernel.is_cublaslt else widened or _copies(plan)
         return replace(plan, copies=copies) if copies else plan
-    from lowprec.planning.lowering import lower  # with the first plan for cuBLASLt
+    return _lowered(plan, widened)
 
-    call = lower(plan)
+
+def _lowered(plan: GemmPlan, widened: tuple[Copy, ...]) -> GemmPlan:
+    """Return the plan with the call of cuBLASLt; ``widened`` are copies for operands whose codes it does not read."""
+    from lowprec.planning.lowering import lower, reason_to_widen  # with the first plan for cuBLASLt
+
+    call, reason = lower(plan), reason_to_widen(plan)
     packs = (("a", call.pack_a), ("b", call.pack_b))
     copies = tuple(Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack)
     staged = (Copy("out", call.staged, call.product_bytes),) if call.staged else ()
-    return replace(plan, call=call, copies=widened + copies + staged)
+    copies = (() if call.first.codes else widened) + copies + staged
+    passed_over = (*plan.passed_over, reason) if reason else plan.passed_over
+    return replace(plan, call=call, copies=copies, passed_over=passed_over)
 
 
 def _types(scheme: ModeRow, kernel: KernelRow, dtype: DType, has_effect: bool) -> tuple[DType, ComputeType]:

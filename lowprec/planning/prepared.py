@@ -83,6 +83,8 @@ def _against_sparse(plan: GemmPlan, call: CublasLtCall) -> Iterator[Reason]:
 
 def _reason_kind(plan: GemmPlan, prepared_for: str) -> ReasonKind:
     kernel = plan.kernel_row
+    if plan.call and plan.call.first.codes:
+        return ReasonKind.SCALES_KEPT
     if plan.problem.b.blocks is not None:
         in_columns = plan.layout.out.row_stride == 1 and plan.layout.out.col_stride != 1
         along_k = plan.problem.b.dtype.is_float8 or plan.problem.b.blocks.axis == -min(2, len(plan.problem.b.shape))

@@ -31,6 +31,11 @@ class ReasonKind(Enum):
     INNER_CONTIGUOUS = "{data} kernels need a contiguous inner dimension"
     READ_IN_STEPS = "{data} kernels need an alignment of {step} bytes"
     OVERLAP = "it overlaps another array"
+
+    # Why block-scaled operands are widened.
+    OTHER_BLOCKS = "cuBLASLt multiplies two operands of one block-scaled format, {formats}, not {a} and {b}"
+    NO_BLOCK_SCALES = "block-scaled formats need tensor cores of compute capability 10.0"
+    NOT_ONE_PRODUCT_OF_BLOCKS = "cuBLASLt multiplies block-scaled operands with blocks along k, in one product"
     EXPORTED_COPY = "{how}"
     WIDENED = "its {format} numbers are widened to {dtype} in each product"
 
@@ -53,6 +58,7 @@ class ReasonKind(Enum):
     KEPT = "the first product in {mode} keeps its packed b for later ones"
     PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, but the mode is {mode}: read as an ordinary array"
     CODES_KEPT = "the first product keeps its codes in the order of packing; later ones decode them"
+    SCALES_KEPT = "the first product keeps its scales in the order of cuBLASLt; the codes are read in place"
     NOT_KEPT = "{kernel} does not keep its packed b: read as an ordinary array"
     NOTHING_TO_KEEP = "{kernel} reads b in place: nothing to keep"
     TRANSPOSED_RESULT = "a column-major result packs b^T as the left operand: read as an ordinary array"

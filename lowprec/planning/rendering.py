@@ -270,6 +270,8 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     spec = (plan.problem.a, plan.problem.b)[operand]
     if plan.rounded[operand]:
         text = row(plan.scheme).inputs
+    elif spec.blocks and plan.call and plan.call.first.codes:
+        text = f"{spec.blocks.format}, as it is"
     elif spec.blocks and not dtype.is_float8:
         text = f"{spec.blocks.format} values as {dtype}"
     elif dtype is plan.compute_dtype:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from lowprec.arrays import Device, library_of
 from lowprec.arrays.dlpack import export
+from lowprec.arrays.quantized import QuantizedArray
 from lowprec.arrays.view import NUMPY_DTYPES, memory_at
 from lowprec.formats import dtype_from_name
 from software_cuda import Software
@@ -51,6 +53,15 @@ class Gpu:
         """Return the array of :meth:`put_with_memory`."""
         return self.put_with_memory(host, device)[0]
 
+    def quantized(self, host: QuantizedArray) -> QuantizedArray:
+        """Return a quantised array with codes and scales on the device."""
+        parts = (None if x is None else self.put_bytes(x) for x in (host.codes, host.scales))
+        return QuantizedArray(*parts, host.format, host.shape, host.axis, host.scale)
+
+    def put_bytes(self, host: Array) -> Any:
+        """Return an array of uint8 with these elements."""
+        raise NotImplementedError
+
 
 class SoftwareArray:
     """An array in the memory of a software device, known by DLPack alone."""
@@ -75,6 +86,20 @@ class SoftwareArray:
     def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
         dtype = dtype_from_name(self.like.dtype.name)
         return export(self.view(), dtype, max_version, device=Device(2, self.device), copied=False)
+
+
+class SoftwareBytes(SoftwareArray):
+    """An array of uint8 with as much of the Array API as quantised arrays need."""
+
+    def __init__(self, made: SoftwareArray) -> None:
+        super().__init__(made.address, made.like, made.device, made.owner)
+        self.shape, self.dtype, self.nbytes = made.like.shape, np.dtype(np.uint8), made.like.nbytes
+
+    def __array_namespace__(self) -> Any:
+        return SimpleNamespace(int8=np.int8, permute_dims=None)
+
+    def view(self, dtype: Any = None) -> Any:  # type: ignore[override]
+        return super().view() if dtype is None else SoftwareArray(self.address, self.like, self.device, self.owner)
 
 
 class _Block:
@@ -127,6 +152,9 @@ class SoftwareGpu(Gpu):
         if not view.size:
             return np.empty(view.shape, dtype)
         return host_bytes(view.address, view.nbytes).view(dtype).reshape(view.shape).copy()
+
+    def put_bytes(self, host: Array) -> SoftwareBytes:
+        return SoftwareBytes(self.put(host.view(np.int8)))
 
     def transpose(self, array: SoftwareArray) -> SoftwareArray:
         return SoftwareArray(array.address, array.like.T, array.device, array.owner)
@@ -228,6 +256,9 @@ class TorchGpu(Gpu):
             array = array.view(bits)
         found: Array = array.numpy().view(dtype)
         return found
+
+    def put_bytes(self, host: Array) -> Any:
+        return self.torch.as_tensor(host.copy(), device="cuda:0")
 
     def transpose(self, array: Any) -> Any:
         return array.T

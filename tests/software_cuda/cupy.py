@@ -39,6 +39,7 @@ class Cupy(ModuleType):
             cupy = module
 
         self.ndarray = Array
+        self.int8, self.transpose = np.int8, None
         self.cuda = SimpleNamespace(
             Device=OwnDevice, Stream=OwnStream, get_current_stream=self.current, runtime=SimpleNamespace(is_hip=False)
         )
@@ -153,6 +154,9 @@ class _Array:
     @property
     def T(self) -> _Array:
         return type(self)(self.memory.T, self.device.id)
+
+    def view(self, dtype: Any) -> _Array:
+        return type(self)(self.memory.view(dtype), self.device.id)
 
     def __bool__(self) -> bool:
         """Wait for the current stream, as every read of a number does."""

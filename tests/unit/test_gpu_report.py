@@ -511,6 +511,15 @@ def test_emulation_rows(load: Load, torch: Any, dtype: str, names: int) -> None:
     assert (row["ok"], "bf17" in row["error"]) == (False, True)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "mxfp4"])
+def test_block_scaled_rows(load: Load, torch: Any, name: str) -> None:
+    blocks, clock = load("gpu.blocks"), load("gpu.clock")
+    row = blocks.measure(torch, name, (16, 48, 64), load("gpu.parts").Options(quick=True, seed=0), clock.HostClock())
+    assert row["ok"] is True, row
+    assert 0 < row["error_over_bound"] <= 1
+    assert row["speed_over_bfloat16"]["median"] > 0
+
+
 # -- tests ------------------------------------------------------------------------------------
 
 _TESTS = """

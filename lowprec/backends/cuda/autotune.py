@@ -65,7 +65,7 @@ def product_key(invocation: Invocation) -> str:
     words = [
         str(call.compute_type),
         call.op_first + call.op_second,
-        *(f"{x.dtype} {x.rows}x{x.cols} ld {x.leading_dimension} stride {x.batch_stride}" for x in matrices),
+        *(f"{x.elements} {x.rows}x{x.cols} ld {x.leading_dimension} stride {x.batch_stride}" for x in matrices),
         f"batch {call.batch_count}",
         call.epilogue,
         f"alignment {invocation.alignment_bytes}",

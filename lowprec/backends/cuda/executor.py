@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from lowprec.arrays import ArrayView
 from lowprec.arrays.prepared_view import PreparedView
-from lowprec.backends.cuda import autotune, bindings, handles, memory, runtime
+from lowprec.backends.cuda import autotune, bindings, handles, memory, quantized_operands, runtime
 from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
@@ -52,6 +52,8 @@ _LOWERINGS: tuple[tuple[dict[str, bool], str], ...] = (
     ({}, ""),
     ({"fuse": False}, "a kernel applies the epilogue to a staged product"),
     ({"fuse": False, "pad_rows": True}, "rows are padded, and a kernel applies the epilogue to a staged product"),
+    ({"widen": True}, "block-scaled operands are widened"),
+    ({"widen": True, "fuse": False}, "block-scaled operands are widened, and a kernel applies the epilogue"),
 )
 
 #: By plan: the index of the supported lowering, and cuBLASLt's error for the first one.
@@ -68,14 +70,12 @@ class GemmExecutor:
         self.plan = plan
         self._lowered: dict[tuple[bool, int], _LoweredPlan] = {}
         self._lowering, self._refusal = _refused.get(plan, (0, ""))
-        self._reads_8_bits = reads_k_contiguous(plan.compute_dtype)
+        self._reads_k_contiguous = plan.problem.has_blocks or reads_k_contiguous(plan.compute_dtype)
         self._last = threading.local()
         self._plain: _LoweredPlan | None = None
 
     def __call__(self, arguments: Arguments) -> None:
         """Queue the product on the stream of its arguments."""
-        if self.plan.problem.has_blocks:
-            arguments = arguments.widened()
         device, b = arguments.a.device.index, arguments.b
         if runtime.current_device() == device:
             plain, pointers = self._plain, _pointers(arguments)
@@ -144,9 +144,10 @@ class GemmExecutor:
     def lowered(self, arguments: Arguments, lowering: int | None = None) -> _LoweredPlan:
         """Return the plan lowered for pointers of this alignment, by the executor's lowering or a given one."""
         bits = arguments.bias.address if arguments.bias is not None else 0
-        if self._reads_8_bits:
+        if self._reads_k_contiguous:
             bits |= arguments.a.address | arguments.b.address | arguments.out.address
             bits |= arguments.c.address if arguments.c is not None else 0
+            bits |= self.plan.problem.has_blocks and not quantized_operands.are_contiguous(arguments)
         key = (not bits % _STEP_BYTES, self._lowering if lowering is None else lowering)
         found = self._lowered.get(key)
         if found is None:
@@ -187,6 +188,9 @@ class _LoweredPlan:
         self._workspace_bytes = 0
         #: is_alone: only the addresses of operands and result vary. is_plain: these are also the caller's arrays.
         self._is_alone = self.is_plain = False
+        #: How operands are read, if one is quantised.
+        self._reads = quantized_operands.as_codes if call and call.first.codes else quantized_operands.widened
+        self._has_blocks = call is not None and plan.problem.has_blocks
         if call is None or call.staged or call.pack_a or call.pack_b:
             self._staging = Staging(plan, call, device)
         if call is None:
@@ -204,9 +208,9 @@ class _LoweredPlan:
             and not self._fuses_bias
             and not (plan.problem.has_alpha and not call.staged)
             and len(call.offsets) == 1
-            and not reads_k_contiguous(plan.compute_dtype)
+            and not (reads_k_contiguous(plan.compute_dtype) or call.first.codes)
         )
-        self.is_plain = self._is_alone and self._staging is None
+        self.is_plain = self._is_alone and self._staging is None and not self._has_blocks
 
     @cached_property
     def sparse(self) -> SparseProducts:
@@ -215,6 +219,12 @@ class _LoweredPlan:
 
     def run(self, device: int, arguments: Arguments, sparse: SparseCall | None = None) -> Invocation | None:
         """Queue the work on the stream of the arguments, and return its last invocation; the device is current."""
+        if not self._has_blocks:
+            return self._run(device, arguments, sparse)
+        with self._reads(arguments) as read:
+            return self._run(device, read, sparse)
+
+    def _run(self, device: int, arguments: Arguments, sparse: SparseCall | None) -> Invocation | None:
         staging = self._staging
         if staging is None:
             return self._multiply(device, arguments, _pointers(arguments), sparse=sparse)
@@ -281,7 +291,8 @@ class _LoweredPlan:
 
     def first_invocation(self, arguments: Arguments) -> Invocation:
         """Return the invocation for the first product of the schedule."""
-        return self._prepared(arguments, self._aligned_pointers(arguments), self._terms[0])[-1]
+        with self._reads(arguments) as read:
+            return self._prepared(read, self._aligned_pointers(read), self._terms[0])[-1]
 
     def _aligned_pointers(self, arguments: Arguments) -> Pointers:
         """Return addresses with the alignment of the product's pointers; temporary memory is fully aligned."""
@@ -290,8 +301,10 @@ class _LoweredPlan:
 
     def tune(self, arguments: Arguments, candidates: int, progress: Progress | None) -> tuple[Measured, ...]:
         """Measure the algorithms for the first product of the schedule, without packing and epilogue."""
-        device, stream, pointers = arguments.a.device.index, arguments.stream, _pointers(arguments)
+        device, stream = arguments.a.device.index, arguments.stream
         with contextlib.ExitStack() as stack:
+            arguments = stack.enter_context(self._reads(arguments))
+            pointers = _pointers(arguments)
             if self._staging is not None:
                 block = memory.temporary(self._staging.nbytes, device, stream)
                 pointers = self._staging.fill(stack.enter_context(block), arguments)

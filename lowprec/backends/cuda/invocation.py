@@ -199,6 +199,9 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
         "TRANSB": _OPERATIONS[call.op_second],
         "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
     }
+    if call.first.codes:
+        mode = int(getattr(libraries().cublas_lt.MatmulMatrixScale, call.first.codes.scale_mode))
+        attributes |= {"A_SCALE_MODE": mode, "B_SCALE_MODE": mode}
     attributes |= {x: address for x, address in zip(_POINTERS, operands.attributes, strict=True) if address}
     emulation = None
     if call.compute_type is ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT:
@@ -212,7 +215,7 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
 
 def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
     def layout(x: LtMatrix) -> Descriptor:
-        stored = (x.dtype.cuda_data_type, x.rows, x.cols, x.leading_dimension)
+        stored = (x.cuda_data_type, x.rows, x.cols, x.leading_dimension)
         batch = {"BATCH_COUNT": call.batch_count, "STRIDED_BATCH_OFFSET": x.batch_stride}
         return bindings.create("matrix_layout", stored, batch if call.batch_count > 1 else {})
 
@@ -225,8 +228,7 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
 def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
     """Return the offsets of each call of cuBLASLt in bytes, in first, second, c (d if there is none) and d."""
     c = call.c or call.d
-    sizes = [matrix.dtype.itemsize for matrix in (call.first, call.second, c, call.d)]
     return tuple(
-        (first * sizes[0], second * sizes[1], (c_at if call.c else d) * sizes[2], d * sizes[3])
+        (call.first.nbytes(first), call.second.nbytes(second), c.nbytes(c_at if call.c else d), call.d.nbytes(d))
         for first, second, c_at, d in call.offsets
     )

@@ -234,7 +234,7 @@ def _set_layout(invocation: Invocation, operands: Operands, names: tuple[str, ..
         starts = [offsets[list(matrices).index(name)] for offsets in call.offsets]
         end = max(starts) + (call.batch_count - 1) * x.batch_stride
         end += (x.cols - 1) * x.leading_dimension + x.rows
-        lowest, end = min(starts) * x.dtype.itemsize, end * x.dtype.itemsize
+        lowest, end = x.nbytes(min(starts)), x.nbytes(end)
         pointer = nbytes - lowest + (getattr(operands, name) + lowest) % ALIGNMENT_BYTES
         layout[name] = _Offsets(pointer, lowest, end - lowest)
         nbytes = -(-(pointer + end) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
