@@ -19,6 +19,7 @@ from lowprec.backends.cpu import device, splitting, threads
 from lowprec.backends.cpu.buffers import Workspace
 from lowprec.backends.cpu.packed import jobs, run
 from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, AVX512_BF16, MicroKernel
+from lowprec.core.executors import clear_caches
 from lowprec.formats import DType
 from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm
@@ -228,9 +229,13 @@ def test_operands_of_16_bits_are_one_part(
 
     seen = []
 
-    def spy(kernel: MicroKernel, *operands: Any, **given: Any) -> bool:
-        seen.append([x.dtype for x in operands[:2]])
-        return gemm_here(kernel, *operands, **given)
+    def job_spy(kernel: MicroKernel, m: int, n: int, k: int, x: Any, y: Any, *rest: Any) -> Any:
+        seen.append([x.dtype, y.dtype])
+        return job_here(kernel, m, n, k, x, y, *rest)
+
+    def gemm_spy(kernel: MicroKernel, x: Any, y: Any, *rest: Any, **given: Any) -> bool:
+        seen.append([x.dtype.name, y.dtype.name])
+        return gemm_here(kernel, x, y, *rest, **given)
 
     a = rng.standard_normal((40, 50)).astype(ml_dtypes.bfloat16)
     b = rng.standard_normal((50, 45), dtype=np.float32)
@@ -239,11 +244,13 @@ def test_operands_of_16_bits_are_one_part(
         for x, y, want in ((a, b, exact), (b.T, a.T, exact.T)):
             plan = lowprec.plan(x, y, math_mode="bf16x6")
             assert (plan.kernel_row.shares_sums, plan.products) == (True, 3)
-            gemm_here = run.gemm
+            job_here, gemm_here = run.job_of, run.gemm  # units in software have no jobs
             with monkeypatch.context() as patch:
-                patch.setattr(run, "gemm", spy)
+                patch.setattr(run, "job_of", job_spy)
+                patch.setattr(run, "gemm", gemm_spy)
+                clear_caches()
                 got = lowprec.matmul(x, y, math_mode="bf16x6")
-            assert seen.pop() == [x.dtype, y.dtype]
+            assert seen.pop() == [x.dtype.name, y.dtype.name]
             np.testing.assert_allclose(got, want, rtol=0, atol=50 * 2.0**-22)
 
 
