@@ -31,8 +31,9 @@ from lowprec.backends.cpu.emulation import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS
 from lowprec.backends.cpu.openblas import core_type
 from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS
-from lowprec.formats import BLOCK_FORMATS, DType
+from lowprec.formats import BLOCK_FORMATS, BlockFormat, DType
 from lowprec.planning import Activation, Bound, Capabilities, OperandSpec
+from lowprec.planning.calls import BLOCK_CODES, BLOCK_SCALES_SINCE
 from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
 from lowprec.planning.layout import gemm_layout
@@ -192,6 +193,12 @@ def narrow_table() -> str:
         for r in json.loads(path.read_text(encoding="utf-8"))["results"]
         if r["kind"] == "normal"
     }
+    speeds = {
+        r["format"]: f"{r['speed']['median']:.2f}"
+        for path in sorted((DOCS.parent / "benchmarks" / "results").glob("narrow-*.json"))
+        for r in json.loads(path.read_text(encoding="utf-8"))["results"]
+        if r["kind"] == "weight" and r["m"] == 8
+    }
     names = {"float8_e4m3fn": "E4M3", "float4_e2m1fn": "E2M1", "float8_e8m0fnu": "E8M0"}
     rows = []
     for row in BLOCK_FORMATS.values():
@@ -200,10 +207,20 @@ def narrow_table() -> str:
         numbers = (row.elements.largest, row.elements.smallest_normal, row.elements.smallest_subnormal)
         bits = row.bits + (8 / row.block if row.block else 0)
         cells = [f"{bits:g}", *(f"{x:g}" if x > 0.1 else f"2^{math.log2(x):.0f}" for x in numbers)]
-        cells.append(errors.get(row.name, "-"))
+        cells += [errors.get(row.name, "-"), speeds.get(row.name, "-"), _gpu_call(row)]
         rows.append([_code(row.name), names[row.elements.name], "; ".join(scales), *cells])
     header = ["format", "elements", "a scale for", "bits a number", "largest", "smallest normal", "smallest"]
-    return table([*header, "error on N(0, 1)"], rows, words=3)
+    last = ["error on N(0, 1)", "speed of a weight, 8 rows", "cuBLASLt"]
+    return table([*header, *last], rows, words=3)
+
+
+def _gpu_call(row: BlockFormat) -> str:
+    """Return cuBLASLt's scale mode of a format, or how it is multiplied otherwise, and the first compute capability."""
+    if row.scales is None:
+        return "FP8 with float32 scales, 8.9"
+    if row.name not in BLOCK_CODES:
+        return "widened to bfloat16"
+    return f"{_code(BLOCK_CODES[row.name].scale_mode)}, {BLOCK_SCALES_SINCE[0]}.{BLOCK_SCALES_SINCE[1]}"
 
 
 def verified_table() -> str:

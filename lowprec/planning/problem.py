@@ -8,6 +8,7 @@ from enum import unique
 
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import OPERAND_DTYPES, DType, operand_names, promote
+from lowprec.planning.calls import BLOCK_SCALES_SINCE
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
 from lowprec.planning.tensor_cores import tensor_cores_multiply
@@ -80,9 +81,6 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
 
 
 _NOT_EMULATED = "{} of the tensor cores of {} are not emulated; convert an operand to bfloat16"
-
-#: First compute capability whose tensor cores multiply block-scaled operands.
-BLOCK_SCALES_SINCE = (10, 0)
 
 
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
