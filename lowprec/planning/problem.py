@@ -86,7 +86,8 @@ _NOT_EMULATED = "{} of the tensor cores of {} are not emulated; convert an opera
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
     """Return the result's element type; raise DTypeError if the requested one is not supported."""
     legal = compute_dtype.results
-    if compute_dtype.bits <= 32 and (problem.a.dtype.is_float8 or problem.b.dtype.is_float8):
+    is_narrow = problem.has_blocks or problem.a.dtype.is_float8 or problem.b.dtype.is_float8
+    if is_narrow and compute_dtype.bits <= 32:
         legal = tuple(dict.fromkeys((*legal, *DType.FLOAT8_E4M3FN.results)))
     dtype = problem.out_dtype or (problem.out.dtype if problem.out else legal[0])
     words = f"a product of {problem.a.dtype} and {problem.b.dtype}"

@@ -104,6 +104,8 @@ def test_batches_vectors_epilogues_and_libraries() -> None:
             q.codes[:, ::2], None if q.scales is None else q.scales[:, ::2], fmt, (2, 96, 35), 1, q.scale
         )
         check(a[0], sliced, out_dtype=F32)
+        for out in ("bfloat16", "float16", "float8_e5m2"):
+            check(lowprec.quantize(a[0], fmt), q, out_dtype=out)
         one = lowprec.quantize(b[0, :, 0], fmt)
         assert lowprec.matmul(a[0, 0], one).shape == (40,)
         weight = lowprec.quantize(b[0].T.copy(), fmt)
