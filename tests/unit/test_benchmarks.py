@@ -315,7 +315,7 @@ SCRIPTS = {
     "unscale": ("", (), "variant", {"lowprec", "lowprec without numba"}, [1.0]),
     "solve": ("", (), "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
     "transformer": ("torch numba", (), "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
-    "narrow": ("", (), "kind", {"normal"}, []),
+    "narrow": ("", (), "kind", {"normal", "storage", "weight"}, [0.9, 0.9, 1.3, 1.6, 1.6]),
     "digits": ("sklearn rich scipy", ("--libraries", "numpy"), "library", {"numpy"}, [0.05] * 5),
     "dask": ("distributed", (), "variant", {"dask.array.matmul", "lowprec.matmul"}, [1.0, 1.0, 1.0, 2]),
 }
