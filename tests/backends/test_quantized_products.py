@@ -82,7 +82,8 @@ def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt: str, dtype: Any) 
     )
     assert np.isnan(lowprec.matmul(np.ones((40, 32), dtype), ones)).all()
     small = finite_columns & ~normal
-    assert (np.abs(c[small]) <= np.abs(want[small])).all()
+    # Flushed, or rounded to a multiple of 2^-133.
+    assert (np.abs(c[small]) <= np.abs(want[small]) + 2.0**-134).all()
 
 
 def test_batches_vectors_epilogues_and_libraries() -> None:
@@ -129,7 +130,7 @@ def test_the_plan_shows_decoded_and_widened_operands() -> None:
     a, b = rng.standard_normal((64, 256)).astype(BF16), rng.standard_normal((256, 128)).astype(np.float32)
     q = lowprec.quantize(b, "mxfp4", axis=0)
     made = lowprec.plan(a, q)
-    assert made.b_becomes == "mxfp4 values as bfloat16"
+    assert made.b_becomes.startswith("mxfp4 values as bfloat16")
     assert "mxfp4 (256, 128)" in str(made)
     decodes = made.kernel_row.decodes_b
     assert [copy.operand for copy in made.copies] == ([] if decodes else ["b"])
