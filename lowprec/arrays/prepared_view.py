@@ -115,10 +115,11 @@ class QuantizedView(PreparedView):
         """Return the widened numbers. Host memory only."""
         return super().ndarray() if self.quantized.scales is None else self.widened().ndarray()
 
-    def extent(self) -> tuple[int, int]:
-        """Return the address of the first byte of the codes, and the address after the last byte."""
-        codes, scales = self.quantized.codes, self.quantized.scales
-        return super().extent() if scales is None else (self.address, self.address + int(codes.nbytes))
+    @property
+    def stored(self) -> tuple[ArrayView, ...]:
+        """The views of codes and scales."""
+        found: tuple[ArrayView, ...] = self.quantized._stored()
+        return found
 
 
 class Prepared:
@@ -133,13 +134,13 @@ class Prepared:
     __array_ufunc__ = None
 
 
-def refuse_prepared(**arguments: Any) -> None:
-    """Raise ArrayError if one of these arguments is a prepared operand."""
+def refuse_prepared(cause: str = "", /, **arguments: Any) -> None:
+    """Raise ArrayError if one of these arguments is a prepared operand, with the cause of the refusal."""
     for name, value in arguments.items():
         if isinstance(value, Prepared):
             raise ArrayError(
-                f"{name} is {value._description} and as the weight of linear, with an array that is read in place; "
-                f"pass {value._remedy}"
+                f"{name} is {value._description} and as the weight of linear, with arrays that are read in place"
+                f"{cause and f', but {cause}'}; {'or ' * bool(cause)}pass {value._remedy}"
             )
 
 

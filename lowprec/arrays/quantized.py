@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import numbers
+import operator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import inf, isnan, nan, prod
 from typing import Any
 
 import numpy as np
@@ -44,9 +46,14 @@ class QuantizedArray(Prepared):
     format : str
         Name of the format.
     shape, axis : tuple of int, and int
-        Shape of the original array, and the axis of the blocks, not negative.
+        Shape of the original array, and the axis of the blocks.
     scale : float
-        Scale of the whole array, a float32 number.
+        Scale of the whole array, a positive float32 number. Required for ``"nvfp4"`` and ``"fp8"``; 1 for the others.
+
+    Raises
+    ------
+    DTypeError, ShapeError
+        The types or shapes of the arguments do not match the format.
 
     Examples
     --------
@@ -64,22 +71,29 @@ class QuantizedArray(Prepared):
     format: str
     shape: tuple[int, ...]
     axis: int
-    scale: float = 1.0
+    scale: float = nan
 
     _description = "a quantised array, which is accepted only as an operand of matmul"
     _remedy = "its dequantize()"
 
     def __post_init__(self) -> None:
-        row = parse_format(self.format)
-        for name, shape in zip(("codes", "scales"), _part_shapes(self.shape, self.axis, row), strict=True):
+        row, scale = parse_format(self.format), self.scale
+        try:
+            whole = tuple(map(operator.index, self.shape))
+        except TypeError:
+            raise ShapeError(f"shape is a tuple of integers, got {quoted(self.shape)}") from None
+        made = {"format": row.name, "shape": whole, "axis": _checked_axis(self.axis, len(whole))}
+        if not isinstance(scale, numbers.Real) or not (0 < scale < inf or (isnan(scale) and not row.has_scale)):
+            raise DTypeError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
+        made["scale"] = 1.0 if isnan(scale) else float(scale)
+        for name, shape in zip(("codes", "scales"), _part_shapes(whole, made["axis"], row), strict=True):
             array = getattr(self, name)
+            made[name] = array if array is None else _as_bytes(name, array)
             found = None if array is None else tuple(array.shape)
             if found != shape:
-                raise ShapeError(f"{name} of {row.name} for shape {self.shape} have shape {shape}, not {found}")
-            if type(array) is np.ndarray:
-                array = array.view()
-                array.flags.writeable = False
-                object.__setattr__(self, name, array)
+                raise ShapeError(f"{name} of {row.name} for shape {whole} have shape {shape}, not {found}")
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
 
     @property
     def ndim(self) -> int:
@@ -127,17 +141,21 @@ class QuantizedArray(Prepared):
         view = ArrayView(dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address)
         if not row.block and view.device.is_host:
             view = host_view(view.ndarray())
-        return QuantizedView(view, blocks, self)
+        return QuantizedView(view, blocks, replace(self))  # not this object, which refers to the view
 
     def _widened(self) -> ArrayView:
         """Return the view of new memory with the numbers in bfloat16, without the array's scale; blocks are whole."""
         values = cast(self._values(1.0), "bfloat16")
         return library_of(values).view(values)
 
-    def _values(self, scale: float) -> Any:
-        """Return the numbers in float32 times a scale, padded and with the axis of the blocks last.
+    def _stored(self) -> tuple[ArrayView, ...]:
+        """Return the views of codes and scales."""
+        return tuple(codes_view(x) for x in (self.codes, self.scales) if x is not None)
 
-        An array of NumPy in host memory.
+    def _values(self, scale: float) -> Any:
+        """Return the numbers in float32 times a scale, padded, with the axis of the blocks last, contiguous.
+
+        The array is NumPy's in host memory.
         """
         row = parse_format(self.format)
         on_host = device_of(self.codes).is_host
@@ -152,7 +170,7 @@ class QuantizedArray(Prepared):
                 for i in _parts(count, row, xp)
             ]
         others, _, padded = _layout(self.shape, self.axis, row)
-        return xp.concatenate(parts).reshape((*others, padded))
+        return _joined(parts, (*others, padded), xp)
 
     def __repr__(self) -> str:
         return f"QuantizedArray({self.format} {self.shape}, axis {self.axis}, {self.nbytes:,} bytes)"
@@ -229,12 +247,9 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
     refuse_prepared(x=x)
     library = library_of(x)
     if (label := dtype_name(x)) not in _ACCEPTED:
-        raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}")
+        raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")
     view = library.view(x)
-    try:
-        axis = normalize_axis_index(axis, view.ndim)
-    except (TypeError, ValueError) as error:
-        raise ShapeError(str(error)) from None
+    axis = _checked_axis(axis, view.ndim)
     xp, source = (np, view.ndarray()) if view.device.is_host else (array_module(x), x)
     source = _blocks(xp.moveaxis(source, axis, -1), row, xp)
     with np.errstate(all="ignore"):
@@ -242,7 +257,7 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
         scale = block_codes.array_scale(parts, row, xp)
         found = zip(*(block_codes.encode(part, row, scale, xp) for part in parts), strict=True)
     shapes = _part_shapes(view.shape, axis, row)
-    made = [_adopted(xp.concatenate(parts).reshape(s), x) for parts, s in zip(found, shapes, strict=False)]
+    made = [_adopted(_joined(parts, shape or (), xp), x) for parts, shape in zip(found, shapes, strict=False)]
     return QuantizedArray(made[0], made[1] if row.scales else None, row.name, view.shape, axis, scale)
 
 
@@ -255,6 +270,31 @@ def parse_format(name: str) -> BlockFormat:
             f"{did_you_mean(name, BLOCK_FORMATS)}"
         )
     return found
+
+
+def _checked_axis(axis: int, ndim: int) -> int:
+    try:
+        return int(normalize_axis_index(axis, ndim))
+    except (TypeError, ValueError) as error:
+        raise ShapeError(f"axis: {error}") from None
+
+
+def _as_bytes(name: str, array: Any) -> Any:
+    """Return codes as uint8, read-only if they are NumPy's; raise DTypeError for other numbers than codes."""
+    label = dtype_name(array)
+    if not label.startswith(("uint8", "int8", "float8", "float4")):
+        raise DTypeError(f"{name} are uint8, or another type of 8 bits with these bits, not {label}")
+    if not isinstance(array, np.ndarray):
+        return array if label == "uint8" else array.view(array_module(array).uint8)
+    array = array.view(np.uint8)
+    array.flags.writeable = False
+    return array
+
+
+def _joined(parts: Any, shape: tuple[int, ...], xp: Any) -> Any:
+    """Return the parts as one array in row-major order, which elementwise functions of NumPy need not keep."""
+    joined = xp.concatenate(parts).reshape(shape)
+    return np.ascontiguousarray(joined) if xp is np else joined
 
 
 def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], int, int]:

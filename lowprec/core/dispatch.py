@@ -195,7 +195,7 @@ _NOT_AFTERWARDS = {"out", "rtol", "bound", "k_chunk"}
 
 def _delegated(found: DelegateError, a: Any, b: Any, given: dict[str, Any]) -> Any:
     """Call the matmul function of an operand's library; raise if it lacks one of the given arguments."""
-    refuse_prepared(a=a, **given, b=b)
+    refuse_prepared(str(found), a=a, **given, b=b)
     delegate, takes = _delegate(found.target)
     try:
         if given.keys() <= takes:

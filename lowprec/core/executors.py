@@ -79,6 +79,7 @@ def look_up(
             _executors.pop(oldest, None)
         if resolved.source is ModeSource.ARGUMENT:
             warn_without_effect(found.plan)
+        _warn_widened(found.plan)
     observer = _observer
     if observer is None or not observed:
         return found
@@ -90,6 +91,14 @@ def warn_without_effect(plan: GemmPlan) -> None:
     other = _CONVERTED.get(plan.compute_dtype)
     if other and plan.mode not in FULL_FP32 and not row(plan.mode).acts(plan.compute_dtype):
         warn(f"{plan.note}; to use the mode convert them, as by a.astype(np.{other})", once="no effect")
+
+
+def _warn_widened(plan: GemmPlan) -> None:
+    """Warn, once per process, that a quantised ``b`` is widened because its blocks are along another axis than k."""
+    b, kernel = plan.problem.b, plan.kernel_row
+    if b.blocks and b.blocks.axis != (k_axis := -min(2, len(b.shape))) and not b.dtype.is_float8 and kernel.decodes_b:
+        text = f"b is quantised along axis {b.blocks.axis}, so its numbers are widened in each product, which is slow"
+        warn(f"{text}; quantise it along the axis that is summed over: axis={k_axis}", once="widened")
 
 
 def _create(mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:

@@ -151,13 +151,15 @@ def choose_kernel(
     products: int = 1,
     is_chunked: bool = False,
     has_blocks: bool = False,
+    decodes_b: bool = False,
     emulation: ComputeType | None = None,
 ) -> KernelChoice:
     """Return the first kernel of a device that supports the product and is efficient at its size.
 
     ``fmt`` is the operands' format, by :func:`format_name`, ``products`` the length of the schedule, and ``is_chunked``
-    whether some products cover only a part of k. With ``has_blocks`` an operand is quantised. ``emulation`` is the
-    compute type of the mode's emulation. Raises UnsupportedError if no kernel supports the product.
+    whether some products cover only a part of k. With ``has_blocks`` an operand is quantised, with
+    ``decodes_b`` kernels that decode ``b`` are preferred at every size. ``emulation`` is the compute type of the mode's
+    emulation. Raises UnsupportedError if no kernel supports the product.
     """
     passed_over: list[Reason] = []
     chosen: KernelRow | None = None
@@ -170,7 +172,7 @@ def choose_kernel(
             continue
         if row.sums_products and products == 1:
             continue
-        if has_blocks and row.decodes_b:
+        if decodes_b and row.decodes_b:
             row = row._replace(minimum_elements=0, minimum_batch_flops=0, minimum_mn=0, is_shallow=False)
         reason = _unsupported_reason(row, capabilities, layout, is_complex, products, is_chunked)
         if reason is not None:

@@ -55,6 +55,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         products=len(products),
         is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
         has_blocks=problem.has_blocks,
+        decodes_b=problem.has_blocks or (problem.b.dtype.is_float8 and compute_dtype.is_single_precision),
         emulation=scheme.emulation if acts else None,
     )  # fmt: skip
     choice, rows = choose(layout), with_rows_copied(layout)

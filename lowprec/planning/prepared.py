@@ -88,7 +88,10 @@ def _reason_kind(plan: GemmPlan, prepared_for: str) -> ReasonKind:
     if plan.problem.b.blocks is not None:
         in_columns = plan.layout.out.row_stride == 1 and plan.layout.out.col_stride != 1
         along_k = plan.problem.b.dtype.is_float8 or plan.problem.b.blocks.axis == -min(2, len(plan.problem.b.shape))
-        reads = kernel.decodes_b and along_k and plan.flops and not (in_columns or plan.compute_dtype.is_complex)
+        # Otherwise the product is not one job of the kernel.
+        apart = plan.rounded[1] or plan.out_dtype.is_float8 or (plan.fallback and plan.problem.has_beta)
+        reads = kernel.decodes_b and along_k and plan.flops
+        reads = reads and not (in_columns or plan.compute_dtype.is_complex or apart)
         return ReasonKind.CODES_KEPT if reads else ReasonKind.NOT_KEPT
     if plan.mode_has_effect and plan.mode != prepared_for:
         return ReasonKind.PREPARED_FOR_ANOTHER_MODE

@@ -80,7 +80,7 @@ def result_dtype(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype:
         return torch.float32
     if out_dtype:
         return getattr(torch, out_dtype)
-    return torch.int32 if a.dtype == torch.int8 else torch.promote_types(a.dtype, b.dtype)
+    return getattr(torch, promote(parse_dtype(a.dtype), parse_dtype(b.dtype)).results[0].label)
 
 
 @torch.library.register_fake("lowprec::matmul", lib=_library)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
+import weakref
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +14,10 @@ import pytest
 
 import lowprec
 from lowprec.formats import BLOCK_FORMATS
+from lowprec.modes import available_modes
+
+#: Blocks along another axis are tested, too.
+pytestmark = pytest.mark.filterwarnings("ignore:b is quantised along axis")
 
 FORMATS = list(BLOCK_FORMATS)
 BF16, E4M3, F16, F32 = (np.dtype(getattr(ml_dtypes, x, x)) for x in ("bfloat16", "float8_e4m3fn", "float16", "float32"))
@@ -64,7 +70,7 @@ def test_every_code_and_scale_is_decoded_as_by_dequantize(fmt: str, dtype: Any) 
     if fmt == "nvfp4":
         scales &= 0x7F
     k = codes.shape[1] * 8 // row.bits
-    q = lowprec.QuantizedArray(codes, scales, fmt, (k, 256), 0)
+    q = lowprec.QuantizedArray(codes, scales, fmt, (k, 256), 0, 1.0)
     want = q.dequantize()
     identity = np.eye(k, dtype=np.float32)
     picked = np.flatnonzero(np.arange(k) % 3 == 0)[:600]
@@ -200,3 +206,109 @@ def test_other_arguments_refuse_quantised_arrays() -> None:
         lowprec.matmul(needs_grad, q)
     with pytest.raises(lowprec.ShapeError, match="32"):
         lowprec.matmul(np.ones((4, 31), np.float32), q)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("length", [1, 5, 32, 33])
+def test_one_block_along_either_axis(fmt: str, length: int) -> None:
+    """A single block is contiguous in both orders."""
+    x = np.random.default_rng(8).standard_normal((length, 63)).astype(np.float32)
+    q = lowprec.quantize(x, fmt, axis=0)
+    assert q.codes.flags.c_contiguous
+    np.testing.assert_array_equal(lowprec.matmul(q, np.eye(63, dtype=np.float32)), q.dequantize())
+    np.testing.assert_array_equal(lowprec.matmul(np.eye(length, dtype=np.float32), q), q.dequantize())
+    other = lowprec.QuantizedArray(np.asfortranarray(q.codes), q.scales, fmt, q.shape, 0, q.scale)
+    np.testing.assert_array_equal(lowprec.matmul(other, np.eye(63, dtype=np.float32)), q.dequantize())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_vectors(fmt: str) -> None:
+    rng = np.random.default_rng(9)
+    v, a = rng.standard_normal(200).astype(np.float32), rng.standard_normal((60, 200)).astype(np.float32)
+    q = lowprec.quantize(v, fmt)
+    values_of_q = q.dequantize().astype(np.float64)
+    for x, out in ((v, None), (a, None), (a.astype(BF16), None), (q, None), (a, np.empty((60, 2), np.float32)[:, 0])):
+        found = lowprec.matmul(x, q, out=out, out_dtype="float32")
+        exact = np.asarray(x.dequantize() if x is q else x, np.float64)
+        bound = 203 * 2.0**-24 * (np.abs(exact) @ np.abs(values_of_q)) + 2.0**-118
+        assert (np.abs(found - exact @ values_of_q) <= bound).all()
+
+
+def test_the_plan_shows_every_widening() -> None:
+    rng = np.random.default_rng(10)
+    a, b = rng.standard_normal((8, 256)).astype(np.float32), rng.standard_normal((256, 300)).astype(np.float32)
+    q, c = lowprec.quantize(b, "mxfp4", axis=0), np.zeros((8, 300), np.float32)
+    for x, options in ((a.astype(BF16), {"out_dtype": "float8_e4m3fn"}), (a, {"math_mode": "fp16"}),
+                       (a, {"math_mode": "bf16x3", "c": c, "beta": 1.0})):  # fmt: skip
+        assert [copy.operand for copy in lowprec.plan(x, q, **options).copies] == ["b"]
+        lowprec.matmul(x, q, **options)
+    kept = q._view.packed
+    assert not [key for key in kept if key[0] == "records"] or lowprec.plan(a, q).kernel_row.decodes_b
+
+
+def test_codes_are_kept_once_and_freed() -> None:
+    rng = np.random.default_rng(11)
+    a, b = rng.standard_normal((8, 256)).astype(np.float32), rng.standard_normal((256, 320)).astype(np.float32)
+    q = lowprec.quantize(b, "nvfp4", axis=0)
+    prepared = lowprec.prepare(q)
+    for mode in available_modes():
+        lowprec.matmul(a, q, math_mode=mode)
+    lowprec.matmul(a.astype(BF16), q)
+    if lowprec.plan(a, q).kernel_row.decodes_b:
+        assert prepared.packed_bytes == q.nbytes  # extents are multiples of the tiles
+    weak = weakref.ref(q)
+    gc.disable()
+    try:
+        del q, prepared
+        assert weak() is None
+    finally:
+        gc.enable()
+
+
+def test_out_may_share_memory_with_codes_and_scales() -> None:
+    rng = np.random.default_rng(12)
+    a, b = rng.standard_normal((4, 256)).astype(np.float32), rng.standard_normal((256, 64)).astype(np.float32)
+    a[1, 3] = np.inf
+    q = lowprec.quantize(b, "mxfp8", axis=0)
+    for part in ("codes", "scales"):
+        memory = np.zeros(1 << 15, np.uint8)
+        mine = {"codes": q.codes, "scales": q.scales}
+        size = mine[part].size
+        memory[:size] = mine[part].ravel()
+        mine[part] = memory[:size].reshape(mine[part].shape)
+        shared = lowprec.QuantizedArray(**mine, format="mxfp8", shape=q.shape, axis=0)
+        out = memory[: 4 * 64 * 4].view(np.float32).reshape(4, 64)
+        want = lowprec.matmul(a, q, math_mode="bf16x3")
+        np.testing.assert_array_equal(lowprec.matmul(a, shared, out=out, math_mode="bf16x3"), want)
+
+
+def test_blocks_along_another_axis_give_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowprec.errors._given", set())
+    a, q = np.ones((8, 64), BF16), lowprec.quantize(np.ones((64, 51), np.float32), "mxfp4")
+    if not lowprec.plan(a, lowprec.quantize(np.ones((64, 51), np.float32), "mxfp4", axis=0)).kernel_row.decodes_b:
+        lowprec.matmul(a, q)
+        return
+    with pytest.warns(lowprec.LowprecWarning, match="quantise it along the axis that is summed over: axis=-2"):
+        lowprec.matmul(a, q)
+
+
+def test_arguments_of_a_quantised_array_are_checked() -> None:
+    q = lowprec.quantize(np.random.default_rng(13).standard_normal((40, 64)).astype(np.float32), "nvfp4")
+    parts = {"codes": q.codes, "scales": q.scales, "format": "nvfp4", "shape": (40, 64), "axis": 1, "scale": q.scale}
+    same = lowprec.QuantizedArray(**parts | {
+        "codes": q.codes.view(np.int8), "scales": q.scales.view(ml_dtypes.float8_e4m3fn), "axis": -1, "shape": [40, 64],
+    })  # fmt: skip
+    assert (same.axis, same.shape, same.codes.dtype, same.scales.dtype) == (1, (40, 64), np.uint8, np.uint8)
+    np.testing.assert_array_equal(same.dequantize(), q.dequantize())
+    for change, error, words in (
+        ({"codes": q.codes.astype(np.int64)}, lowprec.DTypeError, "codes are uint8, .* not int64"),
+        ({"scales": q.scales.astype(np.float32)}, lowprec.DTypeError, "scales are uint8, .* not float32"),
+        ({"codes": q.codes[:, 1:]}, lowprec.ShapeError, "codes of nvfp4 for shape"),
+        ({"shape": 40}, lowprec.ShapeError, "shape is a tuple of integers"),
+        ({"axis": 2}, lowprec.ShapeError, "axis: axis 2 is out of bounds"),
+        ({"scale": 0.0}, lowprec.DTypeError, "scale of nvfp4 is a positive number, got 0.0"),
+        ({"scale": "2"}, lowprec.DTypeError, "scale of nvfp4 is a positive number"),
+        ({"scale": float("nan")}, lowprec.DTypeError, "scale of nvfp4 is a positive number"),
+    ):
+        with pytest.raises(error, match=words):
+            lowprec.QuantizedArray(**parts | change)

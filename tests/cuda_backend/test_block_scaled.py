@@ -60,7 +60,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SoftwareG
 
         def widened(x: QuantizedArray) -> Any:
             codes, scales = (gpu.get(y).view(np.uint8) for y in (x.codes, x.scales))
-            wide = gpu.put(QuantizedArray(codes, scales, x.format, x.shape, x.axis)._values(1.0).astype(BF16))
+            wide = gpu.put(QuantizedArray(codes, scales, x.format, x.shape, x.axis, x.scale)._values(1.0).astype(BF16))
             return library_of(wide).view(wide)
 
         monkeypatch.setattr(QuantizedArray, "_widened", widened)
@@ -330,7 +330,9 @@ def test_codes_on_another_stream(
     for _ in range(2):
         with cupy.cuda.Stream():
             x = on_cupy(cupy, a)
-            y = QuantizedArray(*(StreamedBytes(runtime, z) for z in (b.codes, b.scales)), b.format, b.shape, b.axis)
+            y = QuantizedArray(
+                *(StreamedBytes(runtime, z) for z in (b.codes, b.scales)), b.format, b.shape, b.axis, b.scale
+            )
             product = lowprec.matmul(x, y)
             del x, y
             gc.collect()

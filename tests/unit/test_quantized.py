@@ -409,7 +409,7 @@ def test_copies_are_equal_and_read_only(name: str, rng: np.random.Generator) -> 
 
 def test_the_arrays_of_a_caller_stay_writable() -> None:
     codes = np.zeros(16, np.uint8)
-    QuantizedArray(codes, None, "fp8", (16,), 0)
+    QuantizedArray(codes, None, "fp8", (16,), 0, 1.0)
     codes[0] = 1
 
 
@@ -467,4 +467,4 @@ def test_parts_of_a_wrong_shape_are_refused() -> None:
     with pytest.raises(lowprec.ShapeError, match=r"scales of mxfp8 .* not None"):
         QuantizedArray(codes, None, "mxfp8", (4, 32), 1)
     with pytest.raises(lowprec.ShapeError, match=r"scales of fp8 .* have shape None"):
-        QuantizedArray(codes, scales, "fp8", (4, 32), 1)
+        QuantizedArray(codes, scales, "fp8", (4, 32), 1, 1.0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from lowprec.backends.cpu.packed.codes import blocks_per_step, code_bits
 
-_LANES, _STEP = 32, 32
+_LANES = 32
 
 
 def records_of(name: str, codes: Any, scales: Any) -> Any:

@@ -83,7 +83,7 @@ def stack_of(view: PreparedView, packed_as: PackedAs, convert: Convert) -> Panel
 
     def make() -> PackedOperand:
         made = _coded(view, packed_as) or _pack(packed_as, dict(_matrices(view)), convert)
-        return PackedOperand(made, made.memory.nbytes)
+        return PackedOperand(made, 0 if made.unpack else made.memory.nbytes)
 
     found: Panels = view.packed_operand(packed_as.key(view.shape, view.strides), make)
     return found
@@ -100,29 +100,37 @@ def _matrices(view: PreparedView) -> Iterator[tuple[int, Any]]:
 
 def _coded(view: PreparedView, packed_as: PackedAs) -> Panels | None:
     """Return the panels of an operand that is kept as codes; None for others."""
-    is_wide = packed_as.micro_kernel.storage == "float32"
     if not (isinstance(view, QuantizedView) or view.dtype.is_float8):
         return None
-    from lowprec.backends.cpu.packed import coded_panels, codes
+    from lowprec.backends.cpu.packed import codes
 
-    name = view.dtype.label
-    matrices: dict[int, tuple[Any, Any]] = {}
+    key = "records", view.shape, view.strides  # the same for all kernels
+    name, records, offsets = view.packed_operand(key, lambda: _records(view))
+    step, strip_bytes, step_bytes = records.strides
+    kernel = codes.unpack_kernel(name, is_wide=packed_as.micro_kernel.storage == "float32")
+    finite, unpack = (True,) * len(offsets), (kernel, strip_bytes, step_bytes)
+    return Panels(records, data_pointer(records), step, offsets, finite, packed_as.b_dtype, unpack)
+
+
+def _records(view: PreparedView) -> PackedOperand:
+    """Return the format of an operand, the records of its matrices, and their offsets in bytes."""
+    from lowprec.backends.cpu.packed.coded_panels import records_of
+
+    name, matrices = view.dtype.label, {}
     if isinstance(view, QuantizedView) and view.quantized.scales is not None:
         name = view.blocks.format
-        arrays = [np.asarray(x) for x in (view.quantized.codes, view.quantized.scales)]
+        parts = [np.asarray(x) for x in (view.quantized.codes, view.quantized.scales)]
+        parts = [x[None] if view.ndim == 1 else x for x in parts]
         steps = [step * view.dtype.itemsize for step in view.strides[:-2]]
         for index in np.ndindex(view.shape[:-2]):
             offset = sum(i * step for i, step in zip(index, steps, strict=True))
-            matrices[offset] = arrays[0][index], arrays[1][index]
+            matrices[offset] = records_of(name, parts[0][index], parts[1][index])
     else:
         for offset, x in _matrices(view):
-            matrices[offset] = np.ascontiguousarray(x.T).view(np.uint8), None
+            matrices[offset] = records_of(name, np.ascontiguousarray(x.T).view(np.uint8), None)
     offsets = sorted(matrices)
-    records = np.stack([coded_panels.records_of(name, *matrices[x]) for x in offsets])
-    step, strip_bytes, step_bytes = records.strides
-    unpack = codes.unpack_kernel(name, is_wide=is_wide), strip_bytes, step_bytes
-    finite = (True,) * len(offsets)
-    return Panels(records, data_pointer(records), step, np.array(offsets), finite, packed_as.b_dtype, unpack)
+    records = np.stack([matrices[x] for x in offsets])
+    return PackedOperand((name, records, np.array(offsets)), records.nbytes)
 
 
 def _pack(packed_as: PackedAs, matrices: dict[int, Any], convert: Convert) -> Panels:
