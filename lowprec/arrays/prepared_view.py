@@ -115,12 +115,6 @@ class QuantizedView(PreparedView):
         """Return the widened numbers. Host memory only."""
         return super().ndarray() if self.quantized.scales is None else self.widened().ndarray()
 
-    @property
-    def stored(self) -> tuple[ArrayView, ...]:
-        """The views of codes and scales."""
-        found: tuple[ArrayView, ...] = self.quantized._stored()
-        return found
-
 
 class Prepared:
     """Base of :class:`lowprec.PreparedOperand` and :class:`lowprec.QuantizedArray`, which hold a prepared view."""

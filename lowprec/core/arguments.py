@@ -149,7 +149,7 @@ class Options(NamedTuple):
         out, c = self.out, self.c
         if out is None:
             return False
-        operands = [part for x in (a, b) for part in (x.stored if isinstance(x, QuantizedView) else (x,))]
+        operands = [part for x in (a, b) for part in (x.quantized._stored() if isinstance(x, QuantizedView) else (x,))]
         read = (*operands, self.bias, self.scale_a, self.scale_b)
         if any(isinstance(x, ArrayView) and may_overlap(out, x) for x in read):
             return True

@@ -97,8 +97,8 @@ def _warn_widened(plan: GemmPlan) -> None:
     """Warn, once per process, that a quantised ``b`` is widened because its blocks are along another axis than k."""
     b, kernel = plan.problem.b, plan.kernel_row
     if b.blocks and b.blocks.axis != (k_axis := -min(2, len(b.shape))) and not b.dtype.is_float8 and kernel.decodes_b:
-        text = f"b is quantised along axis {b.blocks.axis}, so its numbers are widened in each product, which is slow"
-        warn(f"{text}; quantise it along the axis that is summed over: axis={k_axis}", once="widened")
+        why = f"b is quantised along axis {b.blocks.axis}, so its numbers are widened in each product, which is slow"
+        warn(f"{why}; quantise it along the axis that is summed over: axis={k_axis}", once="widened")
 
 
 def _create(mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:

@@ -40,11 +40,6 @@ def _table(dtype: str) -> tuple[Any, ...]:
     return tuple(vector(I16, row) for row in words.reshape(4, 32).tolist())
 
 
-def _looked_up(builder: Any, low: Any, indices: Any, high: Any) -> Any:
-    """Return the words of a table of two vectors at the low six bits of each index (VPERMI2W)."""
-    return _instruction(builder, "vpermi2var.hi.512", low, indices, high)
-
-
 def _instruction(builder: Any, name: str, *operands: Any) -> Any:
     """Return the result, of the first operand's type, of an instruction of AVX-512."""
     signature = ir.FunctionType(operands[0].type, [x.type for x in operands])
@@ -59,8 +54,9 @@ def widened_float8(builder: Any, dtype: str, codes: Any) -> Any:
         return vector(I16, [value] * 32)
 
     table, words = _table(dtype), builder.zext(codes, _WORDS)
-    small = _looked_up(builder, table[0], words, table[1])
-    large = _looked_up(builder, table[2], words, table[3])
+    # VPERMI2W reads the low six bits of an index, for a table of two vectors.
+    small = _instruction(builder, "vpermi2var.hi.512", table[0], words, table[1])
+    large = _instruction(builder, "vpermi2var.hi.512", table[2], words, table[3])
     is_large = builder.icmp_signed("!=", builder.and_(words, splat(64)), splat(0))
     magnitude = builder.select(is_large, large, small)
     return builder.or_(magnitude, builder.and_(builder.shl(words, splat(8)), splat(0x8000)))
@@ -78,6 +74,26 @@ def code_bits(name: str) -> int:
 def blocks_per_step(name: str) -> int:
     """Return the number of scales per column in 32 elements of k."""
     return 32 // BLOCK_FORMATS[name].block if name in BLOCK_FORMATS else 0
+
+
+def records_of(name: str, codes: Any, scales: Any) -> Any:
+    """Return the records of a matrix (k, n), shape (strips, steps).
+
+    ``codes`` has shape (n, bytes along k) and ``scales`` shape (n, blocks along k), both uint8; it is None for formats
+    without blocks.
+    """
+    pair, blocks = np.dtype(f"u{code_bits(name) // 4}"), blocks_per_step(name)
+    n, nbytes = codes.shape
+    strips, steps = -(-n // 32), -(-nbytes // (16 * pair.itemsize))
+    fields: list[Any] = [("codes", pair, (2, 16, 16)), ("scales", np.uint8, (2, blocks, 16))]
+    records = np.empty((strips, steps), np.dtype(fields))
+    for field, x, each in (("codes", codes, 16), ("scales", scales, blocks)):
+        if each:
+            columns = steps * each * records[field].itemsize
+            whole = np.ascontiguousarray(np.pad(x, [(0, 32 * strips - n), (0, columns - x.shape[1])]))
+            parts = whole.view(records[field].dtype).reshape(strips, 2, 16, steps, each)
+            records[field] = parts.transpose(0, 3, 1, 4, 2)
+    return records
 
 
 def _scales(builder: Any, name: str, address: Any) -> Any:

@@ -114,13 +114,12 @@ def _coded(view: PreparedView, packed_as: PackedAs) -> Panels | None:
 
 def _records(view: PreparedView) -> PackedOperand:
     """Return the format of an operand, the records of its matrices, and their offsets in bytes."""
-    from lowprec.backends.cpu.packed.coded_panels import records_of
+    from lowprec.backends.cpu.packed.codes import records_of
 
     name, matrices = view.dtype.label, {}
     if isinstance(view, QuantizedView) and view.quantized.scales is not None:
         name = view.blocks.format
-        parts = [np.asarray(x) for x in (view.quantized.codes, view.quantized.scales)]
-        parts = [x[None] if view.ndim == 1 else x for x in parts]
+        parts = [np.atleast_2d(np.asarray(x)) for x in (view.quantized.codes, view.quantized.scales)]
         steps = [step * view.dtype.itemsize for step in view.strides[:-2]]
         for index in np.ndindex(view.shape[:-2]):
             offset = sum(i * step for i, step in zip(index, steps, strict=True))
