@@ -234,16 +234,32 @@ def test_vectors(fmt: str) -> None:
         assert (np.abs(found - exact @ values_of_q) <= bound).all()
 
 
-def test_the_plan_shows_every_widening() -> None:
+def test_the_plan_shows_every_widening(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[str] = []
+    widened = lowprec.QuantizedArray._widened
+    monkeypatch.setattr(lowprec.QuantizedArray, "_widened", lambda x: counted.append(x.format) or widened(x))
     rng = np.random.default_rng(10)
-    a, b = rng.standard_normal((8, 256)).astype(np.float32), rng.standard_normal((256, 300)).astype(np.float32)
-    q, c = lowprec.quantize(b, "mxfp4", axis=0), np.zeros((8, 300), np.float32)
-    for x, options in ((a.astype(BF16), {"out_dtype": "float8_e4m3fn"}), (a, {"math_mode": "fp16"}),
-                       (a, {"math_mode": "bf16x3", "c": c, "beta": 1.0})):  # fmt: skip
-        assert [copy.operand for copy in lowprec.plan(x, q, **options).copies] == ["b"]
-        lowprec.matmul(x, q, **options)
-    kept = q._view.packed
-    assert not [key for key in kept if key[0] == "records"] or lowprec.plan(a, q).kernel_row.decodes_b
+
+    def numbers(*shape: int) -> Any:
+        return rng.standard_normal(shape).astype(np.float32)
+
+    a, q, c = numbers(8, 256), lowprec.quantize(numbers(256, 300), "mxfp4", axis=0), np.zeros((8, 300), np.float32)
+    large, stack = numbers(2, 200, 700), lowprec.quantize(numbers(2, 700, 600), "nvfp4", axis=1)
+    small, pair = numbers(3, 8, 64), lowprec.quantize(numbers(3, 64, 70), "mxfp8", axis=1)
+    v = lowprec.quantize(numbers(256), "mxfp8")
+    cases: list[tuple[Any, Any, dict[str, Any]]] = [
+        (a, q, {}), (a.astype(BF16), q, {}), (a, q, {"math_mode": "bf16"}), (a, q, {"math_mode": "bf16x3"}),
+        (a.astype(BF16), q, {"out_dtype": "float8_e4m3fn"}), (a, q, {"math_mode": "fp16"}),
+        (a, q, {"math_mode": "bf16x3", "c": c, "beta": 1.0}), (a, q, {"c": c, "beta": 1.0, "activation": "gelu"}),
+        (lowprec.quantize(a, "mxfp4"), q, {}), (a, v, {}), (a.astype(BF16), v, {}), (a, q, {"out": c.T.copy().T}),
+        (large, stack, {}), (large.astype(BF16), stack, {}), (small, pair, {}), (small.astype(BF16), pair, {}),
+        (a.astype(np.float64), q, {}), (a.astype(np.complex64), q, {}),
+    ]  # fmt: skip
+    for number, (x, y, options) in enumerate(cases):
+        counted.clear()
+        lowprec.matmul(x, y, **options)
+        copies = [copy for copy in lowprec.plan(x, y, **options).copies if "widened" in copy.reason]
+        assert len(counted) == len(copies), number
 
 
 def test_codes_are_kept_once_and_freed() -> None:

@@ -190,10 +190,10 @@ def test_an_argument_gives_a_warning_on_single_precision(
         warnings.simplefilter("always")
         lowprec.matmul(x, x, math_mode="fp64_emulated")
         lowprec.matmul(x, x, math_mode="fp64_emulated")
-    told = [str(w.message) for w in found]
-    assert len(told) == (dtype in ("float32", "complex64"))
+    messages = [str(w.message) for w in found]
+    assert len(messages) == (dtype in ("float32", "complex64"))
     wider = {"float32": "float64", "complex64": "complex128"}.get(dtype, "")
-    assert all(f"acts on float64 and complex128 only; {dtype}" in x and f"a.astype(np.{wider})" in x for x in told)
+    assert all(f"acts on float64 and complex128 only; {dtype}" in x and f"a.astype(np.{wider})" in x for x in messages)
 
 
 @pytest.mark.parametrize("by_variable", [False, True])

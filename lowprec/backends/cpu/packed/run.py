@@ -194,8 +194,8 @@ def prepare(
 ) -> functools.partial[Any] | None:
     """Return the function that runs the products of a layout, with the result of :func:`gemm`.
 
-    It is None for a batch of products that are each large enough for several threads. With ``checks_range`` a batch is
-    incomplete if float16's range requires scaling of one of its float32 matrices.
+    It is None for a batch of products that are each large enough for several threads, unless codes are decoded. With
+    ``checks_range`` a batch is incomplete if float16's range requires scaling of one of its float32 matrices.
     """
     c = bias = activation = None
     has_alpha = False
@@ -217,7 +217,8 @@ def prepare(
     if count == 1:
         return functools.partial(execute, job, find)
     each = layout.m * layout.n * layout.k * job.kernels.parts_a * job.kernels.parts_b
-    if each >= _LARGE or job.stream_bytes:
+    reads_codes = find is not None and problem is not None and problem.b.blocks
+    if (each >= _LARGE or job.stream_bytes) and not reads_codes:
         return None
     job = dataclasses.replace(job, may_be_short=False, block_columns=0, blockings={})
     matrices = layout.a, layout.b, layout.out, c
