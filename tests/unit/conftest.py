@@ -21,12 +21,16 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def clean_policy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No variable is set before the test, and neither its variables nor its process default are left after it."""
-    for variable in environment.VARIABLES:
-        monkeypatch.delenv(variable.name, raising=False)
-    environment.refresh()
+
+    def clear() -> None:
+        for variable in environment.VARIABLES:
+            monkeypatch.delenv(variable.name, raising=False)
+        environment.refresh()  # JAX's listener resolves a mode
+
+    clear()
     yield
     set_math_mode(None)
-    environment.refresh()
+    clear()
 
 
 class Register:

@@ -196,6 +196,7 @@ def test_an_argument_gives_a_warning_on_single_precision(
     assert all(f"acts on float64 and complex128 only; {dtype}" in x and f"a.astype(np.{wider})" in x for x in messages)
 
 
+@pytest.mark.usefixtures("clean_policy")
 @pytest.mark.parametrize("by_variable", [False, True])
 def test_the_guard_computes_in_native_fp64(by_variable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = lowprec.ShapeDtype((64, 64), "float64")

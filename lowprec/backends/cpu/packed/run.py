@@ -217,8 +217,7 @@ def prepare(
     if count == 1:
         return functools.partial(execute, job, find)
     each = layout.m * layout.n * layout.k * job.kernels.parts_a * job.kernels.parts_b
-    reads_codes = find is not None and problem is not None and problem.b.blocks
-    if (each >= _LARGE or job.stream_bytes) and not reads_codes:
+    if (each >= _LARGE or job.stream_bytes) and not (find and problem and problem.b.blocks):
         return None
     job = dataclasses.replace(job, may_be_short=False, block_columns=0, blockings={})
     matrices = layout.a, layout.b, layout.out, c
