@@ -1,0 +1,103 @@
+// The C interface of the CPU's kernels: plain structs, no exceptions, nothing of Python.
+//
+// A product is described once, with its plan, by an lp_product without addresses; lp_gemm executes it with the
+// addresses of a call. Strides are in elements (complex64: complex elements; codes: bytes) and may be 0 or negative.
+// The Python side of these declarations is lowprec/backends/cpu/library.py; both change together.
+#pragma once
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define LP_API extern "C" __declspec(dllexport)
+#else
+#define LP_API extern "C" __attribute__((visibility("default")))
+#endif
+
+// Element types. The last three are codes with a scale per block along k, which only b may have: `data` is uint8,
+// contiguous along k (two 4-bit codes a byte, the first in the low half), `col` the bytes between columns.
+enum lp_type {
+    LP_F32, LP_BF16, LP_F16, LP_E4M3, LP_E5M2, LP_I8, LP_I32, LP_C64, LP_MXFP8, LP_MXFP4, LP_NVFP4, LP_TYPES
+};
+
+// Formats to which each part of an operand is rounded, to nearest even (TF32: ties away from zero).
+enum lp_format { LP_EXACT, LP_TO_TF32, LP_TO_BF16, LP_TO_F16, LP_FORMATS };
+
+enum lp_activation { LP_NONE, LP_RELU, LP_GELU };
+
+// Units, by what they multiply and the instruction set; lp_units() has a bit for each that this CPU has.
+enum lp_unit {
+    LP_FP32_AVX2, LP_INT8_AVX2, LP_INT8_AVXVNNI,
+    LP_FP32_AVX512, LP_BF16_AVX512, LP_INT8_AVX512,
+    LP_BF16_AMX, LP_INT8_AMX,
+    LP_FP32_NEON, LP_BF16_NEON, LP_INT8_NEON,
+    LP_UNITS
+};
+
+enum lp_status {
+    LP_OK = 0,
+    LP_UNSUPPORTED = 1,  // no unit, type, format or shape of this kind; nothing was written
+    LP_NO_MEMORY = 2,    // nothing was written
+};
+
+typedef struct {
+    int64_t row, col;              // strides
+    const int64_t* row_offsets;    // offsets of the rows (of b: of the columns); null: multiples of the stride
+    const int64_t* inner_offsets;  // of a and b: offsets along k; null: multiples of the stride
+    const int64_t* batch_offsets;  // offsets of the products' matrices; null: the same matrix for all
+    int64_t scale_col;             // of codes: bytes between the scales of columns
+    int32_t type;                  // lp_type
+    int32_t packed;                // b: the memory was written by lp_pack, and the strides are ignored
+} lp_matrix;
+
+// How operands are rounded, split into parts and multiplied: the rows of the mode table. Part i is the rounded rest
+// times 2^(i * part_exponent). The products of parts are summed one after the other, each times its factor.
+typedef struct {
+    int32_t format;            // lp_format of the rounded operands
+    int32_t parts_a, parts_b;  // 0: the operand is multiplied as it is stored
+    int32_t part_exponent;
+    int32_t sums_parts;        // a further part is the rounded sum of the parts
+    int32_t scaled;            // rows of a and columns of b are scaled by powers of two before they are rounded
+    int32_t pair_count;
+    int32_t pair_a[9], pair_b[9];
+    float factor[9];
+} lp_scheme;
+
+typedef struct {
+    int64_t m, n, k, batches;
+    lp_matrix a, b, out, c, bias;  // c.type and bias.type are -1 where there is none; bias has a stride `col`
+    lp_scheme scheme;
+    int32_t unit, activation;
+} lp_product;
+
+// The addresses and numbers of one call.
+typedef struct {
+    const void *a, *b;
+    const void* b_scales;  // of codes
+    void* out;
+    const void *c, *bias;
+    double alpha[2], beta[2];  // real and imaginary part
+    int32_t threads;
+} lp_call;
+
+LP_API uint64_t lp_version(void);  // hash of the sources
+LP_API int64_t lp_units(void);     // bits of the units that this CPU has
+
+// out = activation(alpha * a @ b + beta * c + bias); -> lp_status. out may be c, but overlap nothing else.
+LP_API int32_t lp_gemm(const lp_product*, const lp_call*);
+
+// Packs b for products of this kind, all matrices of its batch, 64-byte aligned; returns the bytes, which are all that
+// is computed if target is null; -1 if unsupported. bytes / number of matrices is the distance between matrices.
+LP_API int64_t lp_pack(const lp_product*, const void* b, const void* b_scales, void* target, int32_t threads);
+
+// Multiplies `count` arrays by inverse in the arithmetic of their type; returns 1 if any has Inf or NaN.
+typedef struct { const void* from; void* to; int64_t size; int32_t type; int32_t pad; } lp_flat;  // type 0 f32, 1 bf16, 100 f64
+LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, int32_t threads);
+
+// c += a @ b by the arithmetic of tensor cores, bit by bit; a (m, k), b (k, n), c (m, n), float32, row-major.
+typedef struct { int32_t group, fraction_bits, least_exponent, emin; } lp_tensor_core;
+LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
+                          const lp_tensor_core*, int32_t threads);
+
+LP_API void lp_use_openmp(void* gomp_parallel, void* omp_in_parallel);  // both null: own threads
+LP_API void lp_release_memory(void);                                    // returns unused temporary memory
+LP_API int64_t lp_kept_bytes(void);                                     // unused temporary memory
+LP_API void lp_run(void (*work)(void*, int), void* argument, int threads);  // for tests
