@@ -1,0 +1,70 @@
+// What the files of the instruction sets share: memory, threads, the floating-point mode, regions of an instruction set.
+//
+// Include it first in a file, before TARGET_BEGIN: it includes every system header that kernels need, so that nothing of
+// a system header is compiled for an instruction set that the processor may lack. The library has no C++ runtime: no
+// exceptions, no operator new, no static object with a constructor or destructor, no thread_local object.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#include <atomic>
+#include <utility>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#else
+#error "kernels exist for x86-64 and AArch64"
+#endif
+#include "lowprec.h"
+
+// Functions between TARGET_BEGIN("avx2,fma") and TARGET_END are compiled for this instruction set, whatever the
+// compiler's options.
+#define LP_PRAGMA(x) _Pragma(#x)
+#if defined(__clang__)
+#define TARGET_BEGIN(set) LP_PRAGMA(clang attribute push(__attribute__((target(set))), apply_to = function))
+#define TARGET_END _Pragma("clang attribute pop")
+#else
+#define TARGET_BEGIN(set) _Pragma("GCC push_options") LP_PRAGMA(GCC target(set))
+#define TARGET_END _Pragma("GCC pop_options")
+#endif
+
+namespace lp {
+
+// Uninitialised memory, 4096-byte aligned, for the lifetime of this object; blocks are kept for later products.
+// `at` is null if there is no memory. With LP_EXACT_MEMORY nothing is kept and sanitizers see accesses beyond `bytes`.
+struct Memory {
+    void* at;
+    explicit Memory(int64_t bytes);
+    ~Memory();
+    Memory(const Memory&) = delete;
+
+private:
+    int size_class;
+};
+
+// Calls work(argument, thread) in up to `threads` threads, the calling one included, and waits for all. `thread` is
+// below `threads` and unique; 0 is not always the caller. Other threads may begin late or never: a single call must be
+// able to complete the work. Each thread runs in the default floating-point mode (Arithmetic).
+void run(void (*work)(void*, int), void* argument, int threads);
+
+// The processor's default rounding and subnormal numbers, for the lifetime of this object, whatever the thread's mode.
+struct Arithmetic {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    Arithmetic() { _mm_setcsr(0x1f80); }
+    ~Arithmetic() { _mm_setcsr(before); }
+#else
+    uint64_t before;
+    Arithmetic() { __asm__ __volatile__("mrs %0, fpcr\n\tmsr fpcr, xzr" : "=&r"(before)); }
+    ~Arithmetic() { __asm__ __volatile__("msr fpcr, %0" : : "r"(before)); }
+#endif
+    Arithmetic(const Arithmetic&) = delete;
+};
+
+// Waits until the counter has reached the value, which other threads of the same product will do: polls, then yields.
+void wait_for(const std::atomic<int64_t>& counter, int64_t value);
+
+}  // namespace lp
