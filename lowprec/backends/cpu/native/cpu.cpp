@@ -75,6 +75,11 @@ int64_t found_units() {
 
 std::atomic<int64_t> units{-1};
 
+// The build finds the version of a library by these bytes.
+#define LP_TEXT_OF(x) #x
+#define LP_TEXT(x) LP_TEXT_OF(x)
+__attribute__((used)) const char stamp[] = "lowprec " LP_TEXT(LP_VERSION);
+
 }  // namespace
 
 LP_API uint64_t lp_version(void) { return LP_VERSION; }

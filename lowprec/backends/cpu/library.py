@@ -1,0 +1,172 @@
+"""The compiled library of the CPU's kernels, and the declarations of ``native/lowprec.h`` for ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lowprec.errors import BackendError
+from lowprec.formats import DType
+
+_I32, _I64, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+#: ``lp_type`` by element type, and by format of quantised arrays.
+TYPES = {
+    DType.FLOAT32: 0, DType.BFLOAT16: 1, DType.FLOAT16: 2, DType.FLOAT8_E4M3FN: 3, DType.FLOAT8_E5M2: 4, DType.INT8: 5,
+    DType.INT32: 6, DType.COMPLEX64: 7,
+}  # fmt: skip
+BLOCK_TYPES = {"mxfp8": 8, "mxfp4": 9, "nvfp4": 10}
+
+#: ``lp_unit``, in its order.
+UNITS = (
+    "fp32_avx2", "int8_avx2", "int8_avxvnni", "fp32_avx512", "bf16_avx512", "int8_avx512", "bf16_amx", "int8_amx",
+    "fp32_neon", "bf16_neon", "int8_neon",
+)  # fmt: skip
+
+#: ``lp_status``.
+OK, UNSUPPORTED, NO_MEMORY = range(3)
+
+
+class Matrix(ctypes.Structure):
+    """``lp_matrix``."""
+
+    _fields_ = (
+        ("row", _I64), ("col", _I64),
+        ("row_offsets", _POINTER), ("inner_offsets", _POINTER), ("batch_offsets", _POINTER),
+        ("scale_col", _I64), ("type", _I32), ("packed", _I32),
+    )  # fmt: skip
+
+
+class Scheme(ctypes.Structure):
+    """``lp_scheme``."""
+
+    _fields_ = (
+        ("format", _I32), ("parts_a", _I32), ("parts_b", _I32), ("part_exponent", _I32), ("sums_parts", _I32),
+        ("scaled", _I32), ("pair_count", _I32), ("pair_a", _I32 * 9), ("pair_b", _I32 * 9),
+        ("factor", ctypes.c_float * 9),
+    )  # fmt: skip
+
+
+class Product(ctypes.Structure):
+    """``lp_product``."""
+
+    _fields_ = (
+        ("m", _I64), ("n", _I64), ("k", _I64), ("batches", _I64),
+        ("a", Matrix), ("b", Matrix), ("out", Matrix), ("c", Matrix), ("bias", Matrix),
+        ("scheme", Scheme), ("unit", _I32), ("activation", _I32),
+    )  # fmt: skip
+
+
+class Call(ctypes.Structure):
+    """``lp_call``."""
+
+    _fields_ = (
+        ("a", _POINTER), ("b", _POINTER), ("b_scales", _POINTER), ("out", _POINTER), ("c", _POINTER),
+        ("bias", _POINTER), ("alpha", ctypes.c_double * 2), ("beta", ctypes.c_double * 2), ("threads", _I32),
+    )  # fmt: skip
+
+
+class Flat(ctypes.Structure):
+    """``lp_flat``."""
+
+    _fields_ = (("from", _POINTER), ("to", _POINTER), ("size", _I64), ("type", _I32), ("pad", _I32))
+
+
+class TensorCore(ctypes.Structure):
+    """``lp_tensor_core``."""
+
+    _fields_ = (("group", _I32), ("fraction_bits", _I32), ("least_exponent", _I32), ("emin", _I32))
+
+
+class Functions(NamedTuple):
+    """The functions of the library, without the prefix ``lp_``; they run without the interpreter's lock."""
+
+    version: Callable[[], int]
+    units: Callable[[], int]
+    gemm: Callable[..., int]  # addresses of a Product and of a Call, or the bytes of a Call -> status
+    pack: Callable[..., int]
+    unscale: Callable[..., int]
+    emulate: Callable[..., int]
+    use_openmp: Callable[[int | None, int | None], None]
+    release_memory: Callable[[], None]
+    kept_bytes: Callable[[], int]
+    run: Callable[..., None]
+    gemm_holding_gil: Callable[..., int]  # for products that take less time than a switch of threads
+
+
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "version": (ctypes.c_uint64, ()),
+    "units": (_I64, ()),
+    "gemm": (_I32, (_POINTER, _POINTER)),
+    "pack": (_I64, (_POINTER, _POINTER, _POINTER, _POINTER, _I32)),
+    "unscale": (_I32, (_POINTER, _I64, ctypes.c_double, _I32)),
+    "emulate": (_I32, (_POINTER, _POINTER, _POINTER, _I64, _I64, _I64, _POINTER, _I32)),
+    "use_openmp": (None, (_POINTER, _POINTER)),
+    "release_memory": (None, ()),
+    "kept_bytes": (_I64, ()),
+    "run": (None, (_POINTER, _POINTER, ctypes.c_int)),
+}
+
+_PATH = Path(__file__).with_name("_kernels" + {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so"))
+
+
+def _sources_hash() -> int | None:
+    """Return the hash of the sources as `hatch_build.py` computes it; None where the package is not in a checkout."""
+    native, build = _PATH.with_name("native"), _PATH.parents[3] / "hatch_build.py"
+    if not (native.is_dir() and build.is_file()):
+        return None
+    files = [*(x for x in sorted(native.iterdir()) if x.suffix in (".cpp", ".hpp", ".h")), build]
+    return zlib.crc32(b"".join(x.read_bytes() for x in files))
+
+
+@functools.cache
+def _loaded() -> tuple[Functions | None, str]:
+    """Return the functions of the library, or None and the reason."""
+    if not _PATH.is_file():
+        note = _PATH.with_suffix(".txt")
+        why = note.read_text(encoding="utf-8").strip() if note.is_file() else "run `python hatch_build.py`"
+        return None, f"built without kernels ({why})"
+    try:
+        library, holding_gil = ctypes.CDLL(str(_PATH)), ctypes.PyDLL(str(_PATH))
+    except OSError as error:
+        return None, f"the kernels cannot be loaded ({error})"
+    found: dict[str, Any] = {name: getattr(library, f"lp_{name}") for name in _SIGNATURES}
+    found["gemm_holding_gil"] = holding_gil.lp_gemm
+    for name, function in found.items():
+        function.restype, function.argtypes = _SIGNATURES[name.partition("_holding")[0]]
+    functions = Functions(**found)
+    if _sources_hash() not in (None, functions.version()):
+        raise BackendError(
+            f"{_PATH.name} was compiled from other sources than those of this checkout: run `python hatch_build.py`"
+        )
+    return functions, ""
+
+
+def library() -> Functions | None:
+    """Return the functions of the library; None without it. Loads it at the first call."""
+    return _loaded()[0]
+
+
+def functions() -> Functions:
+    """Return the functions of the library; raise BackendError without it."""
+    found = library()
+    if found is None:
+        raise BackendError(unavailable_reason() or "")
+    return found
+
+
+def unavailable_reason() -> str | None:
+    """Return why there is no library; None if there is."""
+    return _loaded()[1] or None
+
+
+@functools.cache
+def units() -> frozenset[str]:
+    """Return the names of the units of this CPU; empty without the library."""
+    found = library()
+    return frozenset(name for i, name in enumerate(UNITS) if found is not None and found.units() >> i & 1)
