@@ -53,6 +53,9 @@ int64_t found_units() {
     const bool bf16 = has(more, 5), vnni = has(seven.c, 11);
     if (bf16) found |= bit(LP_BF16_AVX512);
     if (vnni) found |= bit(LP_INT8_AVX512);
+#if defined(LP_AMX_IN_SOFTWARE)
+    return found | bit(LP_BF16_AMX) | bit(LP_INT8_AMX);
+#endif
     const bool tile_bf16 = has(seven.d, 22), tile = has(seven.d, 24), tile_int8 = has(seven.d, 25);
     if (!tile || !bf16 || !vnni || (saved & 0x60000) != 0x60000 || !tiles_permitted()) return found;
     return found | (tile_bf16 ? bit(LP_BF16_AMX) : 0) | (tile_int8 ? bit(LP_INT8_AMX) : 0);
