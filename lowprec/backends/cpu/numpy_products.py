@@ -1,0 +1,298 @@
+"""Products by NumPy: every plan without the compiled library; float64, complex128 and mode ``fp64`` in any case.
+
+Operands are scaled, split and rounded as the plan requires, and multiplied by ``numpy.matmul`` in the accumulator's
+type. For Inf, NaN and values that overflow in the format the second part of a split operand is NaN, and so are the
+sums, which are recomputed from the unsplit operands.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from lowprec.architectures import Architecture
+from lowprec.arrays.prepared_view import PackedOperand, PreparedView
+from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
+from lowprec.backends.execution import Arguments, Executor
+from lowprec.formats import FLOAT16, TF32, DType, NumberFormat
+from lowprec.modes import row
+from lowprec.planning import Activation, GemmPlan
+from lowprec.planning.prepared import kept_modes
+
+#: Elements per block, which fits the cache; length of sums of int8 products that are exact in float32.
+_BLOCK, _INT8_CHUNK = 1 << 16, 1 << 10
+
+#: The rounded parts of an operand, and the exponents by which rows of ``a`` or columns of ``b`` were scaled, or None.
+_Split: TypeAlias = tuple[list[Any], Any]
+
+
+def prepare(plan: GemmPlan) -> Executor:
+    """Return the executor of a plan."""
+    return _matmul if _is_plain(plan) else functools.partial(_execute, plan)
+
+
+def _is_plain(plan: GemmPlan) -> bool:
+    """Whether ``numpy.matmul`` of the operands is the result."""
+    problem, layout = plan.problem, plan.layout
+    return (
+        problem.a.dtype is problem.b.dtype is plan.out_dtype is plan.accumulator
+        and _rounding(plan) is None
+        and len(plan.schedule) == 1  # no chunks of k
+        and not (problem.has_epilogue or layout.collapsed or plan.kernel_row.emulates)
+        and all(x.blas_expressible for x in (layout.a, layout.b, layout.out))
+    )
+
+
+def _matmul(arguments: Arguments) -> None:
+    with np.errstate(all="ignore"):
+        np.matmul(arguments.a.ndarray(), arguments.b.ndarray(), out=arguments.out.ndarray())
+
+
+def multiply(a: Any, b: Any, out: Any) -> None:
+    """Compute ``out = a @ b`` by ``numpy.matmul``, whose loop runs over batches; arrays of one dtype, at least 2-D."""
+    a, b = (x if _is_expressible(x) else np.ascontiguousarray(x) for x in (a, b))
+    if _is_expressible(out):
+        np.matmul(a, b, out=out)
+    else:
+        out[...] = np.matmul(a, b)
+
+
+def _is_expressible(x: Any) -> bool:
+    """Whether BLAS reads the matrices of ``x`` in place; if not, NumPy multiplies by a slow loop of its own."""
+    (rows, cols), (row_step, col_step), item = x.shape[-2:], x.strides[-2:], x.itemsize
+    in_rows = col_step == item and row_step >= cols * item and row_step % item == 0
+    in_columns = row_step == item and col_step >= rows * item and col_step % item == 0
+    return bool(in_rows or in_columns or x.flags.c_contiguous)
+
+
+def _execute(plan: GemmPlan, arguments: Arguments) -> None:
+    a, b, out, c = _stacks(plan, arguments)
+    dtype = NUMPY_DTYPES[plan.accumulator]
+    # ``c`` may be ``out``, so the product must not overwrite it before it is read.
+    product = out if out.dtype == dtype and c is None else np.empty(out.shape, dtype)
+    with np.errstate(all="ignore"):
+        if plan.compute_dtype is DType.INT8:
+            _multiply_int8(a, b, product)
+        else:
+            _sum_products(plan, a, b, product, arguments.b)
+        if plan.problem.has_epilogue or product is not out:
+            _apply_epilogue(plan, arguments, product, out, c)
+
+
+def _stacks(plan: GemmPlan, arguments: Arguments) -> tuple[Any, Any, Any, Any]:
+    """Return a, b, out and c (None if beta is zero) as matrices or stacks of them; batches of a and b broadcast."""
+    a, b, out = arguments.a.ndarray(), arguments.b.ndarray(), arguments.out.ndarray()
+    if b.ndim == 1:
+        b, out = b[:, None], out[..., None]
+    if a.ndim == 1:
+        a, out = a[None, :], out[..., None, :]
+    if plan.layout.collapsed:
+        m = plan.layout.m  # explicit, because -1 is ambiguous if k or n is 0
+        a = np.broadcast_to(a, out.shape[:-2] + a.shape[-2:]).reshape(m, a.shape[-1])
+        b = b[(0,) * (b.ndim - 2)]
+        out = out.reshape(m, out.shape[-1], copy=False)
+    c = None
+    if arguments.c is not None and plan.problem.has_beta:
+        c = np.broadcast_to(arguments.c.ndarray(), plan.out_shape).reshape(out.shape)
+    if out.ndim > 2:  # without the copies of a broadcast matrix, which would each be rounded
+        a, b = (x[tuple([slice(None) if step else slice(1) for step in x.strides[:-2]])] for x in (a, b))
+    return a, b, out, c
+
+
+def _multiply_int8(a: Any, b: Any, out: Any) -> None:
+    """Compute ``out = a @ b`` in int32, exactly, by float32 products over chunks of k."""
+    product = np.empty(out.shape, np.float32)
+    out[...] = 0
+    for first in range(0, a.shape[-1], _INT8_CHUNK):
+        k = slice(first, first + _INT8_CHUNK)
+        multiply(a[..., k].astype(np.float32), b[..., k, :].astype(np.float32), product)
+        out += product.astype(np.int32)
+
+
+def _sum_products(plan: GemmPlan, a: Any, b: Any, out: Any, b_view: Any) -> None:
+    dtype, kernel = out.dtype, plan.kernel_row
+    times = _emulated(kernel.emulates, *(kernel.formats or ())) if kernel.emulates else multiply
+    a_parts, a_exponents = _split(plan, a, 0, dtype)
+    if type(b_view) is PreparedView and b_view.mode in kept_modes(plan):
+        b_parts, b_exponents = _kept_split(plan, b, dtype, b_view)
+    else:
+        b_parts, b_exponents = _split(plan, b, 1, dtype)
+    term = np.empty(out.shape, dtype) if len(plan.schedule) > 1 else None
+    for product in plan.schedule:
+        k, to = slice(product.k_start, product.k_stop), term if product.accumulates else out
+        times(a_parts[product.a_part][..., k], b_parts[product.b_part][..., k, :], to)
+        if product.factor != 1:
+            to *= dtype.type(product.factor)
+        if product.accumulates:
+            out += to
+    exponents = [x for x in (a_exponents, b_exponents) if x is not None]
+    if exponents:
+        for component in _components(out):
+            np.ldexp(component, -sum(exponents), out=component)
+    if max(plan.split) > 1 and not (finite := np.isfinite(out)).all():
+        whole = np.empty(out.shape, dtype)
+        times(a.astype(dtype, copy=False), b.astype(dtype, copy=False), whole)
+        np.copyto(out, whole, where=~finite)
+
+
+def _emulated(architecture: Architecture, fmt: str) -> Callable[[Any, Any, Any], None]:
+    """Return the multiplication by an architecture's tensor cores, in place of :func:`multiply`."""
+    from lowprec.backends.cpu import emulation  # needed for emulation only
+
+    times = functools.partial(emulation.multiply, model=emulation.arithmetic(architecture, fmt))
+
+    def multiply(a: Any, b: Any, out: Any) -> None:
+        if out.dtype.kind != "c":
+            out[...] = times(a, b, None)
+        else:  # one chain of 2k products per component
+            out.real = times(-a.imag, b.imag, times(a.real, b.real, None))
+            out.imag = times(a.imag, b.real, times(a.real, b.imag, None))
+
+    return multiply
+
+
+def _rounding(plan: GemmPlan) -> NumberFormat | None:
+    """Return the format to which the mode rounds the operands, None for no rounding."""
+    fmt = plan.operand_format
+    return fmt if plan.mode_has_effect and fmt is not plan.accumulator.format else None
+
+
+def _split(plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any]) -> _Split:
+    """Return ``a`` (operand 0) or ``b`` (1) as the plan multiplies it; a part may be ``x`` itself."""
+    mode, fmt, count, exponents = row(plan.scheme), _rounding(plan), plan.split[operand], None
+    if plan.scaled[operand]:
+        x, exponents = _scaled(x.astype(dtype), -1 - operand)
+    rest, parts = x, [rounded(x, dtype, fmt)]
+    while len(parts) < min(count, mode.parts):
+        rest = (rest - parts[-1]).astype(dtype, copy=False) * dtype.type(2.0**mode.part_exponent)
+        parts.append(rounded(rest, dtype, fmt))
+    if count > mode.parts:  # mode ``fp16_karatsuba``
+        parts.append(rounded(parts[0] + parts[1], dtype, fmt))
+    return parts, exponents
+
+
+def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], view: PreparedView) -> _Split:
+    """Return the parts of a prepared operand, which are kept from the first product on."""
+    key = (plan.scheme, _rounding(plan), plan.split[1], plan.scaled[1], dtype, data_pointer(b), b.shape, b.strides)
+
+    def make() -> PackedOperand:
+        made = _split(plan, b, 1, dtype)
+        return PackedOperand(made, sum(part.nbytes for part in made[0]))
+
+    return view.packed_operand(key, make)  # type: ignore[no-any-return]
+
+
+def _components(x: Any) -> tuple[Any, ...]:
+    return (x.real, x.imag) if x.dtype.kind == "c" else (x,)
+
+
+def _scaled(x: Any, axis: int) -> tuple[Any, Any]:
+    """Multiply rows (``axis`` -1) or columns (-2) by 2^e, in place; return ``x`` and e, which is 0 for rows of zeros.
+
+    The largest finite magnitude is then in [2^14, 2^15), the second highest binade of float16.
+    """
+    magnitudes = [np.where(np.isfinite(part), np.abs(part), 0) for part in _components(x)]
+    largest = functools.reduce(np.maximum, magnitudes).max(axis, keepdims=True, initial=0)
+    exponents = np.where(largest, 15 - np.frexp(largest)[1], 0)
+    for part in _components(x):
+        np.ldexp(part, exponents, out=part)
+    return x, exponents
+
+
+def rounded(x: Any, dtype: np.dtype[Any], fmt: NumberFormat | None) -> Any:
+    """Return ``x`` in this dtype, rounded to a format; a copy, unless there is nothing to do.
+
+    TF32 is rounded to nearest with ties away from zero, as the PTX instruction ``cvt.rna.tf32.f32`` does (PTX ISA,
+    "cvt"); bfloat16 and float16 with ties to even (IEEE 754-2019, section 4.3.1). NaN and infinities are unchanged,
+    finite numbers beyond the largest of the format overflow to infinity, subnormal numbers are kept.
+    """
+    if fmt is None:
+        return x.astype(dtype, copy=False)
+    out = x.astype(dtype, "K" if _is_expressible(x) else "C")
+    flat = out.ravel("K").view(np.float32)
+    for first in range(0, flat.size, _BLOCK):
+        _round_block(flat[first : first + _BLOCK], fmt)
+    return out
+
+
+def _round_block(x: Any, fmt: NumberFormat) -> None:
+    if fmt is FLOAT16:
+        x[...] = x.astype(np.float16)
+        return
+    one, dropped, bits = np.uint32(1), np.uint32(24 - fmt.precision), x.view(np.uint32)
+    half = one << dropped - one
+    up = half if fmt is TF32 else (bits >> dropped & one) + (half - one)
+    # Except NaN, whose payloads could carry into the exponent.
+    np.copyto(bits, (bits + up) >> dropped << dropped, where=x == x)
+
+
+def _apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, out: Any, c: Any | None) -> None:
+    """Compute ``out = activation(alpha * product + beta * c + bias)``, rounded once; ``product`` is overwritten.
+
+    It is computed in the accumulator's type (float32 for 16-bit results), as in cuBLASLt (``cublasLtEpilogue_t``).
+    Sums with an int32 bias saturate, as in oneDNN.
+    """
+    dtype, activation = product.dtype, plan.problem.activation
+    bias = None if arguments.bias is None else arguments.bias.ndarray().astype(dtype, copy=False)
+    # ml_dtypes rounds float64 to bfloat16 and float8 via float32, which would round twice.
+    twice = dtype == np.float64 and out.dtype.itemsize <= 2
+    step = max(1, _BLOCK * out.shape[-2] // max(1, out.size))
+    for first in range(0, out.shape[-2], step):
+        rows = slice(first, first + step)
+        x = product[..., rows, :]
+        if arguments.alpha != 1:
+            x *= dtype.type(arguments.alpha)
+        if c is not None:
+            addend = c[..., rows, :].astype(dtype, copy=False)
+            x += addend if arguments.beta == 1 else addend * dtype.type(arguments.beta)
+        if bias is not None:
+            if dtype.kind == "i":
+                limits = np.iinfo(dtype)
+                np.clip(x, limits.min - np.minimum(bias, 0), limits.max - np.maximum(bias, 0), out=x)
+            x += bias
+        if activation is Activation.RELU:
+            np.maximum(x, 0, out=x)
+        elif activation is Activation.GELU:
+            x[...] = _gelu_float32(x) if dtype == np.float32 else _gelu(x)
+        if product is not out:
+            out[..., rows, :] = _rounded_to_odd(x) if twice else x
+
+
+def _rounded_to_odd(x: Any) -> Any:
+    """Round float64 to float32 such that a further rounding to fewer digits equals a single rounding of ``x``.
+
+    An inexact number becomes the neighbour with an odd last digit, on the same side of every tie as ``x``.
+    """
+    nearest = x.astype(np.float32)
+    inexact = np.isfinite(x) & (nearest != x)
+    beyond = inexact & (np.abs(nearest) > np.abs(x))
+    return ((nearest.view(np.uint32) - beyond) | inexact).view(np.float32)
+
+
+def _gelu(x: Any) -> Any:
+    """Return the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
+    x = np.maximum(x, np.finfo(x.dtype).min)  # the formula gives NaN for -Inf
+    return x * (0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x * x))))
+
+
+# ln 2 in two parts, the first with few bits, so that its products with integers are exact; exp's polynomial of Cephes.
+_LN2 = np.float32(0.693359375), np.float32(-2.12194440e-4)
+_EXP = np.float32([1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5])
+
+
+def _gelu_float32(x: Any) -> Any:
+    """Return GELU by the operations, and therefore with the bits, of the compiled kernels.
+
+    ``0.5 (1 + tanh y)`` is ``1 / (1 + exp(-2 y))``, which needs one exponential and does not cancel for negative y.
+    """
+    y = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
+    z = np.clip(np.float32(-2) * y, np.float32(-87), np.float32(88))
+    n = np.rint(z * np.float32(math.log2(math.e)))
+    r = z - n * _LN2[0] - n * _LN2[1]
+    p = functools.reduce(lambda p, c: p * r + c, _EXP)
+    # Below -44 the exponential overflows, and the result is below the smallest normal number.
+    return np.where(y < -44, np.float32(-0.0), x / (1 + np.ldexp(p * r * r + r + 1, n.astype(np.int32))))
