@@ -16,10 +16,10 @@ import numpy as np
 
 from lowprec.architectures import Architecture
 from lowprec.arrays.prepared_view import PackedOperand, PreparedView
-from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
+from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, data_pointer
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import FLOAT16, TF32, DType, NumberFormat
-from lowprec.modes import row
+from lowprec.modes import ModeRow, row
 from lowprec.planning import Activation, GemmPlan
 from lowprec.planning.prepared import kept_modes
 
@@ -27,7 +27,7 @@ from lowprec.planning.prepared import kept_modes
 _BLOCK, _INT8_CHUNK = 1 << 16, 1 << 10
 
 #: The rounded parts of an operand, and the exponents by which rows of ``a`` or columns of ``b`` were scaled, or None.
-_Split: TypeAlias = tuple[list[Any], Any]
+Split: TypeAlias = tuple[list[Any], Any]
 
 
 def prepare(plan: GemmPlan) -> Executor:
@@ -78,7 +78,7 @@ def _execute(plan: GemmPlan, arguments: Arguments) -> None:
         if plan.compute_dtype is DType.INT8:
             _multiply_int8(a, b, product)
         else:
-            _sum_products(plan, a, b, product, arguments.b)
+            _sum_products(plan, arguments, a, b, product)
         if plan.problem.has_epilogue or product is not out:
             _apply_epilogue(plan, arguments, product, out, c)
 
@@ -113,14 +113,11 @@ def _multiply_int8(a: Any, b: Any, out: Any) -> None:
         out += product.astype(np.int32)
 
 
-def _sum_products(plan: GemmPlan, a: Any, b: Any, out: Any, b_view: Any) -> None:
+def _sum_products(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
     dtype, kernel = out.dtype, plan.kernel_row
     times = _emulated(kernel.emulates, *(kernel.formats or ())) if kernel.emulates else multiply
-    a_parts, a_exponents = _split(plan, a, 0, dtype)
-    if type(b_view) is PreparedView and b_view.mode in kept_modes(plan):
-        b_parts, b_exponents = _kept_split(plan, b, dtype, b_view)
-    else:
-        b_parts, b_exponents = _split(plan, b, 1, dtype)
+    a_parts, a_exponents = _operand(plan, 0, arguments.a, a, dtype)
+    b_parts, b_exponents = _operand(plan, 1, arguments.b, b, dtype)
     term = np.empty(out.shape, dtype) if len(plan.schedule) > 1 else None
     for product in plan.schedule:
         k, to = slice(product.k_start, product.k_stop), term if product.accumulates else out
@@ -161,11 +158,27 @@ def _rounding(plan: GemmPlan) -> NumberFormat | None:
     return fmt if plan.mode_has_effect and fmt is not plan.accumulator.format else None
 
 
-def _split(plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any]) -> _Split:
-    """Return ``a`` (operand 0) or ``b`` (1) as the plan multiplies it; a part may be ``x`` itself."""
-    mode, fmt, count, exponents = row(plan.scheme), _rounding(plan), plan.split[operand], None
-    if plan.scaled[operand]:
-        x, exponents = _scaled(x.astype(dtype), -1 - operand)
+def _operand(plan: GemmPlan, operand: int, view: ArrayView, x: Any, dtype: np.dtype[Any]) -> Split:
+    """Return ``a`` (0) or ``b`` (1) as the plan multiplies it; a prepared ``b`` keeps it from the first product on."""
+    axis = -1 - operand if plan.scaled[operand] else None
+    how = dtype, row(plan.scheme), _rounding(plan), plan.split[operand], axis
+    if not (type(view) is PreparedView and view.mode in kept_modes(plan)):
+        return split(x, *how)
+
+    def make() -> PackedOperand:
+        made = split(x, *how)
+        return PackedOperand(made, sum(part.nbytes for part in made[0]))
+
+    return view.packed_operand((*how, data_pointer(x), x.shape, x.strides), make)  # type: ignore[no-any-return]
+
+
+def split(
+    x: Any, dtype: np.dtype[Any], mode: ModeRow, fmt: NumberFormat | None, count: int, scaled_over: int | None = None
+) -> Split:
+    """Split an operand, whose rows (-1) or columns (-2) may be scaled, into parts; one may be ``x`` itself."""
+    exponents = None
+    if scaled_over is not None:
+        x, exponents = _scaled(x.astype(dtype), scaled_over)
     rest, parts = x, [rounded(x, dtype, fmt)]
     while len(parts) < min(count, mode.parts):
         rest = (rest - parts[-1]).astype(dtype, copy=False) * dtype.type(2.0**mode.part_exponent)
@@ -173,17 +186,6 @@ def _split(plan: GemmPlan, x: Any, operand: int, dtype: np.dtype[Any]) -> _Split
     if count > mode.parts:  # mode ``fp16_karatsuba``
         parts.append(rounded(parts[0] + parts[1], dtype, fmt))
     return parts, exponents
-
-
-def _kept_split(plan: GemmPlan, b: Any, dtype: np.dtype[Any], view: PreparedView) -> _Split:
-    """Return the parts of a prepared operand, which are kept from the first product on."""
-    key = (plan.scheme, _rounding(plan), plan.split[1], plan.scaled[1], dtype, data_pointer(b), b.shape, b.strides)
-
-    def make() -> PackedOperand:
-        made = _split(plan, b, 1, dtype)
-        return PackedOperand(made, sum(part.nbytes for part in made[0]))
-
-    return view.packed_operand(key, make)  # type: ignore[no-any-return]
 
 
 def _components(x: Any) -> tuple[Any, ...]:
@@ -281,7 +283,7 @@ def _gelu(x: Any) -> Any:
 
 # ln 2 in two parts, the first with few bits, so that its products with integers are exact; exp's polynomial of Cephes.
 _LN2 = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_EXP = np.float32([1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5])
+_EXP = np.array([1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5], np.float32)
 
 
 def _gelu_float32(x: Any) -> Any:
