@@ -36,6 +36,7 @@ enum lp_status {
     LP_OK = 0,
     LP_UNSUPPORTED = 1,  // no unit, type, format or shape of this kind; nothing was written
     LP_NO_MEMORY = 2,    // nothing was written
+    LP_NOT_FINITE = 3,   // b is packed and a sum of split operands is Inf or NaN: call again with b as it is stored
 };
 
 typedef struct {
@@ -45,7 +46,7 @@ typedef struct {
     const int64_t* batch_offsets;  // offsets of the products' matrices; null: the same matrix for all
     int64_t scale_col;             // of codes: bytes between the scales of columns
     int32_t type;                  // lp_type
-    int32_t packed;                // b: the memory was written by lp_pack, and the strides are ignored
+    int32_t packed;                // b: the memory was written by lp_pack, matrix after matrix; strides are ignored
 } lp_matrix;
 
 // How operands are rounded, split into parts and multiplied: the rows of the mode table. Part i is the rounded rest

@@ -1,0 +1,227 @@
+// lp_gemm and lp_pack: from the description of a product to the work of a unit.
+//
+// Decided here: the unit's functions, the terms (products of parts and of real and imaginary parts), whether the
+// transposed product is computed, how a batch is shared among threads, and the recomputation in FP32 of sums that are
+// Inf or NaN only because operands were split.
+#include "kernel.hpp"
+
+namespace lp {
+#if defined(__x86_64__)
+Unit fp32_avx2(), int8_avx2(), int8_avxvnni(), fp32_avx512(), bf16_avx512(), int8_avx512(), bf16_amx(), pair_amx(), int8_amx();
+#else
+Unit fp32_neon(), bf16_neon(), int8_neon();
+#endif
+}  // namespace lp
+
+namespace {
+using lp::Target;
+using lp::Unit;
+using lp::Work;
+
+bool find(int unit, bool pairs, Unit& to) {
+    if (unit < 0 || unit >= LP_UNITS || !(lp_units() >> unit & 1)) return false;
+    switch (unit) {
+#if defined(__x86_64__)
+    case LP_FP32_AVX2: to = lp::fp32_avx2(); return true;
+    case LP_INT8_AVX2: to = lp::int8_avx2(); return true;
+    case LP_INT8_AVXVNNI: to = lp::int8_avxvnni(); return true;
+    case LP_FP32_AVX512: to = lp::fp32_avx512(); return true;
+    case LP_BF16_AVX512: to = lp::bf16_avx512(); return true;
+    case LP_INT8_AVX512: to = lp::int8_avx512(); return true;
+    case LP_BF16_AMX: to = pairs ? lp::pair_amx() : lp::bf16_amx(); return true;
+    case LP_INT8_AMX: to = lp::int8_amx(); return true;
+#else
+    case LP_FP32_NEON: to = lp::fp32_neon(); return true;
+    case LP_BF16_NEON: to = lp::bf16_neon(); return true;
+    case LP_INT8_NEON: to = lp::int8_neon(); return true;
+#endif
+    }
+    return false;
+}
+
+int fp32_unit_of(int unit) {
+    return unit == LP_BF16_AVX512 || unit == LP_BF16_AMX ? LP_FP32_AVX512 : unit == LP_BF16_NEON ? LP_FP32_NEON : unit;
+}
+
+int bits_of(int type) {
+    const int bits[LP_TYPES] = {32, 16, 16, 8, 8, 8, 32, 64, 8, 4, 4};
+    return bits[type];
+}
+bool is_coded(int type) { return type == LP_MXFP8 || type == LP_MXFP4 || type == LP_NVFP4; }
+
+const char* moved(const void* data, const lp_matrix& x, int64_t product) {
+    if (!data || !x.batch_offsets) return (const char*)data;
+    return (const char*)data + x.batch_offsets[product] * (is_coded(x.type) ? 1 : bits_of(x.type) / 8);
+}
+
+lp::Source source(const lp_matrix& x, const void* at, int64_t lanes, int64_t steps, bool by_column, const lp_scheme& s, int parts) {
+    lp::Source to = {};
+    to.at = (const char*)at, to.lanes = lanes, to.steps = steps, to.type = x.type;
+    to.lane = by_column ? x.col : x.row, to.k = is_coded(x.type) ? 1 : by_column ? x.row : x.col;
+    to.lane_offsets = x.row_offsets, to.k_offsets = x.inner_offsets;
+    to.format = parts ? s.format : LP_EXACT, to.parts = parts, to.part_exponent = s.part_exponent, to.sums_parts = s.sums_parts;
+    return to;
+}
+
+Target target(const lp_matrix& x, const void* at) { return Target{(char*)at, x.row, x.col, x.row_offsets, x.type < 0 ? LP_F32 : x.type}; }
+
+int parts_of(const lp::Source& s) { return s.parts > 1 ? s.parts + s.sums_parts : 1; }
+
+// The products of parts in their order; each as four of bfloat16 pairs, each as four (or two) of real numbers.
+void make_terms(Work& w, const lp_scheme& s, bool pairs) {
+    const int complex_a = w.a.type == LP_C64, complex_b = w.b.type == LP_C64, each = pairs ? 2 : 1;
+    w.planes = complex_a || complex_b ? 2 : 1, w.term_count = 0;
+    bool begun[2] = {false, false};
+    for (int i = 0; i < (s.pair_count ? s.pair_count : 1); i++)
+        for (int sub = each * each - 1; sub >= 0; sub--)  // the smallest products first
+            for (int re_im = 0; re_im < 4; re_im++) {
+                const int ca = re_im & 1, cb = re_im >> 1, plane = ca ^ cb;
+                if (ca > complex_a || cb > complex_b) continue;
+                lp::Term& term = w.terms[w.term_count++];
+                const int pair_a = s.pair_count ? s.pair_a[i] : 0, pair_b = s.pair_count ? s.pair_b[i] : 0;
+                term.a = (ca * parts_of(w.a) + pair_a) * each + sub % each, term.b = (cb * parts_of(w.b) + pair_b) * each + sub / each;
+                term.factor = (s.pair_count ? s.factor[i] : 1) * (ca && cb ? -1.0f : 1.0f);
+                term.plane = plane, term.adds = begun[plane], begun[plane] = true;
+            }
+}
+
+template <class T> void swap(T& x, T& y) {
+    T kept = x;
+    x = y, y = kept;
+}
+
+// out^T = b^T a^T: if the columns of out are contiguous, or the product is narrow.
+void orient(Work& w) {
+    const bool by_column = w.out.row == 1 && w.out.col != 1, narrow = w.n <= 16 && w.n < w.m;
+    if (w.packed_b || w.out.row_offsets || w.c.row_offsets || is_coded(w.b.type) || !(by_column || narrow)) return;
+    swap(w.m, w.n), swap(w.a, w.b), swap(w.scales_a, w.scales_b);
+    for (Target* x : {&w.out, &w.c, &w.bias}) swap(x->row, x->col);
+    for (int i = 0; i < w.term_count; i++) swap(w.terms[i].a, w.terms[i].b);
+}
+
+bool is_split(const lp_scheme& s) { return s.parts_a > 1 || s.parts_b > 1; }
+
+bool uses_pairs(const lp_product& p) { return p.unit == LP_BF16_AMX && (p.scheme.format == LP_TO_TF32 || p.scheme.format == LP_TO_F16); }
+
+const int64_t LARGE_RESULT = 1 << 20;  // bytes from which a result is written past the caches
+
+void describe(Work& w, const lp_product& p, const lp_call& c, int64_t product, int64_t packed_bytes) {
+    w.m = p.m, w.n = p.n, w.k = p.k, w.threads = c.threads, w.activation = p.activation;
+    w.a = source(p.a, moved(c.a, p.a, product), p.m, p.k, false, p.scheme, p.scheme.parts_a);
+    w.b = source(p.b, moved(c.b, p.b, product), p.n, p.k, true, p.scheme, p.scheme.parts_b);
+    w.packed_b = nullptr;
+    if (p.b.packed) w.packed_b = (const uint32_t*)((const char*)c.b + (p.b.batch_offsets ? product * packed_bytes : 0));
+    if (is_coded(p.b.type)) {
+        const int64_t block = p.b.type == LP_NVFP4 ? 16 : 32, offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0;
+        w.b.scales = (const uint8_t*)c.b_scales + offset * 8 / bits_of(p.b.type) / block, w.b.scale_lane = p.b.scale_col;
+    }
+    const bool adds = c.c && (c.beta[0] != 0 || c.beta[1] != 0);
+    w.out = target(p.out, moved(c.out, p.out, product)), w.c = target(p.c, adds ? moved(c.c, p.c, product) : nullptr);
+    w.bias = target(p.bias, c.bias), w.bias.row = 0;
+    for (int i = 0; i < 2; i++) w.alpha[i] = (float)c.alpha[i], w.beta[i] = (float)c.beta[i];
+    w.scales_a = p.scheme.scaled && p.scheme.parts_a, w.scales_b = p.scheme.scaled && p.scheme.parts_b;
+    w.checks = is_split(p.scheme) || uses_pairs(p);
+    w.streams = p.batches * p.m * p.n * bits_of(p.out.type) / 8 > LARGE_RESULT;
+    make_terms(w, p.scheme, uses_pairs(p));
+}
+
+// A product whose sums are kept in memory until they have been checked: non-finite sums of split operands are computed
+// again in FP32 from the operands as they are stored, and those of pairs from the rounded operands.
+int32_t in_memory(const lp_product& p, const Work& w, const Unit& unit) {
+    const int64_t each = w.planes, size = w.m * w.n * each;
+    lp::Memory sums(8 * size + 128);
+    if (!sums.at) return LP_NO_MEMORY;
+    float *first = (float*)sums.at, *second = first + (size + 15) / 16 * 16;
+    Work plain = w;
+    plain.alpha[0] = 1, plain.alpha[1] = 0, plain.c.at = plain.bias.at = nullptr, plain.activation = 0, plain.streams = false;
+    plain.out = Target{(char*)first, w.n, 1, nullptr, each == 2 ? LP_C64 : LP_F32};
+    int32_t status = unit.gemm(plain);
+    if (status == lp::NOT_FINITE) {
+        if (w.packed_b) return LP_NOT_FINITE;
+        Unit fp32;
+        lp_product exact = p;
+        if (!find(fp32_unit_of(p.unit), false, fp32)) return LP_UNSUPPORTED;
+        exact.scheme.pair_count = 0;
+        if (is_split(p.scheme)) {
+            plain.a.parts = plain.b.parts = 0, plain.a.format = plain.b.format = LP_EXACT, plain.scales_a = plain.scales_b = false;
+            plain.a.exponents = plain.b.exponents = nullptr;
+        }
+        plain.out.at = (char*)second, plain.checks = false;
+        make_terms(plain, exact.scheme, false);
+        status = fp32.gemm(plain);
+        for (int64_t i = 0; i < size; i += each) {
+            const float limit = __builtin_inff();
+            const bool finite = __builtin_fabsf(first[i]) < limit && __builtin_fabsf(first[i + each - 1]) < limit;
+            if (!finite) first[i] = second[i], first[i + each - 1] = second[i + each - 1];
+        }
+    }
+    if (status == LP_OK) unit.epilogue(w, first);
+    return status;
+}
+
+int32_t one(const lp_product& p, const lp_call& c, const Unit& unit, int64_t product, int threads, int64_t packed_bytes) {
+    Work w;
+    describe(w, p, c, product, packed_bytes);
+    w.threads = threads;
+    orient(w);
+    // c may be the result, which a recomputation would need again.
+    if (w.checks && (w.c.at || w.packed_b)) return in_memory(p, w, unit);
+    const int32_t status = unit.gemm(w);
+    return status == lp::NOT_FINITE ? in_memory(p, w, unit) : status;
+}
+
+struct Batch {
+    const lp_product& p;
+    const lp_call& c;
+    Unit unit;
+    int threads_each;
+    int64_t packed_bytes;
+    std::atomic<int64_t> next;
+    std::atomic<int> status;
+};
+
+void run_batch(void* at, int) {
+    Batch& b = *(Batch*)at;
+    for (int64_t i; (i = b.next.fetch_add(1)) < b.p.batches;) {
+        const int32_t status = one(b.p, b.c, b.unit, i, b.threads_each, b.packed_bytes);
+        if (status) b.status = status;
+    }
+}
+
+const int64_t SHARED_PRODUCT = 1 << 25;  // multiplications from which all threads share each product of a batch
+
+int64_t bytes_of_packed(const lp_product& p, const Unit& unit) {
+    lp_call none = {};
+    Work w;
+    describe(w, p, none, 0, 0);
+    return unit.pack(w, nullptr);
+}
+
+}  // namespace
+
+LP_API int32_t lp_gemm(const lp_product* p, const lp_call* c) {
+    Unit unit;
+    if (!find(p->unit, uses_pairs(*p), unit) || p->m < 0 || p->n < 0 || p->k < 1) return LP_UNSUPPORTED;
+    if (!p->m || !p->n || !p->batches) return LP_OK;
+    const int64_t packed_bytes = p->b.packed && p->batches > 1 ? bytes_of_packed(*p, unit) : 0;
+    if (p->batches == 1) return one(*p, *c, unit, 0, c->threads, packed_bytes);
+    const bool shared = p->m * p->n * p->k >= SHARED_PRODUCT || p->batches < c->threads;
+    const bool alone = shared || p->batches * p->m * p->n * p->k < 1 << 19;
+    Batch batch{*p, *c, unit, shared ? c->threads : 1, packed_bytes, {0}, {LP_OK}};
+    lp::run(run_batch, &batch, alone ? 1 : c->threads);
+    return batch.status;
+}
+
+LP_API int64_t lp_pack(const lp_product* p, const void* b, const void* b_scales, void* to, int32_t threads) {
+    Unit unit;
+    if (!find(p->unit, uses_pairs(*p), unit) || p->k < 1) return -1;
+    const int64_t each = bytes_of_packed(*p, unit), count = p->b.batch_offsets ? p->batches : 1;
+    for (int64_t i = 0; to && each > 0 && i < count; i++) {
+        lp_call call = {};
+        call.b = b, call.b_scales = b_scales, call.threads = threads;
+        Work w;
+        describe(w, *p, call, i, 0);
+        unit.pack(w, (char*)to + i * each);
+    }
+    return each < 0 ? -1 : each * count;
+}

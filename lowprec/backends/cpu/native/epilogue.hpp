@@ -1,0 +1,173 @@
+// The epilogue: v = activation(alpha * sum + beta * c + bias), each operation rounded once in float32, then rounded to
+// the type of the result. Rows of sums are contiguous; complex sums are two planes.
+
+alignas(64) static const int32_t LANE_NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+INLINE f32v exp_(f32v x) {  // the polynomial of the Cephes library, good to two units in the last place
+    x = floats(choose((u32v)(x > -87.0f), bits(x), bits(all_floats(-87.0f))));
+    x = floats(choose((u32v)(x < 88.0f), bits(x), bits(all_floats(88.0f))));
+    f32v n = (x * 1.4426950408889634f + 12582912.0f) - 12582912.0f;  // rounds to an integer
+    f32v r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    f32v p = all_floats(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f, p = p * r + 8.3334519073e-3f, p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f, p = p * r + 0.5f;
+    i32v power = (__builtin_convertvector(n, i32v) + 127) << 23;
+    return (p * r * r + r + 1.0f) * (f32v)power;
+}
+
+// The tanh form of GELU: 0.5 (1 + tanh y) is 1 / (1 + exp(-2 y)). Below -44 the exponential overflows.
+INLINE f32v gelu(f32v x) {
+    f32v y = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    f32v v = x / (1.0f + exp_(-2.0f * y));
+    return floats(choose((u32v)(y < -44.0f), bits(all_floats(-0.0f)), bits(v)));
+}
+
+INLINE f32v activated(f32v x, int activation) {
+    if (activation == LP_RELU) return floats(~(u32v)(x < 0.0f) & bits(x));
+    return activation == LP_GELU ? gelu(x) : x;
+}
+
+// Reads `count` numbers of a row as float32; complex ones as pairs, if `floats_each` is 2.
+static void read_row(const lp::Target& x, int64_t row, int64_t col, int count, float* to, int floats_each) {
+    const int size = bits_of(x.type) / 8;
+    const char* at = x.at + x.offset(row, col) * size;
+    auto load = [&](const char* from) __attribute__((always_inline)) {
+        return x.type == LP_BF16 ? widened<LP_BF16>(from) : x.type == LP_F16 ? widened<LP_F16>(from) : get<f32v>(from);
+    };
+    if (x.type == LP_C64) {
+        for (int j = 0; j < count; j++) __builtin_memcpy(to + 2 * j, at + j * x.col * size, 8);
+        return;
+    }
+    int j = 0;
+    if (x.col == 1 && floats_each == 1)
+        for (; j + W <= count; j += W) put(to + j, load(at + j * size));
+    if (x.col == 0 && floats_each == 1 && count >= W) {
+        alignas(64) char one[4 * W] = {};
+        __builtin_memcpy(one, at, (size_t)size);
+        f32v same = all_floats(load(one)[0]);
+        for (; j + W <= count; j += W) put(to + j, same);
+    }
+    for (; j < count; j++) {
+        alignas(64) char one[4 * W] = {};
+        __builtin_memcpy(one, at + j * x.col * size, (size_t)size);
+        to[j * floats_each] = load(one)[0];
+        if (floats_each == 2) to[2 * j + 1] = 0;
+    }
+}
+
+// Multiplies sums by 2^-(e + f), where e and f scaled the row of a and the columns of b, rounding once: sums are
+// multiples of 2^-70, so the first factor is exact.
+INLINE i32v limited(i32v v, int low, int high) {
+    v = (i32v)choose((u32v)(v < low), (u32v)(i32v{} + low), (u32v)v);
+    return (i32v)choose((u32v)(v > high), (u32v)(i32v{} + high), (u32v)v);
+}
+INLINE f32v unscaled(f32v x, i32v e) {
+    i32v s = -e, first = limited(s, -70, 127);
+    i32v rest = s - first, second = limited(rest, -149, 127);
+    return x * powers(first) * powers(second);
+}
+
+template <int TYPE> INLINE void store(char* to, f32v x) {
+    if constexpr (TYPE == LP_BF16) put(to, __builtin_convertvector(nearest<16, false>(bits(x)) >> 16, u16v));
+    else if constexpr (TYPE == LP_F16) narrow_f16(to, x);
+    else put(to, x);
+}
+
+// Writes `count` of WIDTH float32 numbers to a row of the result.
+template <int WIDTH> INLINE void write_row(const lp::Target& out, int64_t row, int64_t col, int count, const float* v, bool streams) {
+    const int size = bits_of(out.type) / 8;
+    char* to = out.at + out.offset(row, col) * size;
+    alignas(64) char stored[4 * WIDTH];
+    bool whole = out.col == 1 && count == WIDTH;
+    if (whole && out.type == LP_F32 && streams && (intptr_t)to % (4 * W) == 0) {
+        UNROLL for (int j = 0; j < WIDTH; j += W) stream(to + 4 * j, get<f32v>(v + j));
+        return;
+    }
+    char* at = whole ? to : stored;
+    UNROLL for (int j = 0; j < WIDTH; j += W) {
+        f32v x = get<f32v>(v + j);
+        if (out.type == LP_BF16) store<LP_BF16>(at + 2 * j, x);
+        else if (out.type == LP_F16) store<LP_F16>(at + 2 * j, x);
+        else store<LP_F32>(at + 4 * j, x);
+    }
+    if (whole) return;
+    if (out.col == 1) __builtin_memcpy(to, stored, (size_t)count * size);
+    else
+        for (int j = 0; j < count; j++) __builtin_memcpy(to + j * out.col * size, stored + j * size, (size_t)size);
+}
+
+// One row of complex results from two planes of sums.
+template <int WIDTH> static void finish_complex(const lp::Work& p, const float* re, const float* im, int64_t row, int64_t col, int count) {
+    alignas(64) float v[2 * WIDTH], addend[2 * WIDTH] = {};
+    auto multiplied = [](float x, float y, const float* f, float* to) {  // as numpy does: no factor of zero is skipped
+        if (f[1] == 0) to[0] = x * f[0], to[1] = y * f[0];
+        else to[0] = x * f[0] - y * f[1], to[1] = x * f[1] + y * f[0];
+    };
+    bool adds = p.c.at && (p.beta[0] != 0 || p.beta[1] != 0);
+    if (adds) read_row(p.c, row, col, count, addend, 2);
+    for (int j = 0; j < count; j++) {
+        float x[2] = {re[j], im[j]};
+        if (p.alpha[0] != 1 || p.alpha[1] != 0) multiplied(re[j], im[j], p.alpha, x);
+        if (adds) {
+            float y[2];
+            multiplied(addend[2 * j], addend[2 * j + 1], p.beta, y);
+            x[0] += y[0], x[1] += y[1];
+        }
+        v[2 * j] = x[0], v[2 * j + 1] = x[1];
+    }
+    if (p.bias.at) {
+        read_row(p.bias, row, col, count, addend, 2);
+        for (int j = 0; j < 2 * count; j++) v[j] += addend[j];
+    }
+    char* to = p.out.at + p.out.offset(row, col) * 8;
+    if (p.out.col == 1) __builtin_memcpy(to, v, (size_t)count * 8);
+    else
+        for (int j = 0; j < count; j++) __builtin_memcpy(to + j * p.out.col * 8, v + 2 * j, 8);
+}
+
+// One row of results of WIDTH sums, of which `count` exist; returns whether any sum is Inf or NaN, if p.checks.
+template <int WIDTH>
+static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int64_t row, int64_t col, int count, const int32_t* e, const int32_t* f) {
+    alignas(64) float v[2][WIDTH], addend[WIDTH] = {};
+    bool special = false;
+    if (p.checks || e || f) {
+        for (int c = 0; c < p.planes; c++) {
+            u32v found = {};
+            for (int j = 0; j < WIDTH; j += W) {
+                f32v x = get<f32v>(sums + c * plane + j);
+                u32v exists = (u32v)(get<i32v>(LANE_NUMBERS) + j < count);
+                found |= is_special(bits(x)) & exists;
+                i32v scale = i32v{} + (e ? e[row] : 0);
+                if (f) scale += get<i32v>(f + col + j);
+                put(v[c] + j, e || f ? unscaled(x, scale) : x);
+            }
+            for (int j = 0; j < W; j++) special |= found[j] != 0;
+        }
+        sums = v[0], plane = WIDTH;
+        special = special && p.checks;
+    }
+    if (p.planes == 2) {
+        finish_complex<WIDTH>(p, sums, sums + plane, row, col, count);
+        return special;
+    }
+    bool adds = p.c.at && p.beta[0] != 0, scales = p.alpha[0] != 1;
+    if (!(adds || scales || p.bias.at || p.activation)) {
+        write_row<WIDTH>(p.out, row, col, count, sums, p.streams);
+        return special;
+    }
+    if (adds) read_row(p.c, row, col, count, addend, 1);
+    UNROLL for (int j = 0; j < WIDTH; j += W) {
+        f32v x = get<f32v>(sums + j);
+        if (scales) x *= p.alpha[0];
+        if (adds) x += p.beta[0] * get<f32v>(addend + j);
+        put(v[0] + j, x);
+    }
+    if (p.bias.at) {
+        read_row(p.bias, row, col, count, addend, 1);
+        UNROLL for (int j = 0; j < WIDTH; j += W) put(v[0] + j, get<f32v>(v[0] + j) + get<f32v>(addend + j));
+    }
+    if (p.activation)
+        for (int j = 0; j < WIDTH; j += W) put(v[0] + j, activated(get<f32v>(v[0] + j), p.activation));
+    write_row<WIDTH>(p.out, row, col, count, v[0], p.streams);
+    return special;
+}

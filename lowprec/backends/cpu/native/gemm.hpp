@@ -1,0 +1,316 @@
+// The micro-kernel and the loops around it (BLIS's, with blocks of a in the L2 cache), as templates of a unit. A unit U has
+//   ELEMENT, ROWS (MR), COLUMNS (NR, in vectors), Acc, dot(acc, a, b), micro_kernel<ROWS>(), WHOLE_ONLY (the
+//   micro-kernel has no variants for fewer rows), begin(), end().
+// One call of a micro-kernel sums one product of parts over one chunk of k from zero, then adds the sum to a tile of C.
+// Chunks depend on k only, so an element of the result depends on its row of a, its column of b and k alone.
+
+typedef void Micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c,
+                   int64_t ldc, float factor, const int32_t* sums, bool adds, const char* next);
+
+// a, b: the first block, step_a and step_b dwords between blocks. dwords: of k. c: a tile, ldc floats between its rows.
+// sums: 128 times the sums of the columns of b, which int8 units with an offset subtract. next: what to prefetch.
+template <class U, int ROWS>
+static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c, int64_t ldc,
+                  float factor, const int32_t* sums, bool adds, const char* next) {
+    typedef typename U::Acc Acc;
+    constexpr int N = U::COLUMNS, LINES = 4;
+    constexpr bool OFFSET = U::ELEMENT == E_U8;
+    Acc acc[ROWS][N];
+    UNROLL for (int i = 0; i < ROWS; i++)
+        UNROLL for (int j = 0; j < N; j++) acc[i][j] = Acc{};
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < N * W; j += 16) __builtin_prefetch((char*)c + 4 * (i * ldc + j), 1);
+    auto step = [&](int d) __attribute__((always_inline)) {
+        u32v row[N];
+        UNROLL for (int j = 0; j < N; j++) row[j] = get<u32v>(b + (d * N + j) * W);
+        UNROLL for (int i = 0; i < ROWS; i++) {
+            u32v dword = all(a[i * W + d]);
+            UNROLL for (int j = 0; j < N; j++) acc[i][j] = U::dot(acc[i][j], dword, row[j]);
+        }
+    };
+    for (; dwords >= W; dwords -= W, a += step_a, b += step_b) {
+        for (int line = 0; line < LINES; line++) __builtin_prefetch(next + 64 * line, 0, 2);
+        next += 64 * LINES;
+        _Pragma("GCC unroll 2") for (int d = 0; d < W; d++) step(d);
+    }
+    for (int d = 0; d < dwords; d++) step(d);
+    UNROLL for (int i = 0; i < ROWS; i++)
+        UNROLL for (int j = 0; j < N; j++) {
+            char* at = (char*)c + 4 * (i * ldc + j * W);
+            if constexpr (OFFSET) {
+                if (sums) acc[i][j] -= (Acc)get<i32v>(sums + j * W);
+            }
+            if constexpr (__is_same(Acc, f32v)) acc[i][j] *= factor;
+            if (adds) acc[i][j] += get<Acc>(at);
+            put(at, acc[i][j]);
+        }
+}
+
+// The length of the chunks in which k is summed: all of k, or equal parts of at most LONGEST, in multiples of 64.
+static int64_t chunk_of(int64_t k, int64_t longest) {
+    if (k <= longest) return k;
+    int64_t chunks = (k + longest - 1) / longest;
+    return ((k + chunks - 1) / chunks + 63) / 64 * 64;
+}
+
+template <class U> struct Few;
+
+template <class U> struct Gemm {
+    static constexpr int M = U::ROWS, N = U::COLUMNS * W, P = per_dword(U::ELEMENT);
+    static constexpr bool FLOATS = __is_same(typename U::Acc, f32v), OFFSET = U::ELEMENT == E_U8;
+    static constexpr int64_t LONGEST = 384 * P, A_BYTES = 448 << 10, PAD = 48;
+
+    struct Job {
+        lp::Work& p;
+        Pack *pack_a, *pack_b;
+        int slots_a, slots_b;
+        int64_t strips_m, strips_n, blocks, chunk;   // chunk: blocks
+        int64_t task_m, task_n, grid_n, tasks;       // strips per task
+        int64_t strip_a, strip_b;                    // dwords of a strip of a chunk of a, of a strip of all of b
+        bool own_b, direct, plain;                   // tasks pack their strips of b; sums are kept in the result, and final
+        uint32_t *packed_b, *memory;
+        int64_t memory_each, b_at, acc_at, tile;     // dwords
+        int64_t pack_tasks, pack_strips;
+        int32_t *exponents_a, *exponents_b;
+        alignas(64) std::atomic<int64_t> next_pack, done_pack;
+        alignas(64) std::atomic<int64_t> next_task;
+        std::atomic<int> not_finite;
+        explicit Job(lp::Work& work) : p(work) {}
+    };
+
+    static constexpr Layout LAYOUT_A{true, M, W, M * W, OFFSET ? 0x80808080u : 0}, LAYOUT_B{false, N, N, N * W, 0};
+
+    static int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+    static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+    static constexpr int64_t sums_dwords() { return OFFSET ? N : 0; }
+    static int64_t strip_dwords(int64_t blocks, int slots) { return blocks * slots * N * W + PAD + sums_dwords(); }
+
+    // 128 times the sums of the columns of a packed strip, at its end.
+    static const int32_t* sum_columns(uint32_t* b, int64_t blocks, int64_t strip) {
+        if constexpr (OFFSET) {
+            int32_t* sums = (int32_t*)(b + strip - sums_dwords());
+            for (int j = 0; j < U::COLUMNS; j++) {
+                typename U::Acc sum = {};
+                for (int64_t d = 0; d < blocks * W; d++) sum = U::dot(sum, all(0x80808080u), get<u32v>(b + d * N + j * W));
+                put(sums + j * W, (i32v)sum);
+            }
+            return sums;
+        }
+        (void)b, (void)blocks, (void)strip;
+        return nullptr;
+    }
+
+    static void pack_strips(const Job& j, int64_t first, int64_t end, uint32_t* to) {
+        j.pack_b(j.p.b, LAYOUT_B, first, end, 0, j.blocks, to, j.strip_b);
+        for (int64_t s = first; s < end; s++, to += j.strip_b) sum_columns(to, j.blocks, j.strip_b);
+    }
+
+    // The micro-kernel for the rows of the last strip; those for an odd number compute one row more.
+    template <int... I> static Micro* micro_for(int64_t rows, std::integer_sequence<int, I...>) {
+        Micro* found = nullptr;
+        (void)((rows <= 2 * I + 2 ? (found = U::template micro_kernel<(2 * I + 2 < M ? 2 * I + 2 : M)>(), true) : false) || ...);
+        return found;
+    }
+
+    struct Tiles {  // the ranges of a task
+        int64_t m0, m1, n0, n1;
+    };
+
+    static void chunk_of_task(Job& j, const Tiles& t, int64_t k0, int64_t k1, uint32_t* memory) {
+        const lp::Work& p = j.p;
+        const int64_t rows_last = p.m - (j.strips_m - 1) * M, k_end = least(k1 * P * W, p.k);
+        const int64_t rest = k_end - (k1 - 1) * P * W, dwords = (k1 - k0 - 1) * W + (rest < W ? rest : W);
+        Micro *whole = U::template micro_kernel<M>(), *last = micro_for(rows_last, std::make_integer_sequence<int, (M + 1) / 2>());
+        const bool last_exact = rows_last == M || (rows_last % 2 == 0 && !U::WHOLE_ONLY), one_chunk = j.chunk >= j.blocks;
+        const uint32_t* packed_a = memory;
+        if (j.own_b) {  // this thread has packed all of a
+            packed_a += k0 * j.slots_a * M * W;
+            j.pack_b(p.b, LAYOUT_B, t.n0, t.n1, k0, k1, memory + j.b_at, j.strip_b);
+        } else {
+            j.pack_a(p.a, LAYOUT_A, t.m0, t.m1, k0, k1, memory, j.strip_a);
+        }
+        for (int64_t n = t.n0; n < t.n1; n++) {
+            uint32_t* b = j.own_b ? memory + j.b_at + (n - t.n0) * j.strip_b : j.packed_b + n * j.strip_b + k0 * j.slots_b * N * W;
+            const int32_t* sums = nullptr;
+            if (OFFSET && j.own_b) sums = sum_columns(b, k1 - k0, j.strip_b);
+            else if (OFFSET && !k0) sums = (const int32_t*)(j.packed_b + (n + 1) * j.strip_b - sums_dwords());
+            const int columns = (int)least(p.n - n * N, N);
+            const char* next = (const char*)(b + j.strip_b);
+            for (int64_t m = t.m0; m < t.m1; m++) {
+                const bool is_last = m == j.strips_m - 1;
+                const int rows = (int)(is_last ? rows_last : M);
+                const bool direct = j.direct && columns == N && (!is_last || last_exact);
+                float* c = (float*)(memory + j.acc_at) + (one_chunk ? 0 : ((m - t.m0) * j.task_n + n - t.n0) * j.tile);
+                int64_t ldc = N;
+                if (direct) c = (float*)p.out.at + m * M * p.out.row + n * N, ldc = p.out.row;
+                const uint32_t* a = packed_a + (m - t.m0) * j.strip_a;
+                for (int i = 0; i < p.term_count; i++) {
+                    const lp::Term& term = p.terms[i];
+                    (is_last ? last : whole)(a + term.a * M * W, j.slots_a * M * W, b + term.b * N * W, j.slots_b * N * W, dwords,
+                                             c + term.plane * M * N, ldc, term.factor, sums, k0 > 0 || term.adds, next);
+                }
+                next = (m - t.m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;
+                if (k1 < j.blocks || (direct && j.plain)) continue;
+                for (int i = 0; i < rows; i++) finish(j, c + i * ldc, m * M + i, n * N, columns);
+            }
+        }
+    }
+
+    static void finish(Job& j, const float* sums, int64_t row, int64_t col, int columns) {
+        const lp::Work& p = j.p;
+        if constexpr (FLOATS) {
+            if (finish_row<N>(p, sums, M * N, row, col, columns, p.scales_a ? j.exponents_a : nullptr, p.scales_b ? j.exponents_b : nullptr))
+                j.not_finite.store(1, std::memory_order_relaxed);
+        } else {
+            int32_t* to = (int32_t*)p.out.at + p.out.offset(row, col);
+            for (int q = 0; q < columns; q++) to[q * p.out.col] = ((const int32_t*)sums)[q];
+        }
+    }
+
+    static void task(Job& j, int64_t index, uint32_t* memory) {
+        int64_t m0 = index / j.grid_n * j.task_m, n0 = index % j.grid_n * j.task_n;
+        Tiles tiles{m0, least(m0 + j.task_m, j.strips_m), n0, least(n0 + j.task_n, j.strips_n)};
+        for (int64_t k0 = 0; k0 < j.blocks; k0 += j.chunk) chunk_of_task(j, tiles, k0, least(k0 + j.chunk, j.blocks), memory);
+    }
+
+    static void work(void* at, int thread) {
+        Job& j = *(Job*)at;
+        uint32_t* memory = j.memory + thread * j.memory_each;
+        for (int64_t i; j.pack_tasks && (i = j.next_pack.fetch_add(1)) < j.pack_tasks; j.done_pack.fetch_add(1)) {
+            int64_t first = i * j.pack_strips, end = least(first + j.pack_strips, j.strips_n);
+            pack_strips(j, first, end, j.packed_b + first * j.strip_b);
+        }
+        if (j.pack_tasks) lp::wait_for(j.done_pack, j.pack_tasks);
+        U::begin();
+        bool packed_a = !j.own_b;
+        for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) {
+            if (!packed_a) j.pack_a(j.p.a, LAYOUT_A, 0, j.strips_m, 0, j.blocks, memory, j.strip_a), packed_a = true;
+            task(j, i, memory);
+        }
+        U::end();
+    }
+
+    static bool setup(Job& j) {
+        lp::Work& p = j.p;
+        j.pack_a = find_pack<U::ELEMENT>(p.a);
+        j.pack_b = find_pack<U::ELEMENT>(p.b);
+        if (!j.pack_a || !j.pack_b) return false;
+        j.slots_a = slots_of<U::ELEMENT>(p.a), j.slots_b = slots_of<U::ELEMENT>(p.b);
+        j.blocks = ceil(p.k, P * W), j.chunk = ceil(chunk_of(p.k, LONGEST), P * W);
+        j.strips_m = ceil(p.m, M), j.strips_n = ceil(p.n, N);
+        j.strip_b = strip_dwords(j.blocks, j.slots_b);
+        return true;
+    }
+
+    // How the result is divided into tasks, and b packed: by each task for a short a, else before all tasks.
+    static void divide(Job& j, int64_t threads) {
+        const lp::Work& p = j.p;
+        j.own_b = !p.packed_b && j.strips_m <= 4 && threads * p.m <= 2 * p.n;
+        j.pack_strips = j.strips_n >= 16 * threads ? 4 : 1;
+        j.pack_tasks = j.own_b || p.packed_b ? 0 : ceil(j.strips_n, j.pack_strips);
+        int64_t a_strip = j.chunk * j.slots_a * M * W, fitting = A_BYTES / (4 * a_strip);
+        if (j.own_b) {
+            bool along_k = p.b.k == 1;
+            j.task_m = j.strips_m, j.task_n = along_k ? 2 : P == 2 ? 16 : 8;
+            while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < 2 * threads) j.task_n /= 2;
+            j.strip_a = j.blocks * j.slots_a * M * W + PAD, j.strip_b = strip_dwords(j.chunk, j.slots_b);
+            j.b_at = j.strips_m * j.strip_a, j.acc_at = j.b_at + j.task_n * j.strip_b;
+        } else {
+            int64_t ranges_m = ceil(j.strips_m, fitting < 1 ? 1 : fitting);
+            if (threads > 1 && ranges_m < 2 * threads) ranges_m = least(j.strips_m, 2 * threads);
+            if (j.strips_m >= threads) ranges_m = ceil(ranges_m, threads) * threads;  // 7 tasks for 2 threads cost as much as 8
+            j.task_m = ceil(j.strips_m, ranges_m), ranges_m = ceil(j.strips_m, j.task_m);
+            int64_t ranges_n = threads > 1 && ranges_m < 2 * threads ? ceil(2 * threads, ranges_m) : 1;
+            if (ranges_n < ceil(j.strips_n, 64)) ranges_n = ceil(j.strips_n, 64);
+            j.task_n = ceil(j.strips_n, ranges_n);
+            j.strip_a = a_strip + PAD, j.acc_at = j.task_m * j.strip_a;
+        }
+        j.grid_n = ceil(j.strips_n, j.task_n), j.tasks = ceil(j.strips_m, j.task_m) * j.grid_n;
+        j.tile = (int64_t)p.planes * M * N;
+        bool one_chunk = j.chunk >= j.blocks;
+        j.memory_each = ceil(j.acc_at + (one_chunk ? 1 : j.task_m * j.task_n) * j.tile, 1024) * 1024;
+    }
+
+    static int64_t exponents_dwords(const lp::Work& p) { return (p.scales_a ? p.m + 64 : 0) + (p.scales_b ? p.n + 64 : 0); }
+
+    static void scale(lp::Work& p, bool of_a, int32_t* exponents, int64_t lanes) {
+        struct Share {
+            const lp::Source& s;
+            int32_t* exponents;
+            std::atomic<int64_t> next;
+        } share{of_a ? p.a : p.b, exponents, {0}};
+        for (int64_t i = lanes; i < lanes + 64; i++) exponents[i] = 0;
+        lp::run([](void* at, int) {
+            Share& s = *(Share*)at;
+            for (int64_t i; (i = s.next.fetch_add(64)) < s.s.lanes;) find_exponents(s.s, i, i + 64 < s.s.lanes ? i + 64 : s.s.lanes, s.exponents);
+        }, &share, lanes * p.k >= 1 << 19 ? p.threads : 1);
+        (of_a ? p.a : p.b).exponents = exponents;
+    }
+
+    static bool is_plain(const lp::Work& p) {
+        bool scales = p.alpha[0] != 1 || p.alpha[1] != 0 || p.scales_a || p.scales_b;
+        return !(scales || p.c.at || p.bias.at || p.activation || p.checks);
+    }
+
+    // Whether sums may be kept in the result: with several chunks, or if they are final and not written past the caches.
+    static bool is_direct(const Job& j) {
+        const lp::Work& p = j.p;
+        bool fits = p.planes == 1 && p.out.col == 1 && !p.out.row_offsets && bits_of(p.out.type) == 32 && p.c.at != p.out.at;
+        bool one_chunk = j.chunk >= j.blocks;
+        return fits && (one_chunk ? j.plain && p.term_count == 1 && !p.streams : true);
+    }
+
+    static int32_t gemm(lp::Work& p) {
+        if constexpr (U::FEW > 0) {
+            if (Few<U>::serves(p)) return Few<U>::gemm(p);
+        }
+        Job j(p);
+        if (!setup(j)) return LP_UNSUPPORTED;
+        int threads = p.m * p.n * p.k * p.term_count >= 1 << 20 ? p.threads : 1;
+        divide(j, threads);
+        j.plain = is_plain(p), j.direct = is_direct(j);
+        int64_t b_dwords = j.pack_tasks ? ceil(j.strips_n * j.strip_b, 1024) * 1024 : 0;
+        threads = (int)least(threads, j.tasks > j.pack_tasks ? j.tasks : j.pack_tasks);
+        lp::Memory borrowed(4 * (b_dwords + threads * j.memory_each + exponents_dwords(p)));
+        if (!borrowed.at) return LP_NO_MEMORY;
+        uint32_t* memory = (uint32_t*)borrowed.at;
+        j.packed_b = p.packed_b ? (uint32_t*)p.packed_b : memory, j.memory = memory + b_dwords;
+        j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? p.m + 64 : 0);
+        if (p.scales_a) scale(p, true, j.exponents_a, p.m);
+        if (p.scales_b && p.packed_b) j.exponents_b = (int32_t*)(p.packed_b + j.strips_n * j.strip_b);
+        else if (p.scales_b) scale(p, false, j.exponents_b, p.n);
+        j.next_pack = j.done_pack = j.next_task = 0, j.not_finite = 0;
+        lp::run(work, &j, threads);
+        return j.not_finite ? lp::NOT_FINITE : LP_OK;
+    }
+
+    static int64_t prepare(lp::Work& p, void* target) {
+        Job j(p);
+        if (!setup(j)) return -1;
+        j.packed_b = (uint32_t*)target;
+        if (target && p.scales_b) scale(p, false, (int32_t*)(j.packed_b + j.strips_n * j.strip_b), p.n);
+        if (target) {
+            j.pack_strips = 1, j.pack_tasks = j.strips_n, j.tasks = 0, j.own_b = false, j.memory = nullptr, j.memory_each = 0;
+            j.next_pack = j.done_pack = j.next_task = 0;
+            lp::run(work, &j, p.n * p.k >= 1 << 18 ? p.threads : 1);
+        }
+        return ceil(4 * (j.strips_n * j.strip_b + (p.scales_b ? p.n + 64 : 0)), 4096) * 4096;
+    }
+
+    // The epilogue alone, on sums in memory.
+    static void epilogue(const lp::Work& p, const float* sums) {
+        if constexpr (!FLOATS) return;
+        alignas(64) float v[2 * N] = {};
+        lp::Work plain = p;
+        plain.checks = plain.scales_a = plain.scales_b = false;
+        for (int64_t i = 0; i < p.m; i++)
+            for (int64_t col = 0; col < p.n; col += N) {
+                int count = (int)least(N, p.n - col);
+                for (int q = 0; q < count; q++)
+                    for (int c = 0; c < p.planes; c++) v[c * N + q] = sums[(i * p.n + col + q) * p.planes + c];
+                finish_row<N>(plain, v, N, i, col, count, nullptr, nullptr);
+            }
+    }
+};
+
+template <class U> static lp::Unit unit() { return lp::Unit{Gemm<U>::gemm, Gemm<U>::prepare, Gemm<U>::epilogue}; }

@@ -1,0 +1,61 @@
+// What api.cpp and the units exchange: one product of two matrices with its addresses, and the functions of a unit.
+#pragma once
+#include "common.hpp"
+
+namespace lp {
+
+// An operand as lanes (rows of a, columns of b) along k.
+struct Source {
+    const char* at;
+    int64_t lane, k;                          // strides in elements; of codes `lane` is in bytes
+    const int64_t *lane_offsets, *k_offsets;  // in elements (of codes in bytes); null: multiples of the strides
+    int64_t lanes, steps;                     // extents: rows of a or columns of b; numbers of k
+    const uint8_t* scales;                    // of codes
+    int64_t scale_lane;                       // bytes
+    const int32_t* exponents;                 // of the powers of two that scale the lanes; null for none
+    int32_t type, format, parts, part_exponent, sums_parts;
+
+    int64_t lane_offset(int64_t i) const { return lane_offsets ? lane_offsets[i] : i * lane; }
+    int64_t k_offset(int64_t i) const { return k_offsets ? k_offsets[i] : i * k; }
+};
+
+// A matrix that is read or written by elements: out, c, bias. `at` is null where there is none.
+struct Target {
+    char* at;
+    int64_t row, col;  // strides in elements
+    const int64_t* row_offsets;
+    int32_t type;
+
+    int64_t offset(int64_t i, int64_t j) const { return (row_offsets ? row_offsets[i] : i * row) + j * col; }
+};
+
+// A product of a slot of a and a slot of b; its sums times the factor are added to a plane (0 real, 1 imaginary part).
+struct Term {
+    int32_t a, b, plane;
+    bool adds;  // false for the first of its plane
+    float factor;
+};
+
+struct Work {
+    int64_t m, n, k;
+    Source a, b;
+    const uint32_t* packed_b;  // null: b is read through its source
+    Target out, c, bias;
+    float alpha[2], beta[2];
+    int32_t activation, threads;
+    int32_t term_count, planes;
+    Term terms[36 * 4];
+    bool scales_a, scales_b;
+    bool checks;   // report sums that are Inf or NaN
+    bool streams;  // the result is large: write it past the caches
+};
+
+const int NOT_FINITE = 100;  // a status, if `checks`
+
+struct Unit {
+    int32_t (*gemm)(Work&);
+    int64_t (*pack)(Work&, void* target);  // -> bytes, which are all that is computed if target is null; -1: unsupported
+    void (*epilogue)(const Work&, const float* sums);  // sums: m x n, complex numbers as pairs
+};
+
+}  // namespace lp

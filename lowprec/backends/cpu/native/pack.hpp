@@ -1,0 +1,291 @@
+// Packing: from memory in any type and strides to the order in which the micro-kernel reads, rounded, split, scaled and
+// decoded on the way.
+//
+// A lane is a row of a or a column of b. A dword holds P numbers of k: one float32, two bfloat16 (or int16), four int8.
+// A block is W dwords of k, that is W * P numbers; dword d holds the numbers d, W + d, 2 W + d, ... of the block, so that
+// packing needs no shuffles but one transposition. A slot is a part of a component of the numbers.
+// a: for each block and slot, LANES rows of W dwords. b: for each block and slot, W rows of LANES dwords.
+
+// What a micro-kernel multiplies. E_PAIR: two bfloat16 slots, whose sum is a TF32 or float16 number. E_U8: a + 128, b.
+enum Element { E_F32, E_BF16, E_PAIR, E_I16, E_I8, E_U8 };
+constexpr int per_dword(int element) { return element == E_F32 ? 1 : element >= E_I8 ? 4 : 2; }
+
+using lp::Source;
+
+// Slots of a number: components times parts, twice as many in pairs; of a number in one part, and at most.
+constexpr int whole_slots(int type, int element) { return (type == LP_C64 ? 2 : 1) * (element == E_PAIR ? 2 : 1); }
+constexpr int most_slots(int type, int element, bool splits) { return whole_slots(type, element) * (splits ? 3 : 1); }
+template <int ELEMENT> static int slots_of(const Source& s) {
+    return whole_slots(s.type, ELEMENT) * (s.parts > 1 ? s.parts + s.sums_parts : 1);
+}
+
+constexpr bool can_pack(int element, int type, int format) {
+    if (element >= E_I16) return type == LP_I8 && format == LP_EXACT;
+    if (type == LP_I8 || type == LP_I32) return false;
+    bool is_single = type == LP_F32 || type == LP_C64;
+    if (element == E_F32)
+        return is_single || format == LP_EXACT || (type == LP_BF16 && format == LP_TO_F16) || (type == LP_F16 && format == LP_TO_BF16);
+    if (element == E_PAIR) return is_single ? format == LP_TO_TF32 || format == LP_TO_F16 : type == LP_BF16 && format == LP_TO_F16 ? true : format == LP_EXACT;
+    return is_single ? format == LP_TO_BF16 : type == LP_F16 ? format == LP_TO_BF16 : format == LP_EXACT;
+}
+
+// Writes P runs of W floats of one component as dwords of all their slots; returns the parts written.
+template <int FORMAT, int ELEMENT, bool SPLITS> INLINE int emit_parts(f32v* x, const Source& s, u32v* out) {
+    constexpr int P = per_dword(ELEMENT);
+    auto emit = [&](const f32v* r, int slot) __attribute__((always_inline)) {
+        if constexpr (ELEMENT == E_F32) {
+            out[slot] = bits(r[0]);
+        } else if constexpr (ELEMENT == E_PAIR) {  // the truncation and the rest, which have the same sign
+            u32v high[2], low[2];
+            for (int p = 0; p < 2; p++) {
+                high[p] = bits(r[p]) & 0xffff0000u;
+                low[p] = choose(is_special(bits(r[p])), u32v{}, bits(r[p] - floats(high[p])));
+                high[p] |= choose(is_special(bits(r[p])) & (u32v)((bits(r[p]) & 0x007fffffu) != 0), all(0x00400000u), u32v{});
+            }
+            out[2 * slot] = high[0] >> 16 | high[1], out[2 * slot + 1] = low[0] >> 16 | (low[1] & 0xffff0000u);
+        } else {
+            out[slot] = bits(r[0]) >> 16 | (bits(r[1]) & 0xffff0000u);
+        }
+    };
+    f32v first[P], r[P];
+    if constexpr (!SPLITS) {
+        UNROLL for (int p = 0; p < P; p++) r[p] = rounded<FORMAT>(x[p]);
+        emit(r, 0);
+        return 1;
+    }
+    const f32v factor = powers(i32v{} + s.part_exponent);
+    for (int part = 0; part < s.parts; part++) {
+        UNROLL for (int p = 0; p < P; p++) r[p] = rounded<FORMAT>(x[p]);
+        emit(r, part);
+        UNROLL for (int p = 0; p < P; p++) {
+            x[p] = (x[p] - r[p]) * factor;
+            first[p] = part ? first[p] : r[p];
+        }
+    }
+    if (!s.sums_parts) return s.parts;
+    UNROLL for (int p = 0; p < P; p++) r[p] = rounded<FORMAT>(first[p] + r[p]);  // two parts
+    emit(r, s.parts);
+    return s.parts + 1;
+}
+
+// W dwords of each slot, from P runs of W numbers each. f: the two powers of two that scale them; scale: of codes, by run.
+template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
+INLINE void pack_row(const char* const* at, const Source& s, const f32v* f, const float* scale, uint32_t offset, u32v* out) {
+    constexpr int P = per_dword(ELEMENT);
+    if constexpr (P == 4) {
+        u16v low = wide_u8(at[0]) | (u16v)(wide_u8(at[1]) << 8), high = wide_u8(at[2]) | (u16v)(wide_u8(at[3]) << 8);
+        out[0] = (__builtin_convertvector(low, u32v) | __builtin_convertvector(high, u32v) << 16) ^ offset;
+    } else if constexpr (ELEMENT == E_I16) {
+        out[0] = (widen_i8(at[0]) & 0xffffu) | widen_i8(at[1]) << 16;
+    } else if constexpr (TYPE == LP_BF16 && ELEMENT == E_BF16) {
+        out[0] = __builtin_convertvector(get<u16v>(at[0]), u32v) | __builtin_convertvector(get<u16v>(at[1]), u32v) << 16;
+    } else if constexpr (TYPE == LP_C64) {
+        f32v x[2][P];
+        UNROLL for (int p = 0; p < P; p++) {
+            u32v parts[2];
+            deinterleave(get<u32v>(at[p]), get<u32v>(at[p] + 4 * W), parts, std::make_integer_sequence<int, W>());
+            for (int c = 0; c < 2; c++) x[c][p] = FORMAT == LP_TO_F16 ? floats(parts[c]) * f[0] * f[1] : floats(parts[c]);
+        }
+        int done = emit_parts<FORMAT, ELEMENT, SPLITS>(x[0], s, out);
+        emit_parts<FORMAT, ELEMENT, SPLITS>(x[1], s, out + done * (ELEMENT == E_PAIR ? 2 : 1));
+    } else {
+        f32v x[P];
+        UNROLL for (int p = 0; p < P; p++) {
+            x[p] = widened<TYPE>(at[p]);
+            if (is_coded(TYPE)) x[p] *= scale[p];
+            if (FORMAT == LP_TO_F16) x[p] = x[p] * f[0] * f[1];
+        }
+        emit_parts<FORMAT, ELEMENT, SPLITS>(x, s, out);
+    }
+}
+
+// The two factors of each lane's power of two: a single one may exceed float32.
+template <int FORMAT> INLINE void lane_factors(const Source& s, int64_t lane, bool of_lanes, f32v* f) {
+    if constexpr (FORMAT == LP_TO_F16) {
+        f[0] = f[1] = all_floats(1);
+        if (!s.exponents) return;
+        i32v e = of_lanes ? get<i32v>(s.exponents + lane) : i32v{} + s.exponents[lane];  // padded to W lanes
+        f[0] = powers(e >> 1), f[1] = powers(e - (e >> 1));
+    }
+}
+
+// How packed strips are laid out: `width` dwords between the rows of a tile, `slot` between slots.
+struct Layout {
+    bool of_a;
+    int lanes;  // of a strip
+    int64_t width, slot;
+    uint32_t offset;  // added to the numbers of a by units that multiply unsigned by signed numbers
+};
+
+// Packs a tile of W lanes and W * P numbers of k, of which the first `lanes` lanes are written. An edge, or a matrix with
+// strides on both sides, is first copied to `raw`.
+template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
+static __attribute__((noinline)) void pack_tile(const Source& s, const Layout& l, int64_t lane, int64_t step, int lanes, uint32_t* to) {
+    constexpr int P = per_dword(ELEMENT), BITS = bits_of(TYPE), SIZE = BITS / 8 ? BITS / 8 : 1, RUN = W * P * BITS / 8;
+    const int64_t have = s.lanes - lane < lanes ? s.lanes - lane : lanes, steps = s.steps - step < W * P ? s.steps - step : W * P;
+    const bool along_k = s.k == 1 && !s.k_offsets, along_lanes = s.lane == 1 && !s.lane_offsets && !is_coded(TYPE);
+    const bool copies = steps < W * P || !(along_k || (along_lanes && s.lanes - lane >= W)), by_lane = copies || along_k;
+    const char* base = s.at + step * BITS / 8;
+    alignas(64) char raw[W * RUN];
+    if (copies) {
+        __builtin_memset(raw, 0, sizeof raw);
+        for (int64_t i = 0; i < have; i++) {
+            if (along_k) {
+                __builtin_memcpy(raw + i * RUN, base + s.lane_offset(lane + i) * (is_coded(TYPE) ? 1 : SIZE), (size_t)((steps * BITS + 7) / 8));
+                if (BITS == 4 && steps % 2) raw[i * RUN + steps / 2] &= 0x0f;
+            } else {
+                for (int64_t j = 0; j < steps; j++)
+                    __builtin_memcpy(raw + i * RUN + j * SIZE, s.at + (s.lane_offset(lane + i) + s.k_offset(step + j)) * SIZE, SIZE);
+            }
+        }
+    }
+    const int slots = SPLITS ? slots_of<ELEMENT>(s) : whole_slots(TYPE, ELEMENT);
+    u32v rows[most_slots(TYPE, ELEMENT, SPLITS)][W], out[most_slots(TYPE, ELEMENT, SPLITS)];
+    f32v f[2];
+    const char* at[P];
+    if (!by_lane) lane_factors<FORMAT>(s, lane, true, f);
+    UNROLL for (int i = 0; i < W; i++) {
+        if (by_lane && i >= have) {
+            for (int p = 0; p < slots; p++) rows[p][i] = u32v{};
+            continue;
+        }
+        float scale[P] = {};
+        if (by_lane) {
+            const char* row = copies ? raw + i * RUN : base + s.lane_offset(lane + i) * (is_coded(TYPE) ? 1 : SIZE);
+            for (int p = 0; p < P; p++) at[p] = row + p * W * BITS / 8;
+            if (is_coded(TYPE))
+                for (int p = 0; p < P; p++) {
+                    int64_t k = step + p * W < s.steps ? step + p * W : s.steps - 1;
+                    scale[p] = block_scale(TYPE, s.scales[(lane + i) * s.scale_lane + k / block_of(TYPE)]);
+                }
+            lane_factors<FORMAT>(s, lane + i, false, f);
+        } else {
+            for (int p = 0; p < P; p++) at[p] = s.at + (lane + s.k_offset(step + p * W + i)) * SIZE;
+        }
+        pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, s, f, scale, l.offset, out);
+        for (int p = 0; p < slots; p++) rows[p][i] = out[p];
+    }
+    for (int p = 0; p < slots; p++, to += l.slot) {
+        if (by_lane != l.of_a) transpose(rows[p]);
+        UNROLL for (int i = 0; i < W; i++)
+            if (!l.of_a || i < lanes) put(to + i * l.width, rows[p][i]);
+    }
+}
+
+// Packs strips of lanes, blocks [first, end) of k; strips are `strip_dwords` apart. Reads memory in long runs.
+template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
+static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t end_strip, int64_t first, int64_t end, uint32_t* to, int64_t strip_dwords) {
+    constexpr int P = per_dword(ELEMENT), SIZE = bits_of(TYPE) / 8;
+    const int slots = SPLITS ? slots_of<ELEMENT>(s) : whole_slots(TYPE, ELEMENT);
+    auto pack_block = [&](int64_t strip, int64_t block) {
+        uint32_t* base = to + (strip - first_strip) * strip_dwords + (block - first) * slots * l.slot;
+        for (int lane = 0; lane < l.lanes; lane += W) {
+            uint32_t* tile = base + lane * (l.of_a ? W : 1);
+            const int lanes = l.lanes - lane < W ? l.lanes - lane : W;
+            if (strip * l.lanes + lane < s.lanes) {
+                pack_tile<TYPE, FORMAT, ELEMENT, SPLITS>(s, l, strip * l.lanes + lane, block * W * P, lanes, tile);
+                continue;
+            }
+            for (int p = 0; p < slots; p++)
+                for (int i = 0; i < (l.of_a ? lanes : W); i++) put(tile + p * l.slot + i * l.width, u32v{});
+        }
+    };
+    const bool along_lanes = s.lane == 1 && !s.lane_offsets && !is_coded(TYPE) && !(s.k == 1 && !s.k_offsets);
+    if (l.of_a || !along_lanes) {
+        for (int64_t strip = first_strip; strip < end_strip; strip++)
+            for (int64_t block = first; block < end; block++) pack_block(strip, block);
+        return;
+    }
+    // Row by row of memory: rows that are a power of two apart share few places of a cache.
+    int64_t whole = s.lanes / l.lanes < end_strip ? s.lanes / l.lanes : end_strip;
+    if (whole < first_strip) whole = first_strip;
+    for (int64_t block = first; block < end; block++) {
+        const bool whole_k = (block + 1) * W * P <= s.steps;
+        for (int64_t strip = whole_k ? whole : first_strip; strip < end_strip; strip++) pack_block(strip, block);
+        for (int row = 0; whole_k && row < W; row++) {
+            const char* at[P];
+            for (int p = 0; p < P; p++) at[p] = s.at + (first_strip * l.lanes + s.k_offset(block * W * P + p * W + row)) * SIZE;
+            uint32_t* tile = to + (block - first) * slots * l.slot + row * l.width;
+            for (int64_t strip = first_strip; strip < whole; strip++, tile += strip_dwords)
+                for (int lane = 0; lane < l.lanes; lane += W) {
+                    u32v out[most_slots(TYPE, ELEMENT, SPLITS)];
+                    f32v f[2];
+                    const float scale[P] = {};
+                    lane_factors<FORMAT>(s, strip * l.lanes + lane, true, f);
+                    pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, s, f, scale, l.offset, out);
+                    for (int p = 0; p < slots; p++) put(tile + p * l.slot + lane, out[p]);
+                    for (int p = 0; p < P; p++) at[p] += W * SIZE;
+                }
+        }
+    }
+}
+
+typedef void Pack(const Source&, const Layout&, int64_t, int64_t, int64_t, int64_t, uint32_t*, int64_t);
+
+// The packing function of an operand; null if there is none.
+template <int ELEMENT, int I = 0> static Pack* find_pack(const Source& s) {
+    if constexpr (I < LP_TYPES * LP_FORMATS) {
+        constexpr int TYPE = I / LP_FORMATS, FORMAT = I % LP_FORMATS;
+        if constexpr (can_pack(ELEMENT, TYPE, FORMAT))
+            if (s.type == TYPE && s.format == FORMAT) {
+                if constexpr (FORMAT != LP_EXACT)
+                    if (s.parts > 1) return pack<TYPE, FORMAT, ELEMENT, true>;
+                return pack<TYPE, FORMAT, ELEMENT, false>;
+            }
+        return find_pack<ELEMENT, I + 1>(s);
+    }
+    return nullptr;
+}
+
+// --- powers of two -------------------------------------------------------------------------------------------------
+
+// The largest finite magnitude of each of W lanes, as float32 bits.
+INLINE u32v finite(u32v x) { return choose(is_special(x), u32v{}, x & 0x7fffffffu); }
+INLINE u32v most(u32v x, u32v y) { return choose((u32v)(x > y), x, y); }
+template <int TYPE> static void lane_maxima(const Source& s, int64_t lane, uint32_t* largest) {
+    constexpr int SIZE = bits_of(TYPE) / 8, FLOATS = TYPE == LP_C64 ? 2 : 1;
+    int64_t have = s.lanes - lane < W ? s.lanes - lane : W;
+    for (int i = 0; i < W; i++) largest[i] = 0;
+    if (s.lane == 1 && !s.lane_offsets && have == W) {
+        u32v found[FLOATS] = {};
+        for (int64_t k = 0; k < s.steps; k++) {
+            const char* at = s.at + (lane + s.k_offset(k)) * SIZE;
+            for (int c = 0; c < FLOATS; c++) found[c] = most(found[c], finite(bits(widened<TYPE == LP_C64 ? LP_F32 : TYPE>(at + c * 4 * W))));
+        }
+        for (int i = 0; i < W * FLOATS; i++) {
+            uint32_t x = found[i / W][i % W];
+            if (x > largest[i / FLOATS]) largest[i / FLOATS] = x;
+        }
+        return;
+    }
+    for (int64_t i = 0; i < have; i++) {
+        int64_t k = 0;
+        const char* row = s.at + s.lane_offset(lane + i) * SIZE;
+        u32v found = {};
+        alignas(64) char one[8 * W];
+        for (; s.k == 1 && !s.k_offsets && k + W <= s.steps; k += W)
+            for (int c = 0; c < FLOATS; c++) found = most(found, finite(bits(widened<TYPE == LP_C64 ? LP_F32 : TYPE>(row + k * SIZE + c * 4 * W))));
+        for (; k < s.steps; k++) {
+            __builtin_memset(one, 0, sizeof one);
+            __builtin_memcpy(one, row + s.k_offset(k) * SIZE, SIZE);
+            found = most(found, finite(bits(widened<TYPE == LP_C64 ? LP_F32 : TYPE>(one))));
+        }
+        for (int j = 0; j < W; j++)
+            if (found[j] > largest[i]) largest[i] = found[j];
+    }
+}
+
+// The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade.
+static void find_exponents(const Source& s, int64_t first, int64_t end, int32_t* exponents) {
+    for (int64_t lane = first; lane < end; lane += W) {
+        uint32_t largest[W];
+        if (s.type == LP_C64) lane_maxima<LP_C64>(s, lane, largest);
+        else if (s.type == LP_BF16) lane_maxima<LP_BF16>(s, lane, largest);
+        else lane_maxima<LP_F32>(s, lane, largest);
+        for (int i = 0; i < W && lane + i < end; i++) {
+            int exponent = (int)(largest[i] >> 23) - 127;
+            if (largest[i] < 0x00800000u) exponent = largest[i] ? -118 - __builtin_clz(largest[i]) : 14;
+            exponents[lane + i] = 14 - exponent;
+        }
+    }
+}

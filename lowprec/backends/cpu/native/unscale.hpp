@@ -1,0 +1,46 @@
+// Multiplication of arrays by the inverse of a loss scale, with the detection of Inf and NaN in the same pass.
+//
+// bfloat16 is multiplied in float32 and rounded once, to nearest even. Arrays may be scaled in place. Included after
+// emulate.hpp.
+
+template <class V, int BYTES> INLINE V load_numbers(const char* at) {
+    if constexpr (BYTES == 2) return widened<LP_BF16>(at);
+    else return get<V>(at);
+}
+template <class V, int BYTES> INLINE void store_numbers(char* at, V x) {
+    if constexpr (BYTES == 2) put(at, __builtin_convertvector(nearest<16, false>(bits(x)) >> 16, u16v));
+    else put(at, x);
+}
+
+template <class V, int BYTES, class Number>
+static bool scale(const char* from, char* to, int64_t count, Number inverse) {
+    const int bytes = (BYTES == 8 ? W / 2 : W) * BYTES;
+    const V factor = inverse - V{};
+    u32v special = {};
+    int64_t rest = count * BYTES;
+    for (; rest >= bytes; rest -= bytes, from += bytes, to += bytes) {
+        V x = load_numbers<V, BYTES>(from);
+        special |= (u32v)(x - x);  // NaN for Inf and NaN, otherwise +0
+        store_numbers<V, BYTES>(to, x * factor);
+    }
+    if (rest) {
+        char some[bytes] = {};
+        memcpy(some, from, (size_t)rest);
+        V x = load_numbers<V, BYTES>(some);
+        special |= (u32v)(x - x);
+        store_numbers<V, BYTES>(some, x * factor);
+        memcpy(to, some, (size_t)rest);
+    }
+    bool found = false;
+    for (int i = 0; i < W; i++) found |= special[i] != 0;
+    return found;
+}
+
+static bool unscale_some(const lp_flat& x, int64_t first, int64_t count, double inverse) {
+    const int bytes = x.type == LP_F32 ? 4 : x.type == LP_BF16 ? 2 : 8;
+    const char* from = (const char*)x.from + first * bytes;
+    char* to = (char*)x.to + first * bytes;
+    if (bytes == 8) return scale<f64v, 8>(from, to, count, inverse);
+    if (bytes == 4) return scale<f32v, 4>(from, to, count, (float)inverse);
+    return scale<f32v, 2>(from, to, count, (float)inverse);
+}

@@ -1,0 +1,130 @@
+// Vectors of W 32-bit lanes: loads of every element type as float32, roundings, and the transposition of W x W dwords.
+//
+// Written in the compilers' portable vector types. A file of an instruction set includes it once, inside its namespace,
+// after it has defined W, load_f16_as (W float16 as float32) and narrow_f16 (float32 to W float16, to nearest even).
+// Inf and NaN pass through every rounding, and NaN becomes quiet.
+
+typedef float f32v __attribute__((vector_size(4 * W)));
+typedef uint32_t u32v __attribute__((vector_size(4 * W)));
+typedef int32_t i32v __attribute__((vector_size(4 * W)));
+typedef uint16_t u16v __attribute__((vector_size(2 * W)));
+typedef int16_t i16v __attribute__((vector_size(2 * W)));
+typedef uint8_t u8v __attribute__((vector_size(W)));
+typedef int8_t i8v __attribute__((vector_size(W)));
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 64")
+
+template <class V> INLINE V get(const void* at) {
+    V v;
+    __builtin_memcpy(&v, at, sizeof v);
+    return v;
+}
+template <class V> INLINE void put(void* at, V v) { __builtin_memcpy(at, &v, sizeof v); }
+INLINE u32v bits(f32v x) { return (u32v)x; }
+INLINE f32v floats(u32v x) { return (f32v)x; }
+INLINE u32v all(uint32_t x) { return x - (u32v){}; }
+INLINE f32v all_floats(float x) { return floats(all(__builtin_bit_cast(uint32_t, x))); }
+INLINE u32v choose(u32v condition, u32v yes, u32v no) { return (condition & yes) | (~condition & no); }
+INLINE u32v is_special(u32v x) { return (u32v)((x & 0x7fffffffu) >= 0x7f800000u); }  // Inf or NaN
+
+// GCC 12 converts 8 to 32 bits one element at a time unless it goes by 16 bits.
+INLINE u16v wide_u8(const void* at) { return __builtin_convertvector(get<u8v>(at), u16v); }
+INLINE u32v widen_u8(const void* at) { return __builtin_convertvector(wide_u8(at), u32v); }
+INLINE u32v widen_i8(const void* at) {
+    return (u32v)__builtin_convertvector(__builtin_convertvector(get<i8v>(at), i16v), i32v);
+}
+
+// Rounds to nearest, dropping low bits. The carry may reach the exponent, which is right.
+template <int DROPPED, bool TIES_AWAY> INLINE u32v nearest(u32v x) {
+    u32v half = all((1u << (DROPPED - 1)) - !TIES_AWAY);
+    if (!TIES_AWAY) half += (x >> DROPPED) & 1;
+    u32v quiet = (u32v)((x & 0x7fffffffu) > 0x7f800000u) & 0x00400000u;
+    return choose(is_special(x), x | quiet, x + half) & all(~0u << DROPPED);
+}
+
+template <int FORMAT> INLINE f32v rounded(f32v x) {
+    if constexpr (FORMAT == LP_TO_TF32) return floats(nearest<13, true>(bits(x)));
+    if constexpr (FORMAT == LP_TO_BF16) return floats(nearest<16, false>(bits(x)));
+    if constexpr (FORMAT == LP_TO_F16) return round_f16(x);
+    return x;
+}
+
+// The numbers of floating-point codes with a sign, STORED bits of the significand and the exponent EMIN of the smallest
+// normal number; `magnitude` and `sign` are shifted to float32's places by the caller's constants.
+template <int STORED, int EMIN, int BITS> INLINE u32v decoded(u32v code) {
+    u32v magnitude = code & ((1u << (BITS - 1)) - 1), sign = (code >> (BITS - 1)) << 31;
+    u32v aligned = (magnitude << (23 - STORED)) + ((126u + EMIN) << 23);
+    const float smallest = __builtin_bit_cast(float, (127u + EMIN) << 23);
+    u32v subnormal = bits(floats(aligned + (1u << 23)) - smallest);
+    u32v value = choose((u32v)(magnitude < (1u << STORED)), subnormal, aligned);
+    if (BITS == 8) value = choose((u32v)(magnitude == 0x7fu), all(0x7fc00000u), value);
+    return value | sign;
+}
+
+// W stored numbers as float32. Codes of 4 bits: the first in the low half of a byte.
+template <int TYPE> INLINE f32v widened(const void* at) {
+    if constexpr (TYPE == LP_BF16) return floats(__builtin_convertvector(get<u16v>(at), u32v) << 16);
+    else if constexpr (TYPE == LP_F16) return load_f16_as<f32v>(at);
+    else if constexpr (TYPE == LP_E5M2) {
+        u16v halves = wide_u8(at) << 8;
+        return load_f16_as<f32v>(&halves);
+    } else if constexpr (TYPE == LP_E4M3 || TYPE == LP_MXFP8) return floats(decoded<3, -6, 8>(widen_u8(at)));
+    else if constexpr (TYPE == LP_MXFP4 || TYPE == LP_NVFP4) {
+        typedef uint8_t half __attribute__((vector_size(W / 2)));
+        typedef uint16_t wide __attribute__((vector_size(W)));
+        wide pairs = __builtin_convertvector(get<half>(at), wide);
+        pairs = (pairs | pairs << 4) & 0x0f0f;  // little-endian: the low half first
+        return floats(decoded<1, 0, 4>(widen_u8(&pairs)));
+    } else return get<f32v>(at);
+}
+
+// The scale of a block of codes.
+INLINE float block_scale(int type, uint8_t code) {
+    if (type == LP_NVFP4) {
+        alignas(4 * W) uint8_t one[W] = {code};
+        return floats(decoded<3, -6, 8>(widen_u8(one)))[0];
+    }
+    uint32_t power = code == 255 ? 0x7fc00000u : code ? (uint32_t)code << 23 : 1u << 22;
+    return __builtin_bit_cast(float, power);
+}
+
+// 2^e as float32, from the smallest subnormal number to 2^127.
+INLINE f32v powers(i32v e) {
+    u32v normal = (u32v)(e + 127) << 23, subnormal = all(1) << (u32v)((e + 149) & 31);
+    return floats(choose((u32v)(e > -127), normal, subnormal));
+}
+
+constexpr int bits_of(int type) {
+    return type == LP_C64 ? 64 : type == LP_F32 || type == LP_I32 ? 32 : type == LP_BF16 || type == LP_F16 ? 16
+         : type == LP_MXFP4 || type == LP_NVFP4 ? 4 : 8;
+}
+constexpr bool is_coded(int type) { return type == LP_MXFP8 || type == LP_MXFP4 || type == LP_NVFP4; }
+constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale
+
+// Transposes a square of W x W dwords: swaps the off-diagonal squares of sizes 1, 2, 4, ...
+template <int SIZE, int... I> INLINE void swap_squares(u32v* rows, std::integer_sequence<int, I...>) {
+    UNROLL for (int i = 0; i < W; i++)
+        if (!(i & SIZE)) {
+            u32v a = rows[i], b = rows[i + SIZE];
+            rows[i] = __builtin_shufflevector(a, b, ((I & SIZE) ? W + I - SIZE : I)...);
+            rows[i + SIZE] = __builtin_shufflevector(a, b, ((I & SIZE) ? W + I : I + SIZE)...);
+        }
+}
+INLINE void transpose(u32v* rows) {
+    std::make_integer_sequence<int, W> lanes;
+    swap_squares<1>(rows, lanes);
+    swap_squares<2>(rows, lanes);
+    if constexpr (W > 4) swap_squares<4>(rows, lanes);
+    if constexpr (W > 8) swap_squares<8>(rows, lanes);
+}
+
+// The real and imaginary parts of W complex numbers in two vectors.
+template <int... I> INLINE void deinterleave(u32v a, u32v b, u32v* parts, std::integer_sequence<int, I...>) {
+    parts[0] = __builtin_shufflevector(a, b, (2 * I)...);
+    parts[1] = __builtin_shufflevector(a, b, (2 * I + 1)...);
+}
+template <int... I> INLINE void interleave(u32v re, u32v im, u32v* to, std::integer_sequence<int, I...>) {
+    to[0] = __builtin_shufflevector(re, im, (I % 2 ? W + I / 2 : I / 2)...);
+    to[1] = __builtin_shufflevector(re, im, (I % 2 ? W + (W + I) / 2 : (W + I) / 2)...);
+}

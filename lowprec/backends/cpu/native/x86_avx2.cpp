@@ -1,0 +1,27 @@
+// FP32 and int8 with AVX2. int8 is widened to int16, which is exact: the unsigned by signed multiplication saturates.
+#if defined(__x86_64__)
+#include "kernel.hpp"
+TARGET_BEGIN("avx2,fma,f16c")
+namespace {
+#include "x86_lanes8.hpp"
+#include "templates.hpp"
+
+struct Fp32 : Lanes8 {
+    typedef f32v Acc;
+    static constexpr int ELEMENT = E_F32;
+    INLINE f32v dot(f32v acc, u32v a, u32v b) { return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)acc); }
+    template <int R> static constexpr Micro* micro_kernel() { return micro<Fp32, R>; }
+};
+struct Int8 : Lanes8 {
+    typedef i32v Acc;
+    static constexpr int ELEMENT = E_I16;
+    INLINE i32v dot(i32v acc, u32v a, u32v b) { return acc + (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+    template <int R> static constexpr Micro* micro_kernel() { return micro<Int8, R>; }
+};
+}  // namespace
+namespace lp {
+Unit fp32_avx2() { return unit<Fp32>(); }
+Unit int8_avx2() { return unit<Int8>(); }
+}  // namespace lp
+TARGET_END
+#endif

@@ -1,0 +1,21 @@
+// FP32 with AVX-512: a float32 a dword.
+#if defined(__x86_64__)
+#include "kernel.hpp"
+TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx2")
+namespace {
+#include "x86_lanes16.hpp"
+#include "templates.hpp"
+
+struct Fp32 : Lanes16 {
+    typedef f32v Acc;
+    static constexpr int ELEMENT = E_F32;
+    INLINE f32v dot(f32v acc, u32v a, u32v b) { return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)acc); }
+    INLINE f32v few_dot(f32v acc, u32v a, u32v b) { return dot(acc, a, b); }
+    template <int R> static constexpr Micro* micro_kernel() { return micro<Fp32, R>; }
+};
+}  // namespace
+namespace lp {
+Unit fp32_avx512() { return unit<Fp32>(); }
+}  // namespace lp
+TARGET_END
+#endif
