@@ -12,14 +12,14 @@ import pytest
 
 import lowprec
 from support import oracles
-from support.machines import MACHINES, SOFTWARE_TILES, fixture
+from support.machines import MACHINES, fixture
 
 M, N, K = 7, 5, 24
 
 Array = np.ndarray
 
 
-machine = fixture(*MACHINES, SOFTWARE_TILES)
+machine = fixture(*MACHINES)
 
 
 def make(rng: np.random.Generator, *shape: int, dtype: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Complex products of which one operand is real: as many real products as are needed, and the same numbers."""
+"""Complex products of which one operand is real have the numbers of a zero imaginary part."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends.cpu.packed import run
 from support import oracles
-from support.machines import MACHINES, SOFTWARE_TILES, fixture, on
+from support.machines import MACHINES, fixture
 
 REAL = ["float32", "bfloat16", "float16"]
 MODES = ["tf32", "bf16", "fp16", "bf16x3", "bf16x6", "bf16x9"]
@@ -20,7 +19,7 @@ SIDES = pytest.mark.parametrize("side", ["a", "b"], ids="real {}".format)
 M, K, N = 150, 220, 100
 
 
-machine = fixture(*MACHINES, SOFTWARE_TILES)
+machine = fixture(*MACHINES)
 
 
 def operands(rng: np.random.Generator, side: str, dtype: str) -> tuple[Any, Any]:
@@ -65,17 +64,3 @@ def test_non_finite_elements_are_as_with_a_zero_imaginary_part(
     found = lowprec.matmul(a, b, math_mode=mode)
     assert not np.isfinite(found).all()
     np.testing.assert_array_equal(found, want)
-
-
-@SIDES
-@pytest.mark.parametrize("mode", ["bf16", "bf16x3"])
-def test_two_products_are_enough(
-    rng: np.random.Generator, side: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = operands(rng, side, "float32")
-    calls = []
-    with on(SOFTWARE_TILES), monkeypatch.context() as patch:
-        gemm = run.gemm
-        patch.setattr(run, "gemm", lambda *x, **y: calls.append(1) or gemm(*x, **y))
-        lowprec.matmul(a, b, math_mode=mode)
-    assert len(calls) == 2

@@ -15,7 +15,6 @@ from lowprec import ArrayError, DTypeError, ShapeError, UnsupportedError, emulat
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation import arithmetic
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS
-from lowprec.backends.cpu.rounding import round_float32
 from lowprec.emulation import mma
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import TABLE, MathMode
@@ -23,15 +22,14 @@ from lowprec.planning import GemmPlan
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy.state import emulated
 from support.oracles import bfloat16
+from support.rounding_oracle import round_to_format
 
 MODES = {"tf32": TF32, "bf16": BFLOAT16, "fp16": FLOAT16}
 M, N, K = 33, 17, 100
 
 
 def rounded(x: Any, fmt: str) -> Any:
-    out = np.empty(x.shape, np.float32)
-    round_float32(np.ascontiguousarray(x, np.float32), MODES[fmt], out)
-    return out
+    return round_to_format(x, MODES[fmt])
 
 
 def in_float32(a: Any, b: Any, arch: str, fmt: str) -> Any:

@@ -90,7 +90,7 @@ def test_products_below_a_limit(isa: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("isa", ["baseline", "avx2_vnni", "avx512"])
 def test_the_numerics_tests_below_a_limit(isa: str) -> None:
     here = Path(__file__).parent
-    names = ("test_matmul_numerics.py", "test_micro_kernels.py", "test_casting.py", "test_float8.py")
+    names = ("test_matmul_numerics.py", "test_micro_kernels.py", "test_rounding.py", "test_float8.py")
     run = "import sys, pytest; sys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
     run_python(run, *(str(here / name) for name in names), timeout=1200, LOWPREC_MAX_CPU_ISA=isa)
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+import lowprec
 from lowprec import formats
-from lowprec.backends.cpu.rounding import round_float32
 from support import oracles
-from support.rounding_oracle import round_scalar
+from support.machines import MACHINES, fixture
+from support.rounding_oracle import round_scalar, round_to_format
 
 FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
 EXACT_TYPES = {"bf16": oracles.bfloat16, "fp16": np.float16}
 
 modes = pytest.mark.parametrize("mode", FORMATS)
+machine = fixture(*MACHINES)
 
 
 def rounded(x: np.ndarray, mode: str) -> np.ndarray:
-    out = np.full(x.shape, 777.0, np.float32)
-    round_float32(x, FORMATS[mode], out)
-    return out
+    return round_to_format(x, FORMATS[mode])
 
 
 def rounded_one_by_one(x: np.ndarray, mode: str) -> np.ndarray:
@@ -110,3 +112,17 @@ def test_every_size_of_block_is_whole(mode: str, size: int, rng: np.random.Gener
     x = rng.standard_normal(size, dtype=np.float32)
     x[size // 2 : size // 2 + 1] = np.nan
     assert_same_bits(rounded(x, mode), oracles.round_to(x, mode), x)
+
+
+@modes
+@pytest.mark.parametrize("dtype", [np.float16, oracles.bfloat16], ids=["float16", "bfloat16"])
+def test_stored_numbers_that_a_format_does_not_hold_are_rounded(mode: str, dtype: Any, machine: str) -> None:
+    """In a product with float32; bfloat16 reaches beyond float16, which is the finer one."""
+    x = np.arange(1 << 16, dtype=np.uint16).view(dtype)[:, None]
+    with np.errstate(invalid="ignore"):
+        wide = x.astype(np.float32)
+    keeps = mode == "fp16" and dtype == np.float16
+    want = wide if keeps else oracles.round_to(wide, mode, -1)
+    normal = ~((wide != 0) & (np.abs(wide) < 2.0**-126))  # units may take others for zero
+    found = lowprec.matmul(x, np.ones((1, 1), np.float32), math_mode=mode)
+    np.testing.assert_array_equal(found[normal], want[normal])

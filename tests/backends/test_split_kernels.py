@@ -190,12 +190,8 @@ def test_a_value_that_no_part_holds_is_reported_and_spoils_its_row_or_column(
 
 
 @contextlib.contextmanager
-def parts_on(kernel: str) -> Iterator[None]:
-    """Run on this machine's kernel for parts, whatever the size; or on software in place of tiles."""
-    if kernel == machines.SOFTWARE_TILES:
-        with machines.on(kernel):
-            yield
-        return
+def parts_on_units() -> Iterator[None]:
+    """Run on this machine's kernel for parts, whatever the size."""
     own = [x._replace(minimum_elements=0, minimum_elements_complex=0, minimum_extent_complex=0)
            for x in device.capabilities(lowprec.arrays.CPU).kernels
            if x.shares_sums and x.requires in device.features()]  # fmt: skip
@@ -203,28 +199,21 @@ def parts_on(kernel: str) -> Iterator[None]:
         yield
 
 
-machines_of_parts = pytest.mark.parametrize(
-    "machine", [machines.SOFTWARE_TILES, pytest.param("this machine", marks=needs(AVX512_BF16))]
-)
-
-
-@machines_of_parts
-def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(machine: str, rng: np.random.Generator) -> None:
+@needs(AVX512_BF16)
+def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(rng: np.random.Generator) -> None:
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((40, 50), (50, 45)))
     a[3, 4] = TOP
     b[4] = np.abs(b[4]) * 0.01
     for order in "CF":
         out = np.ones((40, 45), np.float32, order=order)
         want = a.astype(np.float64) @ b + 2.0
-        with parts_on(machine):
+        with parts_on_units():
             lowprec.matmul(a, b, c=out, beta=2.0, out=out, math_mode="bf16x6")
         np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-4)
 
 
-@machines_of_parts
-def test_operands_of_16_bits_are_one_part(
-    machine: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs(AVX512_BF16)
+def test_operands_of_16_bits_are_one_part(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     import ml_dtypes
 
     seen = []
@@ -240,7 +229,7 @@ def test_operands_of_16_bits_are_one_part(
     a = rng.standard_normal((40, 50)).astype(ml_dtypes.bfloat16)
     b = rng.standard_normal((50, 45), dtype=np.float32)
     exact = a.astype(np.float64) @ b.astype(np.float64)
-    with parts_on(machine):
+    with parts_on_units():
         for x, y, want in ((a, b, exact), (b.T, a.T, exact.T)):
             plan = lowprec.plan(x, y, math_mode="bf16x6")
             assert (plan.kernel_row.shares_sums, plan.products) == (True, 3)

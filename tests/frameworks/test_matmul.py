@@ -15,7 +15,7 @@ from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
 from lowprec.planning.bounds import MAX_K_INT8
 from support import oracles
-from support.machines import MACHINES, SOFTWARE_TILES, fixture, on
+from support.machines import MACHINES, fixture, on
 from support.oracles import Epilogue
 
 DTYPES = ["float32", "float64", "complex64", "complex128", "float16", "bfloat16"]
@@ -292,7 +292,7 @@ def saturated(wide: np.ndarray) -> np.ndarray:
     return np.clip(wide, limits.min, limits.max).astype(np.int32)
 
 
-@pytest.mark.parametrize("machine", [*MACHINES, SOFTWARE_TILES])
+@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("activation", [None, "relu"])
 def test_a_sum_of_int8_and_bias_beyond_int32_saturates(

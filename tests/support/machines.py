@@ -13,11 +13,10 @@ from lowprec.arrays import CPU
 from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.cpu import casting, epilogue, panels, rounding, scaling, splitting
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
-from lowprec.backends.cpu.packed import jobs, micro_kernels, prepared_panels, run
+from lowprec.backends.cpu.packed import jobs, micro_kernels, prepared_panels
 from lowprec.backends.cuda.models import KERNELS as CUDA_KERNELS
 from lowprec.core import executors
 from lowprec.planning import Capabilities, KernelRow
-from support import software_tiles
 
 ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 
@@ -40,20 +39,12 @@ def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20, *
 #: Those on which a test that is parametrised by machine runs.
 MACHINES = ("this machine", "NumPy alone")
 
-#: A machine that runs every product on the tile kernels, which NumPy replaces.
-SOFTWARE_TILES = "tile units in software"
-
 
 @contextmanager
 def on(machine: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         if machine == "NumPy alone":
             _pretend(monkeypatch, Capabilities("cpu", "a machine with NumPy alone", CPU_KERNELS))
-        if machine == SOFTWARE_TILES:
-            rows = tuple(row._replace(minimum_elements=0, minimum_elements_complex=0) for row in CPU_KERNELS)
-            able = Capabilities("cpu", SOFTWARE_TILES, rows, frozenset({"amx_bf16", "amx_int8"}))
-            monkeypatch.setattr(run, "gemm", software_tiles.gemm)
-            _pretend(monkeypatch, able)
         try:
             yield
         finally:

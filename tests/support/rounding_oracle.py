@@ -1,11 +1,21 @@
-"""Rounding to a format, one number at a time and exact: the readable twin, and the oracle, of the fast ones."""
+"""Rounding to a format: one number at a time and exact, and as products by NumPy round their operands."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
+
+from lowprec.backends.cpu import numpy_products
 from lowprec.formats import NumberFormat
+
+
+def round_to_format(x: Any, to: NumberFormat) -> Any:
+    """Return numbers as float32, rounded as the operands of products by NumPy."""
+    with np.errstate(all="ignore"):
+        return numpy_products.rounded(np.atleast_2d(x), np.dtype(np.float32), to).reshape(np.shape(x))
 
 
 def round_scalar(value: float, to: NumberFormat, *, ties_away: bool = False) -> float:
