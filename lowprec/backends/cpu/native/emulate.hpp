@@ -1,25 +1,25 @@
 // Sums of products by the arithmetic of tensor cores, bit by bit, as defined in emulation/arithmetic.py.
 //
-// A number is an exponent and a significand in [2, 4), or less if it is subnormal. Significands of operands have at most
-// 12 bits, so their products are exact in float32. Terms are aligned by a power of two and truncated to int32; eight of
-// at most 25 fraction bits, and c, have an exact sum in int32, and all terms of a group in float64, which is rounded
-// once. A lane is an element of the result. Included after vec.hpp.
+// A number is an exponent and a significand in [2, 4), or less if it is subnormal. Operands have at most 12 significant
+// bits, so products of significands are exact in float32. Terms are aligned by a power of two and truncated to int32;
+// eight of at most 25 fraction bits, and c, have an exact sum in int32, and all terms of a group in float64, which is
+// rounded once. A lane is an element of the result. Included after vec.hpp.
 
 typedef double f64v __attribute__((vector_size(4 * W)));  // half of the lanes
 typedef int64_t i64v __attribute__((vector_size(4 * W)));
 typedef float f32h __attribute__((vector_size(2 * W)));
 typedef int32_t i32h __attribute__((vector_size(2 * W)));
 
-const int EMULATED_K = 128;  // elements of k that are decomposed at once
+using lp::EMULATED_K;
 
 INLINE i32v larger(i32v x, i32v y) { return x > y ? x : y; }
 
-// 2^exponent and integers as float64, from lane FIRST. Shuffles, because GCC 12 converts 4 lanes at a time.
+// 2^exponent and integers as float64, W / 2 from lane FIRST. By shuffles, because GCC 12 converts 4 lanes at a time.
 template <int FIRST, int... I> INLINE f64v powers_from(i32v exponent, std::integer_sequence<int, I...>) {
     return (f64v)__builtin_shufflevector(i32v{}, (exponent + 1023) << 20, (I % 2 ? W + FIRST + I / 2 : 0)...);
 }
 template <int FIRST, int... I> INLINE f64v doubles_from(u32v x, std::integer_sequence<int, I...>) {
-    // The low half of 2^52 + 2^31 + x.
+    // x + 2^31 is the low half of 2^52 + 2^31 + x.
     return (f64v)__builtin_shufflevector(x ^ 0x80000000, all(0x43300000), (I % 2 ? W : FIRST + I / 2)...) -
            (0x1p52 + 0x1p31);
 }
@@ -103,6 +103,7 @@ INLINE void add_group(const lp_tensor_core& core, const EmulatedA<R>& a, const E
     }
 }
 
+// Up to W numbers, and zeros.
 INLINE f32v get_some(const float* from, int64_t count) {
     f32v x = {};
     if (count >= W) return get<f32v>(from);
@@ -115,6 +116,7 @@ INLINE bool any_special(i32v exponents) {
     return found;
 }
 
+// Adds `count` products, from element `inner` of k, to W elements of R rows.
 template <int R>
 INLINE void add_rows(const lp::Emulation& job, const EmulatedB& b, bool special, int64_t row, int64_t column,
                      int64_t inner, int count) {

@@ -13,9 +13,9 @@ extern const Lanewise lanewise_neon;
 
 namespace {
 
-const int MOST_FRACTION_BITS = 25, MOST_PRODUCTS = 128;          // of a group
-const int64_t PIECE = 1 << 18, PAYS_TO_SHARE = 1 << 20;          // elements of arrays
-const int64_t PRODUCTS_TO_SHARE = 1 << 16;                       // products of elements
+const int MOST_FRACTION_BITS = 25;
+const int64_t PIECE = 1 << 18;                                           // elements of an array
+const int64_t ELEMENTS_TO_SHARE = 1 << 20, PRODUCTS_TO_SHARE = 1 << 18;  // from which several threads are faster
 
 // Of this processor; null if there is none.
 const lp::Lanewise* found() {
@@ -68,7 +68,7 @@ void unscale(void* at, int) {
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                           const lp_tensor_core* core, int32_t threads) {
     const lp::Lanewise* functions = found();
-    const bool is_exact = core->fraction_bits <= MOST_FRACTION_BITS && core->group <= MOST_PRODUCTS;
+    const bool is_exact = core->fraction_bits <= MOST_FRACTION_BITS && core->group <= lp::EMULATED_K;
     if (!functions || !is_exact) return LP_UNSUPPORTED;
     Emulated job = {functions, {a, b, c, m, n, k, *core}, {0}};
     lp::run(emulate, &job, m * n * k < PRODUCTS_TO_SHARE ? 1 : threads);
@@ -81,6 +81,6 @@ LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, 
     int64_t elements = 0;
     for (int64_t i = 0; i < count; i++) elements += arrays[i].size;
     Unscaled job = {functions, arrays, count, inverse, {0}, {false}};
-    lp::run(unscale, &job, elements < PAYS_TO_SHARE ? 1 : threads);
+    lp::run(unscale, &job, elements < ELEMENTS_TO_SHARE ? 1 : threads);
     return job.special;
 }

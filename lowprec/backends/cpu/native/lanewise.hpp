@@ -11,7 +11,8 @@ struct Emulation {  // the arguments of lp_emulate
     lp_tensor_core core;
 };
 
-const int EMULATED_ROWS = 32;  // of a block, which has a vector's columns
+// A block of the result has a vector's columns; EMULATED_K elements of k, whole groups, are decomposed at once.
+const int EMULATED_ROWS = 32, EMULATED_K = 128;
 
 struct Lanewise {
     int lanes;

@@ -89,11 +89,13 @@ LP_API int32_t lp_gemm(const lp_product*, const lp_call*);
 // is computed if target is null; -1 if unsupported. bytes / number of matrices is the distance between matrices.
 LP_API int64_t lp_pack(const lp_product*, const void* b, const void* b_scales, void* target, int32_t threads);
 
-// Multiplies `count` arrays by inverse in the arithmetic of their type; returns 1 if any has Inf or NaN.
+// Multiplies `count` arrays by inverse, bfloat16 in float32; returns 1 if any has Inf or NaN, -1 without a unit. `from`
+// and `to` are equal or do not overlap; both may be unaligned.
 typedef struct { const void* from; void* to; int64_t size; int32_t type; int32_t pad; } lp_flat;  // type 0 f32, 1 bf16, 100 f64
 LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, int32_t threads);
 
-// c += a @ b by the arithmetic of tensor cores, bit by bit; a (m, k), b (k, n), c (m, n), float32, row-major.
+// c += a @ b by the arithmetic of tensor cores, bit by bit; a (m, k), b (k, n), c (m, n), float32, row-major; numbers of
+// a and b have at most 12 significant bits. Groups have at most 128 products, and terms 25 fraction bits. -> lp_status
 typedef struct { int32_t group, fraction_bits, least_exponent, emin; } lp_tensor_core;
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                           const lp_tensor_core*, int32_t threads);
