@@ -17,14 +17,14 @@ import numpy as np
 import timing
 
 from lowprec.amp import LossScaler
-from lowprec.backends.cpu import casting
+from lowprec.backends.cpu import library
 
 #: Its reciprocal is not a power of two, but near 1: passes can be repeated without overflow.
 SCALE = 1 + 2.0**-20
 
-OURS, WITHOUT_NUMBA, TORCH, ON_TENSORS = (
+OURS, WITHOUT_KERNELS, TORCH, ON_TENSORS = (
     "lowprec",
-    "lowprec without numba",
+    "lowprec without kernels",
     "torch._amp_foreach_non_finite_check_and_unscale_",
     "lowprec on torch tensors",
 )
@@ -48,11 +48,11 @@ def variants(arrays: int, n: int, seed: int) -> dict[str, Callable[[int], Any]]:
     ours, plain = drawn(), drawn()
     scaler = LossScaler(SCALE, dynamic=False)
 
-    def without_numba(_: int) -> bool:
-        with mock.patch.object(casting, "has_kernels", return_value=False):
+    def without_kernels(_: int) -> bool:
+        with mock.patch.object(library, "library", return_value=None):
             return unscale(scaler, plain)
 
-    found: dict[str, Callable[[int], Any]] = {OURS: lambda _: unscale(scaler, ours), WITHOUT_NUMBA: without_numba}
+    found: dict[str, Callable[[int], Any]] = {OURS: lambda _: unscale(scaler, ours), WITHOUT_KERNELS: without_kernels}
     if importlib.util.find_spec("torch"):
         import torch
 

@@ -6,7 +6,6 @@ import collections
 import copy
 import functools
 import pickle
-import sys
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +18,7 @@ from lowprec import DLPackArray, DTypeError, LowprecError, ShapeError
 from lowprec.amp import GradientTypeError, LossScaler, ScalerStateError, SettingError, functional
 from lowprec.amp.rules import ScaleRule
 from lowprec.arrays.namespaces import dtype_name
-from lowprec.backends.cpu import casting, numba_import, unscaling
+from lowprec.backends.cpu import library
 from lowprec.errors import ArrayError
 from support import interrupts
 
@@ -285,18 +284,29 @@ def test_every_element_is_divided_and_looked_at(dtype: str, n: int) -> None:
             np.testing.assert_array_equal(bad, expected)
 
 
-def test_numpy_computes_the_same_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = np.random.default_rng(1).standard_normal(300_003).astype(np.float32)
-    first = LossScaler(3.0).unscale(x)
-    with monkeypatch.context() as patch:
-        patch.setattr(casting, "has_kernels", lambda: False)
-        np.testing.assert_array_equal(LossScaler(3.0).unscale(x), first)
-    # As where it cannot be imported.
-    casting.has_kernels.cache_clear()
-    monkeypatch.setattr(numba_import, "fails", lambda: True)
-    monkeypatch.delitem(sys.modules, unscaling._KERNELS, raising=False)
-    monkeypatch.setattr(unscaling, "imported", lambda name: pytest.fail("numba is needed for it"))
-    np.testing.assert_array_equal(LossScaler(3.0).unscale(x), first)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_numpy_computes_the_same_without_the_library(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    # Of all magnitudes: subnormal results, overflows and ties are among them.
+    x = (rng.standard_normal(70_003) * 2.0 ** rng.integers(-140, 125, 70_003)).astype(getattr(ml_dtypes, dtype, dtype))
+    scalers = [LossScaler(scale, dynamic=False) for scale in (3.0, 2.0**-7 / 3, 2.0**100)]
+    first = [scaler.unscale(x) for scaler in scalers]
+    monkeypatch.setattr(library, "library", lambda: None)
+    for scaler, expected in zip(scalers, first, strict=True):
+        assert not scaler.found_inf
+        scaler.update()
+        assert scaler.unscale(x).tobytes() == expected.tobytes()
+
+
+def test_a_caller_that_flushes_subnormal_numbers() -> None:
+    torch = load_or_skip(Backend.TORCH).torch
+    if library.library() is None or not torch.set_flush_denormal(True):
+        pytest.skip("the kernels are not compiled, or this processor does not flush subnormal numbers")
+    try:
+        found = LossScaler(4.0).unscale(np.full(9, 2.0**-126, np.float32))
+    finally:
+        torch.set_flush_denormal(False)
+    assert (found.view(np.uint32) == 1 << 21).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])

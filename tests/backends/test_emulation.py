@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,20 +11,19 @@ import pytest
 import lowprec
 from backends.tensor_core_oracle import dot
 from lowprec.architectures import Architecture, parse_architecture
-from lowprec.backends.cpu import casting, numba_import
-from lowprec.backends.cpu.emulation import Arithmetic, arithmetic, arrays, formats_of, multiply
-from lowprec.backends.cpu.emulation import products as emulated_products
-from lowprec.backends.cpu.rounding import round_float32
+from lowprec.backends.cpu import library
+from lowprec.backends.cpu.emulation import Arithmetic, arithmetic, formats_of, multiply
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
 from lowprec.planning.tensor_cores import accumulation
 from support import tensor_core_vectors as vectors
+from support.rounding_oracle import round_to_format
 
 FORMATS = {"float16": FLOAT16, "bfloat16": BFLOAT16, "tf32": TF32}
 MODELS = [(arch, fmt) for arch in Architecture for fmt in formats_of(arch)]
 NAN = 0x7FFFFFFF
 Twin = Callable[[Any, Any, Any, Arithmetic], Any]
 
-has_numba = importlib.util.find_spec("numba") is not None
+needs_kernels = pytest.mark.skipif(library.library() is None, reason="the kernels are not compiled")
 
 
 def bits(x: Any) -> Any:
@@ -33,10 +31,7 @@ def bits(x: Any) -> Any:
 
 
 def rounded(x: Any, fmt: str | NumberFormat) -> Any:
-    out = np.empty(np.shape(x), np.float32)
-    to = FORMATS[fmt] if isinstance(fmt, str) else fmt
-    round_float32(np.ascontiguousarray(x, np.float32), to, out)
-    return out
+    return round_to_format(x, FORMATS[fmt] if isinstance(fmt, str) else fmt)
 
 
 def scalar_twin(a: Any, b: Any, c: Any, model: Arithmetic) -> Any:
@@ -49,13 +44,10 @@ def scalar_twin(a: Any, b: Any, c: Any, model: Arithmetic) -> Any:
     return out
 
 
-@pytest.fixture(params=["numba", "NumPy"])
+@pytest.fixture(params=[pytest.param("compiled", marks=needs_kernels), "NumPy"])
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Twin:
-    if request.param == "numba":
-        if not has_numba:
-            pytest.skip("numba is not installed")
-    else:
-        monkeypatch.setattr(emulated_products, "_twin", lambda: arrays.accumulate)
+    if request.param == "NumPy":
+        monkeypatch.setattr(library, "library", lambda: None)
     return multiply
 
 
@@ -166,6 +158,9 @@ H = Architecture.HOPPER
         (H, "tf32", [2.0**127] * 2 + [0.0] * 6 + [-(2.0**127)], [1.0] * 9, 0.0, np.inf),
         (H, "tf32", [2.0**127] * 2 + [0.0] * 6 + [-np.inf], [1.0] * 9, 0.0, np.nan),
         (H, "tf32", [2.0**127, 2.0**127, -np.inf], [1.0] * 3, 0.0, -np.inf),
+        # 2^128 - 2^103 is nearest to 2^128, and rounded toward zero.
+        (H, "tf32", [2.0**127, 2.0**127 - 2.0**116, 2.0**116 - 2.0**105, 2.0**105 - 2.0**103], [1.0] * 4, 0.0,
+         2.0**128 - 2.0**104),
         # Products may exceed it, as long as the sum does not; the 1 is far below their bits.
         (H, "tf32", [2.0**127, -(2.0**127)], [2.0, 2.0], 1.0, 0.0),
         (H, "tf32", [np.inf], [0.0], 0.0, np.nan),
@@ -225,25 +220,41 @@ def test_strides_and_batches(twin: Twin, rng: np.random.Generator) -> None:
         assert (bits(found[i]) == bits(expected)).all()
 
 
-@pytest.fixture
-def twin_unknown() -> Iterator[None]:
-    emulated_products._twin.cache_clear()
-    casting.has_kernels.cache_clear()
-    yield
-    emulated_products._twin.cache_clear()
-    casting.has_kernels.cache_clear()
+@needs_kernels
+@pytest.mark.parametrize("specials", [0, 40])
+@pytest.mark.parametrize(("arch", "fmt"), MODELS)
+def test_kernels_and_numpy_agree_on_many_blocks(
+    arch: Architecture, fmt: str, specials: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three blocks of rows, some of columns whatever the vectors' width, and of k; the second is shared by threads.
+    model = arithmetic(arch, fmt)
+    a, b = wild(rng, (70, 291), fmt, 60), wild(rng, (291, 37), fmt, 60)
+    c = wild(rng, (70, 37), "tf32", 126) * np.float32(1 + 2.0**-23)
+    for x in (a, b, c):
+        x.flat[rng.integers(0, x.size, specials)] = rng.choice([np.inf, -np.inf, np.nan], specials)
+    found = multiply(a, b, c, model)
+    monkeypatch.setattr(library, "library", lambda: None)
+    assert (bits(found) == bits(multiply(a, b, c, model))).all()
 
 
-@pytest.mark.usefixtures("twin_unknown")
-def test_with_a_broken_numba_numpy_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numba_import, "_failure", ["numba is installed but cannot be imported"])
-    assert emulated_products._twin() is arrays.accumulate
+@pytest.mark.parametrize("change", [{"fraction_bits": 26}, {"group": 200}, {"group": 7}, {"group": 24}])
+def test_groups_and_bits_beyond_those_of_tensor_cores(change: dict[str, int]) -> None:
+    # Eight of the largest terms of 26 fraction bits exceed an int32.
+    a, b = np.full((1, 300), 2 - 2.0**-10, np.float32), np.full((300, 1), 2 - 2.0**-10, np.float32)
+    c, model = np.ones((1, 1), np.float32), arithmetic(H, "float16")._replace(**change)
+    assert (bits(multiply(a, b, c, model)) == bits(scalar_twin(a, b, c, model))).all()
 
 
-@pytest.mark.usefixtures("twin_unknown")
-def test_without_numba_numpy_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
-    assert emulated_products._twin() is arrays.accumulate
+def test_a_caller_that_flushes_subnormal_numbers() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormal numbers")
+    try:
+        a = np.full((1, 1), 2.0**-75, np.float32)
+        found = multiply(a, a * np.float32(2), None, arithmetic(H, "bfloat16"))
+    finally:
+        torch.set_flush_denormal(False)
+    assert bits(found)[0, 0] == 1
 
 
 # -- published errors -----------------------------------------------------------------------------
@@ -265,7 +276,7 @@ K = 4096
         ("bf16x6", 256, 2.4e-7, None),
     ],
 )
-@pytest.mark.skipif(not has_numba, reason="numba is not installed")
+@needs_kernels
 def test_errors_of_recovered_products_on_hopper(
     scheme: str, chunk: int, normal: float, uniform: float | None, rng: np.random.Generator
 ) -> None:

@@ -312,7 +312,7 @@ def test_gemm_runs_without_extras(tmp_path: Path) -> None:
 #: By script: the packages and options that it needs, a column of its results with its values, the limits of its claims.
 SCRIPTS = {
     "guard": ("", (), "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
-    "unscale": ("", (), "variant", {"lowprec", "lowprec without numba"}, [1.0]),
+    "unscale": ("", (), "variant", {"lowprec", "lowprec without kernels"}, [1.0]),
     "solve": ("", (), "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
     "transformer": ("torch numba", (), "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
     "narrow": ("", (), "kind", {"normal", "storage", "weight"}, [0.9, 0.9, 1.3, 1.6, 1.6]),

@@ -2,51 +2,50 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
-from lowprec.arrays.view import data_pointer
-from lowprec.backends.cpu import casting, team, threads
-from lowprec.backends.execution import imported
+from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
+from lowprec.backends.cpu import library, threads
+from lowprec.formats import DType
+
+#: ``type`` of an ``lp_flat`` by element type.
+_TYPES = {NUMPY_DTYPES[DType.FLOAT32]: 0, NUMPY_DTYPES[DType.BFLOAT16]: 1, NUMPY_DTYPES[DType.FLOAT64]: 100}
 
 #: Elements per block with NumPy alone; source, result and flags fit the L2 cache.
 _BLOCK = 1 << 16
 
-#: Elements per piece of a thread; elements from which several threads are used.
-_PIECE, _PAYS_TO_SHARE = 1 << 18, 1 << 20
-
-#: Elements from which numba is imported, and from which a kernel is faster than NumPy.
-_PAYS_TO_IMPORT, _PAYS_TO_CALL = 1 << 18, 1 << 10
-
-_KERNELS = "lowprec.backends.cpu.unscaling_kernels"
-
-#: A contiguous array and its result, and their addresses.
-_Pair: TypeAlias = tuple[Any, Any, int, int]
-
 
 def unscale(pairs: Sequence[tuple[Any, Any]], inverse: Any) -> bool:
     """Multiply float32, float64 or bfloat16 arrays by ``inverse``; return whether any has Inf or NaN."""
-    found: list[bool] = []
-    flat: dict[Any, list[_Pair]] = {}
+    functions = library.library() if library.units() else None
+    found, rows = False, []
     for x, out in pairs:
         first = data_pointer(x)
         target = first if out is x else data_pointer(out)
-        aligned = not (first | target) % x.itemsize
-        if aligned and x.dtype.isnative and is_flat(x, out, first, target):
-            flat.setdefault(x.dtype, []).append((x, out, first, target))
+        if not is_flat(x, out, first, target):
+            found |= _unscale_plain(x, out, inverse)
+        elif functions is not None and x.dtype in _TYPES:
+            rows.append((first, target, x.size, _TYPES[x.dtype]))
         else:
-            found.append(_unscale_plain(x, out, inverse))
-    elements = sum([x.size for x, _ in pairs])
-    return any(found + [_run(members, inverse, elements) for members in flat.values()])
+            found |= _unscale_blocks(x.ravel("K"), out.ravel("K"), inverse)
+    if functions is not None and rows:
+        table = np.array(rows, np.int64)  # of lp_flat
+        found |= bool(functions.unscale(data_pointer(table), len(rows), inverse, threads.num_threads()))
+    return found
 
 
 def is_flat(x: Any, out: Any, first: int, target: int) -> bool:
     """Whether both arrays are contiguous in the same order, and identical or not overlapping."""
     one_run = x.flags.forc and x.strides == out.strides
     return one_run and (first == target or abs(first - target) >= x.nbytes)
+
+
+def _unscale_blocks(x: Any, out: Any, inverse: Any) -> bool:
+    found = [_unscale_plain(x[i : i + _BLOCK], out[i : i + _BLOCK], inverse) for i in range(0, x.size, _BLOCK)]
+    return any(found)
 
 
 def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
@@ -57,40 +56,3 @@ def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
         else:
             np.multiply(x, x.dtype.type(inverse), out=out)
     return found
-
-
-def _run(pairs: Sequence[_Pair], inverse: Any, elements: int) -> bool:
-    loaded = _KERNELS in sys.modules and elements >= _PAYS_TO_CALL
-    compiled = casting.has_kernels() and (loaded or (elements >= _PAYS_TO_IMPORT and casting.can_compile()))
-    kernel = imported(f"{_KERNELS}:unscale_kernel")(casting.name_of(pairs[0][0].dtype)) if compiled else None
-    workers = threads.num_threads() if elements > _PAYS_TO_SHARE else 1
-    if kernel is None:
-        return _run_blocks(pairs, inverse, workers)
-    return _run_kernel(kernel, pairs, inverse, workers)
-
-
-def _run_kernel(kernel: int, pairs: Sequence[_Pair], inverse: Any, workers: int) -> bool:
-    factor = np.array(inverse, pairs[0][0].dtype)
-    at = data_pointer(factor)
-    rows = [
-        (kernel, first + i * x.itemsize, target + i * x.itemsize, min(_PIECE, x.size - i), at)
-        for x, _, first, target in pairs
-        for i in range(0, x.size, _PIECE)
-    ]
-    found = np.zeros(len(rows), np.int64)
-    if rows:
-        table = np.array(rows, np.int64)
-        team.run_rows("llll", table, min(workers, len(rows)), results=data_pointer(found))
-    return bool(found.any())
-
-
-def _run_blocks(pairs: Sequence[_Pair], inverse: Any, workers: int) -> bool:
-    flat = [(x.ravel("K"), out.ravel("K")) for x, out, *_ in pairs]
-    blocks = [
-        (x[first : first + _BLOCK], out[first : first + _BLOCK])
-        for x, out in flat
-        for first in range(0, x.size, _BLOCK)
-    ]
-    found: list[bool] = []
-    team.distribute(lambda block: found.append(_unscale_plain(*block, inverse)), blocks, workers)
-    return any(found)

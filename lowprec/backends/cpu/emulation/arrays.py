@@ -1,4 +1,4 @@
-"""Emulation with NumPy, for machines without numba."""
+"""Emulation with NumPy: without the compiled library, and for models beyond its kernels."""
 
 from __future__ import annotations
 
@@ -39,8 +39,22 @@ class Operand(NamedTuple):
 _BEYOND_FLOAT32 = np.int64((1 << 29) - 1)
 
 
-def accumulate(a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic) -> None:
-    """Compute ``c += a @ b`` for a block of c (float32) in place, group by group as a tensor core."""
+#: Rows and columns of a block of the result, whose intermediate results fit the L2 cache.
+_ROWS, _COLUMNS = 16, 512
+
+
+def accumulate(a: Any, b: Any, c: Any, arithmetic: Arithmetic) -> None:
+    """Compute ``c += a @ b`` in place, group by group as a tensor core; ``c`` is float32 and contiguous."""
+    x, y = Operand.of(a, arithmetic.emin), Operand.of(b, arithmetic.emin)
+    m, n = c.shape
+    with np.errstate(all="ignore"):
+        for i in range(0, m, _ROWS):
+            for j in range(0, n, _COLUMNS):
+                _accumulate_block(x, y, c, slice(i, i + _ROWS), slice(j, j + _COLUMNS), arithmetic)
+    c.view(np.uint32)[np.isnan(c)] = NAN
+
+
+def _accumulate_block(a: Operand, b: Operand, c: Any, rows: slice, columns: slice, arithmetic: Arithmetic) -> None:
     total = c[rows, columns].astype(np.float64)
     for first in range(0, a.values.shape[1], arithmetic.group):
         inner = slice(first, first + arithmetic.group)

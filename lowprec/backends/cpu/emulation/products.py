@@ -1,24 +1,19 @@
-"""Products of arrays by an emulated tensor core: batches, complex numbers, threads."""
+"""Products of arrays by an emulated tensor core: batches and complex numbers."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from lowprec.architectures import Architecture, parse_architecture
-from lowprec.backends.cpu import casting, team, threads
+from lowprec.arrays.view import data_pointer
+from lowprec.backends.cpu import library, threads
 from lowprec.backends.cpu.emulation import arrays
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic
-from lowprec.backends.cpu.emulation.arrays import NAN, Operand
-
-#: Rows and columns of a block of the result; b's part of a block is read from the L2 cache.
-_ROWS, _COLUMNS = 16, 512
-
-_Accumulate = Callable[[Operand, Operand, Any, slice, slice, Arithmetic], None]
 
 
 def __getattr__(name: str) -> SimpleNamespace:
@@ -50,33 +45,20 @@ def multiply(a: Any, b: Any, c: Any | None, model: Arithmetic) -> Any:
     if c is not None:
         out[...] = c
     a, b = (np.broadcast_to(x, batch + x.shape[-2:]) for x in (a, b))
-    with np.errstate(all="ignore"):
-        for i in np.ndindex(batch):
-            _product(a[i], b[i], out[i], model)
-    out.view(np.uint32)[np.isnan(out)] = NAN
+    for i in np.ndindex(batch):
+        _accumulate(a[i], b[i], out[i], model)
     return out
 
 
-def _product(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
-    accumulate, (m, n) = _twin(), c.shape
-    x, y = Operand.of(a, model.emin), Operand.of(b, model.emin)
-    blocks = [
-        (slice(i, min(i + _ROWS, m)), slice(j, min(j + _COLUMNS, n)))
-        for j in range(0, n, _COLUMNS)
-        for i in range(0, m, _ROWS)
-    ]
-
-    def run(block: tuple[slice, slice]) -> None:
-        with np.errstate(all="ignore"):  # thread-local
-            accumulate(x, y, c, *block, model)
-
-    team.distribute(run, blocks, threads.num_threads())
-
-
-@functools.cache
-def _twin() -> _Accumulate:
-    if not casting.can_compile():
-        return arrays.accumulate
-    from lowprec.backends.cpu.emulation import compiled
-
-    return compiled.accumulate
+def _accumulate(a: Any, b: Any, c: Any, model: Arithmetic) -> None:
+    """Compute ``c += a @ b`` in place; ``c`` is contiguous."""
+    functions, status = library.library(), library.UNSUPPORTED
+    if functions is not None:
+        a, b = (np.ascontiguousarray(x, np.float32) for x in (a, b))
+        core = library.TensorCore(*model)
+        status = functions.emulate(
+            data_pointer(a), data_pointer(b), data_pointer(c), *c.shape, a.shape[-1],
+            ctypes.addressof(core), threads.num_threads(),
+        )  # fmt: skip
+    if status == library.UNSUPPORTED:
+        arrays.accumulate(a, b, c, model)
