@@ -165,9 +165,10 @@ int32_t one(const lp_product& p, const lp_call& c, const Unit& unit, int64_t pro
     w.threads = threads;
     orient(w);
     // c may be the result, which a recomputation would need again.
-    if (w.checks && (w.c.at || w.packed_b)) return in_memory(p, w, unit);
+    if (w.checks && w.c.at) return in_memory(p, w, unit);
     const int32_t status = unit.gemm(w);
-    return status == lp::NOT_FINITE ? in_memory(p, w, unit) : status;
+    if (status != lp::NOT_FINITE) return status;
+    return w.packed_b ? LP_NOT_FINITE : in_memory(p, w, unit);
 }
 
 struct Batch {

@@ -171,3 +171,17 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
     write_row<WIDTH>(p.out, row, col, count, v[0], p.streams);
     return special;
 }
+
+// One row of int8 products, whose sums are exact, less `offset`; a bias is added with saturation.
+INLINE void finish_integers(const lp::Work& p, const int32_t* sums, int32_t offset, int64_t row, int64_t col, int count) {
+    int32_t* to = (int32_t*)p.out.at + p.out.offset(row, col);
+    for (int j = 0; j < count; j++) {
+        int32_t v = sums[j] - offset;
+        if (p.bias.at) {
+            const char* at = p.bias.at + p.bias.offset(row, col + j) * (p.bias.type == LP_I8 ? 1 : 4);
+            const int32_t addend = p.bias.type == LP_I8 ? *(const int8_t*)at : *(const int32_t*)at;
+            if (__builtin_add_overflow(v, addend, &v)) v = addend < 0 ? INT32_MIN : INT32_MAX;
+        }
+        to[j * p.out.col] = p.activation == LP_RELU && v < 0 ? 0 : v;
+    }
+}

@@ -1,20 +1,35 @@
-// Products of few rows of a: b is read once, a block of k at a time, which is packed into the cache and multiplied at
-// once, or multiplied where it is if its numbers are dwords in memory. The sums are those of the packed kernels:
-// sequential over each chunk of k, then chunk by chunk. A unit U adds FEW, the most rows; 0 for none.
+// Products of few rows of a: b is read once, where it is: rounded and paired in registers if its lanes are contiguous,
+// else packed into the cache, a block of k at a time. The sums are those of the packed kernels: sequential over each chunk
+// of k, then chunk by chunk. A unit U adds FEW, the most rows; 0 for none.
+
+const int PANEL = -1;  // in the place of a type: packed dwords
 
 // Adds `dwords` of k to ROWS rows of sums, ldy apart, for `lanes` lanes (a multiple of W): from zero unless `adds`.
-// a: rows of W dwords. b is multiplied as b + 128 by units of unsigned by signed numbers, unlike in packed kernels. b: a row of lanes per dword of k, ldb dwords apart.
-template <class U, int ROWS>
-static void few_rows(const uint32_t* a, const uint32_t* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds) {
+// a: rows of W dwords. b: the first of the rows of lanes, `ldb` bytes apart; a panel has one per dword of k.
+template <class U, int ROWS, int TYPE, int FORMAT>
+static void few_rows(const Source& s, const uint32_t* a, const char* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds) {
     typedef typename U::Acc Acc;
+    constexpr int P = per_dword(U::ELEMENT), SIZE = TYPE == PANEL ? 4 : bits_of(TYPE) / 8;
     auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
         constexpr int V = decltype(count)::value;
         Acc acc[ROWS][V];
         UNROLL for (int i = 0; i < ROWS; i++)
             UNROLL for (int v = 0; v < V; v++) acc[i][v] = adds ? get<Acc>(y + i * ldy + at + v * W) : Acc{};
-        _Pragma("GCC unroll 4") for (int d = 0; d < dwords; d++) {
+        _Pragma("GCC unroll 2") for (int d = 0; d < dwords; d++) {
             u32v row[V];
-            UNROLL for (int v = 0; v < V; v++) row[v] = get<u32v>(b + d * ldb + at + v * W) ^ (U::ELEMENT == E_U8 ? 0x80808080u : 0);
+            UNROLL for (int v = 0; v < V; v++) {
+                const char* from = b + d * ldb + (at + v * W) * SIZE;
+                if constexpr (TYPE == PANEL) {
+                    row[v] = get<u32v>(from);
+                } else {  // the numbers of a dword are W rows apart; the next block is prefetched
+                    const char* runs[P];
+                    UNROLL for (int p = 0; p < P; p++) runs[p] = from + p * W * ldb;
+                    if (SIZE == 4 || v % (4 / SIZE) == 0)
+                        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(runs[p] + P * W * ldb, 0, 2);
+                    pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, s, nullptr, nullptr, 0, row + v);
+                }
+                if (U::ELEMENT == E_U8) row[v] ^= 0x80808080u;  // b + 128 times a, unlike in packed kernels
+            }
             UNROLL for (int i = 0; i < ROWS; i++) {
                 u32v dword = all(a[i * W + d]);
                 UNROLL for (int v = 0; v < V; v++) acc[i][v] = U::ELEMENT == E_U8 ? U::dot(acc[i][v], row[v], dword) : U::dot(acc[i][v], dword, row[v]);
@@ -32,16 +47,15 @@ static void few_rows(const uint32_t* a, const uint32_t* b, int64_t ldb, int dwor
 template <class U> struct Few {
     typedef typename U::Acc Acc;
     typedef Gemm<U> G;
-    typedef void Rows(const uint32_t*, const uint32_t*, int64_t, int, uint32_t*, int64_t, int64_t, bool);
+    typedef void Rows(const Source&, const uint32_t*, const char*, int64_t, int, uint32_t*, int64_t, int64_t, bool);
     static constexpr int M = U::ROWS, P = G::P, N = G::N;
     static constexpr Layout LAYOUT_A{true, M, W, M * W, 0};
 
     struct Job {
         lp::Work& p;
         Pack *pack_a, *pack_b;
-        Rows* rows;
-        bool in_place;  // b's numbers are dwords, lanes contiguous
-        int64_t blocks, chunk, columns, tasks, memory_each, a_dwords, ldy;
+        Rows *rows, *in_place;  // of panels, and of b where it is; null where it cannot be read so
+        int64_t blocks, chunk, columns, tasks, memory_each, a_dwords, ldy, size;
         uint32_t* memory;
         int32_t *exponents_a, *exponents_b;
         alignas(64) std::atomic<int64_t> next_task;
@@ -55,24 +69,23 @@ template <class U> struct Few {
         return (p.b.k == 1 && !p.b.k_offsets) || along_lanes(p);
     }
 
-    // Columns [first, first + lanes) of the result; `first` is a multiple of N.
+    // Columns [first, first + lanes) of the result; `first` is a multiple of j.columns, panels of which are packed.
     static void task(Job& j, int64_t first, int64_t lanes, const uint32_t* a, uint32_t* sums, uint32_t* part, uint32_t* panel, const int32_t* offsets) {
         const lp::Work& p = j.p;
-        const int64_t padded = (lanes + N - 1) / N * N, strips = padded / N, whole = j.in_place ? lanes / W * W : 0;
+        const int64_t padded = G::ceil(lanes, W) * W, in_lanes = j.in_place ? lanes / W * W : 0, piece = first / j.columns;
+        const Layout wide{false, j.columns, j.columns, 0, 0}, edge{false, W, W, 0, 0};
         for (int64_t block = 0; block < j.blocks; block++) {
             const uint32_t* from = a + block * M * W;
             uint32_t* y = block < j.chunk ? sums : part;
             const bool adds = block % j.chunk != 0;
             const int64_t rest = p.k - block * W * P;
             const int dwords = (int)(rest < W ? rest : W);
-            if (whole) j.rows(from, (const uint32_t*)p.b.at + first + p.b.k_offset(block * W), p.b.k, dwords, y, j.ldy, whole, adds);
-            const int64_t packed = whole / N;  // strips that were multiplied in place
+            const int64_t whole = rest >= W * P ? in_lanes : 0;
+            if (whole) j.in_place(p.b, from, p.b.at + (first + p.b.k_offset(block * W * P)) * j.size, p.b.k * j.size, dwords, y, j.ldy, whole, adds);
             if (whole < lanes) {
-                j.pack_b(p.b, G::LAYOUT_B, first / N + packed, first / N + strips, block, block + 1, panel, N * W);
-                for (int64_t s = packed; s < strips; s++) {
-                    const int64_t skip = s == packed ? whole - packed * N : 0;
-                    j.rows(from, panel + (s - packed) * N * W + skip, N, dwords, y + s * N + skip, j.ldy, N - skip, adds);
-                }
+                if (whole) j.pack_b(p.b, edge, (first + whole) / W, (first + whole) / W + 1, block, block + 1, panel, 0);
+                else j.pack_b(p.b, wide, piece, piece + 1, block, block + 1, panel, 0);
+                j.rows(p.b, from, (const char*)panel, 4 * (whole ? W : j.columns), dwords, y + whole, j.ldy, padded - whole, adds);
             }
             if (y == part && ((block + 1) % j.chunk == 0 || block + 1 == j.blocks))
                 for (int i = 0; i < p.m; i++)
@@ -86,11 +99,10 @@ template <class U> struct Few {
         const lp::Work& p = j.p;
         (void)offset;
         if constexpr (G::FLOATS) {
-            if (finish_row<N>(p, (const float*)sums, 0, row, col, count, p.scales_a ? j.exponents_a : nullptr, p.scales_b ? j.exponents_b : nullptr))
-                j.not_finite.store(1, std::memory_order_relaxed);
+            const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = p.scales_b ? j.exponents_b : nullptr;
+            if (finish_row<N>(p, (const float*)sums, 0, row, col, count, e, f)) j.not_finite.store(1, std::memory_order_relaxed);
         } else {
-            int32_t* to = (int32_t*)p.out.at + p.out.offset(row, col);
-            for (int c = 0; c < count; c++) to[c * p.out.col] = (int32_t)sums[c] - offset;
+            finish_integers(p, (const int32_t*)sums, offset, row, col, count);
         }
     }
 
@@ -113,12 +125,33 @@ template <class U> struct Few {
         }
     }
 
+    template <int TYPE, int FORMAT> static Rows* rows_for(int64_t m) {
+        constexpr int MOST = U::FEW > 4 ? U::FEW : 4;
+        return m == 1 ? few_rows<U, 1, TYPE, FORMAT> : m == 2 ? few_rows<U, 2, TYPE, FORMAT> : m <= 4 ? few_rows<U, 4, TYPE, FORMAT> : few_rows<U, MOST, TYPE, FORMAT>;
+    }
+
+    // What is read in place: the types that fill most of a model's memory.
+    static Rows* in_place_for(const lp::Work& p) {
+        if (!along_lanes(p) || p.b.k_offsets) return nullptr;
+        const int type = p.b.type, format = p.b.format;
+        if constexpr (U::ELEMENT == E_F32) {
+            if (type == LP_F32 && format == LP_EXACT) return rows_for<LP_F32, LP_EXACT>(p.m);
+            if (type == LP_F32 && format == LP_TO_TF32) return rows_for<LP_F32, LP_TO_TF32>(p.m);
+            if (type == LP_F32 && format == LP_TO_BF16) return rows_for<LP_F32, LP_TO_BF16>(p.m);
+            if (type == LP_F16 && format == LP_EXACT) return rows_for<LP_F16, LP_EXACT>(p.m);
+            if (type == LP_BF16 && format == LP_EXACT) return rows_for<LP_BF16, LP_EXACT>(p.m);
+        } else if constexpr (U::ELEMENT == E_BF16) {
+            if (type == LP_F32) return rows_for<LP_F32, LP_TO_BF16>(p.m);
+            if (type == LP_BF16) return rows_for<LP_BF16, LP_EXACT>(p.m);
+        }
+        return nullptr;
+    }
+
     static int32_t gemm(lp::Work& p) {
         Job j(p);
         j.pack_a = find_pack<U::ELEMENT>(p.a), j.pack_b = find_pack<U::ELEMENT>(p.b);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
-        j.rows = p.m == 1 ? few_rows<U, 1> : p.m == 2 ? few_rows<U, 2> : p.m <= 4 ? few_rows<U, 4> : few_rows<U, (U::FEW > 4 ? U::FEW : 4)>;
-        j.in_place = along_lanes(p) && !p.b.k_offsets && p.b.type == LP_F32 && p.b.format == LP_EXACT;
+        j.rows = rows_for<PANEL, LP_EXACT>(p.m), j.in_place = in_place_for(p), j.size = bits_of(p.b.type) / 8;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
         j.blocks = G::ceil(p.k, P * W), j.chunk = G::ceil(chunk_of(p.k, G::LONGEST), P * W);
         const int64_t most = along_lanes(p) ? 1024 : 256, share = G::ceil(p.n, threads);

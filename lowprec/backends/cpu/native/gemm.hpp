@@ -4,6 +4,10 @@
 // One call of a micro-kernel sums one product of parts over one chunk of k from zero, then adds the sum to a tile of C.
 // Chunks depend on k only, so an element of the result depends on its row of a, its column of b and k alone.
 
+#ifndef LP_LONGEST
+#define LP_LONGEST 384
+#define LP_ABYTES 448
+#endif
 typedef void Micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c,
                    int64_t ldc, float factor, const int32_t* sums, bool adds, const char* next);
 
@@ -58,7 +62,7 @@ template <class U> struct Few;
 template <class U> struct Gemm {
     static constexpr int M = U::ROWS, N = U::COLUMNS * W, P = per_dword(U::ELEMENT);
     static constexpr bool FLOATS = __is_same(typename U::Acc, f32v), OFFSET = U::ELEMENT == E_U8;
-    static constexpr int64_t LONGEST = 384 * P, A_BYTES = 448 << 10, PAD = 48;
+    static constexpr int64_t LONGEST = LP_LONGEST * P, A_BYTES = LP_ABYTES << 10, PAD = 48;
 
     struct Job {
         lp::Work& p;
@@ -78,7 +82,7 @@ template <class U> struct Gemm {
         explicit Job(lp::Work& work) : p(work) {}
     };
 
-    static constexpr Layout LAYOUT_A{true, M, W, M * W, OFFSET ? 0x80808080u : 0}, LAYOUT_B{false, N, N, N * W, 0};
+    static constexpr Layout LAYOUT_A{true, M, W, M * W, OFFSET ? 0x80808080u : 0u}, LAYOUT_B{false, N, N, N * W, 0};
 
     static int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
     static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -159,11 +163,10 @@ template <class U> struct Gemm {
     static void finish(Job& j, const float* sums, int64_t row, int64_t col, int columns) {
         const lp::Work& p = j.p;
         if constexpr (FLOATS) {
-            if (finish_row<N>(p, sums, M * N, row, col, columns, p.scales_a ? j.exponents_a : nullptr, p.scales_b ? j.exponents_b : nullptr))
-                j.not_finite.store(1, std::memory_order_relaxed);
+            const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = p.scales_b ? j.exponents_b : nullptr;
+            if (finish_row<N>(p, sums, M * N, row, col, columns, e, f)) j.not_finite.store(1, std::memory_order_relaxed);
         } else {
-            int32_t* to = (int32_t*)p.out.at + p.out.offset(row, col);
-            for (int q = 0; q < columns; q++) to[q * p.out.col] = ((const int32_t*)sums)[q];
+            finish_integers(p, (const int32_t*)sums, 0, row, col, columns);
         }
     }
 

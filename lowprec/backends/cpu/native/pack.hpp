@@ -112,7 +112,7 @@ template <int FORMAT> INLINE void lane_factors(const Source& s, int64_t lane, bo
 // How packed strips are laid out: `width` dwords between the rows of a tile, `slot` between slots.
 struct Layout {
     bool of_a;
-    int lanes;  // of a strip
+    int64_t lanes;  // of a strip
     int64_t width, slot;
     uint32_t offset;  // added to the numbers of a by units that multiply unsigned by signed numbers
 };
@@ -177,11 +177,11 @@ template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
 static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t end_strip, int64_t first, int64_t end, uint32_t* to, int64_t strip_dwords) {
     constexpr int P = per_dword(ELEMENT), SIZE = bits_of(TYPE) / 8;
     const int slots = SPLITS ? slots_of<ELEMENT>(s) : whole_slots(TYPE, ELEMENT);
-    auto pack_block = [&](int64_t strip, int64_t block) {
+    auto pack_block = [&](int64_t strip, int64_t block, int64_t lane) {
         uint32_t* base = to + (strip - first_strip) * strip_dwords + (block - first) * slots * l.slot;
-        for (int lane = 0; lane < l.lanes; lane += W) {
+        for (; lane < l.lanes; lane += W) {
             uint32_t* tile = base + lane * (l.of_a ? W : 1);
-            const int lanes = l.lanes - lane < W ? l.lanes - lane : W;
+            const int lanes = l.lanes - lane < W ? (int)(l.lanes - lane) : W;
             if (strip * l.lanes + lane < s.lanes) {
                 pack_tile<TYPE, FORMAT, ELEMENT, SPLITS>(s, l, strip * l.lanes + lane, block * W * P, lanes, tile);
                 continue;
@@ -193,30 +193,35 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
     const bool along_lanes = s.lane == 1 && !s.lane_offsets && !is_coded(TYPE) && !(s.k == 1 && !s.k_offsets);
     if (l.of_a || !along_lanes) {
         for (int64_t strip = first_strip; strip < end_strip; strip++)
-            for (int64_t block = first; block < end; block++) pack_block(strip, block);
+            for (int64_t block = first; block < end; block++) pack_block(strip, block, 0);
         return;
     }
     // Row by row of memory: rows that are a power of two apart share few places of a cache.
-    int64_t whole = s.lanes / l.lanes < end_strip ? s.lanes / l.lanes : end_strip;
-    if (whole < first_strip) whole = first_strip;
     for (int64_t block = first; block < end; block++) {
+        uint32_t* base = to + (block - first) * slots * l.slot;
         const bool whole_k = (block + 1) * W * P <= s.steps;
-        for (int64_t strip = whole_k ? whole : first_strip; strip < end_strip; strip++) pack_block(strip, block);
         for (int row = 0; whole_k && row < W; row++) {
             const char* at[P];
             for (int p = 0; p < P; p++) at[p] = s.at + (first_strip * l.lanes + s.k_offset(block * W * P + p * W + row)) * SIZE;
-            uint32_t* tile = to + (block - first) * slots * l.slot + row * l.width;
-            for (int64_t strip = first_strip; strip < whole; strip++, tile += strip_dwords)
-                for (int lane = 0; lane < l.lanes; lane += W) {
+            const int64_t ahead = s.k_offsets || (block + 2) * W * P > s.steps ? 0 : W * P * s.k * SIZE;
+            for (int64_t strip = first_strip; strip < end_strip; strip++) {
+                const int64_t first_lane = strip * l.lanes, have = s.lanes - first_lane < l.lanes ? s.lanes - first_lane : l.lanes;
+                uint32_t* tile = base + (strip - first_strip) * strip_dwords + row * l.width;
+                for (int64_t lane = 0; lane + W <= have; lane += W) {
                     u32v out[most_slots(TYPE, ELEMENT, SPLITS)];
                     f32v f[2];
                     const float scale[P] = {};
-                    lane_factors<FORMAT>(s, strip * l.lanes + lane, true, f);
+                    lane_factors<FORMAT>(s, first_lane + lane, true, f);
+                    UNROLL for (int p = 0; p < P; p++)
+                        if (lane * SIZE % 64 == 0) __builtin_prefetch(at[p] + ahead, 0, 2);
                     pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, s, f, scale, l.offset, out);
                     for (int p = 0; p < slots; p++) put(tile + p * l.slot + lane, out[p]);
                     for (int p = 0; p < P; p++) at[p] += W * SIZE;
                 }
+            }
         }
+        for (int64_t strip = whole_k ? s.lanes / l.lanes : first_strip; strip < end_strip; strip++)
+            pack_block(strip, block, whole_k ? (s.lanes - strip * l.lanes) / W * W : 0);
     }
 }
 
@@ -239,53 +244,54 @@ template <int ELEMENT, int I = 0> static Pack* find_pack(const Source& s) {
 
 // --- powers of two -------------------------------------------------------------------------------------------------
 
-// The largest finite magnitude of each of W lanes, as float32 bits.
 INLINE u32v finite(u32v x) { return choose(is_special(x), u32v{}, x & 0x7fffffffu); }
 INLINE u32v most(u32v x, u32v y) { return choose((u32v)(x > y), x, y); }
-template <int TYPE> static void lane_maxima(const Source& s, int64_t lane, uint32_t* largest) {
-    constexpr int SIZE = bits_of(TYPE) / 8, FLOATS = TYPE == LP_C64 ? 2 : 1;
-    int64_t have = s.lanes - lane < W ? s.lanes - lane : W;
-    for (int i = 0; i < W; i++) largest[i] = 0;
-    if (s.lane == 1 && !s.lane_offsets && have == W) {
-        u32v found[FLOATS] = {};
+
+// The largest finite magnitudes of the lanes [first, end), at most 64, as float32 bits.
+template <int TYPE> static void lane_maxima(const Source& s, int64_t first, int64_t end, uint32_t* largest) {
+    constexpr int SIZE = bits_of(TYPE) / 8, FLOATS = TYPE == LP_C64 ? 2 : 1, READ = TYPE == LP_C64 ? LP_F32 : TYPE;
+    int64_t done = first;
+    if (s.lane == 1 && !s.lane_offsets) {
+        constexpr int64_t MOST = 64 / W * FLOATS;
+        const int64_t vectors = (end - first) / W * FLOATS;
+        u32v found[MOST] = {};
         for (int64_t k = 0; k < s.steps; k++) {
-            const char* at = s.at + (lane + s.k_offset(k)) * SIZE;
-            for (int c = 0; c < FLOATS; c++) found[c] = most(found[c], finite(bits(widened<TYPE == LP_C64 ? LP_F32 : TYPE>(at + c * 4 * W))));
+            const char* at = s.at + (first + s.k_offset(k)) * SIZE;
+            for (int64_t v = 0; v < vectors; v++) found[v] = most(found[v], finite(bits(widened<READ>(at + v * W * SIZE / FLOATS))));
         }
-        for (int i = 0; i < W * FLOATS; i++) {
-            uint32_t x = found[i / W][i % W];
-            if (x > largest[i / FLOATS]) largest[i / FLOATS] = x;
+        for (int64_t i = 0; i < vectors * W; i++) {
+            uint32_t x = found[i / W][i % W], &to = largest[i / FLOATS];
+            to = x > to ? x : to;
         }
-        return;
+        done += vectors * W / FLOATS;
     }
-    for (int64_t i = 0; i < have; i++) {
-        int64_t k = 0;
-        const char* row = s.at + s.lane_offset(lane + i) * SIZE;
+    for (int64_t i = done; i < end; i++) {
+        const char* row = s.at + s.lane_offset(i) * SIZE;
         u32v found = {};
         alignas(64) char one[8 * W];
+        int64_t k = 0;
         for (; s.k == 1 && !s.k_offsets && k + W <= s.steps; k += W)
-            for (int c = 0; c < FLOATS; c++) found = most(found, finite(bits(widened<TYPE == LP_C64 ? LP_F32 : TYPE>(row + k * SIZE + c * 4 * W))));
+            for (int c = 0; c < FLOATS; c++) found = most(found, finite(bits(widened<READ>(row + k * SIZE + c * 4 * W))));
         for (; k < s.steps; k++) {
             __builtin_memset(one, 0, sizeof one);
             __builtin_memcpy(one, row + s.k_offset(k) * SIZE, SIZE);
-            found = most(found, finite(bits(widened<TYPE == LP_C64 ? LP_F32 : TYPE>(one))));
+            found = most(found, finite(bits(widened<READ>(one))));
         }
         for (int j = 0; j < W; j++)
-            if (found[j] > largest[i]) largest[i] = found[j];
+            if (found[j] > largest[i - first]) largest[i - first] = found[j];
     }
 }
 
 // The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade.
 static void find_exponents(const Source& s, int64_t first, int64_t end, int32_t* exponents) {
-    for (int64_t lane = first; lane < end; lane += W) {
-        uint32_t largest[W];
-        if (s.type == LP_C64) lane_maxima<LP_C64>(s, lane, largest);
-        else if (s.type == LP_BF16) lane_maxima<LP_BF16>(s, lane, largest);
-        else lane_maxima<LP_F32>(s, lane, largest);
-        for (int i = 0; i < W && lane + i < end; i++) {
-            int exponent = (int)(largest[i] >> 23) - 127;
-            if (largest[i] < 0x00800000u) exponent = largest[i] ? -118 - __builtin_clz(largest[i]) : 14;
-            exponents[lane + i] = 14 - exponent;
-        }
+    uint32_t largest[64] = {};
+    if (s.type == LP_C64) lane_maxima<LP_C64>(s, first, end, largest);
+    else if (s.type == LP_BF16) lane_maxima<LP_BF16>(s, first, end, largest);
+    else lane_maxima<LP_F32>(s, first, end, largest);
+    for (int64_t lane = first; lane < end; lane++) {
+        const uint32_t x = largest[lane - first];
+        int exponent = (int)(x >> 23) - 127;
+        if (x < 0x00800000u) exponent = x ? -118 - __builtin_clz(x) : 14;
+        exponents[lane] = 14 - exponent;
     }
 }
