@@ -192,6 +192,14 @@ def test_the_bound_holds_for_subnormal_numbers(arch: Architecture, dtype: Any, f
     assert (error <= guaranteed(plan, a, b)).all()
 
 
+@pytest.mark.parametrize("mode", ["bf16x3", "tf32x3"])
+def test_non_finite_results_are_recomputed_in_fp32(mode: str) -> None:
+    # Rounded, the first number is infinite. Rounded toward zero, the sum would be the next smaller number.
+    a, b = np.float32([[2.0**128 - 2.0**104, -(2.0**102)]]), np.ones((2, 1), np.float32)
+    with emulate("hopper"):
+        assert lowprec.matmul(a, b, math_mode=mode)[0, 0] == a[0, 0]
+
+
 @pytest.mark.parametrize("arch", [None, "hopper"])
 @pytest.mark.parametrize("mode", ["fp16x3", "fp16x4_unscaled", "fp16_karatsuba", "bf16x3", "tf32"])
 def test_the_bound_holds_where_results_are_subnormal(mode: str, arch: str | None) -> None:

@@ -15,6 +15,7 @@ from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, data_pointer
 from lowprec.backends.cpu import epilogue, gemm, single_products, splitting, team
 from lowprec.backends.cpu.buffers import Workspace
+from lowprec.backends.cpu.kernel_rows import NUMPY
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS
 from lowprec.backends.cpu.splitting import Split
 from lowprec.backends.cpu.stacks import Stacks, stacks_of
@@ -210,5 +211,5 @@ def recompute_non_finite(kernel: KernelRow, a: Any, b: Any, out: Any) -> None:
     with Workspace() as workspace:
         x, y = splitting.rounded((a, b), out.dtype, None, workspace)
         product = workspace.array(out.shape, out.dtype)
-        _blas(kernel).multiply(x, y, product)
+        _blas(NUMPY if kernel.emulates else kernel).multiply(x, y, product)
         np.copyto(out, product, where=lost)

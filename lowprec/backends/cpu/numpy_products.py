@@ -132,7 +132,7 @@ def _sum_products(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any
             np.ldexp(component, -sum(exponents), out=component)
     if max(plan.split) > 1 and not (finite := np.isfinite(out)).all():
         whole = np.empty(out.shape, dtype)
-        times(a.astype(dtype, copy=False), b.astype(dtype, copy=False), whole)
+        multiply(a.astype(dtype, copy=False), b.astype(dtype, copy=False), whole)
         np.copyto(out, whole, where=~finite)
 
 
