@@ -27,7 +27,7 @@ FLAGS = (
 )  # fmt: skip
 
 LIBRARIES = (
-    "numpy", "ml_dtypes", "scipy_openblas64", "numba", "llvmlite", "torch", "jax", "jaxlib", "threadpoolctl",
+    "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "threadpoolctl",
 )  # fmt: skip
 
 #: AMD's generations with AVX-512, by family.

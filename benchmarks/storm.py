@@ -31,7 +31,6 @@ from exact import Job, exact_operands, reference, same_bits
 
 import lowprec
 import lowprec.backends.cpu
-from lowprec.backends.cpu import team
 
 #: Modes of the seven threads other than the main one, which alone receives signals.
 MODES = ("fp32", "tf32", "bf16", "fp16", "fp32_pedantic", "tf32", "bf16")
@@ -81,10 +80,10 @@ class Round:
         self.armed: type[BaseException] | None = None
         self.unraisable = 0
         self.left_alone: list[Any] = []
-        # A child forked while another thread is inside OpenBLAS finds its locks held and hangs, also with NumPy alone.
-        # If children multiply, the other threads only plan during a fork.
+        # A child forked while another thread is inside NumPy's OpenBLAS finds its locks held and hangs.
+        # If children multiply by it, the other threads only plan during a fork.
         self.is_by_openblas = any(
-            str(lowprec.plan(made.a, made.b, math_mode=mode).kernel) in ("numpy", "openblas")
+            lowprec.plan(made.a, made.b, math_mode=mode).kernel == "numpy"
             for mode, jobs in self.jobs.items()
             for made in jobs
         )
@@ -324,7 +323,6 @@ def run_round(seed: int, seconds: float) -> int:
     else:
         for other in others:
             other.join()
-        team.call(lambda: None, 2)
     this.counts["exceptions in finalisers"] = this.unraisable
     print(json.dumps({"counts": this.counts, "failures": this.failures}), flush=True)
     return 0

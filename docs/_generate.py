@@ -28,15 +28,12 @@ from generated import table
 from lowprec import errors, modes
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation import formats_of
-from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.backends.cpu.openblas import core_type
-from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS
-from lowprec.formats import BLOCK_FORMATS, BlockFormat, DType
-from lowprec.planning import Activation, Bound, Capabilities, OperandSpec
+from lowprec.backends.cpu.kernel_rows import KERNELS, kernels_of
+from lowprec.formats import BLOCK_FORMATS, BlockFormat
+from lowprec.planning import Activation, Bound, Capabilities
 from lowprec.planning.calls import BLOCK_CODES, BLOCK_SCALES_SINCE
 from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
-from lowprec.planning.layout import gemm_layout
 from lowprec.planning.plan import compute_words
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy import environment
@@ -94,40 +91,38 @@ def kernel_table() -> str:
     return table(["numbers, once rounded", "multiplied by"], rows)
 
 
-#: Generations of processors and the flags for products that they introduced.
-_AVX2 = frozenset({"avx2", "fma"})
-_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+#: Generations of processors, their units for products, and the flags of these on x86-64.
+_AVX512 = frozenset({"avx2", "avx512f"})
 _VNNI = _AVX512 | {"avx512_vnni"}
 _BF16 = _VNNI | {"avx512_bf16"}
-_AMX = _BF16 | {"avx_vnni", "amx_tile", "amx_bf16", "amx_int8"}
 GENERATIONS = (
-    ("Intel Haswell to Comet Lake, AMD Zen to Zen 3", "AVX2", _AVX2),
-    ("Intel Alder Lake to Arrow Lake", "AVX2, AVX-VNNI", _AVX2 | {"avx_vnni"}),
+    ("Intel Haswell to Comet Lake, AMD Zen to Zen 3", "AVX2", frozenset({"avx2"})),
+    ("Intel Alder Lake to Arrow Lake", "AVX2, AVX-VNNI", frozenset({"avx2", "avx_vnni"})),
     ("Intel Skylake-SP", "AVX-512", _AVX512),
     ("Intel Cascade Lake, Ice Lake, Tiger Lake", "AVX-512, VNNI", _VNNI),
     ("Intel Cooper Lake, AMD Zen 4 and Zen 5", "AVX-512, VNNI, BF16", _BF16),
-    ("Intel Sapphire Rapids and later Xeons", "AMX, AVX-512, VNNI, BF16", _AMX),
-    ("AArch64 on Linux or Windows", "-", frozenset()),
+    ("Intel Sapphire Rapids and later Xeons", "AMX, AVX-512, VNNI, BF16", _BF16 | {"amx_tile", "amx_bf16", "amx_int8"}),
+    ("AArch64", "NEON", None),
+    ("AArch64 with dot products (Apple M1, Neoverse N1)", "NEON, DotProd", None),
+    ("AArch64 with bfloat16 (Apple M2, Neoverse V1)", "NEON, DotProd, BF16", None),
 )
 
 
 def generation_table() -> str:
-    """Return which kernel multiplies large matrices on each generation of processors."""
-    header = ["processors", "units", "OpenBLAS's kernels", "`fp32`", "`tf32`, `fp16`", "`bf16`", "int8"]
+    """Return which kernel multiplies on each generation of processors."""
+    header = ["processors", "units", "`fp32`", "`tf32`, `fp16`", "`bf16`", "int8"]
     rows = []
     for processors, units, flags in GENERATIONS:
-        found = {kernel.name for kernel in MICRO_KERNELS if kernel.is_for(frozenset(flags))}
-        able = Capabilities("cpu", processors, KERNELS, frozenset(found | {"openblas", "numba"}))
-        kernels = [_code(_chosen(able, fmt)) for fmt in ("float32", "tf32", "bfloat16", "int8")]
-        assert _chosen(able, "tf32") == _chosen(able, "float16")
-        rows.append([processors, units, core_type(flags) or "its own choice", *kernels])
+        every = kernels_of("x86_64" if flags else "aarch64")
+        names = {"fp32_neon", *(("int8_neon",) * ("Dot" in units)), *(("bf16_neon",) * ("BF16" in units))}
+        found = (x.requires for x in every if x.requires and (flags or set()).issuperset(x.instruction_sets))
+        able = Capabilities("cpu", processors, every, frozenset(found) if flags else frozenset(names))
+        kernels = [
+            _code(choose_kernel(fmt, able).kernel.name) for fmt in ("float32", "tf32", "float16", "bfloat16", "int8")
+        ]
+        assert kernels[1] == kernels[2]
+        rows.append([processors, units, kernels[0], *kernels[2:]])
     return table(header, rows)
-
-
-def _chosen(able: Capabilities, fmt: str) -> str:
-    dtype = DType.INT8 if fmt == "int8" else DType.FLOAT32
-    square = OperandSpec.contiguous(dtype, (1024, 1024))
-    return choose_kernel(fmt, able, gemm_layout(square, square)).kernel.name
 
 
 def emulation_table() -> str:

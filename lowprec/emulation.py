@@ -22,7 +22,7 @@ from lowprec.architectures import Architecture, parse_architecture
 from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.backends.cpu.emulation import arithmetic, multiply
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS
-from lowprec.backends.cpu.rounding import round_float32
+from lowprec.backends.cpu.numpy_products import rounded
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import DType
 
@@ -118,9 +118,8 @@ def _batch_shape(views: dict[str, ArrayView]) -> tuple[int, ...]:
 
 
 def _check_values(name: str, x: Any, fmt: str) -> None:
-    rounded = np.empty(x.shape, np.float32)
-    round_float32(x, FORMATS[fmt], rounded)
-    wrong = np.argwhere((rounded != x) & ~np.isnan(x))
+    with np.errstate(all="ignore"):
+        wrong = np.argwhere((rounded(x, np.dtype(np.float32), FORMATS[fmt]) != x) & ~np.isnan(x))
     if len(wrong):
         first = tuple(wrong[0].tolist())
         raise ArrayError(f"{name}{list(first)} is {x[first]!r}, which is not a {fmt} number; round the operands first")

@@ -27,10 +27,8 @@ from lowprec.util.tables import Table, html, plain_text
 
 #: Module, distributions that may provide it, role.
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
-    ("numpy", ("numpy",), "arrays; products without a faster kernel"),
+    ("numpy", ("numpy",), "arrays; float64 products on the CPU"),
     ("ml_dtypes", ("ml-dtypes",), "bfloat16 and float8 in NumPy arrays"),
-    ("scipy_openblas64", ("scipy-openblas64",), "products on the CPU"),
-    ("numba", ("numba",), "compiles lowprec's own kernels"),
     *((name, library.distributions, "arrays") for name, library in OPTIONAL.items()),
 )
 

@@ -130,9 +130,9 @@ def prepare(
     """Return an operand, such as a weight, that is rounded, split and packed once.
 
     ``matmul(a, prepare(b))`` equals ``matmul(a, b)`` bit for bit in every mode; preparing only saves time (sparse
-    products on GPUs differ, see ``sparsity``). The first product in ``math_mode`` keeps its packed ``b`` (float8 in its
-    8 bits), and later ones reuse it. Products in another mode, and kernels that do not pack ``b`` (most FP32 ones),
-    read the copy as an ordinary array. :func:`plan` shows whether the packed ``b`` is used.
+    products on GPUs differ, see ``sparsity``). The first product in ``math_mode`` keeps its packed ``b``, and later
+    ones reuse it. Products in another mode, kernels that do not pack ``b``, and those that decode a float8 ``b`` while
+    they pack read the copy as an ordinary array. :func:`plan` shows whether the packed ``b`` is used.
 
     Parameters
     ----------

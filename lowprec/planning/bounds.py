@@ -10,17 +10,21 @@ therefore for the Frobenius norms,
 where u_a and u_b are those of rounding the operands and u_out that of rounding the result. The absolute term bounds the
 losses by underflow.
 
-*Tile units* (Intel 64 and IA-32 Architectures Software Developer's Manual, TDPBF16PS): an instruction adds 32 products
-to an element as two sums of 16, so d = 17 plus the number of instructions per element. Products of two bfloat16 values
-are exact in FP32; subnormal inputs and results are flushed to zero.
+*Compiled kernels* (``KernelRow.k_chunk``) sum each product of parts over one chunk of k from zero, and then add the sum
+to the result: d is the number of roundings in a chunk, plus one for each addition from then on. With c chunks, p
+products of parts and s sums for each (the four products of bfloat16 parts of TF32 or float16 numbers, twice as many
+for complex numbers) there are c p s - 1 additions, of which product i in the order of summation is in all but i - 1. In
+a chunk of length l, d is
 
-*Vector units for bfloat16* (the same manual, VDPBF16PS): an instruction adds two products to an element, each with at
-most two roundings, so d = k, rounded up to an even number. Subnormal inputs and results are flushed to zero.
+- on *FP32 units*, by fused multiply-adds, l;
+- on *vector units for bfloat16* (Intel 64 and IA-32 Architectures Software Developer's Manual, VDPBF16PS), where an
+  instruction adds two products to an element, each with at most two roundings, l, rounded up to an even number;
+- by the same instruction of AArch64 (Arm Architecture Reference Manual, BFDOT), which rounds to odd, with errors of up
+  to twice the unit roundoff, so that the variances of four times as many roundings to nearest bound its own: 4 l;
+- on *tile units* (the Intel manual, TDPBF16PS), where an instruction adds 32 products to an element as two sums of 16,
+  17 plus the number of instructions. Products of two bfloat16 values are exact in FP32.
 
-*Products of parts in one pass* over packed operands (``KernelRow.shares_sums``): all products share an accumulator over
-a chunk of k of at most 2048 / parts; the sums of chunks are added in FP32, one rounding each. On tile units the
-products alternate step by step, so a term is rounded with all of them. On vector units they follow one another over the
-chunk, the smallest first, so a term is rounded with its own product and the larger ones.
+The units for bfloat16 flush subnormal inputs and results to zero.
 
 *Tensor cores* (see ``planning.tensor_cores``): d is the number of roundings of their model. cuBLAS does not document
 how it rounds float32 data to TF32; truncation is assumed, the worst case, with a loss of 2^-10. The terms of a sum are
@@ -50,6 +54,7 @@ has norm at most sqrt(2) |a| |b|, hence a factor sqrt(2) on gamma.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import expm1, frexp, log1p, sqrt
 from typing import NamedTuple
@@ -57,14 +62,14 @@ from typing import NamedTuple
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
 from lowprec.modes import MathMode, Pair, row
 from lowprec.planning.kernels import KernelRow, Summation
-from lowprec.planning.schedule import Product, make_schedule
+from lowprec.planning.schedule import Product, chunk_length, make_schedule
 from lowprec.planning.split_bounds import (
     FAILURE,
     Depth,
     RelativeError,
     confidence,
     depths,
-    in_one_pass,
+    depths_by_chunks,
     on_tensor_cores,
     split_error,
 )
@@ -72,11 +77,8 @@ from lowprec.planning.split_bounds import (
 #: Largest k for which a sum of int8 products, each at most 2^14, cannot overflow int32.
 MAX_K_INT8 = 2**17 - 1
 
-#: Inner dimension of one tile instruction on bfloat16 data, and of a step of packed operands.
+#: Inner dimension of one tile instruction on bfloat16 data.
 TILE_K = 32
-
-#: Steps of a chunk in which products of parts share an accumulator, times the number of parts.
-CHUNK_STEPS = 64
 
 # Truncation to TF32 has twice the largest error of rounding, as if TF32 had one bit less.
 _TRUNCATED_TF32 = replace(TF32, precision=TF32.precision - 1)
@@ -92,6 +94,9 @@ _EMULATED_CONDITION = "finite operands; "
 
 # Roundings within one tile instruction: 16 sequential additions, then the sum of two such sums.
 _TILE_DEPTH = 17
+
+# Units that flush subnormal numbers to zero.
+_FLUSHES = (Summation.TILES, Summation.PAIRS, Summation.PAIRS_TO_ODD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,32 +175,28 @@ def _depths(
     capability: tuple[int, int] | None,
 ) -> dict[Pair, tuple[Depth, float]]:
     """Return the depth of the sums and the factor of each pair of parts."""
-    summation, products = kernel.summation, kernel.parts**2
 
     def of_sum(length: int) -> Depth:
-        if not length:
-            return Depth(0)
-        if summation is Summation.TILES:
-            # The parts of a value are its truncation and the rest, which have the same sign. So the magnitudes of the
-            # products of parts sum to the magnitude of the product.
-            instructions = components * products * -(-length // TILE_K)
-            return Depth(_TILE_DEPTH + instructions + components - 1)
-        if summation is Summation.PAIRS:
-            return Depth(components * 2 * -(-length // 2) + components - 1)
-        if summation is Summation.TENSOR_CORES and accumulator is FLOAT32 and capability:
+        if length and kernel.summation is Summation.TENSOR_CORES and accumulator is FLOAT32 and capability:
             return on_tensor_cores(components * length, fmt.name, capability)
         return Depth(components * length)
 
-    def of_chunk(number: int, length: int) -> int:
-        if summation is Summation.PAIRS:  # products follow one another
-            return (len(schedule) - number) * 2 * -(-length // 2)
-        return _TILE_DEPTH + len(schedule) * products * -(-length // TILE_K)
-
-    if not (kernel.shares_sums and len(schedule) > 1):
+    k = schedule[0].length
+    if not (kernel.k_chunk and k):
         return depths(schedule, of_sum)
-    parts = 1 + max(max(product.pairs[0]) for product in schedule)
-    chunk = TILE_K * (CHUNK_STEPS // (kernel.parts * parts))
-    return in_one_pass(schedule, of_chunk, chunk, components - 1)
+    # The parts of a value are its truncation and the rest, which have the same sign, so that the magnitudes of the
+    # products of parts sum to the magnitude of the product.
+    length, sums = chunk_length(k, kernel.k_chunk), components * kernel.parts**2
+    return depths_by_chunks(schedule, _OF_CHUNK[kernel.summation](length), -(-k // length), sums)
+
+
+#: Roundings of a term in a sum of this length.
+_OF_CHUNK: dict[Summation, Callable[[int], int]] = {
+    Summation.SEQUENTIAL: lambda length: length,
+    Summation.PAIRS: lambda length: 2 * -(-length // 2),
+    Summation.PAIRS_TO_ODD: lambda length: 8 * -(-length // 2),
+    Summation.TILES: lambda length: _TILE_DEPTH + -(-length // TILE_K),
+}
 
 
 def scales_rows(mode: MathMode) -> bool:
@@ -240,10 +241,11 @@ def error_bound(
     # Parts are TF32 numbers already, which truncation leaves unchanged.
     truncates = kernel.truncates_tf32 and fmt is TF32 and not is_split
     # Scaling a sum, and adding it to another, may underflow like a product.
-    terms = sum(components * product.length + 1 for product in schedule) - 1
+    chunks = -(-k // chunk_length(k, kernel.k_chunk)) if kernel.k_chunk and k else 1
+    terms = sum(components * (product.length + chunks - 1) + 1 for product in schedule) - 1
     model = _ErrorModel(
         _TRUNCATED_TF32 if truncates else fmt, sum(rounded), scaled, accumulator, out, components,
-        found[0, 0][0], terms * kernel.parts**2, kernel.summation in (Summation.TILES, Summation.PAIRS),
+        found[0, 0][0], terms * kernel.parts**2, kernel.summation in _FLUSHES,
     )  # fmt: skip
     size = confidence(max(elements, 1) * max(model.terms, 1))
     if is_split:

@@ -23,7 +23,7 @@ def packing_cost(kernel: KernelRow, parts: int) -> float:
     Half of the cost is reading: in one thread of a Zen 5, packing two, three and four bfloat16 parts takes 1.6, 2.1 and
     2.6 times as long as packing one.
     """
-    return (kernel.parts * parts + 1) / 2 if kernel.sums_products else parts
+    return (kernel.parts * parts + 1) / 2 if kernel.packs else parts
 
 
 def expected_cost(plan: GemmPlan) -> float:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import FLOAT32, FLOAT64, ComputeType, DType, NumberFormat
-from lowprec.planning.layout import GemmLayout
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.tensor_cores import float64_cost, tensor_cores_multiply
 
@@ -34,6 +33,7 @@ class Summation(Enum):
     SEQUENTIAL = "each product rounded into the sum"
     TILES = "bfloat16 tile instructions"
     PAIRS = "bfloat16 vector instructions, pairs of products"
+    PAIRS_TO_ODD = "bfloat16 vector instructions, pairs of products, rounded to odd"
     TENSOR_CORES = "tensor cores"
 
 
@@ -43,8 +43,6 @@ class KernelRow(NamedTuple):
     name: str
     units: str  # description of the hardware units
     executor: str  # function from a plan to its executor, as "module:function"
-    blas: str = ""  # GEMM on arrays, for executors of several kernels, as "module:name"
-    micro_kernel: str = ""  # GEMM on packed operands, as "module:name"
     formats: frozenset[str] | None = None  # operand formats, by `format_name`; None for any
     requires: str | None = None  # required feature of the device
     missing: str = ""  # reason if the device lacks it; default: "no" and the units
@@ -54,39 +52,20 @@ class KernelRow(NamedTuple):
     cost_per_element: float = 0.0  # of rounding one element of an operand, in flops
     cost_per_byte: float = 0.0  # of moving one byte of a temporary array, in flops
     summation: Summation = Summation.SEQUENTIAL
+    k_chunk: int = 0  # longest of the chunks in which it sums k, see `planning.schedule.chunk_length`; 0: one chunk
     parts: int = 1  # bfloat16 parts that represent an operand exactly
     products_per_complex: int = 1  # real products per complex product
-    reads_any_strides: bool = False  # operands with any strides are read without a copy
+    packs: bool = False  # packs operands of any strides, and all of their parts at once
     holds_in: DType | None = None  # wider storage type of rounded operands; None: as rounded
-    single_product: bool = False  # only for schedules of one product
-    sums_products: bool = False  # only for schedules of several products
     concatenates: bool = False  # products of parts run as one, over concatenated parts
-    real_only: bool = False  # not for complex numbers
-    vectors: range | None = None  # only for a matrix and this many vectors
     is_cublaslt: bool = False  # a call of cuBLASLt
     emulation: ComputeType | None = None  # only for modes that cuBLASLt emulates by this compute type, in one call
     part_format: str = ""  # format of the parts of this emulation, by `format_name`
     part_products: int = 0  # their products per product, if it is known
     truncates_tf32: bool = False  # may truncate float32 data to TF32 instead of rounding
     keeps_b: bool = False  # keeps the packed ``b`` of a prepared operand
-    decodes_b: bool = False  # keeps ``b`` of 8- or 4-bit formats as codes, which it decodes while it packs
+    decodes_b: bool = False  # decodes the codes of a ``b`` of 8- or 4-bit formats while it packs
     emulates: Architecture | None = None  # GPU generation whose tensor cores it emulates bit by bit
-    fallback: ReasonKind | None = None  # the unsupported operands, for which the device's next kernel is used
-    # Smallest products for which the kernel is used; elements are those of a, b and the result.
-    minimum_elements: int = 0  # of each product of a batch, unless the limit is in flops
-    minimum_elements_complex: int = 0
-    minimum_k: int = 0
-    minimum_mn: int = 0  # of both m and n
-    is_shallow: bool = False  # only if m and n are at least k
-    minimum_extent_complex: int = 0  # of the smallest of m, n and k
-    minimum_batch_flops: int = 0  # of each product of a batch
-    minimum_batch_flops_vector: int | None = None  # of a matrix and a vector, if it differs
-    minimum_batch_flops_complex: int | None = None  # of complex matrices, if it differs
-
-    @property
-    def shares_sums(self) -> bool:
-        """Whether all products of parts are summed in one pass over k, in the same accumulator."""
-        return self.sums_products and self.summation is not Summation.SEQUENTIAL
 
     def __str__(self) -> str:
         return self.name
@@ -135,93 +114,34 @@ class Capabilities:
 
 
 class KernelChoice(NamedTuple):
-    """The chosen kernel, the reasons against preferred ones, and the fallback for some operands."""
+    """The chosen kernel, and the reasons against preferred ones."""
 
     kernel: KernelRow
     passed_over: tuple[Reason, ...] = ()
-    fallback: KernelRow | None = None
 
 
 def choose_kernel(
-    fmt: str,
-    capabilities: Capabilities,
-    layout: GemmLayout,
-    *,
-    is_complex: bool = False,
-    products: int = 1,
-    is_chunked: bool = False,
-    has_blocks: bool = False,
-    decodes_b: bool = False,
-    emulation: ComputeType | None = None,
+    fmt: str, capabilities: Capabilities, *, is_chunked: bool = False, emulation: ComputeType | None = None
 ) -> KernelChoice:
-    """Return the first kernel of a device that supports the product and is efficient at its size.
+    """Return the first kernel of a device that supports products of operands of this format.
 
-    ``fmt`` is the operands' format, by :func:`format_name`, ``products`` the length of the schedule, and ``is_chunked``
-    whether some products cover only a part of k. With ``has_blocks`` an operand is quantised, with
-    ``decodes_b`` kernels that decode ``b`` are preferred at every size. ``emulation`` is the compute type of the mode's
-    emulation. Raises UnsupportedError if no kernel supports the product.
+    ``fmt`` is a name by :func:`format_name`, ``is_chunked`` whether the caller divides k, and ``emulation`` the compute
+    type of the mode's emulation. Raises UnsupportedError if no kernel supports the product.
     """
     passed_over: list[Reason] = []
-    chosen: KernelRow | None = None
     for row in capabilities.kernels:
-        if row.formats is not None and fmt not in row.formats:
+        if (row.formats is not None and fmt not in row.formats) or row.emulation not in (None, emulation):
             continue
-        if (row.real_only and is_complex) or row.emulation not in (None, emulation):
-            continue
-        if row.vectors and (has_blocks or min(layout.m, layout.n) not in row.vectors):
-            continue
-        if row.sums_products and products == 1:
-            continue
-        if decodes_b and row.decodes_b:
-            row = row._replace(minimum_elements=0, minimum_batch_flops=0, minimum_mn=0, is_shallow=False)
-        reason = _unsupported_reason(row, capabilities, layout, is_complex, products, is_chunked)
-        if reason is not None:
-            if chosen is None and reason not in passed_over:
-                passed_over.append(reason)
-        elif chosen is not None:
-            if not row.blas:
-                continue
-            return KernelChoice(chosen, tuple(passed_over), fallback=row)
-        elif row.fallback is None:
-            return KernelChoice(row, tuple(passed_over))
+        if row.requires is not None and row.requires not in capabilities.features:
+            reason = Reason.of(ReasonKind.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}")
+        elif is_chunked and (row.k_chunk or row.emulation):
+            reason = Reason.of(ReasonKind.OWN_CHUNKS, kernel=row.name)
         else:
-            chosen = row
+            return KernelChoice(row, tuple(passed_over))
+        if reason not in passed_over:
+            passed_over.append(reason)
     why = f" ({'; '.join(map(str, passed_over))})" if passed_over else ""
     raise UnsupportedError(
         f"no kernel for {capabilities.device} supports this product of {fmt} numbers{why}; choose another math mode "
         "or dtype"
     )
-
-
-def _unsupported_reason(
-    row: KernelRow, capabilities: Capabilities, layout: GemmLayout, is_complex: bool, products: int, is_chunked: bool
-) -> Reason | None:
-    """Return the reason against this kernel for the product, None if there is none."""
-    m, n, k = layout.m, layout.n, layout.k
-    elements = m * k + k * n + m * n
-    if row.requires is not None and row.requires not in capabilities.features:
-        return Reason.of(ReasonKind.REQUIREMENT_NOT_MET, missing=row.missing or f"no {row.units}")
-    if products > 1 and row.single_product:
-        return Reason.of(ReasonKind.SINGLE_PRODUCT, kernel=row.name, products=products)
-    if is_chunked and (row.shares_sums or row.emulation):
-        return Reason.of(ReasonKind.OWN_CHUNKS, kernel=row.name)
-    flops, least = 2 * m * n * k, row.minimum_batch_flops
-    if is_complex and row.minimum_batch_flops_complex is not None:
-        least = row.minimum_batch_flops_complex
-    if min(m, n) == 1 and row.minimum_batch_flops_vector is not None:
-        least = row.minimum_batch_flops_vector
-    minimum = row.minimum_elements_complex if is_complex else row.minimum_elements
-    if layout.batch_count > 1 and least and not is_complex:
-        minimum = 0
-    if elements < minimum:
-        return Reason.of(ReasonKind.TOO_FEW_ELEMENTS, kernel=row.name, minimum=minimum, elements=elements)
-    if layout.batch_count > 1 and flops < least:
-        return Reason.of(ReasonKind.TOO_SMALL_PRODUCTS, units=row.units, minimum=least, flops=flops)
-    extent = row.minimum_extent_complex if is_complex else row.minimum_k
-    if (min(m, n, k) if is_complex else k) < extent:
-        return Reason.of(ReasonKind.TOO_SMALL_EXTENT, kernel=row.name, minimum=extent)
-    if min(m, n) < row.minimum_mn:
-        return Reason.of(ReasonKind.TOO_FEW_ROWS_OR_COLUMNS, kernel=row.name, minimum=row.minimum_mn)
-    if row.is_shallow and k > min(m, n):
-        return Reason.of(ReasonKind.TOO_DEEP, kernel=row.name, k=k)
-    return None

@@ -105,7 +105,7 @@ class GemmLayout:
     """The GEMMs of a product: ``batch_count`` times an (m, k) matrix with a (k, n) matrix.
 
     If ``collapsed``, the batch is one GEMM, and m counts the rows of all matrices. This needs one matrix ``b`` for the
-    whole batch and a single row stride of ``out`` and of ``a`` (unless it is copied).
+    whole batch and a single row stride of ``out`` and of ``a``.
     """
 
     m: int
@@ -229,20 +229,11 @@ def as_one_matrix(operand: MatrixStack, batch_count: int) -> MatrixStack | None:
     return None if operand.blas_expressible and not coalesced.blas_expressible else coalesced
 
 
-def with_rows_copied(layout: GemmLayout) -> GemmLayout:
-    """Return the layout collapsed by copying ``a``; unchanged if ``a`` is broadcast or the batch cannot collapse."""
-    return layout if 0 in layout.a.batch_strides else _collapse(layout, copies_a=True)
-
-
-def _collapse(layout: GemmLayout, copies_a: bool = False) -> GemmLayout:
+def _collapse(layout: GemmLayout) -> GemmLayout:
     count = layout.batch_count
     if count < 2 or layout.m == 0 or layout.b.batch_stride != 0:
         return layout
-    a = as_one_matrix(layout.a, count)
-    out = as_one_matrix(layout.out, count)
-    if a is None and copies_a:
-        # No strides describe ``a`` as one matrix; the kernel copies it.
-        a = MatrixStack(layout.a.dtype, layout.m * count, layout.k, 0, 0, (), (), None, None)
+    a, out = as_one_matrix(layout.a, count), as_one_matrix(layout.out, count)
     if a is None or out is None:
         return layout
     b = MatrixStack.of(layout.b.dtype, layout.k, layout.n, layout.b.row_stride, layout.b.col_stride)

@@ -80,7 +80,6 @@ class GemmPlan:
     schedule: tuple[Product, ...]  # the matrix products, in the order of their summation
     kernel_row: KernelRow  # the kernel
     passed_over: tuple[Reason, ...]  # reasons against preferred kernels of the device
-    fallback: KernelRow | None  # kernel for operands that the first does not support
     copies: tuple[Copy, ...]
     flops: int  # 2 m n k (complex: 8 m n k) times the batch, without the additional products of split operands
     resolved: ResolvedMode | None = None  # the mode with its source
@@ -207,10 +206,8 @@ class GemmPlan:
     @property
     def fallbacks(self) -> tuple[str, ...]:
         """Sentences on the treatment of operands that the kernel does not support."""
-        why = self.kernel_row.fallback if self.fallback else None
-        if max(self.split) > 1:
-            why = ReasonKind.NOT_FINITE_IN_PARTS
-        return (str(Reason(why)),) if why else ()
+        is_split = max(self.split) > 1 or self.kernel_row.parts > 1
+        return (str(Reason(ReasonKind.NOT_FINITE_IN_PARTS)),) if is_split else ()
 
     def __repr__(self) -> str:
         return str(_rendering().to_repr(self))

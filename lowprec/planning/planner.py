@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 
 from lowprec.errors import UnsupportedError
@@ -13,7 +13,7 @@ from lowprec.modes import TABLE, MathMode, ModeRow, row
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities, KernelRow, choose_kernel, format_name
-from lowprec.planning.layout import addend_layout, gemm_layout, stacked_layout, with_rows_copied
+from lowprec.planning.layout import addend_layout, gemm_layout, stacked_layout
 from lowprec.planning.plan import Copy, GemmPlan
 from lowprec.planning.prepared import reads_codes_of_b
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
@@ -22,9 +22,6 @@ from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
 
 PLAN_CACHE_SIZE = 1024
-
-#: Least n, and largest m n k, for which one product of a copy of ``a`` is faster than many small products.
-_COLUMNS_PER_COPY, _SMALL_PRODUCT = 32, 1 << 26
 
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
@@ -48,22 +45,11 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     if acts and fmt and a_format and b_format:
         rounded = (not holds(fmt, a_format), not holds(fmt, b_format))
     products = make_schedule(scheme, rounded, layout.k, problem.k_chunk)
-    choose = partial(
-        choose_kernel,
+    choice = choose_kernel(
         format_name(fmt), capabilities,
-        is_complex=compute_dtype.is_complex,
-        products=len(products),
         is_chunked=any(x.k_stop - x.k_start < layout.k for x in products),
-        has_blocks=problem.has_blocks,
-        decodes_b=problem.has_blocks or (problem.b.dtype.is_float8 and compute_dtype.is_single_precision),
         emulation=scheme.emulation if acts else None,
     )  # fmt: skip
-    choice, rows = choose(layout), with_rows_copied(layout)
-    pays = layout.n >= _COLUMNS_PER_COPY and layout.m * layout.n * layout.k <= _SMALL_PRODUCT
-    if rows is not layout and choice.kernel.blas and pays:
-        # Only BLAS kernels copy ``a``. Others read it in place, so its rows must have one stride.
-        as_rows, layout = choose(rows), rows
-        choice = as_rows if as_rows.kernel.blas else choice
     kernel = choice.kernel
     fmt, rounded = (compute_dtype.format, (False, False)) if kernel.emulation else (fmt, rounded)
     has_effect = acts and (compute_dtype.is_single_precision or kernel.emulation is not None)
@@ -81,7 +67,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         layout=layout, compute_dtype=compute_dtype, out_dtype=out_dtype, out_shape=layout.out_shape,
         operand_format=fmt, rounded=rounded, multiplied_dtype=multiplied,
         cublas_compute_type=compute_type,
-        schedule=schedule, kernel_row=kernel, passed_over=choice.passed_over, fallback=choice.fallback,
+        schedule=schedule, kernel_row=kernel, passed_over=choice.passed_over,
         copies=(),
         flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
     )  # fmt: skip
@@ -162,7 +148,7 @@ def _widened(plan: GemmPlan) -> tuple[Copy, ...]:
 
 def _copies(plan: GemmPlan) -> tuple[Copy, ...]:
     """Return the copies made because of strides; an operand that is rounded is written to a new buffer anyway."""
-    if plan.kernel_row.reads_any_strides:
+    if plan.kernel_row.packs:
         return ()
     problem, layout, epilogue = plan.problem, plan.layout, plan.accumulator
     copies = []

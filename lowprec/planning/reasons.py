@@ -12,16 +12,9 @@ class ReasonKind(Enum):
 
     # Reasons against a preferred kernel.
     REQUIREMENT_NOT_MET = "{missing}"
-    SINGLE_PRODUCT = "{kernel} runs one product, this mode needs {products}"
     OWN_CHUNKS = "{kernel} sets its own chunks of k and does not support k_chunk="
-    TOO_FEW_ELEMENTS = "{kernel} needs {minimum:,} elements of a, b and the result to be faster, here {elements:,}"
-    TOO_SMALL_EXTENT = "{kernel} needs an inner dimension (complex: m, n and k) of {minimum} to be faster"
-    TOO_FEW_ROWS_OR_COLUMNS = "{kernel} needs {minimum} rows and columns of the result to be faster"
-    TOO_DEEP = "{kernel} is faster only if m and n are at least k, which is {k}"
-    TOO_SMALL_PRODUCTS = "{units} need {minimum:.3g} flops per product of a batch to be faster, here {flops:.3g}"
 
     # Operands that a kernel does not support, and their treatment.
-    NOT_FINITE_IN_TWO_PARTS = "an Inf or NaN in an operand: FP32 units with the same rounded operands"
     NOT_FINITE_IN_PARTS = "NaN and infinite elements of the result are recomputed in FP32"
 
     # Why an operand is packed or copied.
@@ -57,11 +50,10 @@ class ReasonKind(Enum):
     # Use of a prepared operand.
     KEPT = "the first product in {mode} keeps its packed b for later ones"
     PREPARED_FOR_ANOTHER_MODE = "prepared for {prepared}, but the mode is {mode}: read as an ordinary array"
-    CODES_KEPT = "the first product keeps its codes in the order of packing; later ones decode them"
+    CODES_READ = "{kernel} decodes its codes as it packs them: nothing to keep"
     SCALES_KEPT = "the first product keeps its scales in the order of cuBLASLt; the codes are read in place"
     NOT_KEPT = "{kernel} does not keep its packed b: read as an ordinary array"
     NOTHING_TO_KEEP = "{kernel} reads b in place: nothing to keep"
-    TRANSPOSED_RESULT = "a column-major result packs b^T as the left operand: read as an ordinary array"
 
     # Use of a 2:4 sparse operand.
     SPARSE = "cuSPARSELt multiplies at most half of b, which takes {share:.4g} of its bytes in addition, compressed"

@@ -281,7 +281,7 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     if kernel.emulation:
         text = f"{dtype}, split by cuBLASLt into {kernel.part_format} parts"
     elif kernel.parts > 1:
-        each = "each " if kernel.sums_products else ""
+        each = "each " if max(plan.split) > 1 else ""
         text += f", {each}as the exact sum of {kernel.parts} bfloat16 parts"
     elif kernel.holds_in:
         fmt, wide = plan.operand_format, kernel.holds_in.format

@@ -67,3 +67,15 @@ def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Ite
     for order in dict.fromkeys(map(sum, formed)):
         pairs = sorted((pair for pair in formed if sum(pair) == order), reverse=True)
         yield pairs, row.factor(pairs[0])
+
+
+def chunk_length(k: int, longest: int) -> int:
+    """Return the length of the chunks in which a kernel sums k: equal parts in multiples of 64, or all of k.
+
+    >>> chunk_length(384, 384), chunk_length(385, 384), chunk_length(1000, 384)
+    (384, 256, 384)
+    """
+    if k <= longest:
+        return k
+    each = -(-k // -(-k // longest))
+    return -(-each // 64) * 64

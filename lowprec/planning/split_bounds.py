@@ -110,19 +110,18 @@ def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dic
     return found
 
 
-def in_one_pass(
-    schedule: tuple[Product, ...], of_chunk: Callable[[int, int], int], chunk: int, more: int
+def depths_by_chunks(
+    schedule: tuple[Product, ...], of_chunk: int, chunks: int, sums: int
 ) -> dict[Pair, tuple[Depth, float]]:
-    """Return the result of :func:`depths` for products that share an accumulator over each chunk of k.
+    """Return the result of :func:`depths` for products that are summed over chunks of k.
 
-    ``of_chunk(i, length)`` is the depth of product i in the sum of one chunk. The sums of chunks are then added, with
-    ``more`` roundings after that.
+    For each chunk each product is summed from zero, in ``sums`` sums of ``of_chunk`` roundings, and then added.
     """
-    length = schedule[0].length
-    added = -(-length // chunk) - 1 + more if length else 0
+    additions = len(schedule) * chunks * sums
     return {
-        product.pairs[0]: (Depth(of_chunk(number, min(length, chunk)) + added), product.factor)
+        pair: (Depth(of_chunk + additions - max(number, 1) + int(abs(frexp(product.factor)[0]) != 0.5)), product.factor)
         for number, product in enumerate(schedule)
+        for pair in product.pairs
     }
 
 

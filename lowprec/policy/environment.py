@@ -8,8 +8,7 @@ program that multiplies. A blank value counts as unset.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -92,11 +91,6 @@ def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> Variable
     return VariableRow(variable.name, now, effect, variable.meaning, variable.legal, problem)
 
 
-def numba_is_off() -> bool:
-    """Whether ``NUMBA_DISABLE_JIT`` disables numba's compiler."""
-    return variables.NUMBA_OFF.text() not in (None, "0")
-
-
 def hidden_cpu_flags() -> frozenset[str]:
     """Return the CPU flags above ``LOWPREC_MAX_CPU_ISA``, which is read once."""
     taken = _taken.get(None)
@@ -123,22 +117,6 @@ def rows() -> tuple[VariableRow, ...]:
 def problems() -> tuple[str, ...]:
     """Return the warnings among :func:`rows`."""
     return tuple(r.problem for r in rows() if r.problem is not None)
-
-
-@contextmanager
-def c_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for C libraries that are loaded inside a ``with`` block; ``os.environ`` is unchanged."""
-    before = {name: os.environ.get(name) for name in values}
-    try:
-        for name, value in values.items():
-            os.putenv(name, value)
-        yield
-    finally:
-        for name, old in before.items():
-            if old is None:
-                os.unsetenv(name)
-            else:
-                os.putenv(name, old)
 
 
 #: A mode or :data:`RUN_GUARD`, passed by ``lowprec run`` to its start-up hook. Not in the table, because only the

@@ -115,7 +115,7 @@ AUTOTUNE = _switch_variable(
 )
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
-    "The folder for compiled kernels and measured choices of algorithms.",
+    "The folder for GPU kernels and measured choices of algorithms.",
     "a folder; created if missing",
     "the user's cache folder of the system",
     str,
@@ -159,13 +159,6 @@ AMP_LISTS = {
     for which in ("allow", "deny", "infer")
     for action in ("ADD", "REMOVE")
 }
-NUMBA_OFF = Variable(
-    "NUMBA_DISABLE_JIT",
-    "Any number but 0 disables numba's compiler, and with it lowprec's own kernels.",
-    "0 or 1",
-    "0",
-    str,
-)
 
 #: Instruction sets of x86-64 and the CPU flags that each adds; a limit hides the flags of later rows.
 ISAS: dict[str, frozenset[str]] = {
@@ -184,8 +177,7 @@ ISAS: dict[str, frozenset[str]] = {
 
 MAX_CPU_ISA = Variable(
     "LOWPREC_MAX_CPU_ISA",
-    "The highest x86-64 instruction set for lowprec's kernels, its OpenBLAS and numba's compiler, for tests and "
-    "comparisons. NumPy's BLAS does not read it.",
+    "The highest x86-64 instruction set of lowprec's kernels, for tests and comparisons. NumPy's BLAS ignores it.",
     f"one of {', '.join(ISAS)}",
     "all instruction sets of the processor",
     _one_of("LOWPREC_MAX_CPU_ISA", ISAS),
@@ -221,7 +213,7 @@ _LIBRARIES = (
     ("OPENBLAS_NUM_THREADS",
      "Number of threads of OpenBLAS (NumPy's and SciPy's matrix products)", *_THREADS),
     ("OPENBLAS_CORETYPE",
-     "Processor whose kernels NumPy's and SciPy's OpenBLAS use; lowprec's copy ignores it",
+     "Processor whose kernels NumPy's and SciPy's OpenBLAS use",
      "the name of a processor in OpenBLAS (Haswell, SkylakeX)",
      "the actual processor, if OpenBLAS supports it"),
 )  # fmt: skip
@@ -241,5 +233,4 @@ VARIABLES: tuple[Variable[Any], ...] = (
         Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
         for name, meaning, legal, default in _LIBRARIES
     ),
-    NUMBA_OFF,
 )

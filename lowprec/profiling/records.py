@@ -57,8 +57,6 @@ def _tile_units(plan: GemmPlan, fmt: str, used: bool | None) -> tuple[bool, bool
         reason = _EMPTY
     elif not eligible:
         reason = f"tile units do not multiply {fmt} numbers"
-    elif row.summation is Summation.TILES:
-        reason = f"the kernel {plan.kernel} fell back: {'; '.join(plan.fallbacks)}"
     else:
         reason = plan.kernel_reason
     return eligible, used, reason

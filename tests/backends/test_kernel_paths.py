@@ -13,9 +13,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 import lowprec
 from backends.kernel_path_examples import Example, examples
 from backends.kernel_paths import KERNEL_PATHS, KernelPath, numpy_dtype, promoted
-from lowprec.backends.cpu import device, threads
-from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS
+from lowprec.backends.cpu import products, threads
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, Summation
 from support import cpu_units, machines, oracles
@@ -217,31 +215,22 @@ def check(example: Example, path: KernelPath) -> None:
         _check(example, plan, c, first)
 
 
-_UNITS = {kernel.name: cpu_units.needs(kernel) for kernel in MICRO_KERNELS}
-_MISSING = {row.requires: row.missing for row in KERNELS}
-
-
-def _needs(feature: str) -> pytest.MarkDecorator:
-    absent = feature not in device.features()
-    return _UNITS.get(feature) or pytest.mark.skipif(absent, reason=_MISSING.get(feature, ""))
-
-
 def _paths() -> list[Any]:
-    return [pytest.param(path, id=name, marks=[_needs(x) for x in path.needs]) for name, path in KERNEL_PATHS.items()]
+    marks = {name: [cpu_units.needs(path.unit)] if path.unit else [] for name, path in KERNEL_PATHS.items()}
+    return [pytest.param(path, id=name, marks=marks[name]) for name, path in KERNEL_PATHS.items()]
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("path", _paths())
-def test_a_product_is_right(path: KernelPath, count: int, eager: bool) -> None:
+def test_a_product_is_right(path: KernelPath, count: int) -> None:
     # An example is given by its seeds; a search for a simpler one would take minutes and show no more.
     @given(examples(path))
-    @settings(max_examples=count // path.costs, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     def test(example: Example) -> None:
         check(example, path)
 
     if settings.default.derandomize:  # each in its own way
-        test = seed(zlib.crc32(repr((path.kernel, path.dtypes, path.modes, eager)).encode()))(test)
-    lifted = path.kernel if path.at_any_size else ""
-    with machines.without(path.without, eager=eager, at_any_size=lifted):
+        test = seed(zlib.crc32(repr((path.kernel, path.dtypes, path.modes)).encode()))(test)
+    with machines.without(set(cpu_units.UNITS) - {path.unit}), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "_ALONE", 0)
         test()

@@ -175,24 +175,6 @@ def test_first_products_in_threads_and_pickles() -> None:
         np.testing.assert_array_equal(lowprec.matmul(a, again), want)
 
 
-def test_large_b_is_decoded_in_blocks_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowprec.backends.cpu.packed import jobs
-
-    rng = np.random.default_rng(6)
-    a, b = rng.standard_normal((300, 256)).astype(BF16), rng.standard_normal((256, 330)).astype(np.float32)
-    q = lowprec.quantize(b, "nvfp4", axis=0)
-    want = lowprec.matmul(a, q)
-    monkeypatch.setattr(jobs, "_MOST_PACKED", 64 << 10)
-    jobs.job_of.cache_clear()
-    jobs.block_of.cache_clear()
-    from lowprec.core.executors import clear_caches
-
-    clear_caches()
-    np.testing.assert_array_equal(lowprec.matmul(a, lowprec.quantize(b, "nvfp4", axis=0)), want)
-    jobs.job_of.cache_clear()
-    clear_caches()
-
-
 def test_other_arguments_refuse_quantised_arrays() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed")
     q = lowprec.quantize(np.ones((32, 32), np.float32), "mxfp4")
@@ -262,7 +244,7 @@ def test_the_plan_shows_every_widening(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(counted) == len(copies), number
 
 
-def test_codes_are_kept_once_and_freed() -> None:
+def test_codes_are_read_in_place_and_freed() -> None:
     rng = np.random.default_rng(11)
     a, b = rng.standard_normal((8, 256)).astype(np.float32), rng.standard_normal((256, 320)).astype(np.float32)
     q = lowprec.quantize(b, "nvfp4", axis=0)
@@ -271,7 +253,12 @@ def test_codes_are_kept_once_and_freed() -> None:
         lowprec.matmul(a, q, math_mode=mode)
     lowprec.matmul(a.astype(BF16), q)
     if lowprec.plan(a, q).kernel_row.decodes_b:
-        assert prepared.packed_bytes == q.nbytes  # extents are multiples of the tiles
+        assert prepared.packed_bytes == 0
+        gaps = lowprec.QuantizedArray(*(x[::2] for x in (q.codes, q.scales)), "nvfp4", (256, 160), 0, q.scale)
+        prepared = lowprec.prepare(gaps)
+        lowprec.matmul(a, gaps)
+        assert prepared.packed_bytes == gaps.nbytes  # which must be contiguous
+        del gaps
     weak = weakref.ref(q)
     gc.disable()
     try:

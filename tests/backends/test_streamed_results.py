@@ -5,7 +5,6 @@ Operands are small integers, so every product is exact in every type, and the ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -13,31 +12,22 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends.cpu import threads
-from lowprec.backends.cpu.packed import jobs, run
-from lowprec.backends.cpu.packed.micro_kernels import MICRO_KERNELS, MicroKernel
-from support import cpu_units
-from support.cpu_units import needs
+from support import machines
+from support.cpu_units import UNITS, needs, units
 
 LINE = 64
 GUARD = 0xA5
-#: Element types of results, by what a micro-kernel multiplies.
-RESULTS = {"bfloat16": ("float32", "bfloat16", "float16"), "int8": ("int32",)}
-RESULTS["float32"] = RESULTS["bfloat16"]
+#: Element types of results, and of operands, by kind of unit.
+RESULTS = {"fp32": ("float32", "bfloat16", "float16"), "bf16": ("float32", "bfloat16", "float16"), "int8": ("int32",)}
 
 cases = pytest.mark.parametrize(
-    ("kernel", "dtype"),
-    [
-        pytest.param(kernel, dtype, marks=needs(kernel), id=f"{kernel.name}-{dtype}")
-        for kernel in MICRO_KERNELS
-        for dtype in RESULTS[kernel.storage]
-    ],
+    ("unit", "dtype"),
+    [pytest.param(x, dtype, marks=needs(x), id=f"{x}-{dtype}") for x in UNITS for dtype in RESULTS[x[:4]]],
 )
 
 
-def integers(rng: np.random.Generator, shape: tuple[int, int], kernel: MicroKernel) -> Any:
-    dtype = np.int8 if kernel.storage == "int8" else np.float32
-    return rng.integers(-3, 4, shape).astype(dtype)
+def integers(rng: np.random.Generator, shape: tuple[int, int], unit: str) -> Any:
+    return rng.integers(-3, 4, shape).astype(np.int8 if unit.startswith("int8") else np.float32)
 
 
 def rows_at(m: int, n: int, gap: int, first: int, dtype: np.dtype[Any]) -> tuple[Any, Any]:
@@ -48,59 +38,50 @@ def rows_at(m: int, n: int, gap: int, first: int, dtype: np.dtype[Any]) -> tuple
     return memory, np.ndarray((m, n), dtype, memory.data, at, (stride, dtype.itemsize))
 
 
-def assert_exact(kernel: MicroKernel, dtype: str, size: tuple[int, int, int], gap: int, first: int, adds: bool) -> None:
+def assert_exact(unit: str, dtype: str, size: tuple[int, int, int], gap: int, first: int, adds: bool = False) -> None:
     """Multiply into rows that begin `first` elements after a cache line, `gap` elements apart; and the transposes."""
     m, n, k = size
     rng = np.random.default_rng(first)
-    a, b = integers(rng, (m, k), kernel), integers(rng, (k, n), kernel)
+    a, b = integers(rng, (m, k), unit), integers(rng, (k, n), unit)
     memory, out = rows_at(m, n, gap, first, np.dtype(getattr(ml_dtypes, dtype, dtype)))
-    addend = integers(rng, (m, n), kernel)
+    addend = integers(rng, (m, n), unit)
     want = a.astype(np.float64) @ b.astype(np.float64) + (addend if adds else 0)
-    rounding = "exact" if kernel.storage == "int8" else "bf16"
-    for x, y, target in ((a, b, out), (b.T, a.T, out.T)):
-        out[...] = addend
-        how = {"beta": 1.0, "c": target} if adds else {}
-        assert run.gemm(kernel, x, y, target, rounding=rounding, **how)
-        np.testing.assert_array_equal(out.astype(np.float64), want)
-        out.view(np.uint8)[...] = GUARD
-        assert (memory == GUARD).all(), "memory around the rows was written"
+    with machines.without(set(UNITS) - {unit}):
+        for x, y, target in ((a, b, out), (b.T, a.T, out.T)):
+            out[...] = addend
+            how = {"beta": 1.0, "c": target} if adds else {}
+            assert lowprec.plan(x, y, out=target, math_mode="bf16", **how).kernel == unit
+            lowprec.matmul(x, y, out=target, math_mode="bf16", **how)
+            np.testing.assert_array_equal(out.astype(np.float64), want)
+            out.view(np.uint8)[...] = GUARD
+            assert (memory == GUARD).all(), "memory around the rows was written"
 
 
-@pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(jobs, "STREAM_BYTES", 0)
-    monkeypatch.setattr(threads, "num_threads", lambda: 3)
-    jobs.job_of.cache_clear()
-    yield
-    jobs.job_of.cache_clear()
+#: Rows of results beyond the size from which they are streamed.
+_BYTES = (1 << 20) + 4096
 
 
 @cases
 @pytest.mark.parametrize("gap", [0, 1, 16])
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 100, 300])
-@pytest.mark.usefixtures("streamed")
-def test_rows_begin_anywhere_in_a_line(kernel: MicroKernel, dtype: str, n: int, gap: int) -> None:
-    for first in range(LINE // np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize):
-        assert_exact(kernel, dtype, (37, n, 5), gap, first, adds=False)
+@pytest.mark.parametrize("n", [31, 64, 100, 300])
+@pytest.mark.sampled(3)
+def test_rows_begin_anywhere_in_a_line(unit: str, dtype: str, n: int, gap: int) -> None:
+    size = np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize
+    for first in range(0, LINE // size, 3):
+        assert_exact(unit, dtype, (_BYTES // (n * size), n, 5), gap, first)
 
 
-kernels = cpu_units.kernels(*MICRO_KERNELS)
-
-
-@kernels
+@units()
 @pytest.mark.parametrize("first", [0, 5])
-@pytest.mark.usefixtures("streamed")
-def test_tasks_that_share_rows_of_the_result(kernel: MicroKernel, first: int) -> None:
-    # Three ranges of columns, and several chunks of k.
-    assert_exact(kernel, RESULTS[kernel.storage][0], (256, 520, 2600), 1, first, adds=False)
+def test_tasks_that_share_rows_of_the_result(unit: str, first: int) -> None:
+    # Several ranges of columns, and several chunks of k.
+    assert_exact(unit, RESULTS[unit[:4]][0], (530, 1040, 1600), 1, first)
 
 
-@kernels
+@units(*(x for x in UNITS if not x.startswith("int8")))  # which adds nothing
 @pytest.mark.parametrize("first", [0, 5])
-@pytest.mark.usefixtures("streamed")
-def test_addends_are_read_before_they_are_overwritten(kernel: MicroKernel, first: int) -> None:
-    if kernel.storage != "int8":  # which adds nothing
-        assert_exact(kernel, "float32", (70, 130, 300), 0, first, adds=True)
+def test_addends_are_read_before_they_are_overwritten(unit: str, first: int) -> None:
+    assert_exact(unit, "float32", (700, 800, 400), 0, first, adds=True)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float64, np.complex64])

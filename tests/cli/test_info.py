@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -13,11 +15,12 @@ import pytest
 
 import lowprec
 from lowprec.arrays import libraries
-from lowprec.backends.cpu import cpuinfo
-from lowprec.backends.cpu.packed import micro_kernels
+from lowprec.backends.cpu import cpuinfo, library
+from lowprec.backends.cpu.kernel_rows import BF16_AVX512, INT8_AVX512, kernels_of
 from lowprec.checking.measure import load
 from lowprec.cli import main
 from lowprec.cli.commands.check import conditions, describe
+from lowprec.planning import Capabilities
 from lowprec.policy import environment
 from lowprec.policy.switch_report import SwitchRow
 
@@ -51,7 +54,7 @@ def test_versions_are_those_installed() -> None:
     libraries = info()["libraries"]
     assert _named(libraries, "numpy")["version"] == np.__version__
     assert _named(libraries, "numpy")["status"] == "loaded"
-    for name in ("ml_dtypes", "scipy_openblas64", "numba", "torch", "jax", "cupy"):
+    for name in ("ml_dtypes", "torch", "jax", "cupy"):
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -71,19 +74,20 @@ def test_the_cpu_is_this_one() -> None:
 def test_tile_units_are_reported_as_the_plan_uses_them() -> None:
     (cpu,) = info()["devices"]
     a = np.ones((512, 512), np.float32)
-    uses = str(lowprec.plan(a, a, math_mode="bf16").kernel).startswith("amx")
+    uses = lowprec.plan(a, a, math_mode="bf16").kernel == "bf16_amx"
     # After the plan, which has asked the machine.
     (cpu,) = info()["devices"]
     assert any(s["used"] for s in cpu["instruction_sets"] if s["name"] == "amx_bf16") is uses
 
 
 def test_measurements_name_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_module, "features", lambda: {"avx512_bf16", "avx512_vnni"})
+    able = Capabilities("cpu", "a CPU", kernels_of("x86_64"), frozenset({"fp32_avx512", "bf16_avx512", "int8_avx512"}))
+    monkeypatch.setattr(cpu_module, "_capabilities", lambda: able)
     found = conditions(load())
-    units = [micro_kernels.AVX512_BF16.unit, micro_kernels.AVX512_VNNI.unit]
+    units = [BF16_AVX512.units, INT8_AVX512.units]
     assert found["units"] == units
     assert f", {', '.join(units)}, " in describe(found)
-    monkeypatch.setattr(cpu_module, "features", frozenset)
+    monkeypatch.setattr(cpu_module, "_capabilities", lambda: replace(able, features=frozenset()))
     assert ", FP32 units alone, " in describe(conditions(load()))
 
 
@@ -135,51 +139,77 @@ def x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "x86_64")
 
 
+@pytest.fixture
+def another(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The capabilities are found again, and those of this machine afterwards."""
+    cpu_module._capabilities.cache_clear()
+    yield
+    monkeypatch.undo()
+    cpu_module._capabilities.cache_clear()
+
+
+@pytest.mark.usefixtures("another")
 def test_outside_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "aarch64")
-    monkeypatch.setattr(cpu_module, "unsupported_reason", micro_kernels.unsupported_reason.__wrapped__)
-    found = info()
-    assert found["devices"][0]["instruction_sets"] == []
-    assert any("used on Linux on x86-64 only" in w for w in found["warnings"])
+    monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(cpuinfo, "system_flags", frozenset)
+    monkeypatch.setattr(library, "units", lambda: frozenset({"fp32_neon", "bf16_neon"}))
+    (cpu,) = info()["devices"]
+    assert cpu["instruction_sets"] == []
+    assert cpu["units"] == ["bfloat16 vector units (NEON)"]
 
 
-@pytest.mark.usefixtures("x86_64")
+@pytest.mark.usefixtures("x86_64", "another")
 def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: frozenset({"avx2"}))
-    monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: frozenset({"avx2"}))
-    monkeypatch.setattr(cpu_module, "unsupported_reason", micro_kernels.unsupported_reason.__wrapped__)
+    monkeypatch.setattr(cpuinfo, "system_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(library, "units", lambda: frozenset({"fp32_avx2"}))
     found = info()
     sets = found["devices"][0]["instruction_sets"]
-    assert _named(sets, "avx2")["present"] is True
+    assert _named(sets, "avx2") == {
+        "name": "avx2", "present": True, "used": True, "by": "lowprec's kernels fp32_avx2",
+    }  # fmt: skip
     assert _named(sets, "amx_bf16") == {"name": "amx_bf16", "present": False, "used": False, "by": ""}
-    assert any("no tile units (AMX): amx_bf16 is missing" in w for w in found["warnings"])
+    assert any("no tile units: all modes round the operands" in w for w in found["warnings"])
 
 
-@pytest.mark.usefixtures("x86_64")
-def test_without_openblas_and_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpuinfo, "cpu_flags", lambda: FLAGS)
-    every = cpuinfo.cpu_flags().union(*(x.cpu_flags for x in micro_kernels.MICRO_KERNELS))
-    monkeypatch.setattr(micro_kernels, "cpu_flags", lambda: every)
-    monkeypatch.setattr(micro_kernels, "_request_permission", lambda: True)
-    monkeypatch.setattr(micro_kernels.numba_import, "is_installed", lambda: False)
-    monkeypatch.setattr(cpu_module, "unsupported_reason", micro_kernels.unsupported_reason.__wrapped__)
-    monkeypatch.setattr(cpu_module.openblas, "openblas", lambda: None)
-    monkeypatch.setattr(cpu_module.openblas, "library_path", lambda: None)
+@pytest.mark.usefixtures("x86_64", "another")
+def test_hidden_units_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpuinfo, "system_flags", lambda: FLAGS)
+    monkeypatch.setattr(library, "units", lambda: frozenset(library.UNITS))
+    cpuinfo.hidden_flags.cache_clear()
+    monkeypatch.setattr(environment, "hidden_cpu_flags", lambda: frozenset({"amx_tile", "amx_bf16", "amx_int8"}))
+    try:
+        (cpu,) = info()["devices"]
+    finally:
+        cpuinfo.hidden_flags.cache_clear()
+    assert _named(cpu["instruction_sets"], "amx_bf16") == {
+        "name": "amx_bf16", "present": True, "used": False, "by": "hidden by LOWPREC_MAX_CPU_ISA",
+    }  # fmt: skip
+    assert BF16_AVX512.units in cpu["units"]
+    assert not any("AMX" in unit for unit in cpu["units"])
+
+
+@pytest.mark.usefixtures("another")
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "built without kernels (no compiler)"
+    monkeypatch.setattr(library, "unavailable_reason", lambda: why)
+    monkeypatch.setattr(library, "units", frozenset)
+    monkeypatch.setattr("lowprec.errors._given", set())
 
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    for name in ("numba", "torch"):
-        monkeypatch.setitem(module.sys.modules, name, None)
+    monkeypatch.setitem(module.sys.modules, "torch", None)
     found = info()
     statuses = {e["name"]: e["status"] for e in found["libraries"]}
-    assert statuses["numpy"] == "loaded"
-    assert {statuses[n] for n in ("scipy_openblas64", "numba", "torch")} == {"missing"}
-    tiles = _named(found["devices"][0]["instruction_sets"], "amx_bf16")
-    assert (tiles["present"], tiles["used"]) == (True, False)
-    assert any("numba is not installed" in w for w in found["warnings"])
-    assert any("scipy-openblas64 is not installed" in w for w in found["warnings"])
+    assert (statuses["numpy"], statuses["torch"]) == ("loaded", "missing")
+    assert not any(s["used"] for s in found["devices"][0]["instruction_sets"])
+    (warning,) = (w for w in found["warnings"] if "kernels (" in w)
+    assert warning == f"{why}: products run on NumPy, no faster than fp32 in any mode"
+    a = np.ones((3, 3), np.float32)
+    with pytest.warns(lowprec.LowprecWarning, match=r"built without kernels \(no compiler\): products run on NumPy"):
+        plan = lowprec.plan(a, a, math_mode="bf16")
+    assert plan.kernel_reason == f"NumPy's BLAS; {why}"
 
 
 @pytest.mark.parametrize(

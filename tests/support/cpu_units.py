@@ -14,35 +14,48 @@ from typing import Any
 
 import pytest
 
-from lowprec.backends.cpu.packed.micro_kernels import AMX_BF16, MicroKernel, is_available
+from lowprec.arrays import CPU
+from lowprec.backends.cpu import backend, cpuinfo
+from lowprec.backends.cpu.kernel_rows import kernels_of
 
 #: Reasons of skips, by the beginning of which `.ci/check_skips.py` knows them.
-NO_AMX = "this machine has no AMX units (or no numba to reach them)"
+NO_AMX = "this machine has no AMX units (or lowprec no kernels)"
 MEDIUM_IS_FULL = 'PyTorch\'s "medium" lowers no precision on this machine'
 
 
-#: By the unit that a micro-kernel needs.
+#: By the unit.
 _NO_UNITS = {
-    "amx_bf16": NO_AMX,
-    "amx_int8": NO_AMX,
-    "avx512_bf16": "this machine has no AVX512-BF16 units (or no numba to reach them)",
-    "avx512_vnni": "this machine has no AVX512-VNNI units (or no numba to reach them)",
-    "avx512_fp32": "this machine has no AVX-512 (or no numba to reach it)",
-    "avx_vnni": "this machine has no AVX-VNNI units (or no numba to reach them)",
+    "fp32_avx2": "this machine has no AVX2 units (or lowprec no kernels)",
+    "fp32_avx512": "this machine has no AVX-512 (or lowprec no kernels)",
+    "bf16_avx512": "this machine has no AVX512-BF16 units (or lowprec no kernels)",
+    "bf16_amx": NO_AMX,
+    "int8_avx2": "this machine has no AVX2 units (or lowprec no kernels)",
+    "int8_avxvnni": "this machine has no AVX-VNNI units (or lowprec no kernels)",
+    "int8_avx512": "this machine has no AVX512-VNNI units (or lowprec no kernels)",
+    "int8_amx": NO_AMX,
+    "fp32_neon": "lowprec has no kernels",
+    "bf16_neon": "this machine has no bfloat16 units (or lowprec no kernels)",
+    "int8_neon": "this machine has no int8 units (or lowprec no kernels)",
 }
 
-
-def needs(kernel: MicroKernel) -> pytest.MarkDecorator:
-    """Skip where a micro-kernel cannot run."""
-    return pytest.mark.skipif(not is_available(kernel), reason=_NO_UNITS[kernel.name])
+#: Of processors of this architecture.
+UNITS = tuple(dict.fromkeys(row.requires for row in kernels_of(cpuinfo.machine()) if row.requires))
 
 
-needs_amx = needs(AMX_BF16)
+def has(unit: str) -> bool:
+    """Whether products can run on a unit: it is here, and `LOWPREC_MAX_CPU_ISA` does not hide it."""
+    return unit in backend.capabilities(CPU).features
 
 
-def kernels(*some: MicroKernel) -> pytest.MarkDecorator:
-    """Run a test with each of these micro-kernels that can run."""
-    return pytest.mark.parametrize("kernel", [pytest.param(x, marks=needs(x), id=x.name) for x in some])
+def needs(unit: str) -> pytest.MarkDecorator:
+    """Skip where a unit cannot run."""
+    return pytest.mark.skipif(not has(unit), reason=_NO_UNITS[unit])
+
+
+def units(*some: str) -> pytest.MarkDecorator:
+    """Run a test with each of these units (by default, all of this architecture) that can run."""
+    names = [name for name in some or UNITS if name in UNITS]
+    return pytest.mark.parametrize("unit", [pytest.param(x, marks=needs(x), id=x) for x in names])
 
 
 _ASKED = """

@@ -11,21 +11,22 @@ import pytest
 
 from lowprec.arrays import CPU
 from lowprec.backends.cpu import backend as cpu
-from lowprec.backends.cpu import casting, epilogue, panels, rounding, scaling, splitting
 from lowprec.backends.cpu.kernel_rows import KERNELS as CPU_KERNELS
-from lowprec.backends.cpu.packed import jobs, micro_kernels, prepared_panels
+from lowprec.backends.cpu.kernel_rows import kernels_of
 from lowprec.backends.cuda.models import KERNELS as CUDA_KERNELS
 from lowprec.core import executors
 from lowprec.planning import Capabilities, KernelRow
 
 ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 
-BARE = Capabilities("cpu", "a plain CPU", CPU_KERNELS)
-OPENBLAS = Capabilities("cpu", "a CPU with OpenBLAS", CPU_KERNELS, frozenset({"openblas"}))
-AMX = Capabilities("cpu", "a CPU with AMX", CPU_KERNELS, frozenset({"openblas", "amx_bf16", "amx_int8"}))
-AVX512 = Capabilities(
-    "cpu", "a CPU with AVX-512", CPU_KERNELS, frozenset({"openblas", "avx512_bf16", "avx512_vnni", "avx512_fp32"})
+X86_64 = kernels_of("x86_64")
+BARE = Capabilities("cpu", "a plain CPU", X86_64)
+AVX2 = replace(BARE, name="a CPU with AVX2", features=frozenset({"fp32_avx2", "int8_avx2"}))
+AVX512 = replace(
+    BARE, name="a CPU with AVX-512", features=AVX2.features | {"fp32_avx512", "bf16_avx512", "int8_avx512"}
 )
+AMX = replace(BARE, name="a CPU with AMX", features=AVX512.features | {"bf16_amx", "int8_amx"})
+NEON = Capabilities("cpu", "a CPU with NEON", kernels_of("aarch64"), frozenset({"fp32_neon", "bf16_neon", "int8_neon"}))
 
 
 def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20, *features: str | None) -> Capabilities:
@@ -42,13 +43,8 @@ MACHINES = ("this machine", "NumPy alone")
 
 @contextmanager
 def on(machine: str) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if machine == "NumPy alone":
-            _pretend(monkeypatch, Capabilities("cpu", "a machine with NumPy alone", CPU_KERNELS))
-        try:
-            yield
-        finally:
-            executors.clear_caches()
+    with without(cpu.capabilities(CPU).features if machine == "NumPy alone" else ()):
+        yield
 
 
 def fixture(*machines: str) -> Any:
@@ -64,67 +60,26 @@ def fixture(*machines: str) -> Any:
 
 @contextmanager
 def with_rows(*rows: KernelRow) -> Iterator[None]:
-    """Run on a CPU that has these kernels and no others."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        _pretend(monkeypatch, Capabilities("cpu", "a CPU of these rows", rows))
-        try:
-            yield
-        finally:
-            executors.clear_caches()
-
-
-def _pretend(monkeypatch: pytest.MonkeyPatch, able: Capabilities) -> None:
-    monkeypatch.setattr(cpu, "capabilities", lambda device: able)
-    # Executors are kept without the capabilities, which do not change while a process lives.
-    executors.clear_caches()
-
-
-#: Micro-kernels that share the smallest products among threads.
-EAGER_AVX512_BF16, EAGER_AVX512_VNNI, EAGER_AVX512_FP32, EAGER_AVX_VNNI = (
-    replace(kernel, shared_from=0)
-    for kernel in (
-        micro_kernels.AVX512_BF16,
-        micro_kernels.AVX512_VNNI,
-        micro_kernels.AVX512_FP32,
-        micro_kernels.AVX_VNNI,
-    )
-)
+    """Run on this machine as if it had these kernels and no others."""
+    with _pretending(replace(cpu.capabilities(CPU), kernels=rows)):
+        yield
 
 
 @contextmanager
-def without(features: Iterable[str], *, eager: bool = False, at_any_size: str = "") -> Iterator[None]:
-    """Run on this machine, of which planning does not know that it has these features.
+def without(features: Iterable[str]) -> Iterator[None]:
+    """Run on this machine, of which planning does not know that it has these features."""
+    able = cpu.capabilities(CPU)
+    with _pretending(replace(able, features=able.features - frozenset(features))):
+        yield
 
-    Where it is ``eager``, it cuts products as if they were large: in pieces for threads, and in blocks. One of its
-    kernels may run products of any size.
-    """
+
+@contextmanager
+def _pretending(able: Capabilities) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        able = cpu.capabilities(CPU)
-        lifted = ROWS[at_any_size]._replace(minimum_elements=0, minimum_mn=0, is_shallow=False) if at_any_size else None
-        rows = tuple(lifted if lifted and row.name == at_any_size else row for row in able.kernels)
-        able = replace(able, features=able.features - frozenset(features), kernels=rows)
-        if eager:
-            _cut_all(monkeypatch)
-            able = replace(able, kernels=tuple(map(_eager, able.kernels)))
-        _pretend(monkeypatch, able)
+        monkeypatch.setattr(cpu, "capabilities", lambda device: able)
+        # Executors are kept without the capabilities, which do not change while a process lives.
+        executors.clear_caches()
         try:
             yield
         finally:
             executors.clear_caches()
-
-
-def _eager(row: KernelRow) -> KernelRow:
-    name = f"EAGER_{row.name.removesuffix('_parts').removesuffix('_rounded').upper()}"
-    return row._replace(micro_kernel=f"{__name__}:{name}") if name in globals() else row
-
-
-def _cut_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower the sizes from which work is cut. (Not those of a BLAS, whose sums may depend on them.)"""
-    for module, name, value in (
-        (casting, "_PAYS_TO_SHARE", 0), (casting, "_PIECE", 1 << 9), (casting, "_PAYS_TO_CALL", 0),
-        (rounding, "_BLOCK", 1 << 8), (scaling, "_BLOCK", 1 << 9),
-        (splitting, "_BLOCK", 1 << 9), (splitting, "SLICE", 1 << 8), (epilogue, "_PIECE", 1 << 8),
-        (panels, "_VECTOR_WORK", 1 << 11), (panels, "_LONG_COLUMNS", 1 << 10), (prepared_panels, "_SHARED_FROM", 0),
-        (jobs, "STREAM_BYTES", 1 << 11),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, name, value)

@@ -305,8 +305,7 @@ def test_gemm_runs_schemes(tmp_path: Path) -> None:
 def test_gemm_runs_without_extras(tmp_path: Path) -> None:
     _run("bench_gemm.py", tmp_path, "--no-extras")
     result = _result(tmp_path, "gemm-no-extras")
-    assert {r["kernel"] for r in result["results"]} == {"numpy", None}
-    assert not {"scipy_openblas64", "numba", "torch"}.intersection(result["machine"]["versions"])
+    assert "torch" not in result["machine"]["versions"]
 
 
 #: By script: the packages and options that it needs, a column of its results with its values, the limits of its claims.

@@ -48,9 +48,9 @@ def test_complex_numbers() -> None:
 
 
 def test_pairs_of_parts_on_tile_units() -> None:
-    # 17 roundings and 4 products of parts for each 32 of k; each of 4 k products may be flushed, and each operand.
-    bound = error_bound(MathMode.TF32, F32, F32, 64, ROWS["amx_bf16_pair"])
-    relative = joint(gamma(17 + 4 * 2), 2.0**-11, 2.0**-11)
+    # 17 roundings and one for each 32 of k; 3 additions of 4 sums. 4 k products may be flushed, and each operand.
+    bound = error_bound(MathMode.TF32, F32, F32, 64, ROWS["bf16_amx_pair"])
+    relative = joint(gamma(17 + 2 + 3), 2.0**-11, 2.0**-11)
     check(bound, relative, NORMAL, 4 * 64 * NORMAL)
 
 
@@ -155,25 +155,44 @@ def test_the_sum_of_the_parts() -> None:
     check(bound, relative, 0, 2 * HALF_STEP)
 
 
-@pytest.mark.parametrize("k", [1001, 3000])
-def test_parts_in_one_pass_over_vector_units(k: int) -> None:
-    # Chunks of 1024; the products one after another, of which an odd length costs an even number of roundings.
-    length, added = (1002, 0) if k == 1001 else (1024, 2)
+@pytest.mark.parametrize(("k", "length", "chunks"), [(384, 384, 1), (385, 256, 2), (1000, 384, 3)])
+def test_chunks_on_fp32_units(k: int, length: int, chunks: int) -> None:
+    # Of each chunk the sum is added, after the first.
+    bound = error_bound(MathMode.FP32, F32, F32, k, ROWS["fp32_avx512"])
+    check(bound, gamma(length + chunks - 1), 0, (k + chunks - 1) * HALF_STEP)
+
+
+def test_complex_numbers_on_fp32_units() -> None:
+    # Two sums of each chunk are added: of products of real parts, and of imaginary ones.
+    bound = error_bound(MathMode.FP32, C64, C64, 1000, ROWS["fp32_avx2"])
+    check(bound, sqrt(2) * gamma(384 + 2 * 3 - 1), 0, 2 * (1000 + 2) * HALF_STEP, 2)
+
+
+@pytest.mark.parametrize(("k", "length", "chunks"), [(101, 102, 1), (768, 768, 1), (3000, 768, 4)])
+def test_parts_on_vector_units(k: int, length: int, chunks: int) -> None:
+    # An odd length takes an even number of roundings. Each chunk of a product is added, the smallest first.
     high, low = 1 + 2.0**-8, 2.0**-8
     fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
-    counts = [products * length + added for products in (3, 2, 1)]
+    counts = [length + 3 * chunks - after for after in (1, 1, 2)]
     relative = fixed + high * low * (gamma(counts[0]) + gamma(counts[1])) + high**2 * gamma(counts[2])
-    bound = error_bound(MathMode.BF16X3, F32, F32, k, ROWS["avx512_bf16_parts"])
-    check(bound, relative, 2 * NORMAL, (3 * k + 2) * NORMAL)
+    bound = error_bound(MathMode.BF16X3, F32, F32, k, ROWS["bf16_avx512"])
+    check(bound, relative, 2 * NORMAL, (3 * (k + chunks - 1) + 2) * NORMAL)
 
 
-def test_parts_in_one_pass_over_tile_units() -> None:
-    # 3 products of each step, over chunks of 32 steps, of which there are 3.
+def test_pairs_that_are_rounded_to_odd() -> None:
+    # Twice the error of each of 2 roundings, whose variance is that of 4 times as many.
+    bound = error_bound(MathMode.FP32, DType.BFLOAT16, F32, 100, ROWS["bf16_neon"])
+    check(bound, gamma(8 * 50), NORMAL, 100 * NORMAL)
+
+
+def test_parts_on_tile_units() -> None:
+    # 17 roundings and one for each 32 of a chunk of 768, of which there are 4.
     high, low = 1 + 2.0**-8, 2.0**-8
     fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
-    relative = fixed + (2 * high * low + high**2) * gamma(17 + 3 * 32 + 2)
-    bound = error_bound(MathMode.BF16X3, F32, F32, 3000, ROWS["amx_bf16_parts"])
-    check(bound, relative, 2 * NORMAL, (3 * 3000 + 2) * NORMAL)
+    counts = [17 + 24 + 3 * 4 - after for after in (1, 1, 2)]
+    relative = fixed + high * low * (gamma(counts[0]) + gamma(counts[1])) + high**2 * gamma(counts[2])
+    bound = error_bound(MathMode.BF16X3, F32, F32, 3000, ROWS["bf16_amx"])
+    check(bound, relative, 2 * NORMAL, (3 * (3000 + 3) + 2) * NORMAL)
 
 
 # -- norms ----------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def test_the_table_lists_the_variables_of_this_version() -> None:
         TORCH_ALLOW_TF32_CUBLAS_OVERRIDE JAX_DEFAULT_MATMUL_PRECISION CUPY_TF32 MLX_ENABLE_TF32
         CUBLAS_EMULATE_SINGLE_PRECISION CUBLAS_EMULATE_DOUBLE_PRECISION CUBLAS_EMULATION_STRATEGY
         CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT
-        OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS OPENBLAS_CORETYPE NUMBA_DISABLE_JIT
+        OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS OPENBLAS_CORETYPE
     """
     own = [*READ_ONCE, "LOWPREC_AUTOTUNE", "LOWPREC_CACHE_DIR", ISA, "LOWPREC_THREADS", *amp]
     assert [v.name for v in environment.VARIABLES] == own + others.split()
@@ -217,11 +217,3 @@ def test_thread_limit(text: str | None, limit: int | None, monkeypatch: pytest.M
     if text is not None:
         monkeypatch.setenv("MKL_NUM_THREADS", text)
     assert environment.thread_limit() == limit
-
-
-@pytest.mark.parametrize(("text", "off"), [(None, False), ("0", False), ("1", True), ("2", True)])
-def test_numba_is_off(text: str | None, off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NUMBA_DISABLE_JIT", raising=False)
-    if text is not None:
-        monkeypatch.setenv("NUMBA_DISABLE_JIT", text)
-    assert environment.numba_is_off() is off

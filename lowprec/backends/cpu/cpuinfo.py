@@ -7,7 +7,6 @@ import os
 import platform
 
 from lowprec.policy import environment
-from lowprec.policy.protocol import raised_in
 
 
 @functools.cache
@@ -15,9 +14,7 @@ def _cpuinfo() -> dict[str, str]:
     try:
         with open("/proc/cpuinfo", "rb") as file:
             text = os.fsdecode(file.read())
-    except OSError as error:
-        if not raised_in(error, __name__):
-            raise
+    except OSError:
         return {}
     lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     return {key.strip(): value.strip() for key, _, value in lines}
@@ -28,9 +25,10 @@ def cpu_name() -> str:
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
-def is_x86_64() -> bool:
-    """Whether this is an x86-64 processor, for which lowprec has kernels."""
-    return platform.machine() in ("x86_64", "AMD64")
+def machine() -> str:
+    """Return the architecture by Linux's name, whatever the operating system calls it."""
+    name = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def system_flags() -> frozenset[str]:
@@ -47,19 +45,3 @@ def hidden_flags() -> frozenset[str]:
 def cpu_flags() -> frozenset[str]:
     """Return the instruction-set flags that kernels may use; raises as :func:`hidden_flags`."""
     return system_flags() - hidden_flags()
-
-
-def llvm_features() -> str | None:
-    """Return the processor's features for LLVM without hidden ones; None if none is hidden.
-
-    They apply to numba's compiler in the whole process, unless it has already compiled a function.
-    """
-    if not hidden_flags():
-        return None
-    import llvmlite.binding
-
-    found = llvmlite.binding.get_host_cpu_features()
-    present = [f"+{name}" for name, is_there in sorted(found.items()) if is_there]
-    names = (x.replace("_", "-" if x.startswith("amx") else "") for x in sorted(hidden_flags()))
-    # Removals last: removing a feature also removes those that depend on it.
-    return ",".join([*present, *(f"-{name}" for name in names)])

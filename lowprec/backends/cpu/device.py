@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,146 +13,112 @@ import numpy as np
 
 from lowprec.architectures import Architecture
 from lowprec.arrays import Device
-from lowprec.backends.cpu import casting, cpuinfo, numba_import, openblas, team, threads
-from lowprec.backends.cpu.kernel_rows import KERNELS
-from lowprec.backends.cpu.packed.micro_kernels import (
-    AMX_BF16,
-    AVX512_BF16,
-    MICRO_KERNELS,
-    is_available,
-    unsupported_reason,
-)
-from lowprec.errors import EnvironmentVariableError
+from lowprec.backends.cpu import cpuinfo, library, threads
+from lowprec.backends.cpu.kernel_rows import kernels_of
+from lowprec.errors import EnvironmentVariableError, warn
 from lowprec.formats import BFLOAT16
 from lowprec.modes import MathMode
 from lowprec.modes import row as mode_row
-from lowprec.planning import Capabilities
+from lowprec.planning import Capabilities, KernelRow, Summation
 from lowprec.policy import environment
 from lowprec.policy.state import emulated
+
+_WITHOUT = "{}: products run on NumPy, no faster than fp32 in any mode"
 
 
 def capabilities(device: Device) -> Capabilities:
     """Return the cached kernels and features of this CPU; inside ``emulate``, emulated tensor cores come first."""
-    architecture = emulated()
+    architecture, why = emulated(), library.unavailable_reason()
+    if why is not None:
+        warn(_WITHOUT.format(why), once="kernels")
     return _capabilities() if architecture is None else _emulating(architecture)
 
 
 @functools.cache
 def _capabilities() -> Capabilities:
-    return Capabilities("cpu", cpuinfo.cpu_name(), KERNELS, features())
-
-
-def forget() -> None:
-    """Clear the cached capabilities of the CPU."""
-    _capabilities.cache_clear()
-    _emulating.cache_clear()
+    rows = kernels_of(cpuinfo.machine())
+    if (why := library.unavailable_reason()) is not None:
+        rows = tuple(row._replace(missing=why) for row in rows)
+    hidden = cpuinfo.hidden_flags()
+    units = {row.requires: row for row in rows if row.requires in library.units()}
+    found = (name for name, row in units.items() if name and hidden.isdisjoint(row.instruction_sets))
+    return Capabilities("cpu", cpuinfo.cpu_name(), rows, frozenset(found))
 
 
 @functools.cache
 def _emulating(architecture: Architecture) -> Capabilities:
-    from lowprec.backends.cpu.emulation.arithmetic import kernels  # needed for emulation only
+    from lowprec.backends.cpu.emulation import kernels  # needed for emulation only
 
     real = _capabilities()
     return replace(real, kernels=(*kernels(architecture), *real.kernels))
 
 
-def features() -> frozenset[str]:
-    """Return the features of this machine, for `KernelRow.requires`."""
-    found = {
-        **{x.name: is_available(x) and x.is_for(cpuinfo.cpu_flags()) for x in MICRO_KERNELS},
-        # Compiled kernels distribute its panels to threads; without them NumPy's multithreaded BLAS is faster.
-        "openblas": casting.has_kernels() and openblas.openblas() is not None,
-        "numba": casting.has_kernels(),
-    }
-    return frozenset(name for name, present in found.items() if present)
-
-
 def info() -> dict[str, Any]:
-    """Return the CPU, NumPy's BLAS, the version of lowprec's OpenBLAS (None if missing), and missing features."""
+    """Return the CPU, NumPy's BLAS, and warnings about missing units."""
     try:
-        hidden = cpuinfo.hidden_flags()
+        able = _capabilities()
     except EnvironmentVariableError:  # reported with the variables; products raise it
         device = {**_device(), "instruction_sets": [], "units": []}
         return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
-    no_tiles, library = unsupported_reason(AMX_BF16), openblas.openblas()
-    warnings = [numba_import.failure()] if numba_import.failure() else []
-    if no_tiles:
+    here = [row for row in able.kernels if row.requires in able.features]
+    device = {**_device(), "instruction_sets": list(_instruction_sets(here)), "units": _units(here)}
+    return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": list(_warnings(here))}
+
+
+def _warnings(here: list[KernelRow]) -> Iterator[str]:
+    if (why := library.unavailable_reason()) is not None:
+        yield _WITHOUT.format(why)
+    elif not any(row.summation is Summation.TILES for row in here):
         on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
-        modes = "all modes" if unsupported_reason(AVX512_BF16) else f"modes other than {', '.join(on_units)}"
-        warnings.append(f"{no_tiles}; {modes} round the operands and multiply in FP32, no faster than fp32")
-    if library is None and sys.platform != "darwin":
-        why = "is not installed"
-        if openblas.library_path() is not None:
-            why = "is installed, but its library cannot be opened or is in the process for something else"
-        warnings.append(
-            f'scipy-openblas64 {why} (pip install "lowprec[cpu]"): products that do not run on tile '
-            "units are left to NumPy's BLAS"
+        has_units = any(row.formats == frozenset({BFLOAT16.name}) for row in here)
+        modes = f"modes other than {', '.join(on_units)}" if has_units else "all modes"
+        yield f"this processor has no tile units: {modes} round the operands and multiply in FP32, no faster than fp32"
+    core_type = _numpys_core_type()
+    if core_type in _BELOW_AVX512 and cpuinfo.cpu_flags() >= _AVX512:
+        held = next(row.value for row in environment.rows() if row.name == "OPENBLAS_CORETYPE")
+        cure = f"OPENBLAS_CORETYPE={held} holds it there; unset it, or set it to SkylakeX, before Python starts"
+        yield (
+            f"NumPy's OpenBLAS has its kernels for {core_type} on a processor with AVX-512, so numpy.matmul and "
+            "float64 products take up to twice as long as they could: "
+            f"{cure if held else 'set OPENBLAS_CORETYPE=SkylakeX before Python starts'}"
         )
-    blas = _blas()
-    warnings += _blas_below_the_machine(blas["core_type"])
-    return {
-        "devices": [{**_device(), "instruction_sets": _instruction_set_rows(hidden), "units": _units()}],
-        "versions": {"scipy_openblas64": None if library is None else library.version},
-        "blas": blas,
-        "warnings": warnings,
-    }
 
 
-def _threads() -> tuple[int, str]:
-    try:
-        return threads.num_threads(), team.description()
-    except EnvironmentVariableError:  # reported with the variables; products raise it
-        return 1, ""
+#: Kernels of OpenBLAS that are older than AVX-512, and what those for AVX-512 need.
+_BELOW_AVX512 = ("Haswell", "Zen", "Sandybridge", "Nehalem", "Prescott", "Katmai")
+_AVX512 = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
 
 
 def _device() -> dict[str, Any]:
-    count, name_of_team = _threads()
+    try:
+        count, team = threads.num_threads(), threads.description()
+    except EnvironmentVariableError:  # reported with the variables; products raise it
+        count, team = 1, ""
     return {
         "device": "cpu",
         "name": cpuinfo.cpu_name(),
         "cores": os.cpu_count(),
         "affinity": threads.affinity(),
         "threads": count,
-        "team": name_of_team,
+        "team": team,
     }
 
 
-def _units() -> list[str]:
-    found = features()
-    here = (x.unit for x in MICRO_KERNELS if x.name in found and x.storage != "float32")
-    return list(dict.fromkeys(here))
+def _units(here: list[KernelRow]) -> list[str]:
+    """Return the units for 16 and 8 bits."""
+    return [row.units for row in here if row.holds_in is None and row.parts == 1]
 
 
-def _instruction_set_rows(hidden: frozenset[str]) -> list[dict[str, Any]]:
-    if not cpuinfo.is_x86_64():
-        return []
-    flags = cpuinfo.cpu_flags()
-    rows = []
-    for name, used, by in _instruction_sets():
-        if name in hidden:
-            used, by = False, "hidden by LOWPREC_MAX_CPU_ISA"
-        elif name not in flags:
-            used = False
-        rows.append({"name": name, "present": name in flags | hidden, "used": used, "by": by})
-    return rows
-
-
-def _instruction_sets() -> Iterator[tuple[str, bool | None, str]]:
+def _instruction_sets(here: list[KernelRow]) -> Iterator[dict[str, Any]]:
     """Yield the instruction sets that matter for products, whether they are used, and the kernels that use them."""
-    library = openblas.openblas()
-    chosen = {"avx2": "Haswell", "avx512f": "SkylakeX"}
-    for name, core_type in chosen.items():
-        if library is None or library.core_type not in chosen.values():
-            yield name, None, "NumPy's BLAS chooses for itself"
-        else:
-            is_it = library.core_type == core_type
-            yield name, is_it, f"OpenBLAS, kernels for {core_type}" if is_it else ""
-    found = features()
-    here = [row for row in KERNELS if row.requires in found]
-    named = (name for row in KERNELS for name in row.instruction_sets)
-    for name in dict.fromkeys(("avx512_fp16", *named)):
+    hidden, flags = cpuinfo.hidden_flags(), cpuinfo.cpu_flags()
+    named = (name for row in kernels_of(cpuinfo.machine()) for name in row.instruction_sets)
+    for name in dict.fromkeys(("avx2", "avx512f", *named) if flags else ()):
         users = ", ".join(row.name for row in here if name in row.instruction_sets)
-        yield name, bool(users), f"lowprec's kernels {users}" if users else ""
+        by = f"lowprec's kernels {users}" if users else ""
+        if name in hidden:
+            by = "hidden by LOWPREC_MAX_CPU_ISA"
+        yield {"name": name, "present": name in flags | hidden, "used": bool(users), "by": by}
 
 
 def _blas() -> dict[str, Any]:
@@ -170,21 +135,3 @@ def _numpys_core_type() -> str | None:
             function.restype = ctypes.c_char_p
             return str(function().decode())
     return None
-
-
-def _blas_below_the_machine(core_type: str | None) -> list[str]:
-    """Return a warning if NumPy's BLAS uses kernels for an older processor."""
-    best = openblas.core_type(cpuinfo.cpu_flags())
-    if best != openblas.AVX512 or core_type not in openblas.BELOW_AVX512:
-        return []
-    held = next(row.value for row in environment.rows() if row.name == "OPENBLAS_CORETYPE")
-    cure = (
-        f"set OPENBLAS_CORETYPE={best} before Python starts"
-        if held is None
-        else f"OPENBLAS_CORETYPE={held} holds it there; unset it, or set it to {best}, before Python starts"
-    )
-    warning = (
-        f"NumPy's OpenBLAS has its kernels for {core_type} on a processor with AVX-512, so numpy.matmul takes up to "
-        f"twice as long as it could (lowprec's own copy is not affected): {cure}"
-    )
-    return [warning]

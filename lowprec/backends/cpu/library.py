@@ -29,7 +29,7 @@ UNITS = (
 )  # fmt: skip
 
 #: ``lp_status``.
-OK, UNSUPPORTED, NO_MEMORY = range(3)
+OK, UNSUPPORTED, NO_MEMORY, NOT_FINITE = range(4)
 
 
 class Matrix(ctypes.Structure):

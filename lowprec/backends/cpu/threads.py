@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from lowprec.backends.cpu import library
 from lowprec.policy import environment, variables
-from lowprec.policy.protocol import raised_in
 
 _REFRESH_SECONDS = 1.0
 _RTLD_NOLOAD = getattr(os, "RTLD_NOLOAD", 0)
@@ -29,9 +29,7 @@ def _cgroup_cpus() -> int | None:
         with io.open("/sys/fs/cgroup/cpu.max", "rb") as file:  # noqa: UP020 - `open` is deleted during Python's exit
             quota, period = file.read().split()
         return None if quota == b"max" else max(1, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError) as error:
-        if not raised_in(error, __name__):
-            raise
+    except (OSError, ValueError):
         return None
 
 
@@ -46,19 +44,8 @@ def loaded(path: str) -> ctypes.PyDLL | None:
     """Return a handle of a library that is already loaded; None otherwise, without loading it."""
     try:
         return ctypes.PyDLL(path, mode=_RTLD_NOLOAD | ctypes.DEFAULT_MODE) if _RTLD_NOLOAD else None
-    except OSError as error:
-        if not raised_in(error, "ctypes"):
-            raise
+    except OSError:
         return None
-
-
-#: Paths of libraries whose number of threads is not a limit.
-_ignored: set[str] = set()
-
-
-def ignore_library(path: str) -> None:
-    """Ignore the number of threads of this OpenBLAS."""
-    _ignored.add(path)
 
 
 def _mapped(name: str) -> set[str]:
@@ -66,24 +53,22 @@ def _mapped(name: str) -> set[str]:
     try:
         with io.open("/proc/self/maps", "rb") as file:  # noqa: UP020 - as above
             lines = os.fsdecode(file.read()).splitlines()
-    except OSError as error:
-        if not raised_in(error, __name__):
-            raise
+    except OSError:
         return set()
     return {line.split(maxsplit=5)[-1] for line in lines if name in line}
 
 
 def openblas_paths() -> list[str]:
-    """Return the paths of the OpenBLAS copies in this process, NumPy's first, without ignored ones."""
-    return sorted(_mapped("openblas") - _ignored, key=lambda path: ("numpy" not in path, path))
+    """Return the paths of the OpenBLAS copies in this process, NumPy's first."""
+    return sorted(_mapped("openblas"), key=lambda path: ("numpy" not in path, path))
 
 
 def openblas_function(path: str, name: str) -> Any | None:
     """A function of an OpenBLAS in this process, by its name without the prefix and suffix of the build."""
-    library = loaded(path)
+    found = loaded(path)
     for prefix in ("scipy_", ""):
         for suffix in ("64_", ""):
-            function = getattr(library, f"{prefix}{name}{suffix}", None) if library else None
+            function = getattr(found, f"{prefix}{name}{suffix}", None) if found else None
             if function is not None:
                 return function
     return None
@@ -99,30 +84,26 @@ def _openblas_getter() -> Callable[[], int] | None:
     return None
 
 
-class OpenMP(NamedTuple):
-    """Functions of an OpenMP runtime."""
+def _torch_openmp() -> Callable[[], int] | None:
+    """Let products run on the threads of PyTorch's OpenMP runtime, and return its ``omp_get_max_threads``.
 
-    #: Calls a function in several threads; arguments: function, its argument, threads, flags.
-    parallel: Callable[[int, int, int, int], None]
-    in_parallel: Callable[[], int]
-    max_threads: Callable[[], int]  # of the calling thread
-
-
-def _torch_openmp() -> OpenMP | None:
-    """Return PyTorch's OpenMP runtime; None if PyTorch is not loaded or has none."""
+    Return None if PyTorch is not loaded or has no such runtime.
+    """
     path = next(iter(_mapped("/libtorch_cpu.so")), "") if "torch" in sys.modules else ""
-    library = loaded(path) if path else None
-    if library is None:
+    found = loaded(path) if path else None
+    # The handle of a library also finds the symbols of its dependencies.
+    names = ("GOMP_parallel", "omp_in_parallel", "omp_get_max_threads")
+    parallel, in_parallel, max_threads = (getattr(found, name, None) for name in names)
+    if not (parallel and in_parallel and max_threads):
         return None
-    try:
-        # The handle of a library also finds the symbols of its dependencies.
-        parallel = ctypes.CDLL(path, mode=_RTLD_NOLOAD | ctypes.DEFAULT_MODE).GOMP_parallel
-        found = OpenMP(parallel, library.omp_in_parallel, library.omp_get_max_threads)
-    except AttributeError:
-        return None
-    parallel.restype = None
-    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    return found
+    _use_openmp(parallel, in_parallel)
+    return max_threads  # type: ignore[no-any-return]
+
+
+def _use_openmp(parallel: Any, in_parallel: Any) -> None:
+    kernels = library.library()
+    if kernels is not None:
+        kernels.use_openmp(parallel, in_parallel)
 
 
 class _Affinity(threading.local):
@@ -144,7 +125,7 @@ class _Limits:
         self.cpus = 1  # of the process
         self.affinity = _Affinity()
         self.getter: Callable[[], int] | None = None
-        self.openmp: OpenMP | None = None
+        self.openmp: Callable[[], int] | None = None  # threads of PyTorch's OpenMP runtime
         self.has_torch = False
         self.expires = -math.inf
 
@@ -154,6 +135,8 @@ class _Limits:
         if self.getter is None:
             self.getter = _openblas_getter()
         self.has_torch = "torch" in sys.modules
+        if own and self.openmp is not None:
+            _use_openmp(None, None)
         self.openmp = None if own else self.openmp or _torch_openmp()
         self.expires = now + _REFRESH_SECONDS
 
@@ -161,9 +144,9 @@ class _Limits:
 _limits = _Limits()
 
 
-def openmp() -> OpenMP | None:
-    """Return PyTorch's OpenMP runtime as found by the last `num_threads`; None with ``LOWPREC_THREADS=own``."""
-    return _limits.openmp
+def description() -> str:
+    """Describe the threads that share products, for ``info()``."""
+    return "lowprec's own workers" if _limits.openmp is None else "PyTorch's OpenMP threads"
 
 
 def num_threads() -> int:
@@ -182,5 +165,5 @@ def num_threads() -> int:
     if limits.getter is not None:
         cpus = min(cpus, limits.getter())
     if limits.openmp is not None:
-        cpus = min(cpus, limits.openmp.max_threads())
+        cpus = min(cpus, limits.openmp())
     return max(1, cpus)

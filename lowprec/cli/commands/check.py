@@ -146,11 +146,9 @@ def describe(found: dict[str, Any]) -> str:
     """Return the conditions as one line."""
     machine, versions = found["machine"], found["versions"]
     units = ", ".join(found["units"]) or "FP32 units alone"
-    openblas = versions.get("scipy_openblas64")
-    own = f", OpenBLAS {openblas}" if openblas else ""
     return (
         f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
-        f"NumPy {versions['numpy']} ({found['blas']}){own}"
+        f"NumPy {versions['numpy']} ({found['blas']})"
     )
 
 

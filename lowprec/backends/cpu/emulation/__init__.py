@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic, formats_of
+from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic, formats_of, kernels
 from lowprec.backends.cpu.emulation.products import multiply

@@ -65,7 +65,6 @@ def _kernel(architecture: Architecture, fmt: str) -> KernelRow:
             f"{architecture.label}'s tensor cores, emulated bit by bit: groups of {model.group} products, "
             f"{model.fraction_bits} fraction bits, rounded toward zero"
         ),
-        blas=f"lowprec.backends.cpu.emulation.products:{architecture}_{fmt}",
         formats=frozenset({fmt}),
         summation=Summation.TENSOR_CORES,
         emulates=architecture,

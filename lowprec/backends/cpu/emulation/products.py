@@ -3,35 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from lowprec.architectures import Architecture, parse_architecture
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.backends.cpu.emulation import arrays
-from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic
-
-
-def __getattr__(name: str) -> SimpleNamespace:
-    """Return the emulation of a kernel's row by name, such as ``hopper_tf32``, for use as a ``KernelRow.blas``."""
-    architecture, _, fmt = name.partition("_")
-    if architecture not in [x.value for x in Architecture]:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = arithmetic(parse_architecture(architecture), fmt)
-    return SimpleNamespace(multiply=functools.partial(_multiply_into, found))
-
-
-def _multiply_into(model: Arithmetic, a: Any, b: Any, out: Any) -> None:
-    if out.dtype.kind != "c":
-        out[...] = multiply(a, b, None, model)
-        return
-    # One chain of 2k products per component.
-    out.real = multiply(-a.imag, b.imag, multiply(a.real, b.real, None, model), model)
-    out.imag = multiply(a.imag, b.real, multiply(a.real, b.imag, None, model), model)
+from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
 
 
 def multiply(a: Any, b: Any, c: Any | None, model: Arithmetic) -> Any:

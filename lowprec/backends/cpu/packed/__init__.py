@@ -1,1 +1,0 @@
-"""Products by packed kernels; ``packed_products.prepare`` is the entry point."""

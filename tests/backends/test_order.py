@@ -1,0 +1,137 @@
+"""One order of summation: an element depends on its row of a, its column of b and k alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.backends.cpu import numpy_products, products, threads
+from lowprec.modes import TABLE, MathMode, row
+from lowprec.planning.schedule import chunk_length, make_schedule
+from support import cpu_units, machines, oracles
+
+MODES = [str(r.mode) for r in TABLE if r.mode not in (MathMode.FP64, MathMode.FP64_EMULATED, MathMode.FP32_EMULATED)]
+
+fp32_units = cpu_units.units(*(unit for unit in cpu_units.UNITS if unit.startswith("fp32")))
+
+
+def alone(unit: str) -> Any:
+    """Return the context of a machine that has this unit and no other."""
+    return machines.without(set(cpu_units.UNITS) - {unit})
+
+
+def added(total: Any, x: Any, y: Any) -> Any:
+    """Return ``total + x * y``, rounded once to float32, by float64 arithmetic that is rounded to odd."""
+    product, total = x.astype(np.float64) * y, total.astype(np.float64)
+    found = product + total
+    other = found - product
+    lost = (product - (found - other)) + (total - other)
+    bits = found.view(np.int64)
+    inexact = (lost != 0) & (bits & 1 == 0)
+    return (
+        np.where(inexact, bits + np.where((lost > 0) == (found > 0), 1, -1), bits).view(np.float64).astype(np.float32)
+    )
+
+
+def sums(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
+    """Return the product by the order of FP32 units: fused multiply-adds over chunks of k, the smallest parts first."""
+    scheme, k = row(MathMode(mode)), a.shape[1]
+    fmt = scheme.operand_format if mode in oracles.ROUNDING_MODES or scheme.parts > 1 else None
+    is_scaled = fmt is not None and "fp16" in mode
+    made = (
+        numpy_products.split(x, np.dtype("f4"), scheme, fmt, scheme.parts + scheme.sums_parts, axis)
+        for x, axis in ((a, -1 if is_scaled else None), (b, -2 if is_scaled else None))
+    )
+    (x, e), (y, f) = made
+    total, length = None, chunk_length(k, 384)
+    for first in range(0, k, length):
+        for part in make_schedule(scheme, (fmt is not None,) * 2, k):
+            found = np.zeros((len(a), b.shape[1]), np.float32)
+            for i in range(first, min(first + length, k)):
+                found = added(found, x[part.a_part][:, i, None], y[part.b_part][i])
+            found = found * np.float32(part.factor)
+            total = found if total is None else total + found
+    return np.ldexp(total, -(e + f)) if is_scaled else total
+
+
+@fp32_units
+@pytest.mark.parametrize("mode", MODES)
+def test_the_order_on_fp32_units(unit: str, mode: str, rng: np.random.Generator) -> None:
+    with alone(unit):
+        for k in (1, 2, 7, 64, 383, 384, 385, 769, 1000):
+            a, b = (rng.standard_normal(shape, dtype=np.float32) for shape in ((3, k), (k, 5)))
+            want = sums(a, b, mode)
+            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want, f"k = {k}")
+            a, want = (np.concatenate([x] * 40) for x in (a, want))
+            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want, f"k = {k}, more rows")
+
+
+#: By name: dtypes of a and b, a format of b, and modes.
+KINDS: dict[str, tuple[Any, Any, str, list[str]]] = {
+    "float32": (np.float32, np.float32, "", MODES),
+    "complex64": (np.complex64, np.complex64, "", MODES),
+    "bfloat16": (ml_dtypes.bfloat16, ml_dtypes.bfloat16, "", ["fp32"]),
+    "float16": (np.float16, np.float16, "", ["fp32"]),
+    "float8": (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, "", ["fp32"]),
+    "int8": (np.int8, np.int8, "", ["fp32"]),
+    "float32 and float16": (np.float32, np.float16, "", ["fp32", "tf32", "bf16x3"]),
+    "mxfp8": (np.float32, np.float32, "mxfp8", ["fp32", "bf16", "tf32"]),
+    "mxfp4": (ml_dtypes.bfloat16, np.float32, "mxfp4", ["fp32"]),
+    "nvfp4": (np.float32, np.float32, "nvfp4", ["fp32", "bf16x3"]),
+}
+
+
+def numbers(rng: np.random.Generator, dtype: Any, *shape: int) -> Any:
+    if dtype is np.int8:
+        return rng.integers(-128, 128, shape).astype(np.int8)
+    x = rng.standard_normal(shape, dtype=np.float32)
+    return (x + 1j * rng.standard_normal(shape) if dtype is np.complex64 else x).astype(dtype)
+
+
+@cpu_units.units()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_alone_and_in_any_batch(
+    unit: str, kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (kind == "int8") != unit.startswith("int8"):
+        return
+    a_dtype, b_dtype, fmt, modes = KINDS[kind]
+    rows, k, n = 60, 1000, 300
+    a, b = numbers(rng, a_dtype, rows, k), numbers(rng, b_dtype, k, n)
+    stored = lowprec.quantize(b, fmt, axis=0) if fmt else b
+    monkeypatch.setattr(products, "_ALONE", 0)
+    with alone(unit):
+        for mode in modes:
+            if lowprec.plan(a, stored, math_mode=mode).kernel == "numpy":  # not for units of bfloat16
+                continue
+            monkeypatch.setattr(threads, "num_threads", lambda: 1)
+            want = lowprec.matmul(a, stored, math_mode=mode)
+
+            def check(found: Any, want: Any, *words: object, mode: str = mode) -> None:
+                np.testing.assert_array_equal(found, want, f"{mode}, {words}")
+
+            for count in (1, 2):
+                monkeypatch.setattr(threads, "num_threads", lambda count=count: count)
+                for first, m in ((0, 1), (7, 1), (59, 1), (3, 2), (5, 3), (1, 4), (2, 5), (8, 8), (4, 13), (9, 33)):
+                    check(
+                        lowprec.matmul(a[first : first + m], stored, math_mode=mode), want[first : first + m], first, m
+                    )
+                check(lowprec.matmul(a[7], stored, math_mode=mode), want[7], "a vector")
+                check(lowprec.matmul(np.asfortranarray(a), stored, math_mode=mode), want, "columns of a")
+                turned = a.reshape(20, 3, k).swapaxes(0, 1)  # sequence first
+                found = lowprec.matmul(turned, stored, math_mode=mode)
+                check(found, want.reshape(20, 3, n).swapaxes(0, 1), "a batch by offsets of rows")
+                out = np.empty_like(want, order="F")
+                check(lowprec.matmul(a, stored, math_mode=mode, out=out), want, "columns of the result")
+                check(lowprec.matmul(a, lowprec.prepare(stored, math_mode=mode), math_mode=mode), want, "prepared")
+                if not fmt:
+                    check(lowprec.matmul(a, np.asfortranarray(b), math_mode=mode), want, "columns of b")
+                    check(lowprec.matmul(a[:4], np.asfortranarray(b), math_mode=mode), want[:4], "columns of b")
+                    check(lowprec.matmul(a[:4], b[:, 5:21], math_mode=mode), want[:4, 5:21], "some columns")
+                    check(lowprec.matmul(a, b[:, 3], math_mode=mode), want[:, 3], "one column")
+                    pair = lowprec.matmul(a, np.stack([b, b]), math_mode=mode)
+                    check(pair[1], want, "a batch")
