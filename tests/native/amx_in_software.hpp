@@ -1,11 +1,11 @@
-// The tile instructions of AMX in plain C++, for checks of x86_amx.cpp on processors without them.
+// The tile instructions of AMX by AVX-512, for checks of x86_amx.cpp on processors without them.
 //
-// As in Intel's manual (TDPBF16PS, TDPBSSD): the sums of even and odd elements of a row are separate until the end, by
-// FMA in round-to-nearest, subnormal numbers of operands and of sums are zero. Tiles are of the calling thread.
+// As in Intel's manual (TDPBF16PS, TDPBSSD): sums of even and odd elements of a row are separate until the end, by FMA in
+// round-to-nearest; subnormal numbers of operands and results are zero. Tiles are those of the calling thread.
 #pragma once
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
+#include "common.hpp"
+
+TARGET_BEGIN("avx512f")
 
 struct SoftwareTiles {
     int rows[8], row_bytes[8];
@@ -14,8 +14,8 @@ struct SoftwareTiles {
 static thread_local SoftwareTiles lp_tiles;
 
 static void lp_tile_config(const void* from) {
-    memset(&lp_tiles, 0, sizeof lp_tiles);
     const unsigned char* config = (const unsigned char*)from;
+    memset(&lp_tiles, 0, sizeof lp_tiles);
     for (int t = 0; t < 8; t++) lp_tiles.row_bytes[t] = config[16 + 2 * t] + 256 * config[17 + 2 * t], lp_tiles.rows[t] = config[48 + t];
 }
 static void lp_tile_zero(int t) { memset(lp_tiles.data[t], 0, sizeof lp_tiles.data[t]); }
@@ -27,37 +27,37 @@ static void lp_tile_store(int t, void* to, int64_t stride) {
     for (int i = 0; i < lp_tiles.rows[t]; i++) memcpy((char*)to + i * stride, lp_tiles.data[t][i], (size_t)lp_tiles.row_bytes[t]);
 }
 
-static float lp_normal(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
-static float lp_tile_number(const unsigned char* at) {
-    uint32_t bits = (uint32_t)(at[0] | at[1] << 8) << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return lp_normal(x);
-}
 static void lp_tile_multiply_bf16(int to, int a, int b) {
-    for (int i = 0; i < lp_tiles.rows[to]; i++)
-        for (int j = 0; j < lp_tiles.row_bytes[to] / 4; j++) {
-            float sums[2] = {0, 0}, c;
-            for (int k = 0; k < lp_tiles.row_bytes[a] / 4; k++)
-                for (int odd = 0; odd < 2; odd++) {
-                    float x = lp_tile_number(&lp_tiles.data[a][i][4 * k + 2 * odd]), y = lp_tile_number(&lp_tiles.data[b][k][4 * j + 2 * odd]);
-                    sums[odd] = lp_normal(fmaf(x, y, sums[odd]));
-                }
-            memcpy(&c, &lp_tiles.data[to][i][4 * j], 4);
-            c = lp_normal(lp_normal(c) + lp_normal(sums[0] + sums[1]));
-            memcpy(&lp_tiles.data[to][i][4 * j], &c, 4);
+    SoftwareTiles& tiles = lp_tiles;
+    const unsigned before = _mm_getcsr();
+    _mm_setcsr(0x9fc0);  // subnormal operands and results are zero
+    const __m512i high = _mm512_set1_epi32((int)0xffff0000);
+    for (int i = 0; i < tiles.rows[to]; i++) {
+        __m512 even = _mm512_setzero_ps(), odd = even;
+        for (int k = 0; k < tiles.row_bytes[a] / 4; k++) {
+            int pair;
+            memcpy(&pair, &tiles.data[a][i][4 * k], 4);
+            const __m512i x = _mm512_set1_epi32(pair), y = _mm512_load_si512(tiles.data[b][k]);
+            even = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), _mm512_castsi512_ps(_mm512_slli_epi32(y, 16)), even);
+            odd = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(x, high)), _mm512_castsi512_ps(_mm512_and_si512(y, high)), odd);
         }
+        _mm512_store_ps(tiles.data[to][i], _mm512_add_ps(_mm512_load_ps(tiles.data[to][i]), _mm512_add_ps(even, odd)));
+    }
+    _mm_setcsr(before);
 }
 static void lp_tile_multiply_int8(int to, int a, int b) {
-    for (int i = 0; i < lp_tiles.rows[to]; i++)
-        for (int j = 0; j < lp_tiles.row_bytes[to] / 4; j++) {
+    SoftwareTiles& tiles = lp_tiles;
+    for (int i = 0; i < tiles.rows[to]; i++)
+        for (int j = 0; j < tiles.row_bytes[to] / 4; j++) {
             uint32_t sum;
-            memcpy(&sum, &lp_tiles.data[to][i][4 * j], 4);
-            for (int k = 0; k < lp_tiles.row_bytes[a]; k++)
-                sum += (uint32_t)((int8_t)lp_tiles.data[a][i][k] * (int8_t)lp_tiles.data[b][k / 4][4 * j + k % 4]);
-            memcpy(&lp_tiles.data[to][i][4 * j], &sum, 4);
+            memcpy(&sum, &tiles.data[to][i][4 * j], 4);
+            for (int k = 0; k < tiles.row_bytes[a]; k++)
+                sum += (uint32_t)((int8_t)tiles.data[a][i][k] * (int8_t)tiles.data[b][k / 4][4 * j + k % 4]);
+            memcpy(&tiles.data[to][i][4 * j], &sum, 4);
         }
 }
+
+TARGET_END
 
 #undef _tile_loadconfig
 #undef _tile_release

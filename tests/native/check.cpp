@@ -1,0 +1,462 @@
+// Checks of the kernels without Python, for sanitizers and emulators: every unit of the CPU, type, mode and layout.
+//
+// A problem is a product of random numbers of an own generator. Its result is compared with a sum in double, and then with
+// that of every variant (layouts, threads, packed b, a batch, some rows alone, the other units of its class), which must
+// have the same bits. Buffers have exact sizes: sanitizers see each access beyond them. Prints a line "class problem hash"
+// each, to compare machines, and the counts last. usage: check [STEP of k in the sweep, default 1]
+#include <math.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "lowprec.h"
+
+namespace {
+
+// --- numbers ----------------------------------------------------------------------------------------
+
+uint64_t state;
+uint32_t random_bits() {  // splitmix64
+    uint64_t z = (state += 0x9e3779b97f4a7c15u);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u, z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return (uint32_t)(z >> 32);
+}
+uint32_t below(uint32_t limit) { return random_bits() % limit; }
+
+struct Type {
+    const char* name;
+    int bits, exponent_bits, fraction_bits, block;  // the last three of minifloats: with the block of a scale
+};
+const Type TYPES[LP_TYPES] = {{"f32", 32, 8, 23, 0}, {"bf16", 16, 8, 7, 0}, {"f16", 16, 5, 10, 0}, {"e4m3", 8, 4, 3, 0},
+                              {"e5m2", 8, 5, 2, 0},  {"i8", 8, 0, 0, 0},    {"i32", 32, 0, 0, 0}, {"c64", 64, 8, 23, 0},
+                              {"mxfp8", 8, 4, 3, 32}, {"mxfp4", 4, 2, 1, 32}, {"nvfp4", 4, 2, 1, 16}};
+
+double decoded(uint32_t code, const Type& t) {
+    const int width = t.bits == 64 ? 32 : t.bits, bias = (1 << (t.exponent_bits - 1)) - 1;
+    const int e = (int)(code >> t.fraction_bits) & ((1 << t.exponent_bits) - 1), f = (int)(code & ((1u << t.fraction_bits) - 1));
+    const double sign = code >> (width - 1) & 1 ? -1 : 1;
+    if (t.exponent_bits >= 5 && e == (1 << t.exponent_bits) - 1) return f ? NAN : sign * INFINITY;
+    return sign * ldexp(e ? (1 << t.fraction_bits) + f : f, (e ? e : 1) - bias - t.fraction_bits);
+}
+// A random code of moderate size: neither Inf nor NaN, products within every format's range.
+uint32_t random_code(const Type& t) {
+    const uint32_t fraction = random_bits() & ((1u << t.fraction_bits) - 1), sign = random_bits() & 1;
+    const int bias = (1 << (t.exponent_bits - 1)) - 1, range = t.exponent_bits >= 5 ? 8 : bias;
+    const uint32_t e = (uint32_t)(bias + 1 - range + (int)below((uint32_t)range));
+    const int width = t.bits == 64 ? 32 : t.bits;
+    return sign << (width - 1) | e << t.fraction_bits | fraction;
+}
+
+// --- operands: lanes (rows of a, columns of b) of `k` numbers -----------------------------------------
+
+struct Operand {
+    int type;
+    int64_t lanes, k;
+    uint32_t* codes;  // lanes x k x components
+    double* values;
+    uint8_t* scales;
+    int components() const { return type == LP_C64 ? 2 : 1; }
+};
+
+void fill(Operand& x, int type, int64_t lanes, int64_t k, bool special) {
+    x.type = type, x.lanes = lanes, x.k = k, x.scales = nullptr;
+    const Type& t = TYPES[type];
+    const int64_t count = lanes * k * x.components();
+    x.codes = (uint32_t*)malloc((size_t)count * 4);
+    for (int64_t i = 0; i < count; i++) x.codes[i] = type == LP_I8 ? random_bits() & 255 : random_code(t);
+    if (special && t.exponent_bits >= 5)
+        for (int i = 0; i < 2; i++) x.codes[below((uint32_t)count)] = ((1u << t.exponent_bits) - 1) << t.fraction_bits | (i ? 1u : 0u);
+    if (t.block) {
+        x.scales = (uint8_t*)malloc((size_t)(lanes * (k / t.block)));
+        for (int64_t i = 0; i < lanes * (k / t.block); i++) x.scales[i] = (uint8_t)((type == LP_NVFP4 ? 0x30 : 124) + below(8));
+    }
+    x.values = (double*)malloc((size_t)count * 8);
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t s = t.block ? x.scales[i / t.block] : 127;
+        const double scale = type == LP_NVFP4 ? decoded(s, TYPES[LP_E4M3]) : ldexp(1, s - 127);
+        x.values[i] = type == LP_I8 ? (int8_t)x.codes[i] : decoded(x.codes[i], t) * scale;
+    }
+}
+void release(Operand& x) { free(x.codes), free(x.values), free(x.scales); }
+
+// An operand in memory: `at` points to its first number, strides are in elements.
+struct Stored {
+    char *memory, *at;
+    int64_t lane, k, *lane_offsets, *k_offsets;
+};
+const int LAYOUTS = 5;
+Stored store(const Operand& x, int layout) {
+    const int64_t lanes = x.lanes, k = x.k, bits = TYPES[x.type].bits;
+    Stored s = {};
+    s.lane = k, s.k = 1;
+    int64_t first = 0, last = lanes * k - 1;
+    if (TYPES[x.type].block) layout = 0;
+    if (layout == 1) s.lane = 1, s.k = lanes;
+    if (layout == 2) s.lane = -(2 * k + 3), s.k = 2, first = (lanes - 1) * (2 * k + 3), last = first + 2 * (k - 1);
+    if (layout == 3) {  // lanes by offsets, backwards
+        s.lane_offsets = (int64_t*)malloc((size_t)lanes * 8), last = lanes * (k + 1) - 2;
+        for (int64_t i = 0; i < lanes; i++) s.lane_offsets[i] = (lanes - 1 - i) * (k + 1);
+    }
+    if (layout == 4) {  // numbers along k by offsets, with gaps
+        s.k_offsets = (int64_t*)malloc((size_t)k * 8), s.lane = k + k / 3, last = lanes * s.lane - 1;
+        for (int64_t i = 0; i < k; i++) s.k_offsets[i] = i + i / 3;
+    }
+    const int64_t bytes = (last + 1) * bits / 8;
+    s.memory = (char*)malloc((size_t)bytes);
+    memset(s.memory, 0x7f, (size_t)bytes);
+    s.at = s.memory + first * bits / 8;
+    for (int64_t i = 0; i < lanes; i++)
+        for (int64_t j = 0; j < k; j++) {
+            const int64_t offset = (s.lane_offsets ? s.lane_offsets[i] : i * s.lane) + (s.k_offsets ? s.k_offsets[j] : j * s.k);
+            const uint32_t* code = x.codes + (i * k + j) * x.components();
+            if (bits == 4) {
+                char& byte = s.at[offset / 2];
+                byte = (char)(offset % 2 ? (byte & 15) | (int)code[0] << 4 : (int)code[0]);
+            } else {
+                memcpy(s.at + offset * bits / 8, code, (size_t)bits / 8);
+            }
+        }
+    if (TYPES[x.type].block) s.lane = k * bits / 8;  // of codes in bytes
+    return s;
+}
+void release(Stored& s) { free(s.memory), free(s.lane_offsets), free(s.k_offsets); }
+
+// --- modes ------------------------------------------------------------------------------------------
+
+struct Mode {
+    const char* name;
+    int format, parts, part_exponent, sums_parts, scaled, pairs[9][2], count;
+    float factor[9];
+    double bound;  // error over the sum of |a| |b|
+};
+const float F = 0x1p-11f;
+const Mode MODES[] = {
+    {"fp32", LP_EXACT, 0, 0, 0, 0, {{0, 0}}, 1, {1}, 4e-6},
+    {"tf32", LP_TO_TF32, 1, 0, 0, 0, {{0, 0}}, 1, {1}, 2e-3},
+    {"bf16", LP_TO_BF16, 1, 0, 0, 0, {{0, 0}}, 1, {1}, 2e-2},
+    {"fp16", LP_TO_F16, 1, 0, 0, 1, {{0, 0}}, 1, {1}, 2e-3},
+    {"bf16x3", LP_TO_BF16, 2, 0, 0, 0, {{0, 1}, {1, 0}, {0, 0}}, 3, {1, 1, 1}, 4e-5},
+    {"bf16x6", LP_TO_BF16, 3, 0, 0, 0, {{0, 2}, {1, 1}, {2, 0}, {0, 1}, {1, 0}, {0, 0}}, 6, {1, 1, 1, 1, 1, 1}, 4e-6},
+    {"tf32x3", LP_TO_TF32, 2, 0, 0, 0, {{0, 1}, {1, 0}, {0, 0}}, 3, {1, 1, 1}, 4e-6},
+    {"fp16x3", LP_TO_F16, 2, 11, 0, 1, {{0, 1}, {1, 0}, {0, 0}}, 3, {F, F, 1}, 4e-6},
+    {"fp16x4", LP_TO_F16, 2, 11, 0, 1, {{1, 1}, {0, 1}, {1, 0}, {0, 0}}, 4, {F * F, F, F, 1}, 4e-6},
+    {"karatsuba", LP_TO_F16, 2, 11, 1, 1, {{1, 1}, {2, 2}, {0, 0}}, 3, {F * F - F, F, 1 - F}, 8e-6},
+};
+
+lp_scheme scheme_of(const Mode& mode, bool rounds_a, bool rounds_b) {
+    lp_scheme s = {};
+    if (!rounds_a && !rounds_b) return s.pair_count = 1, s.factor[0] = 1, s;
+    s.format = mode.format, s.parts_a = rounds_a ? mode.parts : 0, s.parts_b = rounds_b ? mode.parts : 0;
+    s.part_exponent = mode.part_exponent, s.sums_parts = mode.sums_parts, s.scaled = mode.scaled;
+    for (int i = 0; i < mode.count; i++) {
+        if ((!rounds_a && mode.pairs[i][0]) || (!rounds_b && mode.pairs[i][1])) continue;
+        s.pair_a[s.pair_count] = mode.pairs[i][0], s.pair_b[s.pair_count] = mode.pairs[i][1];
+        s.factor[s.pair_count++] = mode.factor[i];
+    }
+    return s;
+}
+
+// --- problems and their variants --------------------------------------------------------------------
+
+enum { EPILOGUE = 1, GELU = 2, SPECIAL = 4 };
+struct Problem {
+    const Mode* mode;
+    int64_t m, n, k;
+    int type_out, extras;
+    Operand a, b;
+    float *c, *bias;  // m x n and n numbers of the result's components
+    int64_t words() const { return m * n * components(); }
+    int components() const { return type_out == LP_C64 ? 2 : 1; }
+};
+struct Variant {
+    int layout_a, layout_b, layout_out, threads;
+    bool packed, batched, in_place;
+    int64_t row, rows;  // rows of the problem
+};
+
+bool is_rounded(const Operand& x) { return x.type == LP_F32 || x.type == LP_C64; }
+int64_t out_offset(int layout, int64_t i, int64_t j, int64_t m, int64_t n) {
+    return layout == 0 ? i * n + j : layout == 1 ? j * m + i : layout == 2 ? (m - 1 - i) * (2 * n + 3) + 2 * j : (m - 1 - i) * (n + 1) + j;
+}
+
+// Computes rows of a problem on a unit into `to`, as words of the result: m x n x components.
+int compute(const Problem& p, int unit, const Variant& v, uint32_t* to) {
+    const int64_t m = v.rows, n = p.n, size = TYPES[p.type_out].bits / 8, zero[2] = {0, 0};
+    Operand rows = p.a;
+    rows.lanes = m, rows.codes += v.row * p.k * rows.components();
+    Stored a = store(rows, v.layout_a), b = store(p.b, v.layout_b);
+    lp_product d = {};
+    d.m = m, d.n = n, d.k = p.k, d.batches = v.batched ? 2 : 1, d.unit = unit;
+    d.a = lp_matrix{a.lane, a.k, a.lane_offsets, a.k_offsets, v.batched ? zero : nullptr, 0, p.a.type, 0};
+    d.b = lp_matrix{b.k, b.lane, b.lane_offsets, b.k_offsets, v.batched ? zero : nullptr, TYPES[p.b.type].block ? p.k / TYPES[p.b.type].block : 0, p.b.type, 0};
+    const int64_t last = v.layout_out == 2 ? (m - 1) * (2 * n + 3) + 2 * (n - 1) : v.layout_out == 3 ? (m - 1) * (n + 1) + n - 1 : m * n - 1;
+    const int64_t offsets[2] = {0, last + 1};
+    char* memory = (char*)malloc((size_t)(size * (last + 1) * d.batches));
+    memset(memory, 0x5a, (size_t)(size * (last + 1) * d.batches));
+    int64_t* row_offsets = (int64_t*)malloc((size_t)m * 8);
+    for (int64_t i = 0; i < m; i++) row_offsets[i] = out_offset(3, i, 0, m, n);
+    const int64_t first = v.layout_out == 2 ? out_offset(2, 0, 0, m, n) : 0;
+    d.out = lp_matrix{v.layout_out == 0 ? n : v.layout_out == 1 ? 1 : -(2 * n + 3), v.layout_out == 1 ? m : v.layout_out == 2 ? 2 : 1, v.layout_out == 3 ? row_offsets : nullptr,
+                      nullptr, v.batched ? offsets : nullptr, 0, p.type_out, 0};
+    d.c.type = d.bias.type = -1;
+    d.scheme = scheme_of(*p.mode, is_rounded(p.a), is_rounded(p.b));
+    d.activation = p.extras & GELU ? LP_GELU : p.extras & EPILOGUE && p.type_out != LP_C64 ? LP_RELU : LP_NONE;
+    lp_call call = {};
+    call.a = a.at, call.b = b.at, call.b_scales = p.b.scales, call.out = memory + first * size, call.threads = v.threads, call.alpha[0] = 1;
+    if (p.extras & EPILOGUE) {
+        const int type = p.type_out == LP_C64 ? LP_C64 : LP_F32, components = p.components();
+        call.alpha[0] = 0.75, call.beta[0] = -1.25, call.alpha[1] = components == 2 ? 0.5 : 0;
+        call.c = p.c + v.row * n * components, call.bias = p.bias;
+        d.c = lp_matrix{n, 1, nullptr, nullptr, v.batched ? zero : nullptr, 0, type, 0};
+        d.bias = lp_matrix{0, 1, nullptr, nullptr, nullptr, 0, type, 0};
+        if (v.in_place) {
+            for (int64_t i = 0; i < m; i++)
+                for (int64_t j = 0; j < n; j++) memcpy(memory + out_offset(v.layout_out, i, j, m, n) * size, p.c + ((v.row + i) * n + j) * components, (size_t)size);
+            call.c = call.out, d.c = d.out;
+        }
+    }
+    void* packed = nullptr;
+    int status = LP_OK;
+    if (v.packed) {
+        const int64_t bytes = lp_pack(&d, call.b, call.b_scales, nullptr, v.threads);
+        if (bytes < 0) status = LP_UNSUPPORTED;
+        else if (posix_memalign(&packed, 64, (size_t)bytes) || lp_pack(&d, call.b, call.b_scales, packed, v.threads) != bytes) abort();
+    }
+    if (!status) {
+        lp_product from_packed = d;
+        lp_call packed_call = call;
+        from_packed.b.packed = v.packed, packed_call.b = packed ? packed : call.b;
+        status = lp_gemm(&from_packed, &packed_call);
+        if (status == LP_NOT_FINITE && v.packed) status = lp_gemm(&d, &call);
+    }
+    for (int64_t batch = 0; batch < d.batches && !status; batch++)
+        for (int64_t i = 0; i < m; i++)
+            for (int64_t j = 0; j < n; j++)
+                for (int c = 0; c < p.components(); c++) {
+                    uint32_t word = 0;
+                    memcpy(&word, memory + (batch * (last + 1) + out_offset(v.layout_out, i, j, m, n)) * size + 4 * c, (size_t)(size < 4 ? size : 4));
+                    const Type& t = TYPES[p.type_out];
+                    if (t.exponent_bits && isnan(decoded(word, t))) word = 0x7fc00000;
+                    uint32_t& at = to[((v.row + i) * n + j) * p.components() + c];
+                    if (batch && at != word) status = 1000;
+                    at = word;
+                }
+    free(packed), free(memory), free(row_offsets), release(a), release(b);
+    return status;
+}
+
+double gelu(double x) { return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))); }
+
+// The largest error of real or imaginary parts over the sum of magnitudes and its bound; special numbers must agree.
+double error_of(const Problem& p, const uint32_t* result) {
+    double worst = 0;
+    const int ca = p.a.components(), cb = p.b.components(), co = p.components();
+    for (int64_t i = 0; i < p.m; i++)
+        for (int64_t j = 0; j < p.n; j++) {
+            double sum[2] = {0, 0}, size = 0;
+            const double *a = p.a.values + i * p.k * ca, *b = p.b.values + j * p.k * cb;
+            for (int64_t q = 0; q < p.k; q++)
+                for (int x = 0; x < ca; x++)
+                    for (int y = 0; y < cb; y++) {
+                        const double product = a[q * ca + x] * b[q * cb + y];
+                        sum[x ^ y] += x && y ? -product : product, size += fabs(product);
+                    }
+            if (p.extras & EPILOGUE) {
+                const float *c = p.c + (i * p.n + j) * co, *bias = p.bias + j * co;
+                const double re = 0.75 * sum[0] - (co == 2 ? 0.5 * sum[1] : 0), im = 0.75 * sum[1] + 0.5 * sum[0];
+                sum[0] = re - 1.25 * c[0] + bias[0], size += fabs(1.25 * c[0]) + fabs(bias[0]);
+                if (co == 2) sum[1] = im - 1.25 * c[1] + bias[1], size += fabs(1.25 * c[1]) + fabs(bias[1]);
+                if (co == 1) sum[0] = p.extras & GELU ? gelu(sum[0]) : sum[0] < 0 ? 0 : sum[0];
+            }
+            for (int c = 0; c < co; c++) {
+                const uint32_t word = result[(i * p.n + j) * co + c];
+                const double got = p.type_out == LP_I32 ? (int32_t)word : decoded(word, TYPES[p.type_out]);
+                if (!isfinite(sum[c]) || !isfinite(got)) {
+                    const bool same = isnan(sum[c]) ? isnan(got) : got == sum[c];
+                    if (!same && !(p.extras & SPECIAL && ca == 2)) return INFINITY;  // complex: Inf and NaN mix
+                    continue;
+                }
+                const double rounding = TYPES[p.type_out].bits == 16 ? ldexp(fabs(sum[c]), -TYPES[p.type_out].fraction_bits - 1) : 0;
+                worst = fmax(worst, (fabs(got - sum[c]) - rounding) / (size + 1e-30));
+            }
+        }
+    return worst;
+}
+
+// Units whose results have the same bits, by a name; null for a unit of its own.
+const char* class_of(int unit) {
+    switch (unit) {
+    case LP_FP32_AVX2: case LP_FP32_AVX512: case LP_FP32_NEON: return "fp32";
+    case LP_BF16_AVX512: return "bf16_avx512";
+    case LP_BF16_AMX: return "bf16_amx";
+    case LP_BF16_NEON: return "bf16_neon";
+    default: return "int8";
+    }
+}
+
+int64_t good, bad;
+
+void report(bool is_good, const char* what, const Problem& p, int unit, const Variant& v) {
+    good += is_good, bad += !is_good;
+    if (is_good) return;
+    fprintf(stderr, "%s: unit %d %s %s x %s -> %s, %dx%dx%d, extras %d, layouts %d %d %d, threads %d, packed %d, batched %d, in place %d, rows %d to %d\n", what, unit,
+            p.mode->name, TYPES[p.a.type].name, TYPES[p.b.type].name, TYPES[p.type_out].name, (int)p.m, (int)p.n, (int)p.k, p.extras, v.layout_a, v.layout_b, v.layout_out,
+            v.threads, v.packed, v.batched, v.in_place, (int)v.row, (int)(v.row + v.rows));
+}
+
+void check(Problem& p, int variants) {
+    const char* done[LP_UNITS] = {};
+    uint32_t *first = (uint32_t*)malloc((size_t)p.words() * 4), *other = (uint32_t*)malloc((size_t)p.words() * 4);
+    for (int unit = 0; unit < LP_UNITS; unit++) {
+        if (!(lp_units() >> unit & 1)) continue;
+        bool is_first = true;
+        for (int i = 0; i < unit; i++) is_first &= !done[i] || strcmp(done[i], class_of(unit)) != 0;
+        const Variant plain = {0, 0, 0, 1, false, false, false, 0, p.m};
+        const int status = compute(p, unit, plain, is_first ? first : other);
+        if (status == LP_UNSUPPORTED) continue;
+        done[unit] = class_of(unit);
+        if (is_first) {
+            report(status == LP_OK && error_of(p, first) <= (p.type_out == LP_I32 ? 0 : p.mode->bound), "inexact", p, unit, plain);
+            uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
+            for (int64_t i = 0; i < p.words(); i++) hash = (hash ^ first[i]) * 0x100000001b3u;
+            printf("%s %s_%s_%s_%s_%dx%dx%d_%d %016llx\n", class_of(unit), p.mode->name, TYPES[p.a.type].name, TYPES[p.b.type].name, TYPES[p.type_out].name, (int)p.m,
+                   (int)p.n, (int)p.k, p.extras, (unsigned long long)hash);
+        } else {
+            report(status == LP_OK && !memcmp(first, other, (size_t)p.words() * 4), "differs between units", p, unit, plain);
+        }
+        for (int i = 0; i < variants; i++) {
+            Variant v = {(int)below(LAYOUTS), (int)below(LAYOUTS), (int)below(4), 1 + (int)below(3), below(3) == 0, below(4) == 0, below(2) == 0, 0, p.m};
+            if (below(3) == 0) v.row = below((uint32_t)p.m), v.rows = 1 + below((uint32_t)(p.m - v.row));
+            v.in_place &= !v.batched && TYPES[p.type_out].bits >= 32;
+            memcpy(other, first, (size_t)p.words() * 4);
+            const int found = compute(p, unit, v, other);
+            if (found == LP_UNSUPPORTED && v.packed) continue;
+            report(found == LP_OK && !memcmp(first, other, (size_t)p.words() * 4), found ? "fails" : "differs", p, unit, v);
+        }
+    }
+    free(first), free(other);
+}
+
+void check(const Mode& mode, int type_a, int type_b, int type_out, int64_t m, int64_t n, int64_t k, int extras, int variants) {
+    Problem p = {&mode, m, n, k, type_out, extras, {}, {}, nullptr, nullptr};
+    state = (uint64_t)(m * 1000003 + n * 10007 + k * 101 + type_a * 17 + type_b + extras * 5 + type_out);  // independent of units
+    fill(p.a, type_a, m, k, extras & SPECIAL), fill(p.b, type_b, n, k, extras & SPECIAL);
+    const int64_t c = m * n * p.components(), bias = n * p.components();
+    p.c = (float*)malloc((size_t)c * 4), p.bias = (float*)malloc((size_t)bias * 4);
+    for (int64_t i = 0; i < c; i++) p.c[i] = (float)decoded(random_code(TYPES[LP_F32]), TYPES[LP_F32]);
+    for (int64_t i = 0; i < bias; i++) p.bias[i] = (float)decoded(random_code(TYPES[LP_F32]), TYPES[LP_F32]);
+    check(p, variants);
+    release(p.a), release(p.b), free(p.c), free(p.bias);
+}
+
+void check_products() {
+    const int64_t shapes[][3] = {{1, 1, 1}, {3, 5, 7}, {6, 16, 32}, {1, 70, 400}, {17, 33, 65}, {2, 130, 900}, {37, 70, 450}, {130, 9, 33}, {20, 50, 96}};
+    const int types[][2] = {{LP_F32, LP_F32}, {LP_BF16, LP_BF16}, {LP_F16, LP_F16}, {LP_E4M3, LP_E4M3}, {LP_E5M2, LP_E4M3}, {LP_F32, LP_BF16}, {LP_F16, LP_F32}, {LP_F32, LP_E5M2},
+                            {LP_C64, LP_C64}, {LP_C64, LP_F32}, {LP_F32, LP_MXFP8}, {LP_BF16, LP_MXFP8}, {LP_F32, LP_MXFP4}, {LP_BF16, LP_MXFP4}, {LP_F32, LP_NVFP4}, {LP_BF16, LP_NVFP4}};
+    for (auto& s : shapes) {
+        for (auto& t : types)
+            for (auto& mode : MODES) {
+                const bool is_complex = t[0] == LP_C64, is_rounded = t[0] == LP_F32 || t[1] == LP_F32 || is_complex;
+                if (mode.sums_parts && (is_complex ? t[1] != LP_C64 : t[0] != LP_F32 || t[1] != LP_F32)) continue;
+                if ((!is_rounded && mode.parts) || (TYPES[t[1]].block && s[2] % 32)) continue;
+                check(mode, t[0], t[1], is_complex ? LP_C64 : LP_F32, s[0], s[1], s[2], 0, 6);
+                check(mode, t[0], t[1], is_complex ? LP_C64 : LP_F32, s[0], s[1], s[2], EPILOGUE, 3);
+                if (t[0] == t[1] && !TYPES[t[1]].block && TYPES[t[0]].exponent_bits >= 5)
+                    check(mode, t[0], t[1], is_complex ? LP_C64 : LP_F32, s[0], s[1], s[2], SPECIAL, 3);
+                if (is_complex) continue;
+                check(mode, t[0], t[1], LP_F32, s[0], s[1], s[2], EPILOGUE | GELU, 2);
+                check(mode, t[0], t[1], LP_BF16, s[0], s[1], s[2], EPILOGUE, 2);
+                check(mode, t[0], t[1], LP_F16, s[0], s[1], s[2], 0, 2);
+            }
+        check(MODES[0], LP_I8, LP_I8, LP_I32, s[0], s[1], s[2], 0, 8);
+    }
+}
+
+void check_every_k(int64_t step) {
+    for (int64_t k = 1; k <= 1200; k += step) {
+        for (auto& mode : MODES) check(mode, LP_F32, LP_F32, LP_F32, 3, 19, k, 0, 1);
+        check(MODES[0], LP_BF16, LP_BF16, LP_F32, 5, 18, k, 0, 1);
+        check(MODES[0], LP_I8, LP_I8, LP_I32, 5, 33, k, 0, 1);
+    }
+}
+
+// --- threads: every caller gets the bits of a caller alone ---------------------------------------------
+
+struct Caller {
+    const Problem* p;
+    uint32_t* expected;
+    int64_t failures;
+    int unit;
+};
+void* call_often(void* at) {
+    Caller& caller = *(Caller*)at;
+    uint32_t* result = (uint32_t*)malloc((size_t)caller.p->words() * 4);
+    for (int i = 0; i < 20; i++) {
+        const Variant v = {i % 5, i % 3, 0, 1 + i % 3, i % 4 == 0, false, false, 0, caller.p->m};
+        caller.failures += compute(*caller.p, caller.unit, v, result) != LP_OK || memcmp(result, caller.expected, (size_t)caller.p->words() * 4);
+        if (i % 8 == 0) lp_release_memory();
+    }
+    return free(result), nullptr;
+}
+void check_threads() {
+    const int CALLERS = 6;
+    for (int unit = 0; unit < LP_UNITS; unit++) {
+        if (!(lp_units() >> unit & 1)) continue;
+        const bool is_int = !strcmp(class_of(unit), "int8");
+        Problem p = {&MODES[is_int ? 0 : 2], 90, 150, 300, is_int ? LP_I32 : LP_F32, 0, {}, {}, nullptr, nullptr};
+        fill(p.a, is_int ? LP_I8 : LP_F32, p.m, p.k, false), fill(p.b, is_int ? LP_I8 : LP_F32, p.n, p.k, false);
+        uint32_t* expected = (uint32_t*)malloc((size_t)p.words() * 4);
+        const Variant alone = {0, 0, 0, 1, false, false, false, 0, p.m};
+        if (compute(p, unit, alone, expected) == LP_OK) {
+            pthread_t threads[CALLERS];
+            Caller callers[CALLERS];
+            for (int i = 0; i < CALLERS; i++) callers[i] = Caller{&p, expected, 0, unit}, pthread_create(&threads[i], nullptr, call_often, &callers[i]);
+            for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], nullptr), report(!callers[i].failures, "differs between threads", p, unit, alone);
+        }
+        release(p.a), release(p.b), free(expected);
+    }
+}
+
+// --- flat functions -----------------------------------------------------------------------------------
+
+void check_unscale() {
+    const int bytes[] = {4, 2, 8}, types[] = {0, 1, 100};
+    for (int t = 0; t < 3; t++)
+        for (int64_t size = 0; size < 70; size++) {
+            char* memory = (char*)malloc((size_t)(size * bytes[t] + 1));
+            for (int64_t i = 0; i < size; i++) {
+                const uint32_t code = random_code(TYPES[t == 1 ? LP_BF16 : LP_F32]);
+                const double wide = decoded(code, TYPES[LP_F32]);
+                memcpy(memory + i * bytes[t], t == 2 ? (const void*)&wide : &code, (size_t)bytes[t]);
+            }
+            char* before = (char*)malloc((size_t)(size * bytes[t] + 1));
+            memcpy(before, memory, (size_t)(size * bytes[t]));
+            const lp_flat flat = {before, memory, size, types[t], 0};
+            bool is_good = lp_unscale(&flat, 1, 0.25, 2) == 0;
+            for (int64_t i = 0; i < size; i++) {
+                uint64_t from = 0, to = 0;
+                memcpy(&from, before + i * bytes[t], (size_t)bytes[t]), memcpy(&to, memory + i * bytes[t], (size_t)bytes[t]);
+                is_good &= from - to == (t == 2 ? (uint64_t)2 << 52 : t == 1 ? 2 << 7 : 2 << 23);  // a quarter: two less in the exponent
+            }
+            good += is_good, bad += !is_good;
+            if (!is_good) fprintf(stderr, "lp_unscale: type %d, size %d\n", types[t], (int)size);
+            free(memory), free(before);
+        }
+}
+
+#include "check_emulation.hpp"
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    check_unscale();
+    check_emulate();
+    check_threads();
+    check_products();
+    check_every_k(count > 1 ? atoi(arguments[1]) : 1);
+    lp_release_memory();
+    good += lp_kept_bytes() == 0, bad += lp_kept_bytes() != 0;
+    fprintf(stderr, "units %#llx: %lld good, %lld bad\n", (unsigned long long)lp_units(), (long long)good, (long long)bad);
+    return bad != 0;
+}
