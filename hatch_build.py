@@ -29,6 +29,7 @@ except ImportError:  # not needed for the command
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "lowprec/backends/cpu"
 NATIVE = ROOT / PACKAGE / "native"
+OBJECTS = ROOT / "build" / "kernels"
 ZIG = "ziglang>=0.13,<0.18"
 OPTIONS = shlex.split(
     "-std=c++17 -O3 -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -fno-threadsafe-statics -fno-math-errno "
@@ -80,6 +81,24 @@ def run(command: list[str]) -> str:
     return done.stdout.strip()
 
 
+def compile_sources(command: list[str], sources: list[Path]) -> list[str]:
+    """Compile files in parallel; return the objects, which are kept in `build/kernels` by command and contents."""
+    headers = b"".join(x.read_bytes() for x in sorted({y for x in sources for y in x.parent.glob("*.h*")}))
+
+    def compile_one(source: Path) -> str:
+        key = zlib.crc32(" ".join(command).encode() + headers + source.read_bytes())
+        made = OBJECTS / f"{source.stem}-{key:08x}.o"
+        if not made.exists():
+            temporary = made.with_suffix(f".{os.getpid()}")
+            run([*command, "-c", str(source), "-o", str(temporary)])
+            temporary.replace(made)
+        return str(made)
+
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, sources))
+
+
 def build() -> tuple[Path, str]:
     """Compile the library unless there is one of these sources; return its path and the wheel's platform."""
     triple, _, tag = os.environ.get("LOWPREC_BUILD_TARGET", "").partition(" ")
@@ -113,20 +132,16 @@ def build() -> tuple[Path, str]:
     elif system == "linux":
         link += ["-nodefaultlibs", "-lc", "-lpthread", "-lgcc"]
 
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-
-        def compile_one(source: Path) -> str:
-            made = f"{folder}/{source.stem}.o"
-            run([*compiler, *OPTIONS, *options, f"-DLP_VERSION={version:#x}", "-c", str(source), "-o", made])
-            return made
-
-        objects = list(pool.map(compile_one, sorted(NATIVE.glob("*.cpp"))))
-        made = target.with_name(f"{name}.{os.getpid()}")
-        try:
-            run([*compiler, "-o", str(made), *objects, *link])
-            made.replace(target)
-        finally:
-            made.unlink(missing_ok=True)
+    command, sources = [*compiler, *OPTIONS, *options], sorted(NATIVE.glob("*.cpp"))
+    stamped = NATIVE / "cpu.cpp"
+    objects = compile_sources(command, [x for x in sources if x != stamped])
+    objects += compile_sources([*command, f"-DLP_VERSION={version:#x}"], [stamped])
+    made = target.with_name(f"{name}.{os.getpid()}")
+    try:
+        run([*compiler, "-o", str(made), *objects, *link])
+        made.replace(target)
+    finally:
+        made.unlink(missing_ok=True)
     return target, tag
 
 
