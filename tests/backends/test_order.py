@@ -47,7 +47,7 @@ def sums(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
         for x, axis in ((a, -1 if is_scaled else None), (b, -2 if is_scaled else None))
     )
     (x, e), (y, f) = made
-    total, length = None, chunk_length(k, 384)
+    total, length = None, chunk_length(k, 768)
     for first in range(0, k, length):
         for part in make_schedule(scheme, (fmt is not None,) * 2, k):
             found = np.zeros((len(a), b.shape[1]), np.float32)
@@ -62,7 +62,7 @@ def sums(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_order_on_fp32_units(unit: str, mode: str, rng: np.random.Generator) -> None:
     with alone(unit):
-        for k in (1, 2, 7, 64, 383, 384, 385, 769, 1000):
+        for k in (1, 2, 7, 64, 767, 768, 769, 1000, 1537):
             a, b = (rng.standard_normal(shape, dtype=np.float32) for shape in ((3, k), (k, 5)))
             want = sums(a, b, mode)
             np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want, f"k = {k}")

@@ -20,7 +20,7 @@ _COMPILED = KernelRow(
 )
 
 _FP32 = _COMPILED._replace(
-    formats=frozenset({"float32", "tf32", "float16", "bfloat16"}), k_chunk=384, holds_in=DType.FLOAT32, decodes_b=True
+    formats=frozenset({"float32", "tf32", "float16", "bfloat16"}), k_chunk=768, holds_in=DType.FLOAT32, decodes_b=True
 )
 
 #: Chunks of as many bytes as in FP32.
@@ -29,7 +29,7 @@ _BF16 = _COMPILED._replace(
     cost_per_flop=0.4,
     cost_per_element=40.0,
     summation=Summation.PAIRS,
-    k_chunk=768,
+    k_chunk=1536,
     decodes_b=True,
 )
 

@@ -144,7 +144,7 @@ int32_t in_memory(const lp_product& p, const Work& w, const Unit& unit) {
         exact.scheme.pair_count = 0;
         if (is_split(p.scheme)) {
             plain.a.parts = plain.b.parts = 0, plain.a.format = plain.b.format = LP_EXACT, plain.scales_a = plain.scales_b = false;
-            plain.a.exponents = plain.b.exponents = nullptr;
+            plain.a.factors = plain.b.factors = nullptr;
         }
         plain.out.at = (char*)second, plain.checks = false;
         make_terms(plain, exact.scheme, false);

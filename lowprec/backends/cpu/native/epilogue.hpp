@@ -79,7 +79,7 @@ template <int WIDTH> INLINE void write_row(const lp::Target& out, int64_t row, i
     char* to = out.at + out.offset(row, col) * size;
     alignas(64) char stored[4 * WIDTH];
     bool whole = out.col == 1 && count == WIDTH;
-    if (whole && out.type == LP_F32 && streams && (intptr_t)to % (4 * W) == 0) {
+    if (whole && size == 4 && streams && (intptr_t)to % (4 * W) == 0) {
         UNROLL for (int j = 0; j < WIDTH; j += W) stream(to + 4 * j, get<f32v>(v + j));
         return;
     }
@@ -173,15 +173,14 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
 }
 
 // One row of int8 products, whose sums are exact, less `offset`; a bias is added with saturation.
-INLINE void finish_integers(const lp::Work& p, const int32_t* sums, int32_t offset, int64_t row, int64_t col, int count) {
-    int32_t* to = (int32_t*)p.out.at + p.out.offset(row, col);
-    for (int j = 0; j < count; j++) {
-        int32_t v = sums[j] - offset;
-        if (p.bias.at) {
-            const char* at = p.bias.at + p.bias.offset(row, col + j) * (p.bias.type == LP_I8 ? 1 : 4);
-            const int32_t addend = p.bias.type == LP_I8 ? *(const int8_t*)at : *(const int32_t*)at;
-            if (__builtin_add_overflow(v, addend, &v)) v = addend < 0 ? INT32_MIN : INT32_MAX;
-        }
-        to[j * p.out.col] = p.activation == LP_RELU && v < 0 ? 0 : v;
+template <int WIDTH> INLINE void finish_integers(const lp::Work& p, const int32_t* sums, int32_t offset, int64_t row, int64_t col, int count) {
+    alignas(64) int32_t v[WIDTH];
+    UNROLL for (int j = 0; j < WIDTH; j += W) put(v + j, get<i32v>(sums + j) - offset);
+    for (int j = 0; (p.bias.at || p.activation) && j < count; j++) {
+        const char* at = p.bias.at ? p.bias.at + p.bias.offset(row, col + j) * (p.bias.type == LP_I8 ? 1 : 4) : nullptr;
+        const int32_t addend = !at ? 0 : p.bias.type == LP_I8 ? *(const int8_t*)at : *(const int32_t*)at;
+        if (__builtin_add_overflow(v[j], addend, v + j)) v[j] = addend < 0 ? INT32_MIN : INT32_MAX;
+        v[j] = p.activation == LP_RELU && v[j] < 0 ? 0 : v[j];
     }
+    write_row<WIDTH>(p.out, row, col, count, (const float*)v, p.streams);
 }

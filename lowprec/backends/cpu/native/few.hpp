@@ -102,7 +102,7 @@ template <class U> struct Few {
             const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = p.scales_b ? j.exponents_b : nullptr;
             if (finish_row<N>(p, (const float*)sums, 0, row, col, count, e, f)) j.not_finite.store(1, std::memory_order_relaxed);
         } else {
-            finish_integers(p, (const int32_t*)sums, offset, row, col, count);
+            finish_integers<N>(p, (const int32_t*)sums, offset, row, col, count);
         }
     }
 
@@ -130,10 +130,11 @@ template <class U> struct Few {
         return m == 1 ? few_rows<U, 1, TYPE, FORMAT> : m == 2 ? few_rows<U, 2, TYPE, FORMAT> : m <= 4 ? few_rows<U, 4, TYPE, FORMAT> : few_rows<U, MOST, TYPE, FORMAT>;
     }
 
-    // What is read in place: the types that fill most of a model's memory.
+    // What is read in place: the types that fill most of a model's memory; narrow ones, of which several rows are read at
+    // once, from the caches only.
     static Rows* in_place_for(const lp::Work& p) {
-        if (!along_lanes(p) || p.b.k_offsets) return nullptr;
         const int type = p.b.type, format = p.b.format;
+        if (!along_lanes(p) || p.b.k_offsets || (bits_of(type) < 32 && p.n * p.k * bits_of(type) / 8 > 4 << 20)) return nullptr;
         if constexpr (U::ELEMENT == E_F32) {
             if (type == LP_F32 && format == LP_EXACT) return rows_for<LP_F32, LP_EXACT>(p.m);
             if (type == LP_F32 && format == LP_TO_TF32) return rows_for<LP_F32, LP_TO_TF32>(p.m);
@@ -143,6 +144,8 @@ template <class U> struct Few {
         } else if constexpr (U::ELEMENT == E_BF16) {
             if (type == LP_F32) return rows_for<LP_F32, LP_TO_BF16>(p.m);
             if (type == LP_BF16) return rows_for<LP_BF16, LP_EXACT>(p.m);
+        } else {
+            return rows_for<LP_I8, LP_EXACT>(p.m);
         }
         return nullptr;
     }
@@ -163,9 +166,9 @@ template <class U> struct Few {
         lp::Memory borrowed(4 * (threads * j.memory_each + G::exponents_dwords(p)));
         if (!borrowed.at) return LP_NO_MEMORY;
         j.memory = (uint32_t*)borrowed.at;
-        j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? p.m + 64 : 0);
-        if (p.scales_a) G::scale(p, true, j.exponents_a, p.m);
-        if (p.scales_b) G::scale(p, false, j.exponents_b, p.n);
+        j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? G::exponents_dwords(p.m) : 0);
+        if (p.scales_a) G::scale(p, true, j.exponents_a);
+        if (p.scales_b) G::scale(p, false, j.exponents_b);
         j.next_task = 0, j.not_finite = 0;
         lp::run(work, &j, (int)threads);
         return j.not_finite ? lp::NOT_FINITE : LP_OK;

@@ -4,10 +4,6 @@
 // One call of a micro-kernel sums one product of parts over one chunk of k from zero, then adds the sum to a tile of C.
 // Chunks depend on k only, so an element of the result depends on its row of a, its column of b and k alone.
 
-#ifndef LP_LONGEST
-#define LP_LONGEST 384
-#define LP_ABYTES 448
-#endif
 typedef void Micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c,
                    int64_t ldc, float factor, const int32_t* sums, bool adds, const char* next);
 
@@ -62,7 +58,7 @@ template <class U> struct Few;
 template <class U> struct Gemm {
     static constexpr int M = U::ROWS, N = U::COLUMNS * W, P = per_dword(U::ELEMENT);
     static constexpr bool FLOATS = __is_same(typename U::Acc, f32v), OFFSET = U::ELEMENT == E_U8;
-    static constexpr int64_t LONGEST = LP_LONGEST * P, A_BYTES = LP_ABYTES << 10, PAD = 48;
+    static constexpr int64_t LONGEST = 768 * P, A_BYTES = 448 << 10, PAD = 48;
 
     struct Job {
         lp::Work& p;
@@ -166,7 +162,7 @@ template <class U> struct Gemm {
             const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = p.scales_b ? j.exponents_b : nullptr;
             if (finish_row<N>(p, sums, M * N, row, col, columns, e, f)) j.not_finite.store(1, std::memory_order_relaxed);
         } else {
-            finish_integers(p, (const int32_t*)sums, 0, row, col, columns);
+            finish_integers<N>(p, (const int32_t*)sums, 0, row, col, columns);
         }
     }
 
@@ -234,20 +230,23 @@ template <class U> struct Gemm {
         j.memory_each = ceil(j.acc_at + (one_chunk ? 1 : j.task_m * j.task_n) * j.tile, 1024) * 1024;
     }
 
-    static int64_t exponents_dwords(const lp::Work& p) { return (p.scales_a ? p.m + 64 : 0) + (p.scales_b ? p.n + 64 : 0); }
+    // Exponents of lanes, and the two factors of each: a single one may exceed float32.
+    static int64_t exponents_dwords(int64_t lanes) { return 3 * (lanes + 64); }
+    static int64_t exponents_dwords(const lp::Work& p) { return (p.scales_a ? exponents_dwords(p.m) : 0) + (p.scales_b ? exponents_dwords(p.n) : 0); }
 
-    static void scale(lp::Work& p, bool of_a, int32_t* exponents, int64_t lanes) {
+    static void scale(lp::Work& p, bool of_a, int32_t* exponents) {
         struct Share {
-            const lp::Source& s;
+            lp::Source& s;
             int32_t* exponents;
             std::atomic<int64_t> next;
         } share{of_a ? p.a : p.b, exponents, {0}};
-        for (int64_t i = lanes; i < lanes + 64; i++) exponents[i] = 0;
+        const int64_t lanes = share.s.lanes;
+        for (int i = 0; i < 3; i++) __builtin_memset(exponents + i * (lanes + 64) + lanes, 0, 64 * 4);
+        share.s.factors = (float*)(exponents + lanes + 64);
         lp::run([](void* at, int) {
             Share& s = *(Share*)at;
-            for (int64_t i; (i = s.next.fetch_add(64)) < s.s.lanes;) find_exponents(s.s, i, i + 64 < s.s.lanes ? i + 64 : s.s.lanes, s.exponents);
+            for (int64_t i; (i = s.next.fetch_add(MOST_LANES)) < s.s.lanes;) find_exponents(s.s, i, least(i + MOST_LANES, s.s.lanes), s.exponents);
         }, &share, lanes * p.k >= 1 << 19 ? p.threads : 1);
-        (of_a ? p.a : p.b).exponents = exponents;
     }
 
     static bool is_plain(const lp::Work& p) {
@@ -278,10 +277,10 @@ template <class U> struct Gemm {
         if (!borrowed.at) return LP_NO_MEMORY;
         uint32_t* memory = (uint32_t*)borrowed.at;
         j.packed_b = p.packed_b ? (uint32_t*)p.packed_b : memory, j.memory = memory + b_dwords;
-        j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? p.m + 64 : 0);
-        if (p.scales_a) scale(p, true, j.exponents_a, p.m);
+        j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? exponents_dwords(p.m) : 0);
+        if (p.scales_a) scale(p, true, j.exponents_a);
         if (p.scales_b && p.packed_b) j.exponents_b = (int32_t*)(p.packed_b + j.strips_n * j.strip_b);
-        else if (p.scales_b) scale(p, false, j.exponents_b, p.n);
+        else if (p.scales_b) scale(p, false, j.exponents_b);
         j.next_pack = j.done_pack = j.next_task = 0, j.not_finite = 0;
         lp::run(work, &j, threads);
         return j.not_finite ? lp::NOT_FINITE : LP_OK;
@@ -291,13 +290,13 @@ template <class U> struct Gemm {
         Job j(p);
         if (!setup(j)) return -1;
         j.packed_b = (uint32_t*)target;
-        if (target && p.scales_b) scale(p, false, (int32_t*)(j.packed_b + j.strips_n * j.strip_b), p.n);
+        if (target && p.scales_b) scale(p, false, (int32_t*)(j.packed_b + j.strips_n * j.strip_b));
         if (target) {
             j.pack_strips = 1, j.pack_tasks = j.strips_n, j.tasks = 0, j.own_b = false, j.memory = nullptr, j.memory_each = 0;
             j.next_pack = j.done_pack = j.next_task = 0;
             lp::run(work, &j, p.n * p.k >= 1 << 18 ? p.threads : 1);
         }
-        return ceil(4 * (j.strips_n * j.strip_b + (p.scales_b ? p.n + 64 : 0)), 4096) * 4096;
+        return ceil(4 * (j.strips_n * j.strip_b + (p.scales_b ? exponents_dwords(p.n) : 0)), 4096) * 4096;
     }
 
     // The epilogue alone, on sums in memory.

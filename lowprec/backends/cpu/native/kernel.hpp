@@ -12,7 +12,7 @@ struct Source {
     int64_t lanes, steps;                     // extents: rows of a or columns of b; numbers of k
     const uint8_t* scales;                    // of codes
     int64_t scale_lane;                       // bytes
-    const int32_t* exponents;                 // of the powers of two that scale the lanes; null for none
+    float* factors;                           // two per lane, lanes + 64 apart: their product scales the lane; null: none
     int32_t type, format, parts, part_exponent, sums_parts;
 
     int64_t lane_offset(int64_t i) const { return lane_offsets ? lane_offsets[i] : i * lane; }

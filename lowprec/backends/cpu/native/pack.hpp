@@ -99,14 +99,13 @@ INLINE void pack_row(const char* const* at, const Source& s, const f32v* f, cons
     }
 }
 
-// The two factors of each lane's power of two: a single one may exceed float32.
+// The factors of W lanes, or of one.
 template <int FORMAT> INLINE void lane_factors(const Source& s, int64_t lane, bool of_lanes, f32v* f) {
-    if constexpr (FORMAT == LP_TO_F16) {
-        f[0] = f[1] = all_floats(1);
-        if (!s.exponents) return;
-        i32v e = of_lanes ? get<i32v>(s.exponents + lane) : i32v{} + s.exponents[lane];  // padded to W lanes
-        f[0] = powers(e >> 1), f[1] = powers(e - (e >> 1));
-    }
+    if constexpr (FORMAT == LP_TO_F16)
+        for (int i = 0; i < 2; i++) {
+            const float* at = s.factors + i * (s.lanes + 64) + lane;
+            f[i] = !s.factors ? all_floats(1) : of_lanes ? get<f32v>(at) : all_floats(*at);
+        }
 }
 
 // How packed strips are laid out: `width` dwords between the rows of a tile, `slot` between slots.
@@ -247,12 +246,14 @@ template <int ELEMENT, int I = 0> static Pack* find_pack(const Source& s) {
 INLINE u32v finite(u32v x) { return choose(is_special(x), u32v{}, x & 0x7fffffffu); }
 INLINE u32v most(u32v x, u32v y) { return choose((u32v)(x > y), x, y); }
 
-// The largest finite magnitudes of the lanes [first, end), at most 64, as float32 bits.
+const int64_t MOST_LANES = 512;
+
+// The largest finite magnitudes of the lanes [first, end), at most MOST_LANES, as float32 bits.
 template <int TYPE> static void lane_maxima(const Source& s, int64_t first, int64_t end, uint32_t* largest) {
     constexpr int SIZE = bits_of(TYPE) / 8, FLOATS = TYPE == LP_C64 ? 2 : 1, READ = TYPE == LP_C64 ? LP_F32 : TYPE;
     int64_t done = first;
     if (s.lane == 1 && !s.lane_offsets) {
-        constexpr int64_t MOST = 64 / W * FLOATS;
+        constexpr int64_t MOST = MOST_LANES / W * FLOATS;
         const int64_t vectors = (end - first) / W * FLOATS;
         u32v found[MOST] = {};
         for (int64_t k = 0; k < s.steps; k++) {
@@ -283,8 +284,8 @@ template <int TYPE> static void lane_maxima(const Source& s, int64_t first, int6
 }
 
 // The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade.
-static void find_exponents(const Source& s, int64_t first, int64_t end, int32_t* exponents) {
-    uint32_t largest[64] = {};
+static void find_exponents(Source& s, int64_t first, int64_t end, int32_t* exponents) {
+    uint32_t largest[MOST_LANES] = {};
     if (s.type == LP_C64) lane_maxima<LP_C64>(s, first, end, largest);
     else if (s.type == LP_BF16) lane_maxima<LP_BF16>(s, first, end, largest);
     else lane_maxima<LP_F32>(s, first, end, largest);
@@ -293,5 +294,7 @@ static void find_exponents(const Source& s, int64_t first, int64_t end, int32_t*
         int exponent = (int)(x >> 23) - 127;
         if (x < 0x00800000u) exponent = x ? -118 - __builtin_clz(x) : 14;
         exponents[lane] = 14 - exponent;
+        const int half = exponents[lane] >> 1, parts[2] = {half, exponents[lane] - half};
+        for (int i = 0; i < 2; i++) s.factors[i * (s.lanes + 64) + lane] = __builtin_bit_cast(float, (uint32_t)(parts[i] + 127) << 23);
     }
 }
