@@ -72,8 +72,8 @@ def _groups(row: ModeRow, rounded: tuple[bool, bool], concatenates: bool) -> Ite
 def chunk_length(k: int, longest: int) -> int:
     """Return the length of the chunks in which a kernel sums k: equal parts in multiples of 64, or all of k.
 
-    >>> chunk_length(384, 384), chunk_length(385, 384), chunk_length(1000, 384)
-    (384, 256, 384)
+    >>> chunk_length(768, 768), chunk_length(769, 768), chunk_length(2000, 768)
+    (768, 448, 704)
     """
     if k <= longest:
         return k

@@ -100,7 +100,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
     if (kind == "int8") != unit.startswith("int8"):
         return
     a_dtype, b_dtype, fmt, modes = KINDS[kind]
-    rows, k, n = 60, 1000, 300
+    rows, k, n = 60, 1700, 300
     a, b = numbers(rng, a_dtype, rows, k), numbers(rng, b_dtype, k, n)
     stored = lowprec.quantize(b, fmt, axis=0) if fmt else b
     monkeypatch.setattr(products, "_ALONE", 0)
