@@ -144,8 +144,6 @@ template <class U> struct Few {
         } else if constexpr (U::ELEMENT == E_BF16) {
             if (type == LP_F32) return rows_for<LP_F32, LP_TO_BF16>(p.m);
             if (type == LP_BF16) return rows_for<LP_BF16, LP_EXACT>(p.m);
-        } else {
-            return rows_for<LP_I8, LP_EXACT>(p.m);
         }
         return nullptr;
     }
@@ -157,7 +155,7 @@ template <class U> struct Few {
         j.rows = rows_for<PANEL, LP_EXACT>(p.m), j.in_place = in_place_for(p), j.size = bits_of(p.b.type) / 8;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
         j.blocks = G::ceil(p.k, P * W), j.chunk = G::ceil(chunk_of(p.k, G::LONGEST), P * W);
-        const int64_t most = along_lanes(p) ? 1024 : 256, share = G::ceil(p.n, threads);
+        const int64_t most = !along_lanes(p) ? 256 : !j.in_place ? 1024 : p.m <= 2 ? 4096 : 2048, share = G::ceil(p.n, threads);
         const int64_t pieces = G::ceil(share, most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), 64) * 64, j.tasks = G::ceil(p.n, j.columns);
         j.ldy = j.columns + N, j.a_dwords = G::ceil(j.blocks * M * W, 64) * 64;

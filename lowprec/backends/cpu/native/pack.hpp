@@ -206,7 +206,15 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
             for (int64_t strip = first_strip; strip < end_strip; strip++) {
                 const int64_t first_lane = strip * l.lanes, have = s.lanes - first_lane < l.lanes ? s.lanes - first_lane : l.lanes;
                 uint32_t* tile = base + (strip - first_strip) * strip_dwords + row * l.width;
-                for (int64_t lane = 0; lane + W <= have; lane += W) {
+                int64_t lane = 0;
+                for (; P == 4 && lane + 4 * W <= have; lane += 4 * W) {
+                    u32v out[4];
+                    UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(at[p] + ahead, 0, 2);
+                    if constexpr (P == 4) int8_dwords(at, out);
+                    for (int v = 0; v < 4; v++) put(tile + lane + v * W, out[v]);
+                    for (int p = 0; p < P; p++) at[p] += 4 * W;
+                }
+                for (; lane + W <= have; lane += W) {
                     u32v out[most_slots(TYPE, ELEMENT, SPLITS)];
                     f32v f[2];
                     const float scale[P] = {};

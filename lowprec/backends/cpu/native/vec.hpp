@@ -128,3 +128,30 @@ template <int... I> INLINE void interleave(u32v re, u32v im, u32v* to, std::inte
     to[0] = __builtin_shufflevector(re, im, (I % 2 ? W + I / 2 : I / 2)...);
     to[1] = __builtin_shufflevector(re, im, (I % 2 ? W + (W + I) / 2 : (W + I) / 2)...);
 }
+
+// The dwords of 4 * W lanes from four rows of int8: bytes, then pairs of bytes, are interleaved within blocks of 16 bytes,
+// and the blocks put in order.
+typedef uint8_t bytes __attribute__((vector_size(4 * W)));
+template <int UNIT, bool HIGH, int... I> INLINE bytes interleaved(bytes a, bytes b, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(a, b, (I / 16 * 16 + (HIGH ? 8 : 0) + I % 16 / UNIT / 2 * UNIT + I % UNIT + (I / UNIT % 2 ? 4 * W : 0))...);
+}
+template <int V, int... I> INLINE u32v ordered(const u32v* q, std::integer_sequence<int, I...>) {
+    if constexpr (W == 4) return q[V];
+    if constexpr (W == 8) return __builtin_shufflevector(q[V % 2 * 2], q[V % 2 * 2 + 1], (I / 4 * W + V / 2 * 4 + I % 4)...);
+    u32v first = __builtin_shufflevector(q[0], q[1], (I / 4 % 2 * W + V % 4 * 4 % W + I % 4)...);
+    u32v second = __builtin_shufflevector(q[2], q[3], (I / 4 % 2 * W + V % 4 * 4 % W + I % 4)...);
+    return __builtin_shufflevector(first, second, (I < W / 2 ? I : W + I)...);
+}
+INLINE void int8_dwords(const char* const* at, u32v* out) {
+    std::make_integer_sequence<int, 4 * W> all_bytes;
+    std::make_integer_sequence<int, W> lanes;
+    bytes row[4], low[2], high[2];
+    for (int i = 0; i < 4; i++) row[i] = get<bytes>(at[i]);
+    for (int i = 0; i < 2; i++) {
+        low[i] = interleaved<1, false>(row[2 * i], row[2 * i + 1], all_bytes);
+        high[i] = interleaved<1, true>(row[2 * i], row[2 * i + 1], all_bytes);
+    }
+    u32v q[4] = {(u32v)interleaved<2, false>(low[0], low[1], all_bytes), (u32v)interleaved<2, true>(low[0], low[1], all_bytes),
+                 (u32v)interleaved<2, false>(high[0], high[1], all_bytes), (u32v)interleaved<2, true>(high[0], high[1], all_bytes)};
+    out[0] = ordered<0>(q, lanes), out[1] = ordered<1>(q, lanes), out[2] = ordered<2>(q, lanes), out[3] = ordered<3>(q, lanes);
+}
