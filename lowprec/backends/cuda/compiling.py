@@ -50,7 +50,7 @@ NEEDS_CUDA_12 = (
 
 _NEEDS_NVRTC = (
     "NVRTC, CUDA's run-time compiler, must be installed and support this device: pip install -U "
-    '"lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
+    '"lowprec[cuda13]" (or "lowprec[cuda12]" for CUDA 12)'
 )
 
 #: Lines of the compiler's log in a message.

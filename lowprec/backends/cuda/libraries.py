@@ -15,7 +15,10 @@ from lowprec.errors import BackendError, DeviceError
 
 _T = TypeVar("_T")
 
-_INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
+_INSTALL = (
+    'install them with: pip install "lowprec[cuda13]", or "lowprec[cuda12]" where torch.version.cuda is 12.x or the '
+    "driver is older than CUDA 13"
+)
 
 
 class Libraries(NamedTuple):

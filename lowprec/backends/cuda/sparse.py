@@ -39,7 +39,7 @@ _ALIGNMENT_BYTES = 16
 #: Most invocations of a plan: for threads, and addresses of a bias.
 _MOST_INVOCATIONS = 64
 
-_INSTALL = 'install it with: pip install "lowprec[sparse13]" (or "lowprec[sparse12]" for a driver before CUDA 13)'
+_INSTALL = 'install it with: pip install "lowprec[sparse13]" (or "lowprec[sparse12]" for CUDA 12)'
 
 
 @contextlib.contextmanager
