@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cuda import bindings, handles, memory, runtime
+from lowprec.backends.cuda import bindings, handles, libraries, memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, MatmulDescriptors
-from lowprec.backends.cuda.libraries import libraries
 from lowprec.errors import UnsupportedError
 from lowprec.formats import ComputeType, DType
 from lowprec.planning.calls import MANTISSA_BITS, CublasLtCall, LtMatrix
@@ -169,7 +168,7 @@ class Invocation:
                 self.queue(handle, stream, alpha, beta, pointers, workspace, operation)
             return
         shared, first_layout, second_layout, c_layout, d_layout = self._pointers
-        matmul = libraries().cublas_lt.matmul
+        matmul = libraries.cublas_lt.matmul
         try:
             for first, second, c, d in pointers:
                 matmul(
@@ -197,10 +196,10 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
     attributes = {
         "TRANSA": _OPERATIONS[call.op_first],
         "TRANSB": _OPERATIONS[call.op_second],
-        "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
+        "EPILOGUE": int(getattr(libraries.cublas_lt.Epilogue, call.epilogue)),
     }
     if call.first.codes:
-        mode = int(getattr(libraries().cublas_lt.MatmulMatrixScale, call.first.codes.scale_mode))
+        mode = int(getattr(libraries.cublas_lt.MatmulMatrixScale, call.first.codes.scale_mode))
         attributes |= {"A_SCALE_MODE": mode, "B_SCALE_MODE": mode}
     attributes |= {x: address for x, address in zip(_POINTERS, operands.attributes, strict=True) if address}
     emulation = None
