@@ -198,7 +198,7 @@ def _print(content: Mapping[str, Any]) -> None:
 
 def measure(options: argparse.Namespace) -> int:
     """Make one measurement in this process."""
-    part = parts.Part(options.file)
+    part = parts.opened(options.file)
     part.save()
     deadline = time.monotonic() + options.limit * parts.GRACE
     wishes = parts.Options(options.quick, options.seed, deadline)

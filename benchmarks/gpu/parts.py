@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -131,6 +133,14 @@ class Part:
                 return
             yield case
 
+    def one_by_one(self, cases: Iterable[Case], options: Options, is_broken: Callable[[], bool]) -> Iterator[Case]:
+        """Yield cases that add one row each; after a row of a broken context, the process starts again behind it."""
+        for case in self.in_time(itertools.islice(cases, len(self.rows), None), options):
+            yield case
+            if self.rows[-1]["ok"] is False and is_broken():
+                sys.stdout.flush()
+                os.execv(sys.executable, sys.orig_argv)
+
     def finish(self) -> None:
         """Say that nothing is left to do."""
         self.complete = True
@@ -145,6 +155,12 @@ class Part:
 def short(error: BaseException) -> str:
     """Return an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
+def opened(path: Path) -> Part:
+    """Return a part with what an earlier process of it has found."""
+    found = read(path) if path.exists() else {}
+    return Part(path, **found)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -45,6 +45,15 @@ def download(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     return array
 
 
+def is_broken() -> bool:
+    """Whether an error of this process lasts: no call of CUDA succeeds any more."""
+    try:
+        runtime.call("cudaDeviceSynchronize")
+    except Exception:  # noqa: BLE001 - any error is the answer
+        return True
+    return False
+
+
 @functools.cache
 def handle() -> int:
     """Return a handle of cuBLASLt."""

@@ -121,6 +121,22 @@ def test_a_signal_ends_the_report_with_the_finished_parts(load: Load, tmp_path: 
     assert {results[x]["not_run"] for x in ("rounding", "speed")} == {"the report was interrupted"}
 
 
+def test_a_part_goes_on_in_a_new_process_after_an_error_that_lasts(execute: Callable[..., Result]) -> None:
+    code = (
+        f"import os, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from pathlib import Path; from gpu import parts\n"
+        "part, broken = parts.opened(Path(sys.argv[1])), []\n"
+        "for case in part.one_by_one('abcde', parts.Options(True, 0), lambda: bool(broken)):\n"
+        "    broken += [case] * (case in 'bd')\n"
+        "    part.row(ok=not broken and case != 'a', case=case, process=len(broken))\n"
+        "part.finish()"
+    )
+    found = execute(code)
+    assert (found["exit"], found["error"], found["complete"]) == (0, "", True)
+    assert [(row["case"], row["ok"]) for row in found["rows"]] == [
+        ("a", False), ("b", False), ("c", True), ("d", False), ("e", True)
+    ]  # fmt: skip
+
+
 def test_a_part_is_on_disk_after_each_row(load: Load, tmp_path: Path) -> None:
     parts = load("gpu.parts")
     part = parts.Part(tmp_path / "part.json")
