@@ -16,7 +16,7 @@ import pytest
 
 from lowprec import errors
 from lowprec.backends import disk
-from lowprec.backends.cuda import compiling, libraries, unscaling
+from lowprec.backends.cuda import compiling, libraries
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.errors import BackendError, LowprecWarning
@@ -82,7 +82,7 @@ class Compiler:
         return (0,)
 
 
-KERNELS = ("epilogue", "pack_elements", "pack_groups", "pack_maxima", "pack_rows", "pack_tiles", "recompute", "unscale")
+KERNELS = ("epilogue", "pack_elements", "pack_groups", "pack_maxima", "pack_rows", "pack_tiles", "recompute")
 
 
 @pytest.fixture
@@ -144,8 +144,6 @@ def sources(core: Compiler) -> list[str]:
     for spec in EPILOGUES:
         for pointer in (1 << 12, 1 << 12 | 1):
             prepare_epilogue(spec, 0)(*[pointer] * 6, 1.0, 1.0, 1)
-    for dtype in (D.FLOAT32, D.FLOAT64, D.BFLOAT16):
-        unscaling._launch(dtype, 1, 0)(1, 1 << 12, 1 << 12, 1.0)
     return [source for source, _ in core.compiled]
 
 
