@@ -13,9 +13,8 @@ import numpy as np
 
 from gpu import libraries as own
 from gpu.parts import short
-from lowprec.backends.cuda import bindings, runtime
+from lowprec.backends.cuda import bindings, libraries, runtime
 from lowprec.backends.cuda.bindings import Algorithm
-from lowprec.backends.cuda.libraries import libraries
 from lowprec.formats import ComputeType, dtype_from_name
 
 #: `cublasComputeType_t`, those included that lowprec does not use.
@@ -96,7 +95,7 @@ class LtProduct:
         self._second = upload(a)
         self._d = runtime.allocate(m * n * self.out_dtype.itemsize)
         attributes = {"TRANSA": int(inner_contiguous), "TRANSB": 0}
-        attributes["EPILOGUE"] = int(getattr(libraries().cublas_lt.Epilogue, epilogue))
+        attributes["EPILOGUE"] = int(getattr(libraries.cublas_lt.Epilogue, epilogue))
         if bias is not None:
             attributes["BIAS_POINTER"] = upload(bias)
         # In cuBLASLt's order: its first operand is b.
@@ -132,7 +131,7 @@ class LtProduct:
             c or self._d, c_layout, self._d, d_layout, data.ctypes.data, _workspace(),
             algorithm.workspace_bytes, stream,
         )  # fmt: skip
-        matmul = libraries().cublas_lt.matmul
+        matmul = libraries.cublas_lt.matmul
         # The default arguments keep what the addresses point to.
         return lambda kept=(self, data, factors): matmul(*arguments)
 

@@ -42,8 +42,8 @@ def predicted(device: str) -> Capabilities:
 def release_memory() -> None:
     """Free memory that is cached for later products.
 
-    These are buffers on the CPU and memory pools on GPUs; memory in use is kept. The call waits for all work queued on
-    the GPUs that lowprec has used. lowprec itself calls it when an allocation fails, and tries again. It does not free
+    These are buffers on the CPU and memory pools on GPUs; memory in use is kept. The call waits for all work on the
+    streams that lowprec has used. lowprec itself calls it when an allocation fails, and tries again. It does not free
     the caches of other libraries; call, for example, ``torch.cuda.empty_cache()``.
 
     Raises

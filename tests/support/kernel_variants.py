@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lowprec.backends.cuda import unscaling
 from lowprec.backends.cuda.compiling import Launch
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.packing import PACKED, Packing, prepare_packing
@@ -155,6 +154,4 @@ def _launch_all() -> None:
     for dtype in (D.FLOAT32, D.COMPLEX64):
         stack = MatrixStack.of(dtype, 64, 64, 64, 1)
         prepare_recomputing(dtype, 64, stack, stack, 0)(*[_POINTERS[0]] * 3, 1)
-    for dtype in (D.FLOAT32, D.FLOAT64, D.BFLOAT16):
-        unscaling._launch(dtype, 1, 0)(1, *[_POINTERS[0]] * 2, 1.0)
     Launch("spin", "spin.cu", {}, 0, 1, (1,), 1, ())(1, 1)

@@ -20,7 +20,7 @@ from lowprec.backends.cuda.libraries import cached
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
 
 # ``cublasStatus_t``.
-_ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED = 3, 7, 8, 15
+_ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _EXECUTION_FAILED, _INTERNAL_ERROR, _NOT_SUPPORTED = 3, 7, 8, 13, 14, 15
 
 #: Errors by status; all others are a :class:`BackendError`. An unsupported product has status "invalid value" in some
 #: versions of cuBLASLt, "not supported" in others.
@@ -32,6 +32,11 @@ def translate(error: Exception, doing: str) -> LowprecError:
     """Return lowprec's error for an error of the bindings; ``doing`` is the failed action."""
     kind = _ERRORS.get(int(getattr(error, "status", -1)), BackendError)
     return kind(f"cuBLASLt {cublas_version_text()} cannot {doing}: {error}")
+
+
+def is_of_algorithm(error: Exception) -> bool:
+    """Whether another algorithm may run where one ended with this error of the bindings."""
+    return int(getattr(error, "status", -1)) in (*_REFUSALS, _EXECUTION_FAILED, _INTERNAL_ERROR)
 
 
 @contextlib.contextmanager

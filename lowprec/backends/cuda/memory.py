@@ -1,10 +1,10 @@
 """Memory and streams of NVIDIA GPUs for temporary buffers and results of JAX; see ``arrays.device_memory``.
 
 Each device has one pool with stream-ordered allocation; allocations during a capture become part of the graph. The call
-that allocated temporary memory frees it on the same stream. A result may be in use on streams of other libraries, so it
-is freed after a synchronisation of the device, together with many others. Finalisers do not call CUDA; they record the
-memory for the next call. Source: the CUDA Runtime API reference, *Stream Ordered Memory Allocator*, *Stream
-synchronization behavior* and *Event Management*, and the CUDA C++ Programming Guide, *Graph Memory Nodes*.
+that allocated temporary memory frees it on the same stream. Other memory is freed together with many others, after a
+wait for the streams that may use it: freeing does not wait. Finalisers do not call CUDA; they record the memory for the
+next call. Source: the CUDA Runtime API reference, *Stream Ordered Memory Allocator* and *Event Management*, and the
+CUDA C++ Programming Guide, *Graph Memory Nodes*.
 """
 
 from __future__ import annotations
@@ -15,41 +15,52 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from lowprec.arrays import Device
-from lowprec.arrays.device_memory import LEGACY_STREAM
+from lowprec.arrays.device_memory import LEGACY_STREAM, PER_THREAD_STREAM, UNKNOWN_STREAM
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries, loaded
 from lowprec.backends.cuda.runtime import call
 from lowprec.backends.cuda.waiting import Waiter
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
+from lowprec.policy.variables import PEER_ACCESS
 
-#: Limit of unused memory in a device's pool, and of results waiting to be freed: the larger of these bytes and this
-#: fraction (1/16) of the device's memory.
+#: Limit of unused memory in a device's pool, and of dead blocks that are not freed yet: the larger of these bytes and
+#: this fraction (1/16) of the device's memory.
 _LIMIT_BYTES = 128 << 20
 _LIMIT_SHARE = 16
 
-#: Largest number of results waiting to be freed.
+#: Largest number of dead blocks.
 _MAX_DEAD = 4096
 
 #: Largest number of products of a stream that keep their operands alive; the next one waits for the first.
 _MAX_KEPT = 64
 
+#: Address and bytes of a dead block, and the streams that may use it; a plain tuple, which exists until Python exits.
+_Dead: TypeAlias = tuple[int, int, set[int]]
+
 
 class Block:
-    """Memory of a device for the work of one stream, freed on that stream at the end of a ``with`` block.
+    """Memory of a device for the work of a stream, freed on that stream at the end of a ``with`` block.
 
-    Blocks that are finalised otherwise, and those without a pool (``stream`` is None), are recorded in ``dead``.
+    Blocks that are finalised otherwise, and those that are not ``stream_ordered``, are recorded in ``dead``.
     """
 
-    __slots__ = ("__weakref__", "_dead", "_stream", "address", "nbytes")
+    __slots__ = ("__weakref__", "_dead", "_stream", "_streams", "address", "nbytes")
 
-    def __init__(self, nbytes: int, stream: int | None, dead: deque[tuple[int, int]]) -> None:
+    def __init__(self, nbytes: int, stream: int, dead: deque[_Dead], *, stream_ordered: bool) -> None:
         self.address = 0
         self.nbytes = nbytes
-        self._stream = stream
+        self._stream = stream if stream_ordered else None
+        self._streams = {_known(stream)}
         self._dead = dead
+
+    def used_on(self, stream: int) -> None:
+        """Free the memory only after the work that is then queued on this stream."""
+        self._streams.add(_known(stream))
 
     def __enter__(self) -> int:
         return self.address
@@ -73,7 +84,12 @@ class Block:
     def __del__(self) -> None:
         # May run in any thread, inside any call, and during interpreter exit.
         if self.address:
-            self._dead.append((self.address, self.nbytes))
+            self._dead.append((self.address, self.nbytes, self._streams))
+
+
+def _known(stream: int) -> int:
+    """Return the stream if it is the same one in every thread, otherwise UNKNOWN_STREAM."""
+    return stream if stream == LEGACY_STREAM or stream > PER_THREAD_STREAM else UNKNOWN_STREAM
 
 
 class _Pool:
@@ -85,10 +101,12 @@ class _Pool:
         self._pool = runtime.create_pool(device, self._limit)
         # Re-entrant, because a signal handler may allocate in the thread that holds the lock.
         self.lock = threading.RLock()
-        #: Addresses and bytes of dead results recorded by finalisers, and those already collected from it.
-        self._noted: deque[tuple[int, int]] = deque()
-        self._dead: list[int] = []
+        #: Dead blocks recorded by finalisers, and those already collected from it.
+        self._noted: deque[_Dead] = deque()
+        self._dead: list[_Dead] = []
         self._dead_bytes = 0
+        #: Streams of temporary memory since the last :meth:`release`.
+        self._streams: set[int] = set()
         self.events: list[Any] = []
         #: By stream: events, and the objects in use until each.
         self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
@@ -96,53 +114,77 @@ class _Pool:
         self.held: dict[int, Sequence[Any]] = {}
         self._captured: list[Sequence[Any]] = []
         self.stream: int | None = None
+        self.one: Block | None = None
 
     def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
         """Return memory; raise DeviceMemoryError if there is too little after unused memory has been freed."""
         pool = self._pool
         if pool is None or not is_temporary:
-            if not runtime.is_capturing(stream):
+            is_captured = runtime.is_capturing(stream)
+            if not is_captured:
                 self._collect(self._limit)
             elif is_temporary:
                 raise BackendError(
                     f"cuda:{self._device} has no stream-ordered allocation (cudaDevAttrMemoryPoolsSupported is 0), so "
                     "a product that needs temporary memory cannot be captured into a graph there"
                 )
-            else:
-                pool = None  # stream-ordered memory would belong to the graph, and be freed before the array
-        block = Block(nbytes, stream if pool is not None else None, self._noted)
+            # In a capture, memory of a pool would belong to the graph and be freed before the array; and other devices
+            # cannot access it.
+            pool = None if is_captured or PEER_ACCESS.current() else pool
+        block = Block(nbytes, stream, self._noted, stream_ordered=pool is not None)
+        self._streams.add(_known(stream))
         try:
             block.address = runtime.allocate(nbytes, pool, stream)
         except DeviceMemoryError:
-            if runtime.is_capturing(stream):  # synchronising the device would invalidate the capture
+            if runtime.is_capturing(stream):  # another allocation would be part of the graph
                 raise
             release()
             block.address = runtime.allocate(nbytes, pool, stream)
         return block
 
     def _collect(self, limit: int) -> None:
-        """Wait for the device and free dead results, if they exceed a limit."""
+        """Free dead blocks after the work of their streams, if they exceed a limit; a negative one frees all."""
         if limit >= 0 and not self._noted:
             return
         with self.lock:
             with contextlib.suppress(IndexError):
                 while True:
-                    address, nbytes = self._noted.popleft()
-                    self._dead.append(address)
-                    self._dead_bytes += nbytes
+                    self._dead.append(self._noted.popleft())
+                    self._dead_bytes += self._dead[-1][1]
             if self._dead_bytes <= limit and len(self._dead) <= _MAX_DEAD:
                 return
-            # Results that are recorded from here on may still be in use after the wait.
+            # Blocks that are recorded from here on may still be in use after the wait.
             (dead, nbytes), self._dead, self._dead_bytes = (self._dead, self._dead_bytes), [], 0
             try:
-                runtime.wait_for_device()
+                captured = self._wait_for(set().union(*(x[-1] for x in dead), self._streams if limit < 0 else ()))
             except BaseException:
                 self._dead += dead
                 self._dead_bytes += nbytes
                 raise
-            while dead:
-                with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
-                    runtime.free(dead.pop())
+            for address, nbytes, streams in dead:
+                if streams & captured:
+                    self._noted.append((address, nbytes, streams))
+                else:
+                    with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
+                        runtime.free(address)
+
+    def _wait_for(self, streams: set[int]) -> set[int]:
+        """Wait for the queued work of streams; return those that were not waited for, because of a capture."""
+        known, events = streams - {UNKNOWN_STREAM}, []
+        try:
+            captured = {x for x in known if runtime.is_capturing(x)}
+            for stream in known - captured:
+                events.append(self.recorded(stream))
+        except BackendError:  # a stream was destroyed
+            streams, captured = {UNKNOWN_STREAM}, set()
+        try:
+            for event in events:
+                runtime.wait_for_event(event)
+        finally:
+            self.events += events
+        if UNKNOWN_STREAM in streams and not captured:
+            runtime.wait_for_device()
+        return captured | {UNKNOWN_STREAM} if captured else captured
 
     def recorded(self, stream: int) -> Any:
         """Return an event recorded on a stream."""
@@ -205,6 +247,7 @@ class _Pool:
         failed = list(self.held)  # objects of failed calls have no event
         self.wait()
         self._collect(-1)
+        self._streams.clear()
         for key in failed:
             self.held.pop(key, None)
         with runtime.relaxed_capture():
@@ -248,13 +291,24 @@ def allocate(nbytes: int, device: Device, stream: int) -> Block:
         return _pool(device.index, stream).allocate(nbytes, stream, is_temporary=False)
 
 
+def one(device: Device) -> int:
+    """Return the address of a float32 with the value 1 in the memory of a device."""
+    pool = _pool(device.index)
+    if pool.one is None:
+        value, stream = np.ones(1, np.float32), own_stream(device)
+        made = allocate(value.nbytes, device, stream)
+        copy(value.ctypes.data, made.address, value.nbytes, device, stream)
+        synchronize(stream, device)
+        pool.one = made
+    return pool.one.address
+
+
 def own_stream(device: Device) -> int:
     """Return lowprec's stream of a device, which does not wait for the default stream."""
     pool = _pool(device.index)
     if pool.stream is None:
         with runtime.on_device(device.index), pool.lock:
-            flags = libraries().runtime.cudaStreamNonBlocking
-            made = pool.stream or int(call("cudaStreamCreateWithFlags", flags))
+            made = pool.stream or runtime.create_stream()
             pool.stream = pool.stream or made  # a signal handler may have created one meanwhile
     return pool.stream
 

@@ -188,6 +188,7 @@ def _compressed(found: SparseInvocation, call: CublasLtCall, source: int, view: 
     if captured and key not in view.packed:
         runtime.refuse_capture(stream, "the compressed b")
     compressed = view.packed_operand(key, lambda: found.compress(source, view, stream))
+    compressed.used_on(stream)
     if captured:
         memory.keep((compressed,), stream, view.device)
     return compressed
