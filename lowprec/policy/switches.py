@@ -64,8 +64,10 @@ class _Layer:
         # If `inside` is None, an exception ended `set_mode`, and the switches have no values of the user to keep.
         if inside is not None and (now := controller.save()) != inside:
             # Switches that appeared or disappeared inside the block are ignored.
-            changed = {x: now[x] for x in saved if x in now and now[x] not in (inside.get(x), saved[x])}
-        controller.restore({**saved, **changed})
+            changed = {name: now[name] for name in saved if name in now and now[name] != inside.get(name)}
+        # If a signal handler ends the restoration, a second call writes the same values.
+        self.saved, self.inside = {**saved, **changed}, None
+        controller.restore(self.saved)
         return [kept(controller.name, changed, "inside the block")] if changed else []
 
 
