@@ -1,7 +1,7 @@
 """Entering and leaving ``with`` blocks, and the open blocks of each thread and task.
 
 If a signal handler raises while a block is entered or left, its changes are undone by a second call of
-:meth:`Entry.close`. They remain if it raises before the first line of ``__exit__``, or again during that call.
+:meth:`Entry.close`. They remain if it raises before ``__exit__`` has found the entry, or again during that call.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ def _set(
 ) -> dict[str, str]:
     """Set switches and return the failures, by library."""
     failures: dict[str, str] = {}
-    block.layers = layers = {}
+    layers: dict[str, _Layer] = {}
+    block.layers = layers
     for controller in found:
         name = controller.name
         if is_guarded is not None and is_guarded(name):

@@ -399,10 +399,12 @@ def test_a_subinterpreter_is_refused() -> None:
         except ImportError:
             import _xxsubinterpreters as interpreters
         script = "import warnings; warnings.simplefilter('ignore'); import lowprec"  # NumPy warns, too
+        made = interpreters.create()
         try:
-            found = interpreters.run_string(interpreters.create(), script)
+            found = interpreters.run_string(made, script)
         except RuntimeError as error:
             found = error
-        print("cannot be imported in a subinterpreter" in str(found))
+        interpreters.destroy(made)
+        print("subinterpreter" in str(found))  # in some versions ml_dtypes refuses it first
     """
     assert run_python(code) == "True"
