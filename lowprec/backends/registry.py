@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lowprec.arrays import CPU, Device
 from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.execution import Backend, imported
 from lowprec.errors import DeviceError, DeviceMemoryError
-
-if TYPE_CHECKING:  # planning is imported with the first product
-    from lowprec.planning import Capabilities
+from lowprec.planning import Capabilities
 
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
 _MODULES = {1: "lowprec.backends.cpu.backend", 2: "lowprec.backends.cuda.backend"}

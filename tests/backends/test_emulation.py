@@ -13,8 +13,10 @@ import lowprec
 from backends.tensor_core_oracle import dot
 from lowprec.architectures import Architecture, parse_architecture
 from lowprec.backends.cpu import casting, numba_import
-from lowprec.backends.cpu.emulation import Arithmetic, arithmetic, arrays, formats_of, multiply
+from lowprec.backends.cpu.emulation import arrays
 from lowprec.backends.cpu.emulation import products as emulated_products
+from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic, formats_of
+from lowprec.backends.cpu.emulation.products import multiply
 from lowprec.backends.cpu.rounding import round_float32
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
 from lowprec.planning.tensor_cores import accumulation

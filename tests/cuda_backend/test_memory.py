@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lowprec.backends.cuda import memory
 from lowprec.errors import BackendError, DeviceMemoryError
 from software_cuda import DeviceModel, Software
 from software_cuda.streams import nothing
+from support.programs import in_threads
 
 GPU, OTHER_GPU = Device(2, 0), Device(2, 1)
 LEGACY = 1
@@ -332,7 +333,7 @@ def test_blocks_from_many_threads(cuda: Small) -> None:
     assert cuda.addresses() == []
 
 
-def test_a_block_may_die_while_the_pool_is_locked(cuda: Small) -> None:
+def test_a_block_in_a_cycle(cuda: Small) -> None:
     class Cycle:
         def __init__(self) -> None:
             self.itself = self
@@ -341,8 +342,7 @@ def test_a_block_may_die_while_the_pool_is_locked(cuda: Small) -> None:
     cycle = Cycle()
     address = cycle.block.address
     del cycle
-    with memory._pool(GPU.index).lock:
-        gc.collect()
+    gc.collect()
     memory.release()
     assert address not in cuda.addresses()
 
@@ -445,18 +445,65 @@ def test_owners_are_held_where_no_event_can_be_recorded(cuda: Small) -> None:
     assert alive() == 2
 
 
-def test_objects_are_released_outside_the_lock(cuda: Small) -> None:
+def test_objects_that_use_the_pool_when_they_are_released(cuda: Small) -> None:
     class Nested:
         def __del__(self) -> None:
-            free.append(not lock._is_owned())
+            memory.keep([object()], cuda.first, GPU)
+            found.append(memory.release_finished())
 
-    free: list[bool] = []
-    lock: Any = memory._pool(GPU.index).lock
-    cuda.keep_busy(cuda.first)
-    memory.keep([Nested()], cuda.first, GPU)
+    found: list[bool] = []
+    for _ in range(2):
+        memory.keep([Nested()], cuda.first, GPU)
     cuda.drain()
     memory.release_finished()
-    assert free == [True]
+    cuda.drain()
+    memory.release()
+    assert len(found) == 2
+
+
+def test_operands_released_by_another_thread_meanwhile(cuda: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = memory._pool(GPU.index).events
+    cuda.keep_busy(cuda.first)
+    memory.keep([object()], cuda.first, GPU)
+    cuda.drain()
+
+    def release_first(event: Any) -> bool:
+        monkeypatch.undo()
+        return not memory.release_finished()
+
+    monkeypatch.setattr(memory.runtime, "event_is_done", release_first)
+    memory.release_finished()
+    assert len(events) == 1
+
+
+def test_operands_kept_by_many_threads(cuda: Small) -> None:
+    """None is released before its work is done."""
+
+    class Operand:
+        def __init__(self, done: list[bool]) -> None:
+            self.done = done
+
+        def __del__(self) -> None:
+            early.append(not self.done)
+
+    early: list[bool] = []
+
+    def work(number: int) -> None:
+        stream = (cuda.first, cuda.second)[number % 2]
+        for _ in range(40):
+            done: list[bool] = []
+            with cuda.runtime.lock:
+                cuda.runtime.enqueue(cuda.runtime.stream(stream), "work", partial(done.append, True))
+            memory.keep([Operand(done)], stream, GPU)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(8, work)
+    finally:
+        sys.setswitchinterval(interval)
+    memory.release()
+    assert early == [False] * 320
 
 
 def test_release_waits_for_work(cuda: Small) -> None:
@@ -502,29 +549,3 @@ sys.kept = memory.allocate(10, device, 1)
 memory.keep([Owner()], 1, device)
 """
     assert output_of(code) == "finalizing: False\n"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_child_does_not_wait_for_a_lock_of_a_missing_thread() -> None:
-    """Another thread releases operands, with the pool's lock, while the process is forked."""
-    code = """
-memory.keep([object()], 1, device)
-(pool,) = memory._pools.values()
-taken, leave = threading.Event(), threading.Event()
-def hold():
-    with pool.lock:
-        taken.set()
-        leave.wait()
-thread = threading.Thread(target=hold)
-thread.start()
-taken.wait()
-child = os.fork()
-if not child:
-    memory.keep([object()], 1, device)
-    os._exit(0)
-_, status = os.waitpid(child, 0)
-leave.set()
-thread.join()
-print(os.waitstatus_to_exitcode(status))
-"""
-    assert output_of(code) == "0\n"

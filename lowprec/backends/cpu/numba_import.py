@@ -14,14 +14,11 @@ from contextlib import suppress
 
 from lowprec.errors import warn
 from lowprec.policy.protocol import raised_in
-from lowprec.util import forking
+from lowprec.util.lock import locked
 
 #: The module that uses most of numba's interfaces.
 NATIVE = "lowprec.backends.cpu.packed.native"
 
-#: Held during the import; a fork waits for it.
-_importing = threading.RLock()
-forking.register_lock(_importing)
 _begun: list[threading.Thread] = []
 
 #: Empty before the import; then one entry: the error, or an empty string after success.
@@ -59,13 +56,12 @@ def begin() -> None:
 
 def fails() -> bool:
     """Import numba, and return whether that failed; the first failure is a warning."""
-    if _failure:
-        return bool(_failure[0])
-    with _importing:
-        return bool(_failure[0]) if _failure else _import()
+    return bool(_failure[0]) if _failure else locked(_import)
 
 
 def _import() -> bool:
+    if _failure:  # another thread was faster
+        return bool(_failure[0])
     try:
         for name in ("llvmlite.binding", "numba", NATIVE):
             importlib.import_module(name)

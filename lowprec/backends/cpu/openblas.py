@@ -23,7 +23,7 @@ from lowprec.backends.cpu import cpuinfo, threads
 from lowprec.backends.cpu.blas_calls import OpenBlas
 from lowprec.policy import environment
 from lowprec.policy.protocol import raised_in
-from lowprec.util import forking
+from lowprec.util.lock import locked
 
 _PACKAGE = "scipy_openblas64"
 
@@ -137,10 +137,13 @@ def openblas() -> OpenBlas | None:
     path = library_path()
     if path is None:
         return None
-    with forking.creation_lock:  # a fork waits until the environment variables are restored
-        if path not in _opened:
-            _opened[path] = _load(path)
-        return _opened[path]
+    return locked(_open, path)  # a fork waits until the environment variables are restored
+
+
+def _open(path: str) -> OpenBlas | None:
+    if path not in _opened:
+        _opened[path] = _load(path)
+    return _opened[path]
 
 
 def loaded_openblas() -> OpenBlas:

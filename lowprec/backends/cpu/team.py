@@ -27,7 +27,7 @@ from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import numba_import, threads
 from lowprec.backends.execution import imported
 from lowprec.errors import BackendError
-from lowprec.util import forking
+from lowprec.util.lock import locked
 
 T = TypeVar("T")
 
@@ -124,8 +124,6 @@ def _looks(look: Callable[[int], int]) -> int:
 
 
 _team: _Team | None = None
-_starting = threading.RLock()
-forking.register_lock(_starting)
 _is_child = False
 
 
@@ -142,12 +140,14 @@ if hasattr(os, "register_at_fork"):
 
 def _own_team(workers: int) -> _Team:
     """Return the own workers, at least ``workers - 1`` if threads are available."""
-    global _team
     found = _team
-    if found is None or found._words[COUNT] < workers - 1:
-        with _starting:
-            found = _team = _team or _Team()
-            found.start(workers - 1)
+    return locked(_started, workers) if found is None or found._words[COUNT] < workers - 1 else found
+
+
+def _started(workers: int) -> _Team:
+    global _team
+    found = _team = _team or _Team()
+    found.start(workers - 1)
     return found
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from typing import Any
 
 from lowprec.backends import disk
@@ -17,6 +16,7 @@ from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
 from lowprec.backends.cuda.measuring import Contest, Measured, NoneRunsError, Progress, rotated
 from lowprec.policy.variables import AUTOTUNE
+from lowprec.util.lock import locked
 
 #: Default number of algorithms that are measured, and of those that are tried until one runs.
 CANDIDATES, _CHOICES = 32, 8
@@ -53,12 +53,8 @@ def tune(
     found = invocation.search(handle, candidates)
     with rotated(invocation, operands, runtime.current_device(), stream) as turns:
         results = Contest(invocation, handle, stream, turns).results(found, progress)
-    _remember(invocation, results)
+    locked(_remember, invocation, results)
     return results
-
-
-#: Re-entrant, because a signal handler may tune a product while its thread stores the choice for another one.
-_lock = threading.RLock()
 
 
 def product_key(invocation: Invocation) -> str:
@@ -119,11 +115,10 @@ def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
         "candidates": len(results),
         "time_over_first_choice": best.median_ms / first.median_ms,
     }
-    with _lock:
-        stored = _stored()
-        stored.setdefault(device_key(), {})[product_key(invocation)] = entry
-        _stored.cache_clear()
-        on_disk = _stored()
-        for device, entries in stored.items():
-            on_disk.setdefault(device, {}).update(entries)
-        disk.write_json(_FILE, {"format": _FORMAT, "devices": on_disk})
+    stored = _stored()
+    stored.setdefault(device_key(), {})[product_key(invocation)] = entry
+    _stored.cache_clear()
+    on_disk = _stored()
+    for device, entries in stored.items():
+        on_disk.setdefault(device, {}).update(entries)
+    disk.write_json(_FILE, {"format": _FORMAT, "devices": on_disk})

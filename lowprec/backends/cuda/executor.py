@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from itertools import chain
 from operator import or_
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -201,6 +201,8 @@ class _LoweredPlan:
         self._has_blocks = call is not None and plan.problem.has_blocks
         if call is None or call.staged or call.pack_a or call.pack_b:
             self._staging = Staging(plan, call, device)
+        #: The products whose ``b`` is sparse.
+        self.sparse = SparseProducts(plan, call, self._staging)
         if call is None:
             return
         known: dict[tuple[int, int], dict[int, AnyInvocation]] = {}
@@ -220,11 +222,6 @@ class _LoweredPlan:
             and not (reads_k_contiguous(plan.compute_dtype) or call.first.codes)
         )
         self.is_plain = self._is_alone and self._staging is None and not self._has_blocks
-
-    @cached_property
-    def sparse(self) -> SparseProducts:
-        """The products whose ``b`` is sparse."""
-        return SparseProducts(self._plan, self.call, self._staging)
 
     def run(self, device: int, arguments: Arguments, sparse: SparseCall | None = None) -> AnyInvocation | None:
         """Queue the work on the stream of the arguments, and return its last invocation; the device is current."""

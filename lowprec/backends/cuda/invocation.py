@@ -131,12 +131,13 @@ class Invocation:
         self._pointers = self.descriptors.pointers
         self._chosen = (data.ctypes.data, algorithm.workspace_bytes, data)
         self.algorithm = algorithm
-        self.__dict__.pop("info", None)
+        self._info: AlgorithmInfo | None = None
 
-    @functools.cached_property
+    @property
     def info(self) -> AlgorithmInfo:
         """Properties of the algorithm."""
-        return bindings.describe_algorithm(self.algorithm)
+        self._info = found = self._info or bindings.describe_algorithm(self.algorithm)
+        return found
 
     def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
         """Queue the product; alpha and beta are read before this returns."""

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import threading
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -93,28 +92,31 @@ def _known(stream: int) -> int:
 
 
 class _Pool:
-    """Memory and events of one device, and the objects kept alive for its work. The device is current in all calls."""
+    """Memory and events of one device, and the objects kept alive for its work. The device is current in all calls.
+
+    There is no lock: containers change by atomic operations, and each object is released by the thread that removed it.
+    """
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._limit = max(_LIMIT_BYTES, runtime.properties(device).memory_bytes // _LIMIT_SHARE)
         self._pool = runtime.create_pool(device, self._limit)
-        # Re-entrant, because a signal handler may allocate in the thread that holds the lock.
-        self.lock = threading.RLock()
         #: Dead blocks recorded by finalisers, and those already collected from it.
         self._noted: deque[_Dead] = deque()
-        self._dead: list[_Dead] = []
-        self._dead_bytes = 0
+        self._dead: deque[_Dead] = deque()
+        self._dead_bytes = 0  # approximate, if several threads collect
         #: Streams of temporary memory since the last :meth:`release`.
         self._streams: set[int] = set()
         self.events: list[Any] = []
-        #: By stream: events, and the objects in use until each.
-        self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
+        #: By stream and number: events, and the objects in use until each.
+        self._kept: dict[int, dict[int, tuple[Any, Sequence[Any]]]] = {}
+        self._numbers = itertools.count()
         #: Objects in use without an event yet.
         self.held: dict[int, Sequence[Any]] = {}
         self._captured: list[Sequence[Any]] = []
-        self.stream: int | None = None
-        self.one: Block | None = None
+        #: lowprec's stream, and the number 1 in device memory; threads that create one at the same time use the first.
+        self.streams: list[int] = []
+        self.ones: list[Block] = []
 
     def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
         """Return memory; raise DeviceMemoryError if there is too little after unused memory has been freed."""
@@ -146,27 +148,31 @@ class _Pool:
         """Free dead blocks after the work of their streams, if they exceed a limit; a negative one frees all."""
         if limit >= 0 and not self._noted:
             return
-        with self.lock:
-            with contextlib.suppress(IndexError):
-                while True:
-                    self._dead.append(self._noted.popleft())
-                    self._dead_bytes += self._dead[-1][1]
-            if self._dead_bytes <= limit and len(self._dead) <= _MAX_DEAD:
-                return
-            # Blocks that are recorded from here on may still be in use after the wait.
-            (dead, nbytes), self._dead, self._dead_bytes = (self._dead, self._dead_bytes), [], 0
-            try:
-                captured = self._wait_for(set().union(*(x[-1] for x in dead), self._streams if limit < 0 else ()))
-            except BaseException:
-                self._dead += dead
-                self._dead_bytes += nbytes
-                raise
-            for address, nbytes, streams in dead:
-                if streams & captured:
-                    self._noted.append((address, nbytes, streams))
-                else:
-                    with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
-                        runtime.free(address)
+        with contextlib.suppress(IndexError):
+            while True:
+                self._dead.append(self._noted.popleft())
+                self._dead_bytes += self._dead[-1][1]
+        if self._dead_bytes <= limit and len(self._dead) <= _MAX_DEAD:
+            return
+        # Blocks that are recorded from here on may still be in use after the wait.
+        dead: list[_Dead] = []
+        nbytes, self._dead_bytes = self._dead_bytes, 0
+        with contextlib.suppress(IndexError):
+            while True:
+                dead.append(self._dead.popleft())
+        try:
+            captured = self._wait_for(set().union(*(x[-1] for x in dead), self._streams if limit < 0 else ()))
+        except BaseException:
+            self._dead += dead
+            self._dead_bytes += nbytes
+            raise
+        while dead:
+            address, nbytes, streams = dead.pop()
+            if streams & captured:
+                self._noted.append((address, nbytes, streams))
+            else:
+                with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
+                    runtime.free(address)
 
     def _wait_for(self, streams: set[int]) -> set[int]:
         """Wait for the queued work of streams; return those that were not waited for, because of a capture."""
@@ -205,14 +211,12 @@ class _Pool:
             self._captured.append(owners)
             self.held.pop(id(owners), None)
             return
-        event = self.recorded(stream)
-        with self.lock:
-            queue = self._kept.setdefault(stream, deque())
-            queue.append((event, owners))
-            first = queue[0][0] if len(queue) > _MAX_KEPT else None
+        queue = self._kept.setdefault(stream, {})
+        queue[next(self._numbers)] = (self.recorded(stream), owners)
         self.held.pop(id(owners), None)
-        if first is not None:
-            runtime.wait_for_event(first)
+        events = [event for event, _ in queue.copy().values()]
+        if len(events) > _MAX_KEPT:
+            runtime.wait_for_event(events[0])
         self.release_finished()
 
     def _is_keeping(self) -> bool:
@@ -222,23 +226,21 @@ class _Pool:
         """Release the objects of finished work; return whether others are kept."""
         if not self._is_keeping():
             return False
-        done = []  # released outside the lock, because it runs code of other libraries
-        with self.lock, runtime.relaxed_capture():
+        done = []  # released at the end, because it runs code of other libraries
+        with runtime.relaxed_capture():
             for queue in list(self._kept.values()):
-                while queue:
-                    first = queue[0]
-                    if not runtime.event_is_done(first[0]):
+                for number, (event, _) in queue.copy().items():
+                    if not runtime.event_is_done(event):
                         break
-                    # A signal handler may have released it meanwhile.
-                    if queue and queue[0] is first and queue.popleft():
-                        self.events.append(first[0])
-                        done.append(first[1])
+                    if finished := queue.pop(number, None):  # None: another thread has released it
+                        done.append(finished)
+                        self.events.append(event)
         return self._is_keeping()
 
     def wait(self) -> None:
         """Wait for all work that uses kept objects, and release them."""
         for queue in list(self._kept.values()):
-            for event, _ in list(queue):
+            for event, _ in queue.copy().values():
                 runtime.wait_for_event(event)
         self.release_finished()
 
@@ -294,23 +296,22 @@ def allocate(nbytes: int, device: Device, stream: int) -> Block:
 def one(device: Device) -> int:
     """Return the address of a float32 with the value 1 in the memory of a device."""
     pool = _pool(device.index)
-    if pool.one is None:
+    if not pool.ones:
         value, stream = np.ones(1, np.float32), own_stream(device)
         made = allocate(value.nbytes, device, stream)
         copy(value.ctypes.data, made.address, value.nbytes, device, stream)
         synchronize(stream, device)
-        pool.one = made
-    return pool.one.address
+        pool.ones.append(made)
+    return pool.ones[0].address
 
 
 def own_stream(device: Device) -> int:
     """Return lowprec's stream of a device, which does not wait for the default stream."""
     pool = _pool(device.index)
-    if pool.stream is None:
-        with runtime.on_device(device.index), pool.lock:
-            made = pool.stream or runtime.create_stream()
-            pool.stream = pool.stream or made  # a signal handler may have created one meanwhile
-    return pool.stream
+    if not pool.streams:
+        with runtime.on_device(device.index):
+            pool.streams.append(runtime.create_stream())
+    return pool.streams[0]
 
 
 def order(before: int, after: int, device: Device) -> None:
@@ -380,16 +381,6 @@ def release() -> None:
 
 
 _waiter = Waiter(release_finished)
-
-
-def _renew_locks() -> None:
-    # In a forked child, the thread that held a lock does not exist.
-    for pool in _pools.values():
-        pool.lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
 
 
 @atexit.register

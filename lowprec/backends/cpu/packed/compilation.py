@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from lowprec.backends.cpu.cpuinfo import llvm_features
 from lowprec.backends.cpu.packed import stored_code
-from lowprec.util import forking
+from lowprec.util.lock import locked
 
 llvmlite.binding.initialize_native_asmparser()  # for inline assembly
 
@@ -33,7 +33,6 @@ if numba.config.CPU_FEATURES is None:
 # in the other order: two concurrent first uses could deadlock. So the target is created here, under the second lock.
 with global_compiler_lock:
     _TARGET = cpu_target.target_context
-forking.register_lock(global_compiler_lock)
 
 compiled_here: list[Any] = []  # the libraries of functions that this process has compiled
 
@@ -73,6 +72,10 @@ def inlined(result: Any) -> Callable[[Callable[..., Any]], Any]:
 
 def compile_kernel(function: Callable[..., Any]) -> int:
     """Return the address of a function of integers that does not raise, compiled or loaded from disk."""
+    return locked(_address, function)
+
+
+def _address(function: Callable[..., Any]) -> int:
     with global_compiler_lock:
         return stored_code.address(stored_code.made_of(function), lambda: _machine_code(function))
 
