@@ -2,10 +2,11 @@
 
 usage: python benchmarks/gpu_report.py [--quick] [--parts A,B] [--out DIR] [--seed N] [--limit SECONDS] [--commit HASH]
 
-The parts are cuBLASLt itself, the tests of the CUDA backend that show features, and the measurements. Each part runs in
-its own process with its own time limit, so that a crash or hang affects no other part. The report `DIR/gpu-NAME.json`
-and a log are rewritten after each part; SIGTERM keeps the finished parts. Without a GPU the tests run on the software
-CUDA, the measurements report why they did not run, and the exit status is 0.
+The parts are the questions that only a GPU answers, in the order of their value, the tests of the CUDA backend that
+show features, and the measurements. Each part runs in its own process for at most a minute, so that a crash or hang
+affects no other part. The report `DIR/gpu-NAME.json` and a log are rewritten after each part; SIGTERM keeps the
+finished parts. Without a GPU the tests run on the software CUDA, the measurements report why they did not run, and the
+exit status is 0.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ def _run(
 ) -> Result:
     """Return the result of one part."""
     facts = results.get("device", {}).get("facts", {})
-    # If lowprec cannot describe the GPU, the driver's tool decides; the parts then show the error.
-    has_gpu = bool(facts.get("gpu") or facts.get("nvidia_smi"))
+    # If lowprec cannot describe the GPU, the driver's tool and files decide; the parts then show the error.
+    has_gpu = any(facts.get(name) for name in ("gpu", "nvidia_smi", "nvidia_files"))
     is_test = name not in parts.MEASUREMENTS
     if parts.INTERRUPTED.is_set():
         return parts.not_run("the report was interrupted")
@@ -197,7 +198,7 @@ def _print(content: Mapping[str, Any]) -> None:
 
 def measure(options: argparse.Namespace) -> int:
     """Make one measurement in this process."""
-    part = parts.Part(options.file)
+    part = parts.opened(options.file)
     part.save()
     deadline = time.monotonic() + options.limit * parts.GRACE
     wishes = parts.Options(options.quick, options.seed, deadline)

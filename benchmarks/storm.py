@@ -8,6 +8,7 @@ It runs in rounds, one process each, so that a crash or a hang is detected and e
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import faulthandler
 import importlib
 import importlib.util
@@ -31,6 +32,7 @@ from exact import Job, exact_operands, reference, same_bits
 
 import lowprec
 import lowprec.backends.cpu
+from lowprec.policy import entries
 
 #: Modes of the seven threads other than the main one, which alone receives signals.
 MODES = ("fp32", "tf32", "bf16", "fp16", "fp32_pedantic", "tf32", "bf16")
@@ -174,7 +176,7 @@ class Round:
         try:
             self.armed = kind
             signal.setitimer(signal.ITIMER_REAL, delay)
-            act()
+            contextvars.copy_context().run(act)
             self.armed = None
         except BaseException as error:  # noqa: BLE001 - looked at below
             self.armed = None
@@ -189,6 +191,9 @@ class Round:
         elif came is not None and not (was_raised and type(came) is kind):
             self.fail("error", f"{what}: {came!r}")
         self.counts[f"interrupted {what}"] += was_raised
+        for entry in list(entries.held):  # of a signal before the first line of ``__exit__``
+            self.counts["blocks left open"] += 1
+            entry.close()
         # The caller may write again to the results of interrupted calls.
         for array in self.left_alone:
             array.fill(7)
@@ -199,6 +204,11 @@ class Round:
 
     def struck_guard(self, at: int, frameworks: bool) -> bool:
         """Raise at the given signal check while scopes are entered and left; return False if there are fewer checks."""
+
+        def act() -> None:
+            with lowprec.math_mode("tf32", frameworks=frameworks), lowprec.fp32_guard(frameworks=frameworks):
+                pass
+
         kind = KINDS[at % len(KINDS)]
         passed = 0
 
@@ -215,8 +225,7 @@ class Round:
         came = None
         sys.setprofile(look)
         try:
-            with lowprec.math_mode("tf32", frameworks=frameworks), lowprec.fp32_guard(frameworks=frameworks):
-                pass
+            contextvars.copy_context().run(act)
         except BaseException as error:  # noqa: BLE001 - looked at below
             came = error
         sys.setprofile(None)

@@ -27,7 +27,7 @@ from generated import table
 
 from lowprec import errors, modes
 from lowprec.architectures import Architecture
-from lowprec.backends.cpu.emulation import formats_of
+from lowprec.backends.cpu.emulation.arithmetic import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS, kernels_of
 from lowprec.formats import BLOCK_FORMATS, BlockFormat
 from lowprec.planning import Activation, Bound, Capabilities

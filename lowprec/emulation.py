@@ -20,8 +20,8 @@ import numpy as np
 
 from lowprec.architectures import Architecture, parse_architecture
 from lowprec.arrays import CPU, ArrayView, library_of
-from lowprec.backends.cpu.emulation import arithmetic, multiply
-from lowprec.backends.cpu.emulation.arithmetic import FORMATS
+from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
+from lowprec.backends.cpu.emulation.products import multiply
 from lowprec.backends.cpu.numpy_products import rounded
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import DType

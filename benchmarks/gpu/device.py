@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import machine
 
@@ -29,6 +30,7 @@ _QUERIES = (
 
 def run(part: Part, options: Options) -> None:
     """Describe the machine: first without imports, then with lowprec's, then with everybody's."""
+    part.fact("nvidia_files", len(list(Path("/dev").glob("nvidia[0-9]*"))))
     part.fact("nvidia_smi", nvidia_smi())
     part.fact("load_before", machine.load_average())
     part.fact("versions", machine.versions(PACKAGES))

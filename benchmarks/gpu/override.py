@@ -14,7 +14,7 @@ import numpy as np
 
 from gpu import raw
 from gpu.parts import OVERRIDE, Options, Part, short
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda import libraries
 
 COMPUTE_TYPES = (
     "COMPUTE_32F", "COMPUTE_32F_PEDANTIC", "COMPUTE_32F_FAST_TF32", "COMPUTE_32F_FAST_16F", "COMPUTE_32F_FAST_16BF",
@@ -88,7 +88,7 @@ def probe(seed: int) -> Iterator[dict[str, Any]]:
 
 def _sgemm(math_mode: int, a: Any, b: Any) -> Any:
     """Return a product by `cublasSgemm` on a handle in a math mode."""
-    cublas = libraries().cublas
+    cublas = libraries.cublas
     handle = cublas.create()
     cublas.set_stream(handle, raw.STREAM)
     cublas.set_math_mode(handle, math_mode)

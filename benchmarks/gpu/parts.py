@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 import common
 
 #: Seconds for all parts together, and the share of its own limit after which a part should end by itself.
-TOTAL_S, GRACE = 470.0, 0.9
+TOTAL_S, GRACE = 450.0, 0.9
 #: Set where the report itself was told to end: the part that runs is stopped, and no other begins.
 INTERRUPTED = threading.Event()
 #: Seconds between two looks at it.
@@ -28,31 +30,38 @@ _KILLED_S = 5.0
 #: Lines of a failing part's output that the report keeps; the log has all.
 _KEPT_LINES = 15
 
-#: By part: seconds after which it is stopped, and what it asks. Short ones that need cuBLASLt alone come first, then
-#: what the claims are about: if all before them take as long as they may, these still have a minute.
+#: By part: seconds after which it is stopped, and what it asks. A GPU may be there for minutes, so that they are in the
+#: order of their value: what nothing else can answer first, then the questions of numerics, the tests, and the claims.
 MEASUREMENTS = {
     "device": (45, "Which machine, which versions?"),
-    "rounding": (20, "How does FAST_TF32 round its operands?"),
-    "accumulation": (20, "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
+    "products": (60, "Does one product per element type and mode run, and is it right?"),
+    "streams": (30, "Do copies, kernels and products take the stream handles 1 and 2?"),
+    "launch": (20, "Does cuLaunchKernel take a CUkernel as a CUfunction?"),
+    "graphs": (40, "Are replays of a captured product right between products outside the graph?"),
+    "shapes": (60, "Do FP8 with and without scales, few rows, bias in batches, and int8 run, and are they right?"),
+    "limits": (60, "Are batches of 65,536, long leading dimensions and 2^31 elements right?"),
+    "packing": (60, "How fast do operands pack beside a copy, and fused epilogues beside separate kernels?"),
     "override": (15, "What do compute types and handles round, NVIDIA_TF32_OVERRIDE not being set?"),
     "override-0": (15, "What with NVIDIA_TF32_OVERRIDE=0?"),
     "override-1": (15, "What with NVIDIA_TF32_OVERRIDE=1?"),
-    "extents": (15, "From which extents on does TF32 run on tensor cores, does int8 run at all? May C and D differ?"),
+    "rounding": (20, "How does FAST_TF32 round its operands?"),
+    "accumulation": (20, "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
     "epilogues": (15, "Which epilogues does cuBLASLt take for which types?"),
+    "extents": (15, "From which extents on does TF32 run on tensor cores, does int8 run at all? May C and D differ?"),
     "accuracy": (55, "Is every error within the plan's bound?"),
     "host": (40, "How long is the host busy with a small product?"),
-    "speed": (120, "How fast beside torch, CuPy and nvmath?"),
-    "ordering": (30, "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
+    "speed": (60, "How fast beside torch, CuPy and nvmath?"),
     "splits": (40, "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
+    "heuristics": (30, "How far is the first choice from the best of 32?"),
+    "ordering": (30, "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
     "emulation": (30, "How exact and how fast is cuBLAS's own emulation of FP32 and FP64?"),
     "blocks": (25, "How exact and how fast are block-scaled products beside bfloat16?"),
-    "heuristics": (30, "How far is the first choice from the best of 32?"),
     "sparse": (30, "How fast is a 2:4 sparse weight of 16 bits beside the dense one?"),
 }  # fmt: skip
 #: The tests come before this measurement; seconds of one module of them, and of all.
-TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 150
+TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 120
 #: Tests of the kernels alone take longest and say least: they come last.
-LAST_TESTS, LAST_TESTS_S = "test_kernels", 100
+LAST_TESTS, LAST_TESTS_S = "test_kernels", 60
 TESTS_QUESTION = "Which features work, by the tests that bear the marker?"
 #: Set to what stands behind a part's name, and to nothing elsewhere.
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
@@ -124,6 +133,14 @@ class Part:
                 return
             yield case
 
+    def one_by_one(self, cases: Iterable[Case], options: Options, is_broken: Callable[[], bool]) -> Iterator[Case]:
+        """Yield cases that add one row each; after a row of a broken context, the process starts again behind it."""
+        for case in self.in_time(itertools.islice(cases, len(self.rows), None), options):
+            yield case
+            if self.rows[-1]["ok"] is False and is_broken():
+                sys.stdout.flush()
+                os.execv(sys.executable, sys.orig_argv)
+
     def finish(self) -> None:
         """Say that nothing is left to do."""
         self.complete = True
@@ -138,6 +155,12 @@ class Part:
 def short(error: BaseException) -> str:
     """Return an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+
+
+def opened(path: Path) -> Part:
+    """Return a part with what an earlier process of it has found."""
+    found = read(path) if path.exists() else {}
+    return Part(path, **found)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import numpy as np
 
 from gpu import libraries as own
 from gpu.parts import short
-from lowprec.backends.cuda import bindings, runtime
+from lowprec.backends.cuda import bindings, libraries, runtime
 from lowprec.backends.cuda.bindings import Algorithm
-from lowprec.backends.cuda.libraries import libraries
 from lowprec.formats import ComputeType, dtype_from_name
 
 #: `cublasComputeType_t`, those included that lowprec does not use.
@@ -43,6 +42,15 @@ def download(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     runtime.copy_async(array.ctypes.data, address, array.nbytes, STREAM)
     runtime.call("cudaStreamSynchronize", STREAM)
     return array
+
+
+def is_broken() -> bool:
+    """Whether an error of this process lasts: no call of CUDA succeeds any more."""
+    try:
+        runtime.call("cudaDeviceSynchronize")
+    except Exception:  # noqa: BLE001 - any error is the answer
+        return True
+    return False
 
 
 @functools.cache
@@ -87,7 +95,7 @@ class LtProduct:
         self._second = upload(a)
         self._d = runtime.allocate(m * n * self.out_dtype.itemsize)
         attributes = {"TRANSA": int(inner_contiguous), "TRANSB": 0}
-        attributes["EPILOGUE"] = int(getattr(libraries().cublas_lt.Epilogue, epilogue))
+        attributes["EPILOGUE"] = int(getattr(libraries.cublas_lt.Epilogue, epilogue))
         if bias is not None:
             attributes["BIAS_POINTER"] = upload(bias)
         # In cuBLASLt's order: its first operand is b.
@@ -110,7 +118,9 @@ class LtProduct:
         wanted = bindings.preference(WORKSPACE_BYTES, 256, schemes)
         return bindings.heuristics(handle(), self.product, wanted, count)
 
-    def bound(self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: int = 0) -> Callable[[], None]:
+    def bound(
+        self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: int = 0, stream: int = STREAM
+    ) -> Callable[[], None]:
         """Return the bare call: it queues the product and does nothing else."""
         data = np.frombuffer(algorithm.data, np.uint8).copy()
         factors = np.array([alpha, beta], self.scale_dtype)
@@ -119,19 +129,23 @@ class LtProduct:
         arguments = (
             handle(), operation, at, self._first, first, self._second, second, at + factors.itemsize,
             c or self._d, c_layout, self._d, d_layout, data.ctypes.data, _workspace(),
-            algorithm.workspace_bytes, STREAM,
+            algorithm.workspace_bytes, stream,
         )  # fmt: skip
-        matmul = libraries().cublas_lt.matmul
+        matmul = libraries.cublas_lt.matmul
         # The default arguments keep what the addresses point to.
         return lambda kept=(self, data, factors): matmul(*arguments)
 
-    def run(self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: Any = None) -> Any:
+    def run(
+        self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: Any = None, stream: int = STREAM
+    ) -> Any:
         """Return the result of one algorithm."""
         # Every element must be written: what is not shows as NaN, or as -1 in integers.
         poison = np.full(self.shape, -1, np.int8) if self.out_dtype.kind in "iu" else None
         filled = np.full(self.shape, np.nan) if poison is None else poison
         runtime.copy_async(self._d, upload(filled.astype(self.out_dtype)), self.nbytes, STREAM)
-        self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c))()
+        runtime.call("cudaStreamSynchronize", STREAM)
+        self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c), stream=stream)()
+        runtime.call("cudaStreamSynchronize", stream)
         return download(self._d, self.shape, self.out_dtype)
 
     def run_in_place(self, algorithm: Algorithm, c: Any) -> Any:

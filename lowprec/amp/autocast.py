@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -101,22 +101,24 @@ class AutocastReport:
 
 class _Record:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, list[Any]] = {}  # the fields of AutocastRow after the first
+        #: By thread and function, so that no lock is needed: the fields of AutocastRow after the first.
+        self._counts: dict[tuple[int, str], list[Any]] = {}
 
     def add(self, name: str, which: str | None, to: str | None, by_lowprec: bool) -> None:
-        with self._lock:
-            counts = self._counts.setdefault(name, [which or "-", 0, 0, 0, "-"])
-            counts[1] += 1
-            counts[3] += by_lowprec
-            if to is not None:
-                counts[2] += 1
-                counts[4] = to
+        counts = self._counts.setdefault((get_ident(), name), [which or "-", 0, 0, 0, "-"])
+        counts[1] += 1
+        counts[3] += by_lowprec
+        if to is not None:
+            counts[2] += 1
+            counts[4] = to
 
     def rows(self) -> tuple[AutocastRow, ...]:
-        with self._lock:
-            rows = [AutocastRow(name, *counts) for name, counts in self._counts.items()]
-        return tuple(sorted(rows, key=lambda row: (-row.cast, row.function)))
+        sums: dict[str, AutocastRow] = {}
+        for (_, name), (which, calls, cast, by_lowprec, to) in self._counts.copy().items():
+            row = sums.get(name, AutocastRow(name, which, 0, 0, 0, "-"))
+            to = row.to if to == "-" else to
+            sums[name] = AutocastRow(name, which, row.calls + calls, row.cast + cast, row.by_lowprec + by_lowprec, to)
+        return tuple(sorted(sums.values(), key=lambda row: (-row.cast, row.function)))
 
 
 class AutocastNamespace:

@@ -16,7 +16,7 @@ import numpy as np
 from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.rules import GradientTypeError
 from lowprec.arrays import DLPackArray, library_name, library_of
-from lowprec.arrays.namespaces import array_module, dtype_name, shape_of
+from lowprec.arrays.namespaces import array_module, cast, dtype_name, shape_of
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import unscaling as host_unscaling
 from lowprec.errors import ArrayError, DTypeError, ShapeError
@@ -166,30 +166,9 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
 
 
 def _by_cupy(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
-    from lowprec.backends.cuda import unscaling
-
     cupy: Any = sys.modules["cupy"]
-    if cupy.cuda.runtime.is_hip or not unscaling.is_usable():
+    with cupy.cuda.Device(arrays[0].device.id):
         return _by_namespace(arrays, targets, inverse)
-    library = library_of(arrays[0])
-    device = library.view(arrays[0]).device
-    with cupy.cuda.Device(device.index):
-        results = _new(cupy.empty_like, arrays, targets)
-        # Arrays with gaps or overlaps are copied before and after.
-        pairs = [
-            (x, out) if host_unscaling.is_flat(x, out, x.data.ptr, out.data.ptr) else (cupy.array(x, order="C"),) * 2
-            for x, out in zip(arrays, results, strict=True)
-        ]
-        runs: dict[Any, list[unscaling.Run]] = {}
-        for x, out in pairs:
-            run = unscaling.Run(x.data.ptr, out.data.ptr, x.size)
-            runs.setdefault(library.view(x).dtype, []).append(run)
-        stream = library.current_stream(device) or 0
-        table = unscaling.unscale(runs, float(inverse), device.index, stream, cupy.asarray)
-        for result, (_, out) in zip(results, pairs, strict=True):
-            if out is not result:
-                result[...] = out
-    return results, table[:1]
 
 
 def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
@@ -220,7 +199,9 @@ def _by_namespace(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -
     flag = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
     results = []
     for x, out in zip(arrays, targets, strict=True):
-        result = x * float(inverse)
+        # A bfloat16 is multiplied in float32 and rounded once.
+        narrow = dtype_name(x) == "bfloat16"
+        result = cast(cast(x, "float32") * float(inverse), "bfloat16") if narrow else x * float(inverse)
         if out is not None:
             out[...] = result
             result = out

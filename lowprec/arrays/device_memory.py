@@ -5,6 +5,7 @@ Backends, one layer above, register a provider here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
@@ -19,8 +20,11 @@ from lowprec.errors import ArrayError, DeviceError
 from lowprec.formats import DType
 from lowprec.util.strides import contiguous_strides
 
-#: CUDA's default stream, as DLPack numbers it.
-LEGACY_STREAM = 1
+#: CUDA's default streams, as DLPack numbers them; number 2 is another stream in each thread.
+LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
+
+#: An unknown stream; DLPack reserves the number.
+UNKNOWN_STREAM = 0
 
 
 class Block(Protocol):
@@ -29,6 +33,9 @@ class Block(Protocol):
     @property
     def address(self) -> int:
         """Address of the first byte; valid also for empty blocks."""
+
+    def used_on(self, stream: int) -> None:
+        """Free the memory only after the work that is then queued on this stream."""
 
 
 class DeviceMemory(Protocol):
@@ -82,8 +89,6 @@ def provider(device: Device) -> DeviceMemory:
 
 
 _NO_SYNCHRONISATION = -1
-#: The consumer passed no stream. DLPack reserves the number 0.
-_NO_STREAM = 0
 
 
 class DeviceArray(DLPackArray):
@@ -126,7 +131,7 @@ class DeviceArray(DLPackArray):
         and JAX's streams do not wait for the default stream. So for None the host waits.
         """
         if stream is None:
-            return _NO_STREAM
+            return UNKNOWN_STREAM
         if type(stream) is int and (stream > 0 or stream == _NO_SYNCHRONISATION):
             return stream
         raise BufferError(
@@ -135,7 +140,9 @@ class DeviceArray(DLPackArray):
         )
 
     def _hand_over(self, consumer: int) -> None:
-        if consumer == _NO_STREAM:
+        # JAX computes on another stream than it passes.
+        self._block.used_on(UNKNOWN_STREAM if "jax" in sys.modules else consumer)
+        if consumer == UNKNOWN_STREAM:
             provider(self._device).synchronize(self.stream, self._device)
         elif consumer != _NO_SYNCHRONISATION:
             memory = provider(self._device)

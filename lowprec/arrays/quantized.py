@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numbers
 import operator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from math import inf, isnan, nan, prod
 from typing import Any
 
@@ -72,6 +71,9 @@ class QuantizedArray(Prepared):
     shape: tuple[int, ...]
     axis: int
     scale: float = nan
+    #: The transpose, and the view of the numbers without the array's scale; made when they are first read.
+    _transposed: QuantizedArray | None = field(init=False, default=None)
+    _viewed: QuantizedView | None = field(init=False, default=None)
 
     _description = "a quantised array, which is accepted only as an operand of matmul"
     _remedy = "its dequantize()"
@@ -105,9 +107,11 @@ class QuantizedArray(Prepared):
         """Bytes of codes and scales."""
         return int(self.codes.nbytes) + (0 if self.scales is None else int(self.scales.nbytes))
 
-    @cached_property
+    @property
     def T(self) -> QuantizedArray:
         """The array with its last two axes exchanged, on the same codes."""
+        if self._transposed is not None:
+            return self._transposed
         if self.ndim < 2:
             raise ShapeError(f"a quantised array of shape {self.shape} has no transpose; it needs two axes")
         codes, scales, axis, last = self.codes, self.scales, self.axis, self.ndim - 1
@@ -116,7 +120,8 @@ class QuantizedArray(Prepared):
         else:
             codes, scales = (None if x is None else x.swapaxes(-3, -2) for x in (codes, scales))
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        return QuantizedArray(codes, scales, self.format, shape, axis, self.scale)
+        object.__setattr__(self, "_transposed", QuantizedArray(codes, scales, self.format, shape, axis, self.scale))
+        return self.T
 
     def dequantize(self) -> Any:
         """Return the numbers in float32, as an array of the library of the codes."""
@@ -124,13 +129,15 @@ class QuantizedArray(Prepared):
         xp = np if type(values) is np.ndarray else array_module(values)
         return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
 
-    @cached_property
+    @property
     def _library(self) -> Library:  # type: ignore[override]  # made when it is read
         return _QuantizedLibrary(library_of(self.codes))
 
-    @cached_property
+    @property
     def _view(self) -> QuantizedView:  # type: ignore[override]  # made when it is read
         """The view of the numbers without the array's scale."""
+        if self._viewed is not None:
+            return self._viewed
         row, last = parse_format(self.format), self.ndim - 1
         codes = codes_view(self.codes)
         others, _, padded = _layout(self.shape, self.axis, row)
@@ -141,7 +148,9 @@ class QuantizedArray(Prepared):
         view = ArrayView(dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address)
         if not row.block and view.device.is_host:
             view = host_view(view.ndarray())
-        return QuantizedView(view, blocks, replace(self))  # not this object, which refers to the view
+        made = QuantizedView(view, blocks, replace(self))  # not this object, which refers to the view
+        object.__setattr__(self, "_viewed", made)
+        return made
 
     def _widened(self) -> ArrayView:
         """Return the view of new memory with the numbers in bfloat16, without the array's scale; blocks are whole."""

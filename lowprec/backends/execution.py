@@ -6,14 +6,12 @@ import functools
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.prepared_view import QuantizedView
 from lowprec.formats import DType
-
-if TYPE_CHECKING:  # planning is imported with the first product
-    from lowprec.planning import Capabilities, GemmPlan
+from lowprec.planning import Capabilities, GemmPlan
 
 
 @functools.cache

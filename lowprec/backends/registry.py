@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from lowprec.arrays import CPU, Device
 from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.execution import Backend, imported
 from lowprec.errors import DeviceError, DeviceMemoryError
-
-if TYPE_CHECKING:  # planning is imported with the first product
-    from lowprec.planning import Capabilities
+from lowprec.planning import Capabilities
 
 #: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
 _MODULES = {1: "lowprec.backends.cpu.backend", 2: "lowprec.backends.cuda.backend"}
@@ -42,8 +40,8 @@ def predicted(device: str) -> Capabilities:
 def release_memory() -> None:
     """Free memory that is cached for later products.
 
-    These are buffers on the CPU and memory pools on GPUs; memory in use is kept. The call waits for all work queued on
-    the GPUs that lowprec has used. lowprec itself calls it when an allocation fails, and tries again. It does not free
+    These are buffers on the CPU and memory pools on GPUs; memory in use is kept. The call waits for all work on the
+    streams that lowprec has used. lowprec itself calls it when an allocation fails, and tries again. It does not free
     the caches of other libraries; call, for example, ``torch.cuda.empty_cache()``.
 
     Raises

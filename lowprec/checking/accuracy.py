@@ -64,7 +64,8 @@ class Reference:
     def compare(self, result: Array, plan: GemmPlan) -> Errors:
         """Return the errors of a result of this plan."""
         pairs = zip(self._norms_a.flat, self._norms_b.flat, strict=True)
-        squares = sum(plan.bound.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs)
+        guaranteed = plan.bound
+        squares = sum(guaranteed.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs)
         bound = _ratio(math.sqrt(squares), self._norm_ab)
         if not math.isfinite(self._norm_ab):
             return Errors(math.nan, math.nan, bound, Verdict.NO_NUMBERS)
@@ -73,7 +74,7 @@ class Reference:
         relative, normalised = _ratio(error, self._norm), _ratio(error, self._norm_ab)
         # Inf is possible if a format's range is too small, or sums exceed that of the result.
         largest = min((plan.out_dtype.format or FLOAT32).largest, FLOAT32.largest)
-        may_overflow = not plan.bound.unconditional or self._norm_ab > largest
+        may_overflow = not guaranteed.unconditional or self._norm_ab > largest
         if normalised <= bound:
             verdict = Verdict.WITHIN
         elif not math.isfinite(error) and may_overflow:

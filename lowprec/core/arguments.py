@@ -9,19 +9,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lowprec.arrays import CPU, ArrayView, is_array, library_of, may_overlap
 from lowprec.arrays.libraries import dense_method
 from lowprec.arrays.prepared_view import QuantizedView
 from lowprec.backends import Arguments
-from lowprec.backends.execution import imported
 from lowprec.errors import ArrayError, DeviceError, DTypeError, LowprecError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import Blocks, DType, dtype_from_name
+from lowprec.planning import Activation, GemmProblem, OperandSpec, parse_activation
 from lowprec.util.strides import contiguous_strides
-
-if TYPE_CHECKING:  # planning is imported with the first product
-    from lowprec.planning import Activation, GemmProblem, OperandSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +87,7 @@ def _is_description(x: Any) -> bool:
 
 def spec_of(x: ArrayView) -> OperandSpec:
     """Return the shape, strides and element type of a view, for planning."""
-    spec: OperandSpec = imported("lowprec.planning:OperandSpec")(x.dtype, x.shape, x.strides, _blocks(x))
-    return spec
+    return OperandSpec(x.dtype, x.shape, x.strides, _blocks(x))
 
 
 def _blocks(x: ArrayView) -> Blocks | None:
@@ -135,10 +131,7 @@ class Options(NamedTuple):
         """Return the GEMM problem with this epilogue."""
         out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
         has_alpha, has_beta = self.alpha != 1, self.beta != 0
-        problem: GemmProblem = imported("lowprec.planning:GemmProblem")(
-            a, b, self.out_dtype, out, c, bias, has_alpha, has_beta, self.activation, self.k_chunk
-        )
-        return problem
+        return GemmProblem(a, b, self.out_dtype, out, c, bias, has_alpha, has_beta, self.activation, self.k_chunk)
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
         """Return the arguments of an executor."""
@@ -194,7 +187,7 @@ def bind(
         None if bias is None else view_of(bias, describing=describing),
         alpha if type(alpha) is float else _scalar("alpha", alpha),
         beta if type(beta) is float else _scalar("beta", beta),
-        None if activation is None else imported("lowprec.planning:parse_activation")(activation),
+        None if activation is None else parse_activation(activation),
         None if out_dtype is None else parse_out_dtype(out_dtype),
         None if scale_a is None else _scale("scale_a", scale_a),
         None if scale_b is None else _scale("scale_b", scale_b),

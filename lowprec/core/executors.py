@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.backends import Backend, Executor, backend_of
-from lowprec.backends.execution import imported
 from lowprec.core.arguments import PLAIN, Options, check_devices, check_scalars, check_sizes, spec_of
 from lowprec.errors import warn
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
+from lowprec.planning import Capabilities, GemmPlan, plan_gemm
 from lowprec.policy.state import FULL_FP32
-from lowprec.util import forking
-
-if TYPE_CHECKING:  # planning is imported with the first product
-    from lowprec.planning import Capabilities, GemmPlan
+from lowprec.util.lock import locked
 
 _CACHE_SIZE = 4096
 #: Types on which some mode acts, and the types to which a warning advises to convert them for another mode.
 _CONVERTED = {DType.FLOAT64: DType.FLOAT32, DType.COMPLEX128: DType.COMPLEX64}
 _CONVERTED |= {single: double for double, single in _CONVERTED.items()}
-_PLAN_GEMM = "lowprec.planning:plan_gemm"
 
 
 class CachedExecutor(NamedTuple):
@@ -39,7 +35,7 @@ class CachedExecutor(NamedTuple):
 Observer: TypeAlias = Callable[[CachedExecutor, ResolvedMode, ArrayView, ArrayView], CachedExecutor]
 
 _observer: Observer | None = None
-#: Used without a lock, which could be held during a fork or in a signal handler; operations of a dictionary are atomic.
+#: Read without the lock; operations of a dictionary are atomic.
 _executors: dict[tuple[Any, ...], CachedExecutor] = {}
 
 
@@ -52,7 +48,7 @@ def observe(observer: Observer | None) -> None:
 def clear_caches() -> None:
     """Clear the plan and executor caches."""
     _executors.clear()
-    imported(_PLAN_GEMM).cache_clear()
+    plan_gemm.cache_clear()
 
 
 def capabilities(device: Device) -> Capabilities:
@@ -73,8 +69,7 @@ def look_up(
         key = (*key, resolved.emulates)
     found = _executors.get(key)
     if found is None:
-        with forking.creation_lock:  # a fork waits for imports and compilation
-            found = _executors[key] = _create(resolved.mode, x, y, options)
+        found = locked(_added, key, resolved.mode, x, y, options)
         for oldest in list(_executors)[:-_CACHE_SIZE]:  # dictionaries keep their order
             _executors.pop(oldest, None)
         if resolved.source is ModeSource.ARGUMENT:
@@ -101,12 +96,16 @@ def _warn_widened(plan: GemmPlan) -> None:
         warn(f"{why}; quantise it along the axis that is summed over: axis={k_axis}", once="widened")
 
 
-def _create(mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
+def _added(key: tuple[Any, ...], mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
+    found = _executors.get(key)
+    if found is not None:  # added by another thread
+        return found
     views = options.views(x, y)
     check_devices(views)
     backend = backend_of(x.device)
     problem = options.problem(spec_of(x), spec_of(y))
-    plan: GemmPlan = imported(_PLAN_GEMM)(problem, backend.capabilities(x.device), mode)
+    plan = plan_gemm(problem, backend.capabilities(x.device), mode)
     check_scalars(options, plan.compute_dtype)
     check_sizes(views, plan.out_shape, plan.out_dtype)
-    return CachedExecutor(backend.prepare(plan), plan.out_shape, plan.out_dtype, plan, backend)
+    found = _executors[key] = CachedExecutor(backend.prepare(plan), plan.out_shape, plan.out_dtype, plan, backend)
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +38,7 @@ class Operations:
         self.is_numpy, self._is_torch = self._name == "numpy", self._name == "torch"
         self.in_place = self._name != "jax"  # whether arrays are writable
 
-    @cached_property
+    @property
     def _linalg(self) -> Any:
         return importlib.import_module(_LAPACK[self._name])
 

@@ -136,12 +136,19 @@ class CublasLtCall:
     pack_a: Pack | None
     pack_b: Pack | None
     staged: tuple[Reason, ...]  # reasons to write the product to temporary memory first; empty if D is the result
+    rest: CublasLtCall | None = None  # the last matrices of a batch, if their number differs
+    gemm_ex: bool = False  # cuBLAS's ``cublasGemmStridedBatchedEx`` is called instead of cuBLASLt
+
+    @property
+    def parts(self) -> tuple[CublasLtCall, ...]:
+        """The calls with equal numbers of matrices, and those for the rest."""
+        return (self, self.rest) if self.rest else (self,)
 
     @property
     def product_bytes(self) -> int:
         """Bytes of temporary memory for a staged product."""
         each = self.d.nbytes(self.d.cols * self.d.leading_dimension)
-        return each * self.batch_count * len(self.offsets) if self.staged else 0
+        return each * sum(x.batch_count * len(x.offsets) for x in self.parts) if self.staged else 0
 
     @property
     def emulation_bytes(self) -> int:

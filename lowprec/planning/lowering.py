@@ -38,6 +38,10 @@ _FUSED_ACTIVATIONS = frozenset({Activation.RELU, Activation.GELU})
 
 _ALIGNMENT_BYTES = 16
 
+#: Steps of m and n, and of k, in block-scaled products. The documentation of cuBLAS allows more shapes than it computes
+#: (vllm issue 4691, nvmath-python issue 52).
+_BLOCKED_STEP, _BLOCKED_K_STEP = 16, 32
+
 #: Rows to which int8 operands are padded: cuBLASLt has no algorithm for few rows (PyTorch's ``_int_mm`` needs 17).
 _PADDED_ROWS = 32
 
@@ -64,9 +68,8 @@ def reason_to_widen(plan: GemmPlan) -> Reason | None:
     along_k = a.axis == -1 and b.axis == -min(len(operands[1].shape), 2)
     if not along_k or layout.batch_count > 1 or len(plan.schedule) > 1:
         return Reason.of(ReasonKind.NOT_ONE_PRODUCT_OF_BLOCKS)
-    sizes = (_block_extent(layout.k, a.format) * BLOCK_CODES[a.format].bits, layout.n * DType.FLOAT32.bits)
-    if any(size % (8 * _ALIGNMENT_BYTES) for size in sizes):
-        return Reason.of(ReasonKind.READ_IN_STEPS, data=a.format, step=_ALIGNMENT_BYTES)
+    if layout.m % _BLOCKED_STEP or layout.n % _BLOCKED_STEP or _block_extent(layout.k, a.format) % _BLOCKED_K_STEP:
+        return Reason.of(ReasonKind.BLOCK_EXTENTS, data=a.format, step=_BLOCKED_STEP, k_step=_BLOCKED_K_STEP)
     return None
 
 
@@ -102,6 +105,7 @@ class _Inputs(NamedTuple):
     aligned: bool
     addend: MatrixStack | None
     codes: BlockCodes | None  # of block-scaled operands, which are multiplied as they are
+    gemm_ex: bool
 
     @property
     def kernels(self) -> str | DType:
@@ -109,7 +113,7 @@ class _Inputs(NamedTuple):
         return self.codes.format if self.codes else self.data
 
 
-def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool) -> _Inputs:
+def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool, gemm_ex: bool) -> _Inputs:
     problem, layout, data = plan.problem, plan.layout, plan.multiplied_dtype
     codes = None
     if aligned and not widen and problem.a.blocks and reason_to_widen(plan) is None:
@@ -126,32 +130,34 @@ def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool) -> _Inpu
         c = _by_column(c)
     rows = max(layout.m, _PADDED_ROWS) if pad_rows and data is DType.INT8 else layout.m
     summed_in = DType.FLOAT32 if as_real else plan.accumulator
-    return _Inputs(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c, codes)
+    return _Inputs(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c, codes, gemm_ex)
 
 
 def lower(
-    plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False, widen: bool = False
-) -> CublasLtCall:
+    plan: GemmPlan, *, aligned: bool = True, fuse: bool = True, pad_rows: bool = False, widen: bool = False,
+    gemm_ex: bool = False,
+) -> CublasLtCall:  # fmt: skip
     """Return the arguments of cuBLASLt for a plan with a non-empty result and ``k`` > 0.
 
     ``aligned``: the pointers of a bias, and of operands that are read contiguous along k, are multiples of 16 bytes.
     ``fuse``: cuBLASLt may apply the epilogue. ``pad_rows``: int8 operands are padded to 32 rows. ``widen``:
-    block-scaled operands are widened.
+    block-scaled operands are widened. ``gemm_ex``: cuBLAS multiplies packed operands.
     """
-    inputs = _inputs(plan, aligned, pad_rows, widen)
+    inputs = _inputs(plan, aligned, pad_rows, widen or gemm_ex, gemm_ex)
     problem, layout = inputs.problem, inputs.layout
     (a, pack_a), (b, pack_b) = _operand(inputs, "a"), _operand(inputs, "b")
     staged = tuple(_reasons_to_stage(inputs, pack_a, pack_b))
-    if not (fuse or staged) and (problem.has_beta or problem.bias or problem.activation):
+    if (gemm_ex or not fuse) and not staged and (problem.has_beta or problem.bias or problem.activation):
         staged = (Reason.of(ReasonKind.NO_FUSED_ALGORITHM),)
     c, d = (None, _temporary(inputs, pack_b)) if staged else (inputs.addend, _result(inputs))
     swapped = d.order == "row"
     first, second = (b, a) if swapped else (a, b)
     stacks = [first, second, *([c] if c else []), d]
-    count, strides, offsets = split_batches(layout.batch_shape, [x.batch_strides for x in stacks])
+    strides, runs = split_batches(layout.batch_shape, [x.batch_strides for x in stacks])
     if c is None:
-        strides, offsets = (*strides[:2], 0, strides[2]), tuple((*x[:2], 0, x[2]) for x in offsets)
-    return CublasLtCall(
+        strides = (*strides[:2], 0, strides[2])
+        runs = tuple(x._replace(offsets=tuple((*y[:2], 0, y[2]) for y in x.offsets)) for x in runs)
+    call = CublasLtCall(
         compute_type=plan.cublas_compute_type,
         scale_dtype=inputs.summed_in,
         swapped=swapped,
@@ -161,13 +167,18 @@ def lower(
         second=_matrix(second, strides[1], inputs.codes),
         d=_matrix(d, strides[3]),
         c=_matrix(c, strides[2]) if c else None,
-        batch_count=count,
-        offsets=offsets,  # type: ignore[arg-type]  # four each, by construction
+        batch_count=runs[0].matrices,
+        offsets=runs[0].offsets,  # type: ignore[arg-type]  # four each, by construction
         epilogue="DEFAULT" if staged else _epilogue(problem),
         pack_a=pack_a,
         pack_b=pack_b,
         staged=staged,
+        gemm_ex=gemm_ex,
     )
+    for matrices, offsets in runs[1:]:
+        rest = replace(call, batch_count=matrices, offsets=offsets)  # type: ignore[arg-type]
+        return replace(call, rest=rest)
+    return call
 
 
 def _op(operand: MatrixStack, swapped: bool) -> Op:
@@ -190,6 +201,8 @@ def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> tuple[MatrixStack, Pac
         return codes, None
     parts = inputs.plan.split[name == "b"]
     reason = _reason_to_pack(inputs, stack, name, parts)
+    if reason is None and inputs.gemm_ex:
+        reason = Reason.of(ReasonKind.FOR_GEMM_EX)
     if reason is None:
         return stack, None
     pack = _pack(inputs, stack, name, reason, parts)
@@ -300,8 +313,7 @@ def _reasons_to_stage(inputs: _Inputs, pack_a: Pack | None, pack_b: Pack | None)
         yield Reason.of(ReasonKind.NOT_WRITTEN_AS, data=inputs.kernels, out=inputs.plan.out_dtype)
     if not out.blas_expressible:
         yield Reason.of(ReasonKind.RESULT_STRIDES)
-    columns = out.cols * out.dtype.itemsize if inputs.codes else 0
-    if inputs.k_contiguous and (not (inputs.aligned and _has_aligned_strides(out)) or columns % _ALIGNMENT_BYTES):
+    if inputs.k_contiguous and not (inputs.aligned and _has_aligned_strides(out)):
         yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=inputs.kernels, step=_ALIGNMENT_BYTES)
     if any(pack is not None and pack.scaled for pack in (pack_a, pack_b)):
         yield Reason.of(ReasonKind.SCALED_OPERANDS)
@@ -345,4 +357,6 @@ def _fuses_bias(inputs: _Inputs, bias: OperandSpec) -> bool:
         and inputs.layout.out.order == "row"
         and bias.strides == (1,)
         and inputs.aligned
+        # cuBLASLt refuses a bias alone for FP4 operands (CUDALibrarySamples issue 303).
+        and not (inputs.codes and inputs.codes.bits < 8 and not inputs.problem.activation)
     )

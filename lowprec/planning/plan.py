@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,8 +89,19 @@ class GemmPlan:
     prepared: Reason | None = None  # why the packed ``b`` is kept or not; None if ``b`` is not prepared
     sparsity: Reason | None = None  # how the zeros of ``b`` are used; None if ``b`` is not prepared as sparse
     algorithm: tuple[tuple[str, str], ...] = ()  # cuBLASLt's description of its algorithm; empty without a GPU
+    accumulator: DType = field(init=False, compare=False)  # element type of the sums and the epilogue
+    split: tuple[int, int] = field(init=False, compare=False)  # number of parts of ``a`` and of ``b``
+    #: Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before rounding.
+    scaled: tuple[bool, bool] = field(init=False, compare=False)
 
-    @cached_property
+    def __post_init__(self) -> None:
+        scales = scales_rows(self.scheme)
+        object.__setattr__(self, "accumulator", row(self.scheme).accumulator(self.compute_dtype))
+        object.__setattr__(self, "scaled", (scales and self.rounded[0], scales and self.rounded[1]))
+        parts = [(1 + product.a_part, product.b_part + product.terms) for product in self.schedule]
+        object.__setattr__(self, "split", tuple(map(max, zip(*parts, strict=True))))
+
+    @property
     def bound(self) -> ErrorBound:
         """Error bound of the product, before alpha, c, bias and activation."""
         layout, (a_rounded, b_rounded) = self.layout, self.rounded
@@ -105,26 +116,6 @@ class GemmPlan:
     def kernel(self) -> str:
         """Name of the kernel."""
         return self.kernel_row.name
-
-    @cached_property
-    def accumulator(self) -> DType:
-        """Element type of the sums and the epilogue."""
-        return row(self.scheme).accumulator(self.compute_dtype)
-
-    @cached_property
-    def split(self) -> tuple[int, int]:
-        """Number of parts of ``a`` and of ``b``."""
-        return (
-            1 + max([product.a_part for product in self.schedule]),
-            max([product.b_part + product.terms for product in self.schedule]),
-        )
-
-    @cached_property
-    def scaled(self) -> tuple[bool, bool]:
-        """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before rounding."""
-        a, b = self.rounded
-        scales = scales_rows(self.scheme)
-        return scales and a, scales and b
 
     @property
     def k_chunk(self) -> int:
@@ -161,7 +152,7 @@ class GemmPlan:
         """Least time by the device's peak rate and bandwidth; None if unknown."""
         return roofline(self)
 
-    @cached_property
+    @property
     def advice(self) -> tuple[Reason, ...]:
         """Advice on the speed of this product."""
         return tuple(_rendering().advise(self))

@@ -23,12 +23,14 @@ class ReasonKind(Enum):
     STRIDES = "BLAS cannot express its strides"
     INNER_CONTIGUOUS = "{data} kernels need a contiguous inner dimension"
     READ_IN_STEPS = "{data} kernels need an alignment of {step} bytes"
+    FOR_GEMM_EX = "no algorithm of cuBLASLt runs, and cublasGemmEx gets aligned operands"
     OVERLAP = "it overlaps another array"
 
     # Why block-scaled operands are widened.
     OTHER_BLOCKS = "cuBLASLt multiplies two operands of one block-scaled format, {formats}, not {a} and {b}"
     NO_BLOCK_SCALES = "block-scaled formats need tensor cores of compute capability 10.0"
     NOT_ONE_PRODUCT_OF_BLOCKS = "cuBLASLt multiplies block-scaled operands with blocks along k, in one product"
+    BLOCK_EXTENTS = "{data} kernels need m and n in multiples of {step}, and k of {k_step}"
     EXPORTED_COPY = "{how}"
     WIDENED = "its {format} numbers are widened to {dtype} in each product"
 
@@ -44,7 +46,10 @@ class ReasonKind(Enum):
     SEVERAL_PRODUCTS = "{products} products are summed"
     NO_FUSED_ALGORITHM = "cuBLASLt has no algorithm with this epilogue"
     ADDEND_DIFFERS = "c and the result differ in layout or element type"
-    BIAS_NOT_FUSED = "bias is fused only if contiguous, aligned, real, and of the type of a row-major result"
+    BIAS_NOT_FUSED = (
+        "bias is fused only if contiguous, aligned, real, and of the type of a row-major result; for nvfp4 only "
+        "with an activation"
+    )
     ACTIVATION_NOT_FUSED = "{activation} is not fused for {out}"
 
     # Use of a prepared operand.

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from lowprec.modes import MathMode
+from lowprec.policy import switches
 from lowprec.policy.protocol import Controller, attempt
 
 #: By library and mode, the results of :func:`without_effect`.
@@ -42,7 +43,7 @@ def without_effect(controller: Controller, mode: MathMode, inside: Mapping[str, 
     if key not in known:
         left, _ = attempt(controller, partial(ask, mode))
         # None: unknown at the moment, for example while PyTorch traces.
-        if left is None or (inside is not None and controller.save() != inside):
+        if left is None or (inside is not None and switches.save(controller) != inside):
             return None
         known[key] = left or None
     return known[key]

@@ -1,18 +1,15 @@
 """Entering and leaving ``with`` blocks, and the open blocks of each thread and task.
 
-A block's changes are also undone after an exception inside the block, and after one that a signal handler raises while
-the block is entered or left: a second call of :meth:`Entry.close` completes the first. If an exception interrupts the
-second call too, changes may remain.
+If a signal handler raises while a block is entered or left, its changes are undone by a second call of
+:meth:`Entry.close`. They remain if it raises before ``__exit__`` has found the entry, or again during that call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import ref
 
 from lowprec.errors import warn
 from lowprec.modes import MathMode
@@ -35,55 +32,21 @@ _OTHER_CONTEXT = (
 class Entry(Block):
     """One entry of a scope, and its changes."""
 
-    __slots__ = ("is_open", "scope", "statement")
+    __slots__ = ("is_open", "scope")
 
     def __init__(self, scope: Any) -> None:
         self.layers = self.failures = NOTHING  # without super().__init__(), for speed
         self.thread = get_ident()
         self.scope = scope
         self.is_open = False
-        self.statement: ref[Callable[..., None]] | None = None  # the ``__exit__`` function of the ``with`` statement
 
-    def open(self, scope: Any) -> None:
+    def open(self) -> None:
         """Enter the scope; ``is_open`` is set before the first change."""
         raise NotImplementedError
 
     def close(self) -> list[str]:
         """Undo all changes, and return warnings. After an exception, call it again to complete the rest."""
         raise NotImplementedError
-
-    def _dropped(self, _: object) -> None:
-        self.statement = None
-        if self.is_open:
-            self.close()
-
-
-#: Entry created by the last look-up of ``__exit__``, for the ``__enter__`` that follows in the same thread.
-_prepared: Entry | None = None
-
-
-class _Exit:
-    """Descriptor of ``__exit__``, which a ``with`` statement looks up right before it calls ``__enter__``.
-
-    If a signal handler raises in :func:`_leave` or just before its first line, the ``with`` statement ends with the
-    block still open. The statement then drops its reference to the ``partial`` returned here, and the callback of the
-    weak reference to this ``partial`` closes the entry.
-    """
-
-    def __get__(self, scope: Scope | None, owner: type[Scope]) -> Callable[..., None]:
-        # ExitStack looks it up in the class, and passes the scope in the call.
-        global _prepared
-        entry = _prepared = owner._entry_type(owner if scope is None else scope)
-        leave = partial(_leave, entry) if scope is None else partial(_leave, entry, scope)
-        entry.statement = ref(leave, entry._dropped)
-        return leave
-
-
-def _leave(entry: Entry, scope: Scope, *exc_info: object) -> None:
-    # An explicit call of guard.__exit__() has created an entry that was never opened, and closes the last open one.
-    found = entry if entry.is_open else scope._last_entry()
-    for sentence in [_OTHER_CONTEXT] if found is None else found.close():
-        warn(f"{scope!r} {sentence}")
 
 
 class Scope:
@@ -92,22 +55,28 @@ class Scope:
     __slots__ = ()
     _entry_type: type[Entry]
 
-    __exit__ = _Exit()
-
     def __enter__(self: S) -> S:
-        global _prepared
-        entry, _prepared = _prepared, None
-        if entry is None or entry.thread != get_ident() or (entry.scope is not self and entry.scope is not type(self)):
-            entry = self._entry_type(self)
+        entry = self._entry_type(self)
         try:
-            entry.open(self)
+            entry.open()
             return self
         except BaseException:
             entry.close()
             raise
 
+    def __exit__(self, *exc_info: object) -> None:
+        entry = self._last_entry()
+        try:
+            remarks = entry.close() if entry else [_OTHER_CONTEXT]
+        except BaseException:
+            if entry:
+                entry.close()
+            raise
+        for sentence in remarks:
+            warn(f"{self!r} {sentence}")
+
     def _last_entry(self) -> Entry | None:
-        """Return the open entry that an explicit call of ``__exit__`` closes."""
+        """Return the open entry that ``__exit__`` closes."""
         raise NotImplementedError
 
 
@@ -141,11 +110,12 @@ class PolicyEntry(Entry):
 
     def of(self, scope: PolicyScope) -> PolicyEntry | None:
         """Return the innermost entry of this scope."""
-        return next((entry for entry in self.entries() if entry.scope is scope), None)
+        found = [entry for entry in self.entries() if entry.scope is scope]
+        return found[0] if found else None
 
-    def open(self, scope: PolicyScope) -> None:
+    def open(self) -> None:
         """Record the entry in this context, and set other libraries' switches."""
-        self.scope = scope
+        scope = self.scope
         self._inherit(innermost.get())
         self.is_open = True
         innermost.set(self)
@@ -176,7 +146,6 @@ class PolicyEntry(Entry):
         if _listeners:
             notify()
         self.is_open = False
-        self.statement = None
         return remarks
 
 

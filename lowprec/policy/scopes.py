@@ -65,8 +65,7 @@ def selection(frameworks: Frameworks) -> frozenset[str] | None:
 class PolicyScope(Scope):
     """A change of policy for a ``with`` block or a decorated function; threads and tasks may share an instance.
 
-    The end of a ``with`` statement closes the entry of this statement, an explicit call of ``__exit__`` the instance's
-    innermost entry.
+    ``__exit__`` closes the instance's innermost entry in this context, or else its last one in another context.
     """
 
     __slots__ = ("_libraries", "_mode")
@@ -118,9 +117,11 @@ class PolicyScope(Scope):
         return self._libraries is None or sorted(self._libraries) or False
 
     def _last_entry(self) -> PolicyEntry | None:
-        # If this context has no entry of this scope, __exit__ closes the last one of another context.
+        here = innermost.get()
+        if here.scope is self and here.origin is None:
+            return here
         others = [entry for entry in list(held) if entry.scope is self]
-        return innermost.get().of(self) or (others[-1] if others else None)
+        return here.of(self) or (others[-1] if others else None)
 
     def _set_libraries(self, entry: PolicyEntry) -> None:
         if sys.modules.keys().isdisjoint(known_modules):

@@ -3,10 +3,10 @@
 Each controller has a stack of layers: one per process or one per thread, as its switches. A layer contains the values
 saved before a block set the switches, and the open blocks that use it. A new block joins the top layer if the switches
 still have that layer's values; otherwise it adds a layer. The top layer is removed when its last block has ended. So
-blocks may end in any order, and the user's values are restored exactly once. One lock protects all stacks.
+blocks may end in any order, and the user's values are restored exactly once. Switches are read and set under the lock.
 
-A signal handler may raise at any call. So a layer is put on its stack before a switch is changed, and all values to
-restore are determined before the first is written: a second call of :func:`release` completes the first.
+A layer is put on its stack before a switch is changed, and removed after all are restored: after an exception of a
+signal handler, the next block restores the rest.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from threading import get_ident
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from lowprec.modes import MathMode
 from lowprec.policy.protocol import Controller, Tier, attempt
-from lowprec.util import forking
+from lowprec.util.lock import locked
+
+T = TypeVar("T")
 
 #: Why a block does not set switches that a guard has set.
 FLOOR = "an open fp32_guard keeps it at full FP32"
@@ -46,7 +48,7 @@ class Block:
 class _Layer:
     """The values of switches before and after a block set them, and the blocks that use them."""
 
-    __slots__ = ("blocks", "controller", "inside", "is_floor", "mode", "remarks", "saved", "target")
+    __slots__ = ("blocks", "controller", "inside", "is_floor", "mode", "saved")
 
     def __init__(self, controller: Controller, mode: MathMode, is_floor: bool, saved: Mapping[str, Any]) -> None:
         self.controller = controller
@@ -55,22 +57,18 @@ class _Layer:
         self.saved = saved
         self.inside: Mapping[str, Any] | None = None  # the values as set; None before that
         self.blocks: dict[Block, None] = {}  # in order of entry
-        self.target: Mapping[str, Any] | None = None  # the values to restore; None until they are determined
-        self.remarks: list[str] = []  # sentences for the user
 
-    def restore(self) -> None:
-        """Restore the switches; repeated after an interrupt, it writes the same values."""
-        controller = self.controller
-        if self.target is None:
-            changed: dict[str, Any] = {}
-            # If `inside` is None, an exception ended `set_mode`, and the switches have no values of the user to keep.
-            if self.inside is not None and (now := controller.save()) != self.inside:
-                # Switches that appeared or disappeared inside the block are ignored.
-                changed = {name: now[name] for name in self.saved if name in now and now[name] != self.inside.get(name)}
-            if changed:
-                self.remarks = [kept(controller.name, changed, "inside the block")]
-            self.target = {**self.saved, **changed}
-        controller.restore(self.target)
+    def restore(self) -> list[str]:
+        """Restore the switches, and return a sentence about those that the user has changed."""
+        controller, saved, inside, changed = self.controller, self.saved, self.inside, {}
+        # If `inside` is None, an exception ended `set_mode`, and the switches have no values of the user to keep.
+        if inside is not None and (now := controller.save()) != inside:
+            # Switches that appeared or disappeared inside the block are ignored.
+            changed = {name: now[name] for name in saved if name in now and now[name] != inside.get(name)}
+        # If a signal handler ends the restoration, a second call writes the same values.
+        self.saved, self.inside = {**saved, **changed}, None
+        controller.restore(self.saved)
+        return [kept(controller.name, changed, "inside the block")] if changed else []
 
 
 def kept(library: str, changed: Mapping[str, Any], where: str) -> str:
@@ -80,13 +78,8 @@ def kept(library: str, changed: Mapping[str, Any], where: str) -> str:
     return f"{library}: {values} {verbs[0]} set {where}, and {verbs[1]} kept"
 
 
-# Re-entrant, because a finalizer or a signal handler may enter or leave a guard in the thread that holds it.
-_lock = threading.RLock()
-# Held during a fork: otherwise a child could inherit partly changed switches and a held lock.
-forking.register_lock(_lock)
-#: Held, together with the other lock, while switches change. It is a lock and not a flag, because `with` acquires and
-#: releases it in C code, which no signal handler interrupts.
-_changing = threading.Lock()
+#: Whether the thread that holds the lock is in :func:`_change`.
+_changing = False
 
 Stacks = dict[Controller, list[_Layer]]
 
@@ -98,6 +91,23 @@ class _OfThread(threading.local):
 
 _process_stacks: Stacks = {}
 _thread = _OfThread()
+
+
+def _change(step: Callable[[], T]) -> T | None:
+    """Call a function that reads or sets switches; None in a finalizer or signal handler during such a call."""
+    global _changing
+    if _changing:
+        return None
+    try:
+        _changing = True
+        return step()
+    finally:
+        _changing = False
+
+
+def save(controller: Controller) -> Mapping[str, Any] | None:
+    """Return the value of each switch, None while switches are being changed by this thread."""
+    return locked(_change, controller.save)
 
 
 def hold(
@@ -112,30 +122,35 @@ def hold(
     After an exception, which only a signal handler raises, the block must be released. ``is_floor`` marks a guard:
     while it is open, no other block lowers the precision. ``is_guarded`` returns whether a guard covers a library.
     """
+    failures = locked(_change, partial(_set, block, found, mode, is_floor, is_guarded))
+    if failures is None:
+        changing = "the block was entered by a finalizer or signal handler, while switches were being changed"
+        failures = dict.fromkeys([c.name for c in found], changing)
+    block.failures = failures
+
+
+def _set(
+    block: Block, found: Iterable[Controller], mode: MathMode, is_floor: bool, is_guarded: Callable[[str], bool] | None
+) -> dict[str, str]:
+    """Set switches and return the failures, by library."""
     failures: dict[str, str] = {}
     layers: dict[str, _Layer] = {}
-    block.layers, block.failures = layers, failures
-    with _lock:
-        if _changing.locked():
-            changing = "the block was entered by a finalizer or signal handler, while switches were being changed"
-            failures.update(dict.fromkeys([c.name for c in found], changing))
-            return
-        with _changing:
-            for controller in found:
-                name = controller.name
-                if is_guarded is not None and is_guarded(name):
-                    failures[name] = FLOOR
-                    continue
-                join = partial(_join, block, layers, controller, mode, is_floor)
-                why_not, error = attempt(controller, join)
-                if error is not None:
-                    why_not = error
-                    if name in layers:
-                        layers[name].blocks.pop(block, None)  # before it is removed from `layers`, which `release` uses
-                        del layers[name]
-                if why_not is not None:
-                    failures[name] = why_not
-            _restore_all_unused()
+    block.layers = layers
+    for controller in found:
+        name = controller.name
+        if is_guarded is not None and is_guarded(name):
+            failures[name] = FLOOR
+            continue
+        why_not, error = attempt(controller, partial(_join, block, layers, controller, mode, is_floor))
+        if error is not None:
+            why_not = error
+            if name in layers:
+                layers[name].blocks.pop(block, None)  # before it is removed from `layers`, which `release` uses
+                del layers[name]
+        if why_not is not None:
+            failures[name] = why_not
+    _restore_all_unused()
+    return failures
 
 
 def _join(
@@ -167,13 +182,9 @@ def release(block: Block) -> list[str]:
     A second call completes an interrupted one. A call in a finalizer or signal handler, while switches are being
     changed, only removes the block; the switches are restored at the end of that change.
     """
-    remarks: list[str] = []
-    with _lock:
-        for layer in block.layers.values():
-            layer.blocks.pop(block, None)
-        if not _changing.locked():
-            with _changing:
-                remarks += _restore_all_unused()
+    for layer in block.layers.values():
+        layer.blocks.pop(block, None)
+    remarks = locked(_change, _restore_all_unused) or []
     if block.thread != get_ident():
         remarks += [
             f"{name}'s switch belongs to the thread in which the block was entered; it keeps the block's value there "
@@ -198,9 +209,9 @@ def _restore_unused(stack: list[_Layer]) -> list[str]:
     remarks: list[str] = []
     while stack and not stack[-1].blocks:
         layer = stack[-1]
-        _, error = attempt(layer.controller, layer.restore)
+        found, error = attempt(layer.controller, layer.restore)
         if error is not None:
-            layer.remarks = [f"the switches of {layer.controller.name} could not be restored: {error}"]
-        remarks += layer.remarks
+            found = [f"the switches of {layer.controller.name} could not be restored: {error}"]
+        remarks += found or []
         stack.pop()
     return remarks

@@ -113,6 +113,12 @@ AUTOTUNE = _switch_variable(
     "cached choices are used",
     ("the library's own choice", "choices are measured at first use"),
 )
+PEER_ACCESS = _switch_variable(
+    "LOWPREC_PEER_ACCESS",
+    "1 allocates results for JAX and DLPack such that other GPUs can access them, which takes longer.",
+    "results are accessible from their own GPU",
+    ("results are accessible from their own GPU", "other GPUs may access results"),
+)
 CACHE_DIR = Variable(
     "LOWPREC_CACHE_DIR",
     "The folder for GPU kernels and measured choices of algorithms.",
@@ -225,6 +231,7 @@ VARIABLES: tuple[Variable[Any], ...] = (
     GUARD,
     TF32_OVERRIDE,
     AUTOTUNE,
+    PEER_ACCESS,
     CACHE_DIR,
     MAX_CPU_ISA,
     THREADS,

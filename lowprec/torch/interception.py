@@ -87,16 +87,15 @@ _outside: dict[str, bool] = {}
 class _Block(Entry):
     __slots__ = ("_depth",)
 
-    def open(self, scope: intercept) -> None:
+    def open(self) -> None:
         """Push the mode, and switch attention to its plain form."""
-        self.scope = scope
         self._depth = _len_torch_dispatch_stack()
         if not _open:
             _outside.update({name: getattr(_python_dispatch, name) for name in _FLAGS})
         self.is_open = True
         _open[self] = None
         hold(self, [_ATTENTION], MathMode.FP32, False)
-        scope._mode.__enter__()
+        self.scope._mode.__enter__()
 
     def close(self) -> list[str]:
         """Pop the mode and all above it."""
@@ -112,7 +111,6 @@ class _Block(Entry):
             setattr(_python_dispatch, name, value or bool(_open))
         release(self)
         self.is_open = False
-        self.statement = None
         return []
 
 
@@ -155,7 +153,7 @@ class intercept(Scope):
         self._mode = _Intercepting(self.math_mode)
 
     def _last_entry(self) -> _Block | None:
-        found = [block for block in list(_open) if block.scope is self]
+        found = [block for block in list(_open) if block.scope is self and block.thread == get_ident()]
         return found[-1] if found else None
 
     def __call__(self, function: F) -> F:

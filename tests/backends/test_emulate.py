@@ -13,8 +13,7 @@ import lowprec
 import lowprec.planning
 from lowprec import ArrayError, DTypeError, ShapeError, UnsupportedError, emulate
 from lowprec.architectures import Architecture
-from lowprec.backends.cpu.emulation import arithmetic
-from lowprec.backends.cpu.emulation.arithmetic import FORMATS
+from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
 from lowprec.emulation import mma
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import TABLE, MathMode

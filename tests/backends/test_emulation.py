@@ -12,7 +12,8 @@ import lowprec
 from backends.tensor_core_oracle import dot
 from lowprec.architectures import Architecture, parse_architecture
 from lowprec.backends.cpu import library
-from lowprec.backends.cpu.emulation import Arithmetic, arithmetic, formats_of, multiply
+from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic, formats_of
+from lowprec.backends.cpu.emulation.products import multiply
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
 from lowprec.planning.tensor_cores import accumulation
 from support import tensor_core_vectors as vectors

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from support.programs import posix
+from support.programs import posix, run_python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -40,27 +37,31 @@ def test_inexact_operands_are_refused(stress: ModuleType, rng: np.random.Generat
 
 
 @posix
-def test_violations_are_noticed(stress: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    this = stress.storm.Round(0, seconds=0)
+def test_violations_are_noticed() -> None:
+    code = """
+        import contextlib, signal, time
+        import numpy as np
+        import storm
 
-    def swallow() -> None:
-        with contextlib.suppress(BaseException):
-            while this.armed is not None:
-                time.sleep(0.001)
+        this = storm.Round(0, seconds=0)
 
-    def other() -> None:
-        raise KeyError("not of a handler")
+        def swallow():
+            with contextlib.suppress(BaseException):
+                while this.armed is not None:
+                    time.sleep(0.001)
 
-    def late() -> None:
-        this.left_alone.append(np.zeros(3))
-        monkeypatch.setattr(this, "multiply", lambda *_, **__: this.left_alone[0].fill(0))
+        def other():
+            raise KeyError("not of a handler")
 
-    before = signal.signal(signal.SIGALRM, this.on_signal)
-    try:
+        def late():
+            this.left_alone.append(np.zeros(3))
+            this.multiply = lambda *_, **__: this.left_alone[0].fill(0)
+
+        signal.signal(signal.SIGALRM, this.on_signal)
         while not this.failures:  # some handlers multiply instead, or raise before it begins
             this.interrupted(swallow, "in matmul")
         this.interrupted(other, "in matmul")
         this.interrupted(late, "in matmul")
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert [kind for kind, _ in this.failures] == ["lost", "error", "late"]
+        print(*(kind for kind, _ in this.failures))
+    """
+    assert run_python(code, PYTHONPATH=str(BENCHMARKS)) == "lost error late"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import lowprec
+from lowprec.backends.cpu import backend
 from support import oracles
 from support.programs import in_threads
 
@@ -165,3 +167,18 @@ def test_memory_stays_flat_over_ever_new_shapes() -> None:
     gc.collect()
     # A plan and its layouts are a few kilobytes: 8000 that were kept would be 20 MB or more.
     assert resident_bytes() - before < 8 << 20
+
+
+@pytest.mark.usefixtures("fresh_executors")
+def test_threads_with_one_new_product_share_its_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, prepare = [], backend.prepare
+
+    def slow(plan: Any) -> Any:
+        made.append(plan)
+        time.sleep(0.02)
+        return prepare(plan)
+
+    monkeypatch.setattr(backend, "prepare", slow)
+    x = np.ones((3, 5), np.float32)
+    in_threads(6, lambda _: lowprec.matmul(x, x.T))
+    assert len(made) == 1

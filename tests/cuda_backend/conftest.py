@@ -77,12 +77,17 @@ def cuda() -> Iterator[software_cuda.Software]:
 
 @pytest.fixture
 def software() -> Iterator[device_fixture.SoftwareGpu]:
-    """The software CUDA in use by lowprec; at the end there may be no misuse, and no object may be left."""
+    """The software CUDA in use by lowprec; at the end there may be no misuse, and no object may be left.
+
+    cuBLAS, which multiplies if cuBLASLt does not, must not hide a refusal that the backend should have avoided.
+    """
     found = software_cuda.install()
+    gpu = device_fixture.SoftwareGpu(found)
     executors.clear_caches()
     try:
-        yield device_fixture.SoftwareGpu(found)
+        yield gpu
         found.drain()
+        assert gpu.expects_cublas or not found.count("gemm_strided_batched_ex_64")
         faults = list(found.faults)
     finally:
         executors.clear_caches()

@@ -5,7 +5,20 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from lowprec.backends.cuda import autotune, bindings, cublas, executor, handles, measuring, memory, models, sparse
+from lowprec.backends.cuda import (
+    autotune,
+    bindings,
+    cublas,
+    executor,
+    gemm_ex,
+    handles,
+    invocation,
+    measuring,
+    memory,
+    models,
+    runtime,
+    sparse,
+)  # fmt: skip
 from lowprec.backends.cuda.libraries import loaded
 from lowprec.backends.cuda.runtime import call, on_device
 
@@ -15,7 +28,8 @@ def reset() -> None:
 
     Executors stay valid and create what they need at their next call.
     """
-    executor._refused.clear()
+    executor._refusal.cache_clear()
+    invocation._failures.cache_clear()
     autotune._stored.cache_clear()
     models.present.cache_clear()
     with ExitStack() as stack:
@@ -23,8 +37,10 @@ def reset() -> None:
         stack.callback(memory.release)
         stack.callback(release_timing_events)
         stack.callback(_handles, cublas._pool, "cublas")
+        stack.callback(_handles, gemm_ex._pool, "cublas")
         stack.callback(_handles, sparse._pool, "cusparse_lt")
         stack.callback(_handles, handles._cublas_lt, "cublas_lt")
+        stack.callback(handles._streams.__init__, runtime.create_stream)
 
 
 def release_timing_events() -> None:

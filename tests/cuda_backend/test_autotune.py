@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from lowprec import errors
 from lowprec.backends.cuda import compiling, measuring
 from lowprec.core import executors
 from software_cuda.descriptors import SoftwareLtError
-from software_cuda.objects import INTERNAL_ERROR
+from software_cuda.objects import EXECUTION_FAILED, INTERNAL_ERROR
 from support import oracles
 
 A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
@@ -29,9 +30,10 @@ TRUE = oracles.product(A, A)
 
 
 @pytest.fixture(autouse=True)
-def short_measurements(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The software's clock is exact: a product or two per measurement are enough."""
+def short_measurements(software: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The software's clock is exact: a product or two per measurement are enough. All algorithms run."""
     monkeypatch.setattr(measuring, "_MEASUREMENT_MS", 0.04)
+    software.software.switches.first_algorithm = False
 
 
 def restart() -> None:
@@ -63,6 +65,14 @@ def test_the_fastest_runs_from_now_on_and_in_the_next_process(software: Gpu, cac
     (key,) = entries(cache)
     assert "COMPUTE_32F" in key
     assert "float16 64x64" in key
+
+
+def test_a_choice_for_fp8_is_one_with_scales(software: Gpu, cache: Path) -> None:
+    """The fastest algorithm may be another one with scales (openxla/xla issue 40747)."""
+    for dtype in (ml_dtypes.float8_e4m3fn, np.float16):
+        x = software.put(A.astype(dtype))
+        assert lowprec.autotune(x, x, candidates=2).timed
+    assert {"float8" in key: key.endswith(", scales") for key in entries(cache)} == {True: True, False: False}
 
 
 def _no_platformdirs(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -244,21 +254,50 @@ def test_candidates_that_do_not_run_are_passed_over(software: Gpu) -> None:
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
 
 
-def test_if_no_candidate_runs_the_reason_is_reported(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not reported as a missing algorithm, for which there is a fallback."""
-
-    def refuse(*_: object) -> None:
-        raise SoftwareLtError(INTERNAL_ERROR, "the device is ill")
-
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
-    monkeypatch.setattr(software.software.cublas_lt, "matmul", refuse, raising=False)
+def test_the_first_choice_is_passed_over_if_it_fails(software: Any) -> None:
+    software.software.switches.first_algorithm = True
     x = software.put(A)
-    ill = r"INTERNAL_ERROR \(14\): the device is ill"
-    with pytest.raises(lowprec.BackendError, match=ill):
-        lowprec.matmul(x, x)
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", "0")
-    with pytest.raises(lowprec.BackendError, match=ill):
+    found = lowprec.autotune(x, x)
+    assert min(timed.rank for timed in found.timed) == 1
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+
+
+@pytest.mark.parametrize("setting", ["0", "1"])
+def test_if_no_candidate_runs_cublas_multiplies(software: Any, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    def fail(*_: object) -> None:
+        raise SoftwareLtError(INTERNAL_ERROR)
+
+    software.expects_cublas = True
+    monkeypatch.setenv("LOWPREC_AUTOTUNE", setting)
+    monkeypatch.setattr(software.software.cublas_lt, "matmul", fail, raising=False)
+    x = software.put(A)
+    if setting == "0":
+        ill = r"none of the measured algorithms runs: .*INTERNAL_ERROR \(14\)"
+        with pytest.raises(lowprec.BackendError, match=ill):
+            lowprec.autotune(x, x, candidates=1)
+        assert "fallback" not in dict(lowprec.plan(x, x).algorithm)  # other algorithms may run
+    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
+    assert "INTERNAL_ERROR (14)" in dict(lowprec.plan(x, x).algorithm)["fallback"]
+
+
+@pytest.mark.parametrize("setting", ["0", "1"])
+def test_a_lost_device_ends_the_measurements(software: Any, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    """Every later call of CUDA fails, whichever algorithm is next."""
+    runtime, tried = software.software.runtime, []
+
+    def lose_the_device(*_: object) -> None:
+        tried.append(None)
+        runtime.sticky[0] = runtime.cudaError_t.cudaErrorIllegalAddress
+        raise SoftwareLtError(EXECUTION_FAILED)
+
+    monkeypatch.setenv("LOWPREC_AUTOTUNE", setting)
+    monkeypatch.setattr(software.software.cublas_lt, "matmul", lose_the_device, raising=False)
+    x = software.put(A)
+    with pytest.raises(lowprec.BackendError, match="cudaStreamIsCapturing failed with cudaErrorIllegalAddress"):
         lowprec.autotune(x, x)
+    assert len(tried) == 1
+    assert software.software.count("cuLaunchKernel") == 2  # before the measurements, and in the first one
+    software.forgive()
 
 
 def test_after_a_failure_the_old_choice_is_used(software: Gpu) -> None:

@@ -27,7 +27,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 FORMATS = ("mxfp8", "nvfp4")
 
 #: m, n, k: rows and blocks that are not whole tiles of scales, and the last block not whole.
-SHAPES = [(64, 48, 160), (1, 16, 64), (130, 8, 192), (300, 260, 1056), (5, 24, 57)]
+SHAPES = [(64, 48, 160), (16, 16, 64), (144, 16, 192), (304, 272, 1056), (16, 32, 57)]
 
 
 def quantised(rng: Any, shape: tuple[int, ...], name: str, axis: int) -> QuantizedArray:
@@ -116,20 +116,37 @@ def test_products_of_codes(blackwell: Gpu, rng: Any, name: str, shape: tuple[int
 @pytest.mark.feature("{name} by cuBLASLt's block-scaled mode")
 @pytest.mark.parametrize("name", FORMATS)
 def test_epilogues_batches_and_results(blackwell: Gpu, rng: Any, name: str) -> None:
-    a, b = quantised(rng, (3, 10, 128), name, -1), quantised(rng, (24, 128), name, 1)
+    a, b = quantised(rng, (3, 16, 128), name, -1), quantised(rng, (32, 128), name, 1)
     x, y = blackwell.quantized(a), blackwell.quantized(b).T
     product = values(a) @ values(b).T
     plan = lowprec.plan(x, y)
     assert runs_on_codes(plan)  # one product of all rows
-    check(blackwell.get(lowprec.matmul(x, y)).reshape(30, 24), _rows(a), b.T, plan)
+    check(blackwell.get(lowprec.matmul(x, y)).reshape(48, 32), _rows(a), b.T, plan)
     scale = np.abs(product).max()
-    bias, c = (rng.integers(-3, 4, shape).astype(BF16) for shape in ((24,), (3, 10, 24)))
-    out = blackwell.put(np.zeros((3, 24, 10), BF16).swapaxes(1, 2))
+    bias, c = (rng.integers(-3, 4, shape).astype(BF16) for shape in ((32,), (3, 16, 32)))
+    out = blackwell.put(np.zeros((3, 32, 16), BF16).swapaxes(1, 2))
     want = np.maximum(product + c.astype(np.float64) + bias.astype(np.float64), 0)
     words = {"bias": blackwell.put(bias), "c": blackwell.put(c), "beta": 1.0, "activation": "relu"}
     for target in ({}, {"out": out}):
         found = oracles.widen(blackwell.get(lowprec.matmul(x, y, **words, **target)))
         np.testing.assert_allclose(found, want, atol=2.0**-7 * (scale + 6))
+    found = oracles.widen(blackwell.get(lowprec.matmul(x, y, bias=words["bias"])))
+    np.testing.assert_allclose(found, product + bias.astype(np.float64), atol=2.0**-7 * (scale + 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), [("mxfp8", None), ("mxfp8", "relu"), ("nvfp4", None), ("nvfp4", "gelu")]
+)
+def test_cublaslt_adds_a_bias_to_fp4_only_with_an_activation(name: str, activation: Any) -> None:
+    a, b = (
+        lowprec.quantize(np.ones((64, 64), np.float32), name),
+        lowprec.quantize(np.ones((64, 64), np.float32), name, 0),
+    )
+    plan = lowprec.plan(a, b, bias=lowprec.ShapeDtype((64,), "bfloat16"), activation=activation, device="b200")
+    assert runs_on_codes(plan)
+    staged = [str(copy.reason) for copy in plan.copies]
+    assert bool(staged) is (name == "nvfp4" and activation is None)
+    assert all("for nvfp4 only with an activation" in text for text in staged)
 
 
 def _rows(x: QuantizedArray) -> QuantizedArray:
@@ -142,13 +159,13 @@ def _rows(x: QuantizedArray) -> QuantizedArray:
 @pytest.mark.parametrize("name", [*FORMATS, "mxfp4", "fp8"])
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)], ids=str)
 def test_operands_that_are_widened(request: Any, rng: Any, name: str, capability: Any) -> None:
-    """Of other devices and formats, with an ordinary array, in a true batch, with blocks along another axis."""
+    """Of other devices, formats, extents, with an ordinary array, in a true batch, with blocks along another axis."""
     gpu = gpu_of(request, capability)
-    a, b = quantised(rng, (6, 64), name, -1), quantised(rng, (64, 16), name, 0)
-    wide = rng.standard_normal((6, 64)).astype(BF16)
+    a, b = quantised(rng, (16, 64), name, -1), quantised(rng, (64, 16), name, 0)
+    few, wide = quantised(rng, (5, 64), name, -1), rng.standard_normal((16, 64)).astype(BF16)
     across, narrow = quantised(rng, (64, 16), name, 1), quantised(rng, (64, 6), name, 0)
-    batch = quantised(rng, (2, 6, 64), name, -1), quantised(rng, (2, 64, 16), name, 1)
-    for left, right in ((a, b), (wide, b), (a, across), (a, narrow), batch):
+    batch = quantised(rng, (2, 16, 64), name, -1), quantised(rng, (2, 64, 16), name, 1)
+    for left, right in ((a, b), (few, b), (wide, b), (a, across), (a, narrow), batch):
         x, y = (gpu.quantized(z) if isinstance(z, QuantizedArray) else gpu.put(z) for z in (left, right))
         on_codes = (left, right) == (a, b) and name in FORMATS and capability >= (10, 0)
         assert runs_on_codes(lowprec.plan(x, y)) is on_codes
@@ -164,8 +181,9 @@ REASONS = [
     ("mxfp4", "mxfp4", "b200", (64, 64, 64), "mxfp8 or nvfp4, not mxfp4 and mxfp4"),
     ("mxfp8", "nvfp4", "b200", (64, 64, 64), "mxfp8 or nvfp4, not mxfp8 and nvfp4"),
     ("nvfp4", None, "b200", (64, 64, 64), "mxfp8 or nvfp4, not nvfp4 and bfloat16"),
-    ("nvfp4", "nvfp4", "b200", (64, 64, 16), "nvfp4 kernels need an alignment of 16 bytes"),
-    ("mxfp8", "mxfp8", "rtx-5090", (64, 6, 64), "mxfp8 kernels need an alignment of 16 bytes"),
+    ("nvfp4", "nvfp4", "b200", (64, 64, 48), "nvfp4 kernels need m and n in multiples of 16, and k of 32"),
+    ("mxfp8", "mxfp8", "rtx-5090", (64, 24, 64), "mxfp8 kernels need m and n in multiples of 16, and k of 32"),
+    ("mxfp8", "mxfp8", "b200", (8, 64, 64), "mxfp8 kernels need m and n in multiples of 16, and k of 32"),
 ]
 
 
@@ -200,7 +218,10 @@ def test_a_refused_product_is_widened(install: Any, rng: Any) -> None:
     gpu = install((10, 0))
     a, b = quantised(rng, (16, 64), "mxfp8", 1), quantised(rng, (64, 16), "mxfp8", 0)
     x, y = gpu.quantized(a), gpu.quantized(b)
-    with gpu.failing_call("matmul_algo_get_heuristic", status=15):
+    with (  # with a workspace, and without
+        gpu.failing_call("matmul_algo_get_heuristic", status=15),
+        gpu.failing_call("matmul_algo_get_heuristic", status=15),
+    ):
         found = gpu.get(lowprec.matmul(x, y))
     check(found, a, b, lowprec.plan(a, b))
     rows = dict(lowprec.plan(x, y).algorithm)
@@ -235,7 +256,7 @@ def test_special_values(install: Any) -> None:
     """A block with NaN, and blocks of zeros, give what their numbers give."""
     gpu = install((10, 0))
     for name in FORMATS:
-        x = np.zeros((8, 64), np.float32)
+        x = np.zeros((16, 64), np.float32)
         x[0, 5], x[1, 40], x[2] = np.nan, 3.0, 1e-30
         a, b = lowprec.quantize(x, name), lowprec.quantize(np.eye(64, 16, dtype=np.float32), name, 0)
         found = oracles.widen(gpu.get(lowprec.matmul(gpu.quantized(a), gpu.quantized(b), out_dtype="float32")))

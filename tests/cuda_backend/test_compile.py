@@ -2,87 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 from collections.abc import Iterator
-from ctypes import c_int64
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lowprec import errors
 from lowprec.backends import disk
-from lowprec.backends.cuda import compiling, libraries, unscaling
+from lowprec.backends.cuda import compiling, libraries
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.errors import BackendError, LowprecWarning
 from lowprec.formats import DType as D
-from lowprec.planning import Activation, MatrixStack, OperandSpec
-from software_cuda.recorder import Recorder
-from software_cuda.runtime import DeviceModel, Runtime
-
-ARCHITECTURES = ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
-
-
-def runtime(capability: tuple[int, int] = (9, 0)) -> Runtime:
-    """Return CUDA's runtime on a machine with one device."""
-    return Runtime(Recorder(), [DeviceModel(capability=capability)], "lazy")
-
-
-class Loaded(NamedTuple):
-    name: str
-    code: bytes
-    handle: int
-
-
-class Compiler:
-    """cuda.core that compiles to the source's own text and runs nothing."""
-
-    __name__ = "replacement of cuda.core"
-    __version__ = "1"
-
-    def __init__(self) -> None:
-        self.compiled: list[tuple[str, dict[str, Any]]] = []
-        self.loaded: list[bytes] = []
-        self.launched: list[tuple[Any, ...]] = []
-        self.described: set[int] = set()
-        self.refuses: tuple[bytes, ...] = ()
-        self.error: str | None = None
-        self.ProgramOptions = dict
-        self.ObjectCode = SimpleNamespace(from_cubin=self._from_cubin)
-
-    def Program(self, source: str, kind: str, options: dict[str, Any]) -> Any:
-        assert kind == "c++"
-
-        def compile_to(target: str) -> Any:
-            assert target == "cubin"
-            if self.error:
-                raise RuntimeError(self.error)
-            self.compiled.append((source, options))
-            return SimpleNamespace(code=f"cubin of {options['arch']}\n{source}".encode())
-
-        return SimpleNamespace(compile=compile_to)
-
-    def _from_cubin(self, code: bytes) -> Any:
-        if code in self.refuses:
-            raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
-        self.loaded.append(code)
-        return SimpleNamespace(get_kernel=lambda name: Loaded(name, code, KERNELS.index(name)))
-
-    def cuLaunchKernel(self, kernel: str, *rest: int) -> tuple[int]:
-        *extents, _, stream, parameters, _ = rest
-        addresses = itertools.takewhile(bool, (c_int64 * 99).from_address(parameters))
-        arguments = [c_int64.from_address(x).value for x in addresses]
-        self.launched.append((stream, tuple(extents), kernel, *arguments))
-        self.described.add(parameters)
-        return (0,)
-
-
-KERNELS = ("epilogue", "pack_elements", "pack_groups", "pack_maxima", "pack_rows", "pack_tiles", "recompute", "unscale")
+from lowprec.planning import MatrixStack
+from support.recording_compiler import RecordingCompiler, recording, runtime
 
 
 @pytest.fixture
@@ -94,14 +32,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def core(cache: Path) -> Iterator[Compiler]:
+def core(cache: Path) -> Iterator[RecordingCompiler]:
     """A compiler that has compiled nothing."""
     forget()
-    found = Compiler()
-    driver = SimpleNamespace(CUfunction=KERNELS.__getitem__, cuLaunchKernel=found.cuLaunchKernel)
-    before = libraries.use(libraries.Libraries(None, None, runtime(), found, driver, None))
-    yield found
-    libraries.use(before)
+    with recording() as found:
+        yield found
 
 
 def forget() -> None:
@@ -113,44 +48,11 @@ def kernel(**definitions: str | int) -> Any:
     return compiling.kernel("epilogue", "epilogue.cu", definitions, 0)
 
 
-# -- the real compiler ----------------------------------------------------------------------------
-
-PACKINGS = [
-    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 64, 1), D.BFLOAT16, 64, 64),
-    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 1, 64), D.BFLOAT16, 64, 64),
-    Packing(MatrixStack.of(D.INT8, 64, 64, 1, 64), D.INT8, 64, 64),
-    Packing(MatrixStack.of(D.COMPLEX128, 64, 64, 1, 64), D.COMPLEX128, 64, 64),
-    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 64, 1), D.FLOAT16, 64, 64, True),
-    Packing(MatrixStack.of(D.FLOAT32, 64, 64, 1, 64), D.FLOAT16, 64, 64, True),
-    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 64, 1), D.FLOAT16, 128, 128, True, "rotated"),
-    Packing(MatrixStack.of(D.COMPLEX64, 64, 64, 1, 64), D.BFLOAT16, 128, 128, False, "rotated"),
-]
-_MATRIX = {dtype: MatrixStack.of(dtype, 64, 64, 64, 1) for dtype in D}
-_BIAS = {dtype: OperandSpec(dtype, (64,), (1,)) for dtype in D}
-EPILOGUES = [
-    Epilogue(D.FLOAT32, 64, _MATRIX[D.FLOAT16], _MATRIX[D.FLOAT16], _BIAS[D.FLOAT16], Activation.GELU, True),
-    Epilogue(D.FLOAT64, 64, _MATRIX[D.FLOAT64], _MATRIX[D.FLOAT64], _BIAS[D.FLOAT64], Activation.GELU),
-    Epilogue(D.COMPLEX64, 64, _MATRIX[D.COMPLEX64], _MATRIX[D.COMPLEX64], None, None, True),
-    Epilogue(D.INT32, 64, _MATRIX[D.INT32], None, _BIAS[D.INT8], Activation.RELU),
-]  # fmt: skip
-
-
-def sources(core: Compiler) -> list[str]:
-    """Return the sources of kernels that represent all: aligned and not."""
-    forget()
-    for packing in PACKINGS:
-        for pointer in (1 << 12, 1 << 12 | 1):
-            prepare_packing(packing, 0)(pointer, pointer, pointer, 1)
-    for spec in EPILOGUES:
-        for pointer in (1 << 12, 1 << 12 | 1):
-            prepare_epilogue(spec, 0)(*[pointer] * 6, 1.0, 1.0, 1)
-    for dtype in (D.FLOAT32, D.FLOAT64, D.BFLOAT16):
-        unscaling._launch(dtype, 1, 0)(1, 1 << 12, 1 << 12, 1.0)
-    return [source for source, _ in core.compiled]
+# -- messages -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def nvrtc(core: Compiler) -> Any:
+def nvrtc(core: RecordingCompiler) -> Any:
     real = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
     try:
         options = real.ProgramOptions(arch="sm_90")
@@ -162,26 +64,12 @@ def nvrtc(core: Compiler) -> Any:
     return real
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.sampled(6)
-def test_nvrtc_compiles_the_kernels(architecture: str, nvrtc: Any, core: Compiler) -> None:
-    found = sources(core)
-    assert len(found) > 15
-    for source in found:
-        options = nvrtc.ProgramOptions(arch=architecture, **compiling._OPTIONS)
-        code = nvrtc.Program(source, "c++", options).compile("cubin").code
-        assert bytes(code).startswith(b"\x7fELF")
-
-
 def test_the_compilers_message_is_passed_on(nvrtc: Any) -> None:
     with pytest.raises(BackendError, match=r"(?s)epilogue was not compiled for sm_90.*PRODUCT"):
         compiling._compiled(nvrtc, "sm_90", "epilogue", compiling.source_text("epilogue.cu"))
 
 
-# -- messages -------------------------------------------------------------------------------------
-
-
-def test_a_missing_compiler_is_named(core: Compiler) -> None:
+def test_a_missing_compiler_is_named(core: RecordingCompiler) -> None:
     core.error = "nvrtc: libnvrtc.so.13 not found\n" + "\n".join(f"line {i}" for i in range(50))
     forget()
     with pytest.raises(
@@ -195,7 +83,7 @@ def test_a_missing_compiler_is_named(core: Compiler) -> None:
 # -- compiled once --------------------------------------------------------------------------------
 
 
-def test_a_kernel_is_compiled_once(core: Compiler) -> None:
+def test_a_kernel_is_compiled_once(core: RecordingCompiler) -> None:
     first = kernel(A=1)
     assert kernel(A=1) is first
     source, options = core.compiled[0]
@@ -206,14 +94,14 @@ def test_a_kernel_is_compiled_once(core: Compiler) -> None:
     assert len(core.compiled) == 2
 
 
-def test_each_architecture_has_its_own(core: Compiler) -> None:
+def test_each_architecture_has_its_own(core: RecordingCompiler) -> None:
     kernel()
     libraries.use(libraries.Libraries(None, None, runtime((8, 0)), core, None, None))
     kernel()
     assert [options["arch"] for _, options in core.compiled] == ["sm_90", "sm_80"]
 
 
-def test_threads_that_start_together_compile_once(core: Compiler) -> None:
+def test_threads_that_start_together_compile_once(core: RecordingCompiler) -> None:
     together = threading.Barrier(8)
 
     def work() -> None:
@@ -228,7 +116,7 @@ def test_threads_that_start_together_compile_once(core: Compiler) -> None:
     assert len(core.compiled) == 1
 
 
-def test_the_arguments_of_a_launch(core: Compiler) -> None:
+def test_the_arguments_of_a_launch(core: RecordingCompiler) -> None:
     source = MatrixStack.of(D.FLOAT32, 2, 3, 8, 2, (5,), (100,))
     prepare_packing(Packing(source, D.BFLOAT16, 4, 2), 0)(64, 128, 0, 77)
     stream, extents, name, *arguments = core.launched[0]
@@ -237,7 +125,7 @@ def test_the_arguments_of_a_launch(core: Compiler) -> None:
     assert arguments == [64, 128, 2, 3, 8, 2, 2, 4, *steps, 5, 1, 5, 0, 0, 100]
 
 
-def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> None:
+def test_the_next_launch_has_its_own_addresses_and_factors(core: RecordingCompiler) -> None:
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1)
     launch = prepare_epilogue(Epilogue(D.FLOAT32, 7, out), 0)
     for number in (1, 2):
@@ -250,7 +138,7 @@ def test_the_next_launch_has_its_own_addresses_and_factors(core: Compiler) -> No
     assert len(core.described) == 1
 
 
-def test_contiguous_matrices_are_one_line(core: Compiler) -> None:
+def test_contiguous_matrices_are_one_line(core: RecordingCompiler) -> None:
     source = MatrixStack.of(D.FLOAT32, 5, 7, 7, 1, (3,), (35,))
     prepare_packing(Packing(source, D.BFLOAT16, 7, 5), 0)(64, 128, 0, 1)
     out = MatrixStack.of(D.FLOAT16, 5, 7, 7, 1, (3,), (35,))
@@ -267,7 +155,7 @@ def files(cache: Path) -> list[Path]:
     return sorted(path for path in cache.rglob("*") if path.is_file())
 
 
-def test_another_process_finds_it_on_disk(core: Compiler, cache: Path) -> None:
+def test_another_process_finds_it_on_disk(core: RecordingCompiler, cache: Path) -> None:
     code = kernel(A=1).code
     assert [path.parent.name for path in files(cache)] == ["kernels"]
     forget()
@@ -276,7 +164,7 @@ def test_another_process_finds_it_on_disk(core: Compiler, cache: Path) -> None:
     assert core.loaded == [code, code]
 
 
-def test_another_version_compiles_again(core: Compiler, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_compiles_again(core: RecordingCompiler, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (
         lambda: None,
         lambda: setattr(core, "__version__", "2"),
@@ -300,7 +188,7 @@ def test_the_compilers_version_is_known_where_it_reports(
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
-def test_a_damaged_kernel_is_renamed(damage: str, core: Compiler, cache: Path) -> None:
+def test_a_damaged_kernel_is_renamed(damage: str, core: RecordingCompiler, cache: Path) -> None:
     kernel(A=1)
     (path,) = files(cache)
     data = path.read_bytes()
@@ -313,7 +201,7 @@ def test_a_damaged_kernel_is_renamed(damage: str, core: Compiler, cache: Path) -
     assert path.read_bytes() == data
 
 
-def test_a_kernel_that_the_driver_refuses_is_renamed(core: Compiler, cache: Path) -> None:
+def test_a_kernel_that_the_driver_refuses_is_renamed(core: RecordingCompiler, cache: Path) -> None:
     code = kernel(A=1).code
     (path,) = files(cache)
     old = code + b"old"
@@ -325,7 +213,7 @@ def test_a_kernel_that_the_driver_refuses_is_renamed(core: Compiler, cache: Path
     assert len(core.compiled) == 2
 
 
-def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: Compiler, cache: Path) -> None:
+def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: RecordingCompiler, cache: Path) -> None:
     code = kernel(A=1).code
     (path,) = files(cache)
     path.unlink()

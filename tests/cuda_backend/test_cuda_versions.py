@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import lowprec
 import software_cuda
 from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import SoftwareGpu
+from lowprec import errors
 from lowprec.backends.cuda import compiling
 from lowprec.core import executors
 from support import oracles
@@ -61,6 +63,29 @@ def test_a_v100_has_it_in_cuda_12(install: Install) -> None:
     x = gpu.put(A)
     found = gpu.get(lowprec.matmul(x, x, math_mode="fp16"))
     np.testing.assert_array_equal(found, oracles.product(A, A))
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "warns"),
+    [
+        ((10, 0), 120800, True), ((10, 3), 130002, True), ((10, 0), 130100, False), ((10, 0), 120700, False),
+        ((9, 0), 130000, False), ((12, 0), 130000, False),
+    ],
+)  # fmt: skip
+def test_a_cublas_that_may_be_wrong_gives_a_warning(
+    install: Install, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: int, warns: bool
+) -> None:
+    monkeypatch.setattr(errors, "_given", set())
+    gpu = install(capability, version=version)
+    x = gpu.put(A)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            np.testing.assert_array_equal(gpu.get(lowprec.matmul(x, x)), oracles.product(A, A))
+    words = [str(x.message) for x in caught]
+    assert ["may compute wrong results on compute capability 10.x; install cuBLAS 13.1.0.3" in x for x in words] == (
+        [True] * warns
+    )
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)

@@ -14,6 +14,7 @@ import lowprec
 from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import Gpu, draw
 from lowprec.core import executors
+from software_cuda import cublaslt
 from support import oracles
 
 A, B, BIAS, C = draw(0, 16, 16), draw(1, 16, 16), draw(2, 16), draw(3, 16, 16)
@@ -131,10 +132,12 @@ def test_every_call_of_a_warm_product_may_fail(software: Gpu, name: str) -> None
     each_call_fails(software, case, lambda when: run(software, case))
 
 
-def test_a_missing_algorithm_is_reported(software: Gpu) -> None:
+def test_a_missing_algorithm_is_reported(software: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    software.expects_cublas = True
     start_again()
+    monkeypatch.setattr(cublaslt, "search", lambda *_, **__: [])
     with (
-        software.failing_call("cublas_lt.matmul_algo_get_heuristic", status=15),
+        software.failing_call("gemm_strided_batched_ex_64", status=15),
         pytest.raises(lowprec.UnsupportedError, match="has no algorithm on this device for float32"),
     ):
         run(software, CASES["in place"])

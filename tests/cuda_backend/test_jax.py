@@ -20,6 +20,7 @@ import pytest
 import lowprec
 from cuda_backend.device_fixture import SoftwareGpu, draw
 from lowprec.arrays import libraries
+from lowprec.backends.cuda import memory
 from software_cuda.jax import Jax
 from support import oracles
 
@@ -104,6 +105,24 @@ def test_another_librarys_operand(jax: Jax, software: SoftwareGpu) -> None:
 def test_a_result_known_only_by_dlpack_is_adopted(jax: Jax, software: SoftwareGpu) -> None:
     found = jax.dlpack.from_dlpack(lowprec.matmul(software.put(A), software.put(B)))
     np.testing.assert_array_equal(jax.asnumpy(jax.add(found, 1)), TRUE + 1)
+
+
+@pytest.mark.parametrize("by_jax", [True, False], ids=["of JAX's arrays", "adopted"])
+def test_a_result_may_go_while_jax_reads_it(
+    jax: Jax, software: SoftwareGpu, by_jax: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX frees it in the order of its compute stream, which is another one than it passes to lowprec."""
+    monkeypatch.setattr(memory, "_MAX_DEAD", 0)
+    operands = [jax.asarray(x) if by_jax else software.put(x) for x in (A, B)]
+    found = lowprec.matmul(*operands)
+    found = found if by_jax else jax.dlpack.from_dlpack(found)
+    late = jax.add(found, 1)
+    del found
+    gc.collect()
+    frees = software.software.count("cudaFree")
+    lowprec.matmul(*operands)
+    assert software.software.count("cudaFree") > frees
+    np.testing.assert_array_equal(jax.asnumpy(late), TRUE + 1)
 
 
 def test_a_donated_array_is_refused(jax: Jax) -> None:

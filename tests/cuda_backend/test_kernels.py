@@ -46,6 +46,7 @@ from support.kernel_oracles import (
     stack_of,
     with_epilogue,
 )
+from support.kernel_variants import ADDENDS, EVERY_PACKING, FLOAT8, IN_PARTS, REAL, RESULTS
 from support.machines import gpu
 
 STREAM = 1
@@ -64,34 +65,6 @@ def device() -> Iterator[None]:
     yield
     uninstall()
     assert not software.faults
-
-
-REAL = (D.FLOAT16, D.BFLOAT16, D.FLOAT32)
-FLOAT8 = (D.FLOAT8_E4M3FN, D.FLOAT8_E5M2)
-
-CONVERSIONS = [
-    *[(a, b) for a in (*REAL, *FLOAT8) for b in (*REAL, D.FLOAT64, D.COMPLEX64, D.COMPLEX128)],
-    *[(D.FLOAT64, b) for b in (D.FLOAT64, D.COMPLEX128)],
-    *[(D.COMPLEX64, b) for b in (D.COMPLEX64, D.COMPLEX128)],
-    *[(x, x) for x in (D.COMPLEX128, D.INT8, D.INT32, *FLOAT8)],
-]
-
-#: Source, destination, scaled, complex as.
-TAKEN_APART = [
-    (source, target, False, how)
-    for source in (D.COMPLEX64, *REAL, *FLOAT8)
-    for target in (D.BFLOAT16, D.FLOAT16)
-    for how in ("pairs", "rotated")
-]
-SCALED = [
-    *[(source, D.FLOAT16, True, "no") for source in (D.FLOAT32, D.BFLOAT16)],
-    *[
-        (source, D.FLOAT16, True, how)
-        for source in (D.COMPLEX64, D.FLOAT32, D.BFLOAT16)
-        for how in ("pairs", "rotated")
-    ],
-]
-EVERY_PACKING = [(a, b, False, "no") for a, b in CONVERSIONS] + TAKEN_APART + SCALED
 
 
 def each_of(variants: list[tuple[Any, ...]]) -> Any:
@@ -253,19 +226,6 @@ def test_division_of_large_indices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -- parts ----------------------------------------------------------------------------------------
 
-#: Source, destination, scaled, complex as; parts, exponent, sum, TF32.
-IN_PARTS = {
-    "bf16x3": ((D.FLOAT32, D.BFLOAT16, False, "no"), (2, 0, False, False)),
-    "bf16x9": ((D.FLOAT32, D.BFLOAT16, False, "no"), (3, 0, False, False)),
-    "bf16x9, complex": ((D.COMPLEX64, D.BFLOAT16, False, "rotated"), (3, 0, False, False)),
-    "tf32x3": ((D.FLOAT32, D.FLOAT32, False, "no"), (2, 0, False, True)),
-    "tf32x3, complex": ((D.COMPLEX64, D.COMPLEX64, False, "no"), (2, 0, False, True)),
-    "tf32x3, mixed": ((D.FLOAT32, D.COMPLEX64, False, "no"), (2, 0, False, True)),
-    "fp16x3": ((D.FLOAT32, D.FLOAT16, True, "no"), (2, 11, False, False)),
-    "fp16x3, complex": ((D.COMPLEX64, D.FLOAT16, True, "pairs"), (2, 11, False, False)),
-    "fp16_karatsuba": ((D.FLOAT32, D.FLOAT16, True, "no"), (3, 11, True, False)),
-}
-
 
 @pytest.mark.feature("kernels that pack operands")
 @pytest.mark.parametrize("name", IN_PARTS)
@@ -418,14 +378,6 @@ def check_epilogue(
     assert_same_bits(whole, before)
 
 
-RESULTS = [
-    (D.FLOAT32, D.FLOAT32), (D.FLOAT32, D.FLOAT16), (D.FLOAT32, D.BFLOAT16), (D.FLOAT32, D.FLOAT64),
-    (D.FLOAT64, D.FLOAT64), (D.COMPLEX64, D.COMPLEX64), (D.COMPLEX64, D.COMPLEX128), (D.COMPLEX128, D.COMPLEX128),
-    (D.INT32, D.INT32), *[(D.FLOAT64, x) for x in REAL], (D.COMPLEX128, D.COMPLEX64),
-    *[(x, y) for x in (D.FLOAT32, D.FLOAT64) for y in FLOAT8],
-]  # fmt: skip
-
-
 @pytest.mark.feature("kernels that apply epilogues")
 @pytest.mark.parametrize(("product", "out"), RESULTS, ids=str)
 @pytest.mark.parametrize("out_layout", ["rows", "columns", "every third", "backwards"])
@@ -465,14 +417,6 @@ def test_results_in_float8_are_rounded_once(product: DType, dtype: DType) -> Non
         want[np.abs(want) > fmt.largest] *= np.inf if fmt.has_infinity else np.nan
     np.testing.assert_array_equal(oracles.widen(out), want)
     np.testing.assert_array_equal(np.signbit(out), np.signbit(values))
-
-
-ADDENDS = [
-    *[(D.FLOAT32, c) for c in REAL],
-    *[(D.FLOAT64, c) for c in (*REAL, D.FLOAT64)],
-    *[(D.COMPLEX64, c) for c in (*REAL, D.COMPLEX64)],
-    *[(D.COMPLEX128, c) for c in (*REAL, D.FLOAT64, D.COMPLEX64, D.COMPLEX128)],
-]
 
 
 @pytest.mark.feature("kernels that apply epilogues")

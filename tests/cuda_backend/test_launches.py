@@ -52,6 +52,7 @@ def calls_of(software: SoftwareGpu, call: Callable[[], Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_a_warm_product(software: SoftwareGpu, cupy: Cupy, name: str) -> None:
+    software.software.switches.first_algorithm = False
     dtype = {"int8": np.int8, "bfloat16": BF16}.get(name, np.float32)
     a, b = A.astype(dtype), B.astype(dtype)
     b = b[:, :15].copy() if name == "int8" else b

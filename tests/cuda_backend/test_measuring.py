@@ -75,6 +75,7 @@ def test_loading_a_kernel_does_not_lengthen_the_spinning(
 def test_spinning_that_is_over_too_early_is_repeated_for_longer(
     software: SoftwareGpu, simulated_time: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    software.software.switches.first_algorithm = False
     cycles, done = spied(monkeypatch), iter([True, True, True, False])
     monkeypatch.setattr(runtime, "event_is_done", lambda event: next(done, False))
     x = software.put(A)
@@ -85,6 +86,7 @@ def test_spinning_that_is_over_too_early_is_repeated_for_longer(
 
 
 def test_spinning_has_an_end(software: SoftwareGpu, simulated_time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    software.software.switches.first_algorithm = False
     monkeypatch.setattr(machine, "_HOST_CALL_MS", 5.0)
     cycles = spied(monkeypatch)
     monkeypatch.setattr(runtime, "event_is_done", lambda event: True)

@@ -29,7 +29,7 @@ class OnDevice:
         return (2, 0)
 
     def __dlpack__(self, *, stream: int | None = None, max_version: Any = None) -> object:
-        block = SimpleNamespace(address=self.host.ctypes.data, share=lambda: None)
+        block = SimpleNamespace(address=self.host.ctypes.data, used_on=lambda _: None)
         memory = SimpleNamespace(allocate=lambda *_: block)
         with mock.patch.object(device_memory, "provider", return_value=memory):
             array = device_memory.DeviceArray((4, 4), DType.FLOAT32, Device(2, 0), 1)

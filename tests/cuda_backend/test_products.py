@@ -127,6 +127,18 @@ def test_operands_repeated_by_strides_of_zero(
 
 
 @pytest.mark.feature("batches, and one dimension")
+@named("mode", ["fp32", "bf16x3"])
+@named("c", [False, True])
+def test_more_matrices_than_a_call_has(gpu: Gpu, rng: Any, mode: str, c: bool) -> None:
+    """cuBLASLt takes 65,535; an odd number cannot be divided into calls of one size."""
+    a, b, out = (integers(rng, (65_537, *shape), F32) for shape in ((2, 4), (4, 2), (2, 2)))
+    true = a @ b + (out if c else 0)
+    target = gpu.put(out)
+    lowprec.matmul(gpu.put(a), gpu.put(b), out=target, **({"c": target, "beta": 1.0} if c else {}), math_mode=mode)
+    check_exact(gpu.get(target), true)
+
+
+@pytest.mark.feature("batches, and one dimension")
 @named("shapes", [((7,), (7,)), ((7,), (7, 3)), ((3, 7), (7,)), ((2, 3, 7), (7,)), ((7,), (2, 7, 3))], ids=str)
 def test_vectors(gpu: Gpu, rng: Any, shapes: Any) -> None:
     a, b = (integers(rng, shape, F32) for shape in shapes)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import lowprec
 from cuda_backend.device_fixture import SoftwareGpu, draw
 from software_cuda import cublaslt, tables
-from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED
+from software_cuda.descriptors import SoftwareLtError
+from software_cuda.objects import EXECUTION_FAILED, INVALID_VALUE, NOT_SUPPORTED
 from software_cuda.recorder import Refusal
 from support import oracles
 
@@ -36,13 +38,33 @@ def given(software: SoftwareGpu, name: str) -> dict[str, Any]:
     return {k: software.put(v) if isinstance(v, np.ndarray) else v for k, v in keywords.items()}
 
 
+def refuse_the_first_descriptor(
+    software: SoftwareGpu, function: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refuse every search, or every run, of the operation that comes first."""
+    operations: list[int] = []
+    real = getattr(software.software.cublas_lt, function)
+
+    def refuse(handle: int, operation: int, *rest: int) -> None:
+        operations.append(operation)
+        if operation == operations[0]:
+            raise SoftwareLtError(status)
+        real(handle, operation, *rest)
+
+    monkeypatch.setattr(software.software.cublas_lt, function, refuse, raising=False)
+
+
 @each_epilogue
-@pytest.mark.parametrize("status", REFUSALS)
-@pytest.mark.parametrize("function", ["matmul_algo_get_heuristic", "matmul"])
-def test_epilogues_not_fused_run_in_a_kernel(software: SoftwareGpu, name: str, status: int, function: str) -> None:
+@pytest.mark.parametrize(
+    ("function", "status"),
+    [*(("matmul_algo_get_heuristic", x) for x in REFUSALS), *(("matmul", x) for x in (*REFUSALS, 13, 14))],
+)
+def test_epilogues_not_fused_run_in_a_kernel(
+    software: SoftwareGpu, name: str, status: int, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x, y, keywords = software.put(A), software.put(B), given(software, name)
-    with software.failing_call(f"cublas_lt.{function}", status=status):
-        found = lowprec.matmul(x, y, **keywords)
+    refuse_the_first_descriptor(software, function, status, monkeypatch)
+    found = lowprec.matmul(x, y, **keywords)
     np.testing.assert_array_equal(software.get(found), EPILOGUES[name][1])
     # It stays so, and a plan and a profile show it.
     with lowprec.profile() as profile:
@@ -63,7 +85,7 @@ def test_a_fused_epilogue_without_an_algorithm(
 
     def none_at_first(*arguments: Any, **keywords: Any) -> Any:
         asked.append(arguments)
-        return search(*arguments, **keywords) if len(asked) > 1 else []
+        return search(*arguments, **keywords) if len(asked) > 2 else []  # with a workspace, and without
 
     monkeypatch.setattr(cublaslt, "search", none_at_first)
     x, y, keywords = software.put(A), software.put(B), given(software, name)
@@ -81,23 +103,47 @@ def test_a_refused_plan_is_kept(software: SoftwareGpu) -> None:
     assert software.software.count("cuLaunchKernel") == 1
 
 
-@pytest.mark.parametrize("status", [3, 13, 14])
-def test_failures_are_no_refusals(software: SoftwareGpu, status: int) -> None:
+@pytest.mark.parametrize("status", [7, 8, 13, 14, 15])
+def test_the_first_use_tries_the_next_algorithm(software: SoftwareGpu, status: int) -> None:
+    software.software.switches.first_algorithm = False
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
+    first = dict(lowprec.plan(x, y, **keywords).algorithm)["algorithm"]
+    with software.failing_call("cublas_lt.matmul", status=status) as failure:
+        found = lowprec.matmul(x, y, **keywords)
+    assert failure.happened
+    np.testing.assert_array_equal(software.get(found), TRUE + BIAS)
+    # It stays so, and a plan shows what ran.
+    rows = dict(lowprec.plan(x, y, **keywords).algorithm)
+    assert rows["algorithm"] != first
+    assert f"({status})" in rows["failed"]
+    assert "fallback" not in rows
+    runs = software.software.count("cublas_lt.matmul")
+    lowprec.matmul(x, y, **keywords)
+    assert software.software.count("cublas_lt.matmul") == runs + 1
+
+
+@pytest.mark.parametrize(("uses", "status"), [(0, 3), (1, 13)], ids=["too little memory", "a later use"])
+def test_other_failures_are_reported(software: SoftwareGpu, uses: int, status: int) -> None:
+    x, y, keywords = software.put(A), software.put(B), given(software, "bias")
+    software.software.switches.first_algorithm = False
+    for _ in range(uses):
+        lowprec.matmul(x, y, **keywords)
     with (
         software.failing_call("cublas_lt.matmul", status=status),
         pytest.raises(lowprec.BackendError, match=r"cannot run float32 \(16, 16\)"),
     ):
         lowprec.matmul(x, y, **keywords)
     software.forgive()
-    assert "fallback" not in dict(lowprec.plan(x, y, **keywords).algorithm)
+    assert {"failed", "fallback"}.isdisjoint(dict(lowprec.plan(x, y, **keywords).algorithm))
 
 
 def test_without_a_fallback_the_first_refusal_is_reported(software: SoftwareGpu) -> None:
+    software.expects_cublas = True
     x, y, keywords = software.put(A), software.put(B), given(software, "bias")
     with (
         software.failing_call("matmul_algo_get_heuristic", status=INVALID_VALUE),
-        software.failing_call("matmul_algo_get_heuristic", status=NOT_SUPPORTED),
+        software.failing_call("matmul_algo_get_heuristic", status=INVALID_VALUE),
+        software.failing_call("gemm_strided_batched_ex_64", status=NOT_SUPPORTED),
         pytest.raises(lowprec.UnsupportedError, match=r"cannot prepare .*INVALID_VALUE"),
     ):
         lowprec.matmul(x, y, **keywords)
@@ -114,8 +160,8 @@ def wants_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cuBLASLt without algorithms for int8 with 16 rows and fewer, which are its columns."""
     validate = cublaslt.validate
 
-    def refuse(asked: Any, capability: tuple[int, int]) -> None:
-        validate(asked, capability)
+    def refuse(asked: Any, *rest: Any) -> None:
+        validate(asked, *rest)
         if asked.a.type == tables.R_8I and asked.n <= 16:
             raise Refusal(NOT_SUPPORTED, "few rows")
 
@@ -190,3 +236,61 @@ def test_a_product_is_added_in_place(software: SoftwareGpu) -> None:
     np.testing.assert_array_equal(software.get(out), TRUE + 2 * C)
     assert "fallback" not in dict(lowprec.plan(x, y, c=out, beta=2.0, out=out).algorithm)
     assert "cuLaunchKernel" not in " ".join(software.software.calls)
+
+
+# -- no algorithm runs ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_cublaslt(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cuBLASLt whose every algorithm fails when it runs."""
+    software.expects_cublas = True
+
+    def fail(*_: object) -> None:
+        raise SoftwareLtError(EXECUTION_FAILED)
+
+    monkeypatch.setattr(software.software.cublas_lt, "matmul", fail, raising=False)
+
+
+BY_GEMM_EX: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "float32": (np.float32, "fp32", {}),
+    "float16": (np.float16, "fp32", {}),
+    "float64": (np.float64, "fp32", {}),
+    "complex64": (np.complex64, "fp32", {}),
+    "complex64, bf16": (np.complex64, "bf16", {}),
+    "int8": (np.int8, "fp32", {}),
+    "bf16": (np.float32, "bf16", {}),
+    "fp16": (np.float32, "fp16", {}),
+    "parts": (np.float32, "bf16x3", {}),
+    "epilogue": (np.float32, "tf32", {"bias": BIAS, "c": C, "beta": 2.0, "activation": "relu"}),
+    "alpha": (np.float32, "fp32", {"alpha": 2.0}),
+}
+
+
+@pytest.mark.usefixtures("without_cublaslt")
+@pytest.mark.parametrize("name", BY_GEMM_EX)
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
+def test_cublas_multiplies_if_no_algorithm_of_cublaslt_runs(software: SoftwareGpu, name: str, batch: Any) -> None:
+    dtype, mode, keywords = BY_GEMM_EX[name]
+    a, b = draw(0, *batch, 16, 16, dtype=dtype), draw(1, 16, 16, dtype=dtype)
+    a = a.swapaxes(-1, -2)
+    true = oracles.product(a, b) * keywords.get("alpha", 1)
+    if "bias" in keywords:
+        true = np.maximum(true + 2 * C + BIAS, 0)
+    x, y = software.put(a), software.put(b)
+    given_ = {k: software.put(v) if isinstance(v, np.ndarray) else v for k, v in keywords.items()}
+    for _ in range(2):
+        found = lowprec.matmul(x, y, math_mode=mode, **given_)
+        np.testing.assert_array_equal(software.get(found), true)
+    rows = dict(lowprec.plan(x, y, math_mode=mode, **given_).algorithm)
+    assert rows["algorithm"] == "cublasGemmStridedBatchedEx"
+    assert rows["fallback"].startswith("cublasGemmEx multiplies packed operands: cuBLASLt 13.1.0 ")
+    assert "EXECUTION_FAILED (13)" in rows["fallback"]
+    assert lowprec.autotune(x, y, math_mode=mode, **given_).timed == ()
+
+
+@pytest.mark.usefixtures("without_cublaslt")
+def test_fp8_has_no_other_library(software: SoftwareGpu) -> None:
+    x = software.put(A.astype(ml_dtypes.float8_e4m3fn))
+    with pytest.raises(lowprec.UnsupportedError, match=r"cannot run float8_e4m3fn .*EXECUTION_FAILED"):
+        lowprec.matmul(x, x)

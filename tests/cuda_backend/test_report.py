@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import Gpu
+from cuda_backend.device_fixture import Gpu, SoftwareGpu
 from lowprec.backends.cuda import bindings
 from lowprec.modes import available_modes
+from software_cuda import Switches
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -26,8 +27,10 @@ Load = Callable[[str], ModuleType]
 
 
 @pytest.fixture
-def load(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+def load(software: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
     """Import a module of the report on a fresh software CUDA."""
+    # The report calls cuBLASLt itself, to learn what it refuses.
+    software.software.recorder.switches = Switches()
     monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "4")
     monkeypatch.syspath_prepend(BENCHMARKS)
     before = set(sys.modules)
@@ -122,7 +125,46 @@ def test_epilogues(load: Load) -> None:
                 assert set(taken.values()) == {True}, (pair, scales)
 
 
+def test_stream_handles(load: Load) -> None:
+    streams = load("gpu.streams")
+    for step in ("copy and event", "kernel", "cublasLtMatmul"):
+        for handle in streams.HANDLES.values():
+            assert streams.STEPS[step](handle, 0) is True, (step, handle)
+
+
+def test_a_kernel_launched_as_a_function(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+    first, second = rows("launch")
+    assert first["ok"] is True
+    # The software has no other way.
+    assert second["ok"] is None
+    assert "cuKernelGetFunction" in second["error"]
+
+
+def test_packing_rates(load: Load, software: SoftwareGpu) -> None:
+    packing, clock = load("gpu.packing"), load("gpu.clock").HostClock()
+    # What is queued takes time once it runs.
+    queued = clock.time
+    clock.time = lambda work, behind_s: queued(lambda: (work(), software.drain()), behind_s)
+    found = list(packing.packed(clock, 32, 0))
+    assert [row["name"] for row in found] == ["copy", *packing.PACKINGS]
+    assert all(row["gigabytes_per_s"] > 0 for row in found), found
+
+
 # -- through lowprec ------------------------------------------------------------------------------
+
+
+def test_products(load: Load, software: Gpu) -> None:
+    products, accuracy = load("gpu.products"), load("gpu.accuracy")
+    found = [accuracy.check(lowprec, software, case, 16, 0) for case in products.cases()]
+    assert [r for r in found if r["ok"] is not True] == []
+    assert {r["mode"] for r in found} == {None, *map(str, available_modes())}
+
+
+def test_shapes(load: Load, software: Gpu) -> None:
+    shapes = load("gpu.shapes")
+    found = [shapes.check(software, case, 0) for case in shapes.cases()]
+    assert [r for r in found if r["ok"] is not True] == []
+    assert {tuple(r["scales"]) for r in found} == {(), (0.5, 4.0)}
 
 
 def test_accuracy(load: Load, software: Gpu) -> None:

@@ -7,6 +7,7 @@ wait shows as a wrong number.
 from __future__ import annotations
 
 import gc
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +18,7 @@ import lowprec
 from cuda_backend.device_fixture import SoftwareGpu, draw
 from cuda_backend.device_libraries import StreamedLibrary
 from lowprec.arrays.dlpack import import_array
+from lowprec.backends.cuda import memory
 from lowprec.core import executors
 from lowprec.errors import BackendError
 from software_cuda import Software
@@ -76,8 +78,18 @@ def test_streams_of_cupy_and_an_array_of_another_library(ordered: Software, cupy
             np.testing.assert_array_equal(cupy.asnumpy(found), np.maximum((A + turn) @ B + 1, 0))
 
 
-def test_memory_that_another_library_reads_is_not_reused(ordered: Software) -> None:
+@pytest.fixture
+def freed_at_once(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next allocation frees the memory of dead arrays, however little it is."""
+    monkeypatch.setattr(memory, "_LIMIT_BYTES", 0)
+    monkeypatch.setattr(memory, "_LIMIT_SHARE", 1 << 40)
+    memory._pools.clear()
+
+
+@pytest.mark.usefixtures("freed_at_once")
+def test_memory_that_another_library_reads_is_not_reused(ordered: Software, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library has released the array on the host, before its stream has read it."""
+    monkeypatch.delitem(sys.modules, "jax", raising=False)
     runtime = ordered.runtime
     reader = int(runtime.cudaStreamCreateWithFlags(1)[1])
     x, y = ordered.array(A), ordered.array(B)
@@ -93,6 +105,24 @@ def test_memory_that_another_library_reads_is_not_reused(ordered: Software) -> N
     runtime.cudaStreamSynchronize(reader)
     read = runtime.memory.at(target, 4 * TRUE.size, 0, "").view(np.float32).reshape(TRUE.shape)
     np.testing.assert_array_equal(read, TRUE)
+    assert ordered.count("cudaFree") > 0
+    assert ordered.count("cudaDeviceSynchronize") == 0
+
+
+@pytest.mark.usefixtures("freed_at_once")
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16x3"])
+def test_a_prepared_operand_may_go_while_the_product_waits(ordered: Software, cupy: Cupy, mode: str) -> None:
+    with cupy.cuda.Stream():
+        prepared = lowprec.prepare(cupy.asarray(B), math_mode=mode)
+        lowprec.matmul(cupy.asarray(A), prepared, math_mode=mode)
+    with cupy.cuda.Stream():
+        found = lowprec.matmul(cupy.asarray(A), prepared, math_mode=mode)
+        del prepared
+        gc.collect()
+        lowprec.matmul(ordered.array(A), ordered.array(B))
+        np.testing.assert_array_equal(cupy.asnumpy(found), TRUE)
+    assert ordered.count("cudaFree") > 0
+    assert ordered.count("cudaDeviceSynchronize") == 0
 
 
 @each_mode
@@ -170,6 +200,22 @@ def test_graphs_do_not_share_a_workspace(software: SoftwareGpu, cupy: Cupy) -> N
     software.software.drain()
     for out in results:
         np.testing.assert_array_equal(cupy.asnumpy(out), oracles.product(large, large))
+
+
+@each_mode
+def test_a_graph_of_the_default_stream_of_a_thread(ordered: Software, cupy: Cupy, mode: str) -> None:
+    """cuBLASLt, which may not accept its number, works on another stream in its order."""
+    runtime = ordered.runtime
+    with cupy.cuda.Stream(ptds=True) as own:
+        x, y, out = cupy.asarray(A), cupy.asarray(B), cupy.empty((24, 24), np.float32)
+        lowprec.matmul(x, y, out=out, math_mode=mode)
+        own.synchronize()
+        runtime.begin_capture(own.ptr)
+        lowprec.matmul(x, y, out=out, math_mode=mode)
+        graph = runtime.end_capture(own.ptr)  # raises if the other stream has not joined again
+        x[...] = cupy.asarray(A + 1)
+        graph.replay(own.ptr)
+        np.testing.assert_array_equal(cupy.asnumpy(out), (A + 1) @ B)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])

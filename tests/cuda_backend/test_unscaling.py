@@ -1,8 +1,7 @@
-"""Gradients on a GPU divided by a loss scale: one kernel for each element type, and one wait in each step."""
+"""Gradients on a GPU divided by a loss scale, with one wait in each step."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import ml_dtypes
@@ -12,8 +11,6 @@ import pytest
 from cuda_backend.device_fixture import SoftwareGpu
 from cuda_backend.device_libraries import StreamedLibrary, Torch
 from lowprec import amp
-from lowprec.backends.cuda import libraries, unscaling
-from lowprec.errors import BackendError
 from software_cuda.cupy import Cupy
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -37,8 +34,7 @@ def test_every_element_is_divided_and_checked(library: StreamedLibrary, bad: str
     # PyTorch takes no bfloat16 of NumPy's.
     types = TYPES[:2] if isinstance(library, Torch) else TYPES
     rng = np.random.default_rng(3)
-    # Around a block's share, none, one, and several of it.
-    sizes = (1, 0, 1000, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 70_001)
+    sizes = (1, 0, 1000, 70_001)
     host = [drawn(rng, n, dtype) for dtype in types for n in sizes]
     if bad is not None:
         host[-1][-1] = float(bad)
@@ -55,8 +51,8 @@ def test_every_element_is_divided_and_checked(library: StreamedLibrary, bad: str
 
 
 def test_a_non_finite_element_is_found_anywhere(cupy: Cupy) -> None:
-    n = (1 << 14) + 300
-    for place in (0, 255, 256, (1 << 14) - 1, 1 << 14, n - 1):
+    n = 300
+    for place in (0, 255, n - 1):
         for value in (np.inf, -np.inf, np.nan):
             host = np.ones(n, np.float32)
             host[place] = value
@@ -65,21 +61,29 @@ def test_a_non_finite_element_is_found_anywhere(cupy: Cupy) -> None:
             assert scaler.found_inf, place
 
 
-def test_one_kernel_for_a_type_and_one_wait_for_a_step(software: SoftwareGpu, cupy: Cupy) -> None:
+def test_one_wait_for_a_step_and_no_kernel_of_lowprec(software: SoftwareGpu, cupy: Cupy) -> None:
     rng = np.random.default_rng(4)
-    grads = {str(i): cupy.asarray(drawn(rng, 10 + i, TYPES[i % 3])) for i in range(300)}
+    grads = {str(i): cupy.asarray(drawn(rng, 10 + i, TYPES[i % 3])) for i in range(30)}
     scaler = amp.LossScaler()
     for _ in range(3):
         before, waits = software.calls_made(), cupy.waits
         scaler.unscale(grads, out=grads)
-        calls = Counter(x.partition(".")[2] for x in software.software.calls[before:])
-        assert calls["cuLaunchKernel"] == 3
-        assert not any("Synchronize" in name for name in calls)
+        assert not any("Launch" in x or "Synchronize" in x for x in software.software.calls[before:])
         assert cupy.waits == waits
         assert scaler.step(lambda: "stepped") == "stepped"
         assert not scaler.found_inf
         scaler.update()
         assert cupy.waits == waits + 1
+
+
+def test_another_device_than_the_current_one(cupy: Cupy) -> None:
+    with cupy.cuda.Device(1):
+        x = cupy.asarray(np.float32([3, np.nan]))
+    scaler = amp.LossScaler(3.0)
+    (found,) = scaler.unscale([x])
+    assert found.device.id == 1
+    assert scaler.found_inf
+    np.testing.assert_array_equal(cupy.asnumpy(found), np.float32([1, np.nan]))
 
 
 @pytest.mark.parametrize("view", ["column-major", "strided", "reversed", "onto another order"])
@@ -109,19 +113,3 @@ def test_an_out_that_overlaps_partly(cupy: Cupy) -> None:
     x = cupy.asarray(host)
     amp.LossScaler(3.0).unscale(x[:-1], out=x[1:])
     np.testing.assert_array_equal(cupy.asnumpy(x[1:]), divided(host[:-1]))
-
-
-def test_cupy_without_the_packages_that_launch_kernels(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own functions are called instead."""
-    from lowprec.amp import unscaling as by_library
-
-    def missing() -> None:
-        raise BackendError("nvmath-python is missing")
-
-    monkeypatch.setattr(unscaling, "libraries", missing)
-    monkeypatch.setattr(by_library, "_by_namespace", lambda arrays, *_: (arrays, True))
-    scaler = amp.LossScaler()
-    scaler.unscale(cupy.asarray(np.ones(3, np.float32)))
-    assert scaler.found_inf
-    monkeypatch.undo()
-    assert libraries.loaded() is not None

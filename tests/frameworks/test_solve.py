@@ -336,10 +336,11 @@ class LikeCupy(np.ndarray):
 
 @pytest.mark.parametrize("kind", ["lu", "blocked lu", "cholesky"])
 def test_the_operations_of_cupy(kind: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    scipy = pytest.importorskip("scipy", reason="scipy is not installed")
+    pytest.importorskip("scipy", reason="scipy is not installed")
     a, b = positive(rng, 100, 10.0, "float32"), normal(rng, (100, 2), "float32")
     ops = factors.Operations(a)
-    ops._like, ops._linalg, ops._name, ops.is_numpy = a.view(LikeCupy), scipy.linalg, "cupy", False
+    ops._like, ops._name, ops.is_numpy = a.view(LikeCupy), "cupy", False
+    monkeypatch.setitem(factors._LAPACK, "cupy", "scipy.linalg")
     monkeypatch.setattr(factors.Operations, "to_host", lambda self, x: np.asarray(x))
     mode = lowprec.MathMode.FP32 if kind == "lu" else lowprec.MathMode.TF32X3
     solve = factors.factor(ops.lowered(a, "float32", None), ops, mode, is_positive=kind == "cholesky")

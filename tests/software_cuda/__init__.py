@@ -25,17 +25,22 @@ from software_cuda.driver import Driver
 from software_cuda.recorder import Recorder, Refusal
 from software_cuda.runtime import DeviceModel, Runtime
 from software_cuda.streams import Policy
+from software_cuda.switches import Switches
 
-__all__ = ["Cupy", "DeviceArray", "DeviceModel", "Refusal", "Software", "compiler", "install", "uninstall"]
+__all__ = ["Cupy", "DeviceArray", "DeviceModel", "Refusal", "Software", "Switches", "compiler", "install", "uninstall"]
 
 
 class Software:
     """All parts, each of which replaces a module; ``order`` is a :data:`Policy`, ``version`` that of cuBLASLt."""
 
     def __init__(
-        self, devices: Sequence[DeviceModel] = (DeviceModel(),), order: Policy = "lazy", version: int = 130100
+        self,
+        devices: Sequence[DeviceModel] = (DeviceModel(),),
+        order: Policy = "lazy",
+        version: int = 130100,
+        switches: Switches | None = None,
     ) -> None:
-        self.recorder = Recorder()
+        self.recorder = Recorder(switches)
         self.runtime = Runtime(self.recorder, devices, order)
         self.cublas_lt = CublasLt(self.recorder, self.runtime, version)
         self.cublas = Cublas(self.recorder, self.runtime)
@@ -43,6 +48,11 @@ class Software:
         self.driver = Driver(self.recorder, self.runtime)
         self.cusparse_lt = CusparseLt(self.recorder, self.runtime)
         self.libraries = Libraries(self.cublas_lt, self.cublas, self.runtime, self.core, self.driver, self.cusparse_lt)
+
+    @property
+    def switches(self) -> Switches:
+        """What is refused, or fails, in addition."""
+        return self.recorder.switches
 
     @property
     def calls(self) -> list[str]:
@@ -87,9 +97,12 @@ _replaced: list[Libraries | None] = []
 def install(
     devices: int | Sequence[DeviceModel] = 2, *, order: Policy = "lazy", version: int = 130100, **model: Any
 ) -> Software:
-    """Replace NVIDIA's libraries by software for these devices, or for this number of one :class:`DeviceModel`."""
+    """Replace NVIDIA's libraries by software for these devices, or for this number of one :class:`DeviceModel`.
+
+    All :class:`Switches` are on.
+    """
     models = [DeviceModel(**model)] * devices if isinstance(devices, int) else list(devices)
-    software = Software(models, order, version)
+    software = Software(models, order, version, Switches.all())
     _replaced.append(installed.use(software.libraries))
     return software
 

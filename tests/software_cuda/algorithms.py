@@ -17,6 +17,7 @@ from software_cuda import tables
 from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, Object
 from software_cuda.problem import Problem
 from software_cuda.recorder import Refusal
+from software_cuda.switches import Switches
 
 NONE, INPLACE, COMPUTE_TYPE, OUTPUT_TYPE = 0, 1, 2, 4
 _PREF = real.MatmulPreferenceAttribute
@@ -144,7 +145,7 @@ def fits_shape(algorithm: Algorithm, x: Problem) -> bool:
     return all(y.alignment() >= algorithm.alignment for y in (x.a, x.b, x.c, x.d))
 
 
-def search(x: Problem, preference: Object, device: str, *, tf32_forbidden: bool) -> list[Algorithm]:
+def search(x: Problem, preference: Object, device: str, switches: Switches, *, tf32_forbidden: bool) -> list[Algorithm]:
     def get(name: str, default: int) -> int:
         member = _PREF[name]
         return preference.get(member, real.get_matmul_preference_attribute_dtype(member), default)
@@ -154,6 +155,8 @@ def search(x: Problem, preference: Object, device: str, *, tf32_forbidden: bool)
         promised = min(promised, x.bias_pointer & -x.bias_pointer)
     workspace, mask = get("MAX_WORKSPACE_BYTES", 0), get("REDUCTION_SCHEME_MASK", 7)
     allowed = get("IMPL_MASK", (1 << 64) - 1)
+    if switches.int8_workspace and x.a.type == tables.R_8I and workspace:
+        raise Refusal(NOT_SUPPORTED, "int8 with a workspace")
     if x.emulation and x.compute == tables.EMULATED_FIXEDPOINT:
         is_complex = x.a.type == tables.C_64F
         needed = x.emulation.workspace_bytes(x.m, x.n, x.k, x.d.batch_count, is_complex=is_complex)

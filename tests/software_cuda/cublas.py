@@ -1,6 +1,7 @@
-"""A software cuBLAS: handles, their math modes, and one product that depends on a handle's mode.
+"""A software cuBLAS: handles, their math modes, a product that depends on a handle's mode, and one of any types.
 
-Source: the cuBLAS documentation, ``cublasSetMathMode()``, ``cublasSetStream()`` and ``cublasSgemm()``.
+Source: the cuBLAS documentation, ``cublasSetMathMode()``, ``cublasSetStream()``, ``cublasSetWorkspace()``,
+``cublasSgemm()`` and ``cublasGemmStridedBatchedEx()``.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from typing import Any
 import numpy as np
 from nvmath.bindings import cublas as real
 
-from software_cuda.arithmetic import round_tf32
+from software_cuda import tables
+from software_cuda.algorithms import candidates
+from software_cuda.arithmetic import Call, round_tf32
 from software_cuda.objects import (
     EXECUTION_FAILED,
     INTERNAL_ERROR,
     INVALID_VALUE,
+    NOT_SUPPORTED,
     Handle,
     Registry,
     Use,
     error_text,
     read_host,
 )
+from software_cuda.problem import Matrix, Problem, validate
 from software_cuda.recorder import Recorder, Refusal, function
 from software_cuda.runtime import Runtime
 
@@ -58,6 +63,7 @@ class Cublas(Registry):
     def create(self) -> int:
         made: Any = Handle(self.handle_kind, self.runtime)
         made.math_mode = made.stream = 0
+        made.workspace = (0, 0)
         return self.add(made)
 
     @function
@@ -78,7 +84,53 @@ class Cublas(Registry):
 
     @function
     def set_stream(self, handle: int, stream: int) -> None:
-        self._get(handle).stream = int(stream)
+        found = self._get(handle)
+        found.stream, found.workspace = int(stream), (0, 0)
+
+    @function
+    def set_workspace(self, handle: int, address: int, nbytes: int) -> None:
+        if address % 256:
+            raise Refusal(INVALID_VALUE, f"the workspace at {address:#x} is not aligned to 256")
+        self._get(handle).workspace = (int(address), int(nbytes))
+
+    @function
+    def gemm_strided_batched_ex_64(
+        self, handle: int, op_a: int, op_b: int, m: int, n: int, k: int,
+        alpha: int, a: int, a_type: int, lda: int, a_stride: int, b: int, b_type: int, ldb: int, b_stride: int,
+        beta: int, c: int, c_type: int, ldc: int, c_stride: int, count: int, compute: int, algorithm: int,
+    ) -> None:  # fmt: skip
+        assert algorithm == -1, "others may round operands to 16 bits"
+        found, memory = self.handle(handle), self.runtime.memory
+        types = (a_type, b_type, c_type)
+        scale = next((x.scale for x in tables.ROWS if (x.a, x.b, x.d) == types and compute in x.compute), -1)
+        operand_a = Matrix("A", a_type, *((k, m) if op_a else (m, k)), lda, 0, count, a_stride)
+        operand_b = Matrix("B", b_type, *((n, k) if op_b else (k, n)), ldb, 0, count, b_stride)
+        result = Matrix("C", c_type, m, n, ldc, 0, count, c_stride)
+        asked = Problem(compute, scale, op_a, op_b, 1, 0, -1, 0, 0, 0, 0, 0, operand_a, operand_b, result, result)
+        validate(asked, self.runtime.devices[found.device].capability, self.recorder.switches)
+        if a_type in tables.FLOAT8:
+            raise Refusal(NOT_SUPPORTED, "FP8")
+        if found.math_mode & _FLAG == 0:
+            self.recorder.faults.append("sums may be rounded to 16 bits")
+        (*_, chosen) = candidates(asked, "cuBLAS", tf32_forbidden=False)
+        factors = [
+            np.frombuffer(read_host(x, tables.DTYPES[scale].itemsize), tables.DTYPES[scale])[0] for x in (alpha, beta)
+        ]
+        call = Call(asked, chosen, *factors, a, b, c, c, found.device)
+        address, nbytes = found.workspace
+
+        def multiply() -> None:
+            memory.at(address, nbytes, found.device, "cuBLAS, workspace")
+            call.write(memory, call.multiply(memory))
+
+        self._enqueue(found, "gemm", multiply)
+
+    def _enqueue(self, found: Any, label: str, work: Any) -> None:
+        with Use(found, self.recorder), self.runtime.lock:
+            try:
+                self.runtime.enqueue(self.runtime.stream(found.stream, current=True), label, work, 0.02)
+            except Refusal as refusal:
+                raise Refusal(EXECUTION_FAILED, repr(refusal.status)) from None
 
     @function
     def sgemm(
@@ -101,9 +153,4 @@ class Cublas(Registry):
             value = factors[0] * (left.astype(np.float64) @ right.astype(np.float64)).astype(np.float32)
             out[...] = value if factors[1] == 0 else value + factors[1] * out
 
-        with Use(found, self.recorder), self.runtime.lock:
-            try:
-                stream = self.runtime.stream(found.stream, current=True)
-                self.runtime.enqueue(stream, "sgemm", multiply, 0.02)
-            except Refusal as refusal:
-                raise Refusal(EXECUTION_FAILED, repr(refusal.status)) from None
+        self._enqueue(found, "sgemm", multiply)

@@ -59,6 +59,8 @@ class CublasLt(Objects):
         self.workspaces_race = True
         self.first_launch_ms = 0.0
         self._launched: set[bytes] = set()
+        #: First algorithms of searches, with their products.
+        self._first: set[tuple[bytes, Problem]] = set()
 
     # -- algorithms -------------------------------------------------------------------------------
 
@@ -71,7 +73,7 @@ class CublasLt(Objects):
         a, b, c, d = (self.get(x, LAYOUT) for x in layouts)
         found = problem(self.get(operation, DESCRIPTOR), (a, b, c, d))
         capability = self.runtime.devices[self.runtime.device].capability
-        validate(found, capability)
+        validate(found, capability, self.recorder.switches)
         settings = self._emulation(found.emulation_descriptor)
         return replace(found, emulation=settings if tables.emulates(found.compute, capability, self.version) else None)
 
@@ -97,7 +99,10 @@ class CublasLt(Objects):
             raise Refusal(INTERNAL_ERROR, "a search during a capture")
         with Use(self.handle(handle), self.recorder):
             asked = self._problem(operation, a, b, c, d)
-            found = search(asked, wanted, self._device_name(), tf32_forbidden=bool(self.tf32_forbidden))[:requested]
+            forbidden, switches = bool(self.tf32_forbidden), self.recorder.switches
+            found = search(asked, wanted, self._device_name(), switches, tf32_forbidden=forbidden)[:requested]
+        if switches.first_algorithm and found:
+            self._first.add((found[0].pack(), asked.without_pointers))
         for i, algorithm in enumerate(found):
             self._write_result(results, i, algorithm)
         ctypes.c_int.from_address(returned).value = len(found)
@@ -159,6 +164,10 @@ class CublasLt(Objects):
             call = Call(asked, algorithm, *factors, a, b, c, d, used.device)
             self._check_call(call)
             self._check_workspace(algorithm, workspace, workspace_bytes)
+            if stream in (1, 2) and self.recorder.switches.default_streams:
+                raise Refusal(INVALID_VALUE, f"stream {stream}")
+            if (algorithm.pack(), asked.without_pointers) in self._first:
+                raise Refusal(EXECUTION_FAILED, "the first algorithm")
             with self.runtime.lock:
                 self._queue(call, workspace, stream)
 

@@ -5,7 +5,9 @@ Source: the CuPy reference (``cupy.ndarray``, ``cupy.cuda.Stream``, ``cupy.cuda.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import threading
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -40,6 +42,9 @@ class Cupy(ModuleType):
 
         self.ndarray = Array
         self.int8, self.transpose = np.int8, None
+        self.isfinite, self.any, self.logical_or = (
+            functools.partial(self.compute, f) for f in (np.isfinite, np.any, np.logical_or)
+        )
         self.cuda = SimpleNamespace(
             Device=OwnDevice, Stream=OwnStream, get_current_stream=self.current, runtime=SimpleNamespace(is_hip=False)
         )
@@ -72,16 +77,21 @@ class Cupy(ModuleType):
         fill(self.runtime, self.current().stream, made.memory, values)
         return made
 
-    def empty_like(self, array: _Array) -> _Array:
-        order = sorted(range(array.memory.ndim), key=lambda axis: -array.strides[axis])
-        made = self.empty(tuple(array.shape[axis] for axis in order), array.dtype)
-        memory = made.memory.transpose(np.argsort(order))
-        return self.ndarray(memory, array.device.id)
+    def compute(self, function: Any, *operands: Any) -> _Array:
+        """Return a new array with a function's values, computed by work on the current stream."""
+        memory = [x.memory if isinstance(x, _Array) else x for x in operands]
+        like = function(*(np.ones(x.shape, x.dtype) if isinstance(x, np.ndarray) else x for x in memory))
+        made, device = self.empty(np.shape(like), like.dtype), self.runtime.device
+        target = made.memory
 
-    def array(self, array: _Array, *, order: str) -> _Array:
-        assert order == "C", "others are not modelled"
-        made = self.empty(array.shape, array.dtype)
-        made[...] = array
+        def write() -> None:
+            if target.size:
+                read = [checked(self.runtime, x, device) if isinstance(x, np.ndarray) else x for x in memory]
+                with np.errstate(all="ignore"):
+                    checked(self.runtime, target, device)[...] = function(*read)
+
+        with self.runtime.lock:
+            self.runtime.enqueue(self.current(device).stream, "compute", write, 0.01)
         return made
 
     def asnumpy(self, array: _Array) -> NDArray[Any]:
@@ -162,6 +172,15 @@ class _Array:
         """Wait for the current stream, as every read of a number does."""
         self.cupy.waits += 1
         return bool(self.cupy.asnumpy(self))
+
+    def __mul__(self, other: float) -> _Array:
+        return self.cupy.compute(operator.mul, self, other)
+
+    def __invert__(self) -> _Array:
+        return self.cupy.compute(operator.invert, self)
+
+    def astype(self, dtype: Any) -> _Array:
+        return self.cupy.compute(lambda x: x.astype(dtype), self)
 
     def __setitem__(self, index: Any, values: _Array) -> None:
         """Queue a copy on the current stream."""

@@ -6,9 +6,8 @@ reference, *Stream Ordered Memory Allocator*, and the CUDA C++ Programming Guide
 
 from __future__ import annotations
 
-import itertools
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cuda.bindings import runtime as real
@@ -27,8 +26,6 @@ class Pool:
     device: int
     unused: int = 0
     threshold: int = 0
-    #: Other devices that may access it.
-    open_to: list[int] = field(default_factory=list)
 
 
 class Pools(Machine):
@@ -37,8 +34,6 @@ class Pools(Machine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.pools: dict[int, Pool] = {}
-        #: Pairs of devices of which the first can access memory on the second.
-        self.peers = set(itertools.permutations(range(len(self.devices)), 2))
 
     @api(1, unsafe=True)
     def cudaMemPoolCreate(self, properties: real.cudaMemPoolProps) -> Any:
@@ -66,20 +61,6 @@ class Pools(Machine):
         if attribute != real.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold:
             raise Refusal(Status.cudaErrorInvalidValue)
         self._pool(pool).threshold = int(value)
-
-    @api(1, always=True)
-    def cudaDeviceCanAccessPeer(self, device: int, peer: int) -> int:
-        return int((device, peer) in self.peers)
-
-    @api()
-    def cudaMemPoolSetAccess(self, pool: Any, wanted: list[Any], count: int) -> None:
-        found, flags = self._pool(pool), real.cudaMemAccessFlags
-        allowed = {(_ON_DEVICE, flags.cudaMemAccessFlagsProtReadWrite)}
-        if count != len(wanted) or {(x.location.type, x.flags) for x in wanted} != allowed:
-            raise Refusal(Status.cudaErrorInvalidValue)
-        if not {(x.location.id, found.device) for x in wanted} <= self.peers:
-            raise Refusal(Status.cudaErrorInvalidDevice)
-        found.open_to = [x.location.id for x in wanted]
 
     @api(unsafe=True)
     def cudaMemPoolTrimTo(self, pool: Any, nbytes: int) -> None:

@@ -12,10 +12,12 @@ from software_cuda import tables
 from software_cuda.emulation import Emulation
 from software_cuda.objects import INVALID_VALUE, NOT_SUPPORTED, Object
 from software_cuda.recorder import Refusal
+from software_cuda.switches import Switches
 
 _DESC, _LAYOUT = real.MatmulDescAttribute, real.MatrixLayoutAttribute
 _EPILOGUES = frozenset(int(real.Epilogue[x]) for x in ("DEFAULT", "RELU", "BIAS", "RELU_BIAS", "GELU", "GELU_BIAS"))
 _BIAS, _RELU, _GELU = 4, 2, 32
+_MOST_MATRICES = 65535
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class Problem:
     d: Matrix
     emulation_descriptor: int = 0
     emulation: Emulation | None = None  # where the device emulates
+
+    @property
+    def without_pointers(self) -> Problem:
+        """The product for other bias and scales."""
+        return replace(self, bias_pointer=0, a_scale=0, b_scale=0, emulation_descriptor=0)
 
     @property
     def m(self) -> int:
@@ -187,8 +194,10 @@ def _matrix(layout: Object, name: str) -> Matrix:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def validate(x: Problem, capability: tuple[int, int]) -> None:
+def validate(x: Problem, capability: tuple[int, int], switches: Switches) -> None:
     """Refuse a product that cuBLASLt does not compute on a device."""
+    if switches.large_batches and x.d.batch_count > _MOST_MATRICES:
+        raise Refusal(NOT_SUPPORTED, f"{x.d.batch_count} matrices")
     for matrix in (x.a, x.b, x.c, x.d):
         _validate_layout(matrix)
     row = tables.row(x.compute, x.scale, x.a.type, x.b.type, x.c.type, x.d.type)
@@ -204,7 +213,7 @@ def validate(x: Problem, capability: tuple[int, int]) -> None:
         _validate_int8(x)
     if x.is_narrow:
         _validate_narrow(x, capability)
-        _validate_scales(x, capability)
+        _validate_scales(x, capability, switches)
 
 
 def _validate_layout(x: Matrix) -> None:
@@ -276,11 +285,17 @@ def _validate_narrow(x: Problem, capability: tuple[int, int]) -> None:
         raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels want k and the rows of D in steps of 16 bytes")
 
 
-def _validate_scales(x: Problem, capability: tuple[int, int]) -> None:
+def _validate_scales(x: Problem, capability: tuple[int, int], switches: Switches) -> None:
     modes = (x.a_mode, x.b_mode)
     fp4 = x.a.type == tables.R_4F_E2M1
     if modes == (tables.SCALAR_32F,) * 2 and not fp4:
+        if switches.float8_scales and not (x.a_scale and x.b_scale):
+            raise Refusal(NOT_SUPPORTED, "FP8 operands without scales")
         return
+    if switches.block_extents and (x.m % 16 or x.n % 16 or x.k % 32):
+        raise Refusal(NOT_SUPPORTED, f"blocks with extents {x.m}, {x.n}, {x.k}")
+    if switches.fp4_bias and fp4 and x.epilogue == _BIAS:
+        raise Refusal(NOT_SUPPORTED, "FP4 with a bias alone")
     if modes != (tables.VEC16_UE4M3 if fp4 else tables.VEC32_UE8M0,) * 2:
         raise Refusal(NOT_SUPPORTED, f"scale modes {modes} for operands of type {x.a.type}")
     if not tables.has_block_scales(capability):

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from software_cuda.switches import Switches
+
 
 class Fault(Exception):
     """Work on a device that the hardware stops, for example an access to memory that is not allocated."""
@@ -27,7 +29,8 @@ class Recorder:
     A test that provokes a fault empties the list. ``log`` has the function and arguments of the runtime's calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, switches: Switches | None = None) -> None:
+        self.switches = switches or Switches()
         self.calls: list[str] = []
         self.log: list[tuple[Any, ...]] = []
         self.faults: list[str] = []

@@ -84,7 +84,8 @@ class Runtime(Pools):
     def cudaFree(self, address: int) -> None:
         if not address or self.free_of_pool(int(address)):
             return
-        self.wait([op for x in self.scheduler.streams for op in x.queue])
+        if not self.recorder.switches.free_without_wait:
+            self.wait([op for x in self.scheduler.streams for op in x.queue])
         if not self.memory.free(int(address)):
             self.recorder.faults.append(f"cudaFree of {int(address):#x}, which is not allocated")
             raise Refusal(Status.cudaErrorInvalidValue)

@@ -17,7 +17,7 @@ import pytest
 
 import lowprec
 from lowprec import _version
-from support.programs import run_python
+from support.programs import posix, run_python
 
 PACKAGE = Path(lowprec.__file__).parent
 #: Layers above the core, which know no backend.
@@ -26,6 +26,9 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 ENVIRONMENT_READER = "policy/environment.py"
 #: Read it too: the start-up hook runs in programs that may never import lowprec; what is set for C is put back.
 OTHER_READERS = {"policy/variables.py", "cli/commands/run/startup/sitecustomize.py"}
+
+#: The package's lock; that of a thread which receives no signals, and numba's.
+LOCKS = {"util/lock.py", "backends/cuda/waiting.py", "backends/cpu/packed/compilation.py"}
 
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
@@ -96,6 +99,20 @@ def machine_paths(source: str) -> Iterator[str]:
             yield from path.findall(token.string)
 
 
+def lost_locks(source: str) -> Iterator[int]:
+    """Yield the lines with a lock that an exception of a signal handler, or a fork, may leave held."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.With | ast.AsyncWith):
+            if any(re.search(r"(\b|_)lock\b", ast.unparse(item.context_expr)) for item in node.items):
+                yield node.lineno
+        elif isinstance(node, ast.Attribute | ast.Name | ast.alias):
+            name = (
+                node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else node.name
+            )
+            if name in {"Lock", "RLock", "Condition", "Semaphore", "cached_property"}:
+                yield node.lineno
+
+
 def loaded_by(statement: str) -> set[str]:
     """Return the top-level modules that a fresh interpreter holds after `statement`."""
     return set(
@@ -121,6 +138,8 @@ def test_source_follows_the_house_rules(path: Path) -> None:
     if _name(path) not in {ENVIRONMENT_READER, *OTHER_READERS}:
         where = list(environment_reads(source))
         assert not where, f"lines {where}: only {ENVIRONMENT_READER} reads the environment"
+    if _name(path) not in LOCKS:
+        assert not list(lost_locks(source)), "use lowprec.util.lock.locked, or state that needs no lock"
 
 
 @pytest.mark.parametrize(
@@ -146,6 +165,46 @@ def test_import_is_light() -> None:
     assert not loaded.intersection(HEAVY)
 
 
+@posix
+def test_threads_import_modules_in_one_order() -> None:
+    """A module waits for its package, so no package that imports it may wait for it meanwhile."""
+    code = """
+        import ast, os, sys
+        import numpy as np
+        import lowprec
+
+        class Finder:
+            def find_spec(self, name, path=None, target=None):
+                frame = sys._getframe()
+                while frame := frame.f_back:
+                    module = frame.f_locals.get("name", "") if frame.f_code.co_name == "_find_and_load" else ""
+                    if module.startswith(f"{name}."):
+                        pairs.append((name, module))
+
+        def product():
+            with lowprec.emulate("hopper"):
+                lowprec.matmul(x, x, math_mode="bf16")
+            return lowprec.matmul(x, x, math_mode="bf16")
+
+        def imports_its_own(name):
+            tree = ast.parse(open(sys.modules[name].__file__).read())
+            return any(
+                (node.module or "").startswith(name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+            )
+
+        x, pairs = np.ones((4, 4), np.float32), []
+        sys.meta_path.insert(0, Finder())
+        for name in ["a product", *lowprec.__all__, "torch", "jax"]:
+            if not os.fork():
+                product() if name == "a product" else getattr(lowprec, name, None)
+                found = {pair for pair in pairs if pair[0].startswith("lowprec.") and imports_its_own(pair[0])}
+                print(*sorted(found), end="", flush=True)
+                os._exit(0)
+            os.wait()
+    """
+    assert run_python(code, warn="ignore") == ""
+
+
 def test_version_comes_from_one_place() -> None:
     assert lowprec.__version__ == _version.__version__
     citation = (Path(__file__).parents[2] / "CITATION.cff").read_text(encoding="utf-8")
@@ -167,6 +226,23 @@ def test_function_length_leaves_the_docstring_out() -> None:
     assert dict(function_lengths(f"def f():\n{body}\n")) == {"f": MAX_FUNCTION_LINES + 1}
     assert dict(function_lengths(documented)) == {"f": 2}
     assert dict(function_lengths("class C:\n    async def g(self):\n        return 1\n")) == {"g": 2}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "with self._lock: pass",
+        "with global_lock(1), x: pass",
+        "threading.RLock()",
+        "from functools import cached_property",
+    ],
+)
+def test_locks_are_found(source: str) -> None:
+    assert len(list(lost_locks(source))) == 1
+
+
+def test_blocks_of_memory_are_no_locks() -> None:
+    assert not list(lost_locks("with block as address: locked(act, lock, address)"))
 
 
 def test_loaded_by_sees_a_submodule() -> None:

@@ -30,6 +30,10 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.bytes = np.zeros(max(nbytes, 1), np.uint8)
         self.address = self.bytes.ctypes.data
+        self.streams: list[int] = []
+
+    def used_on(self, stream: int) -> None:
+        self.streams.append(stream)
 
 
 class Memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from typing import Any
 
@@ -82,6 +83,28 @@ def test_an_answer_while_another_thread_changes_the_switch_does_not_count(librar
     library.without_effect = interfere  # type: ignore[method-assign]
     assert not any("changes nothing" in text for text in said("bf16"))
     assert effects.known.get(("library", MathMode.BF16)) is None
+
+
+def test_another_thread_does_not_set_the_switches_while_they_are_read(library: Asked) -> None:
+    """To read PyTorch's own values, some of its switches are changed for a moment."""
+
+    def guarded() -> None:
+        with fp32_guard():
+            pass
+
+    def reading() -> None:
+        if library.calls.count("save") == 2:  # after the question
+            library.while_saving = None
+            thread.start()
+            thread.join(0.2)
+            during.append(library.calls.count("set_mode"))
+
+    thread, during = threading.Thread(target=guarded), list[int]()
+    library.while_saving = reading
+    assert len(said("bf16")) == 1
+    thread.join()
+    assert during == [1]
+    assert library.is_as_before
 
 
 def test_processes_without_the_guard_are_left_alone(library: Asked) -> None:

@@ -32,7 +32,7 @@ def test_the_table_lists_the_variables_of_this_version() -> None:
         CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT
         OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS OPENBLAS_CORETYPE
     """
-    own = [*READ_ONCE, "LOWPREC_AUTOTUNE", "LOWPREC_CACHE_DIR", ISA, "LOWPREC_THREADS", *amp]
+    own = [*READ_ONCE, "LOWPREC_AUTOTUNE", "LOWPREC_PEER_ACCESS", "LOWPREC_CACHE_DIR", ISA, "LOWPREC_THREADS", *amp]
     assert [v.name for v in environment.VARIABLES] == own + others.split()
     assert tuple(v.name for v in environment.VARIABLES if v.read_once) == (*READ_ONCE, ISA)
     assert all(v.meaning.endswith(".") and v.legal and v.default for v in environment.VARIABLES)

@@ -121,6 +121,22 @@ def test_a_signal_ends_the_report_with_the_finished_parts(load: Load, tmp_path: 
     assert {results[x]["not_run"] for x in ("rounding", "speed")} == {"the report was interrupted"}
 
 
+def test_a_part_goes_on_in_a_new_process_after_an_error_that_lasts(execute: Callable[..., Result]) -> None:
+    code = (
+        f"import os, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from pathlib import Path; from gpu import parts\n"
+        "part, broken = parts.opened(Path(sys.argv[1])), []\n"
+        "for case in part.one_by_one('abcde', parts.Options(True, 0), lambda: bool(broken)):\n"
+        "    broken += [case] * (case in 'bd')\n"
+        "    part.row(ok=not broken and case != 'a', case=case, process=len(broken))\n"
+        "part.finish()"
+    )
+    found = execute(code)
+    assert (found["exit"], found["error"], found["complete"]) == (0, "", True)
+    assert [(row["case"], row["ok"]) for row in found["rows"]] == [
+        ("a", False), ("b", False), ("c", True), ("d", False), ("e", True)
+    ]  # fmt: skip
+
+
 def test_a_part_is_on_disk_after_each_row(load: Load, tmp_path: Path) -> None:
     parts = load("gpu.parts")
     part = parts.Part(tmp_path / "part.json")
@@ -197,6 +213,12 @@ def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load: Load
     assert {c["met"] for c in content["claims"]} == {None}
 
 
+@pytest.mark.parametrize("fact", ["gpu", "nvidia_smi", "nvidia_files"])
+def test_any_trace_of_a_gpu_lets_the_measurements_run(run_all: Callable[..., Any], fact: str) -> None:
+    asked, _ = run_all("products", **{"gpu": None, fact: 1} if fact != "gpu" else {"gpu": True})
+    assert [name for name, _, _ in asked] == ["device", "products"]
+
+
 def test_each_part_reports_its_question_and_one_that_cannot_be_started(run_all: Callable[..., Any]) -> None:
     asked, content = run_all("test_products", "rounding", "speed", gpu=True, broken="rounding")
     assert [name for name, _, _ in asked] == ["device", "test_products", "rounding", "speed"]
@@ -207,16 +229,16 @@ def test_each_part_reports_its_question_and_one_that_cannot_be_started(run_all: 
     assert results["test_products"]["question"].startswith("Which features work")
 
 
-def test_all_limits_fit_into_the_whole(load: Load) -> None:
+def test_parts_are_in_the_order_of_their_value_and_take_a_minute_each(load: Load) -> None:
     limits, parts = load("gpu_report").limits(), load("gpu.parts")
     names = list(limits)
-    assert names[0] == "device"
+    first = ["device", "products", "streams", "launch", "graphs", "shapes", "limits", "packing"]
+    assert names[: len(first)] == first
     assert {"test_products", "test_device", "test_kernels", "test_cublas_handle"} <= set(names)
-    assert parts.TOTAL_S < 480
-    # What the claims are about is measured for a minute even if all before it takes as long as it may.
-    before = [limits[name] for name in names[: names.index("speed")] if "test_" not in name]
-    assert sum(before) + parts.ALL_TESTS_S <= parts.TOTAL_S - 60
     assert names[-1] == "test_kernels"
+    assert max(limits.values()) <= 60
+    # Even if all of these take as long as they may, there is time for the tests.
+    assert sum(limits[name] for name in first) + parts.TESTS_S <= parts.TOTAL_S == 450
     assert all(parts.question(name).endswith("?") for name in names)
     for name in parts.MEASUREMENTS:
         assert callable(load(f"gpu.{name.partition('-')[0]}").run)
@@ -472,6 +494,35 @@ def test_a_scheme_must_be_as_exact_as_the_one_it_beats(
     found = _claims(load, splits=rows)
     name = "fp16x3: speed over torch.matmul in float32 at 8192, with no larger error, best chunk"
     assert (found[name]["value"], found[name]["met"]) == (value, met)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16x3"])
+def test_replays_of_a_graph(load: Load, torch: Any, mode: str) -> None:
+    graphs = load("gpu.graphs")
+
+    def capture(function: Callable[[], Any]) -> Callable[[], Any]:
+        function()
+        return function
+
+    assert graphs.replayed(torch, mode, capture, "cpu", 0) == {"ok": True, "wrong": []}
+    stale = graphs.replayed(torch, mode, lambda function: function() or (lambda: None), "cpu", 0)
+    assert (stale["ok"], stale["wrong"][:2]) == (False, ["out of replay 0", "result of replay 0"])
+
+
+@pytest.mark.parametrize("name", ["batch", "leading_dimension", "elements_of_a", "elements_of_result"])
+def test_sizes_at_the_limits(load: Load, torch: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = load("gpu.limits")
+    question = getattr(limits, name)
+    assert question.__name__ in {asked.__name__ for asked, _ in limits.QUESTIONS}
+    assert question(torch, "cpu", 64 if name == "leading_dimension" else 5, 0) is True
+    real = lowprec.matmul
+    monkeypatch.setattr(lowprec, "matmul", lambda *given, **more: real(*given, **more) + 1)
+    assert question(torch, "cpu", 64 if name == "leading_dimension" else 5, 0) is False
+
+
+def test_fused_epilogues(load: Load, torch: Any) -> None:
+    row = load("gpu.packing").fused(torch, "float32", 64, load("gpu.clock").HostClock(), 0)
+    assert (row["ok"], row["errors"], set(row["speed"])) == (None, {}, {"separate", "torch"})
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float32 fp32", "float32 bf16", "float32 times a vector"])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +18,13 @@ from lowprec.policy.protocol import Tier
 from support import interrupts
 from support import synthetic_library as made_up
 from support.interrupts import Late
+from support.programs import run_python
 from support.synthetic_library import Library
 
 ERRORS = (KeyboardInterrupt, TimeoutError, Late)
 #: The code of the libraries below counts as the policy's own.
 FILES = (__file__, made_up.__file__)
+TESTS = str(Path(__file__).parents[1])
 
 
 Libraries = tuple[Library, Library]
@@ -41,18 +40,24 @@ def libraries(register: Any) -> Iterator[Libraries]:
 
 
 def check(libraries: Libraries) -> None:
-    """Everything is as before, and can be set again."""
+    """Everything is as before, and can be set again, in other threads too."""
     assert all(library.is_as_before for library in libraries)
-    assert entries.innermost.get().outer is None
     assert not entries.held
     # Those of other tests' libraries may have been set for the rest of the process.
     stacks = (switches._process_stacks, switches._thread.stacks)
     assert not any(held.get(library) for held in stacks for library in libraries)
-    assert not switches._changing.locked()
-    assert not switches._lock._is_owned()  # type: ignore[attr-defined]
-    with math_mode("tf32", frameworks=True):
-        assert get_math_mode() is MathMode.TF32
-        assert {v for library in libraries for v in library.values.values()} == {"tf32"}
+
+    def enter() -> None:
+        with math_mode("tf32", frameworks=True):
+            assert get_math_mode() is MathMode.TF32
+            seen.append({v for library in libraries for v in library.values.values()})
+
+    seen: list[set[str]] = []
+    enter()
+    thread = threading.Thread(target=enter, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert seen == [{"tf32"}] * 2
 
 
 # -- every place ----------------------------------------------------------------------------------
@@ -100,28 +105,21 @@ ACTIONS = [empty, own_policy_only, nested, switches_of_a_mode, decorated, genera
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
 @pytest.mark.sampled(3)
-def test_everything_is_put_back_and_the_exception_arrives(
+def test_the_exception_arrives_and_blocks_no_thread(
     libraries: Libraries, action: Callable[[], None], error: type[BaseException]
 ) -> None:
     assert interrupts.count(action, lambda: check(libraries), error, also=FILES) > 20
 
 
-def test_an_exit_stack(libraries: Libraries) -> None:
-    """Its code keeps what it calls in a frame of the exception, so the block is left when that is collected."""
+def test_an_interrupted_entry_is_undone(libraries: Libraries) -> None:
+    def enter() -> None:
+        fp32_guard().__enter__()
 
-    def action() -> None:
-        with ExitStack() as stack:
-            stack.enter_context(math_mode("tf32", frameworks=True))
-            stack.enter_context(fp32_guard())
-
-    at, struck = 0, True
-    while struck:
-        with suppress(Late):
-            struck = interrupts.strike(action, at, partial(interrupts.fail, Late), also=FILES)
-        gc.collect()
+    for came in interrupts.interrupted(enter, Late, also=FILES):
+        assert type(came) is Late
+        assert not entries.held
         check(libraries)
-        at += 1
-    assert at > 20
+    assert interrupts.leave() == 1  # of the call without an interrupt
 
 
 def test_a_guard_that_another_thread_has_open(libraries: Libraries) -> None:
@@ -195,12 +193,17 @@ def test_a_handler_that_multiplies_while_the_environment_is_read(monkeypatch: py
 # -- real signals ---------------------------------------------------------------------------------
 
 _SIGNALS = """
-import random, signal, warnings
+import contextvars, random, signal, sys, threading, warnings
 warnings.simplefilter("error")
-from lowprec.policy import entries, fp32_guard, math_mode
+from types import ModuleType
+from lowprec.policy import controllers, fp32_guard, math_mode
+from support import interrupts
+from support.interrupts import Late
+from support.synthetic_library import Library
 
-class Late(Exception):
-    pass
+library = Library("one")
+sys.modules[library.module] = ModuleType(library.module)
+controllers.register_controller(library)
 
 def late(*_):
     global fired
@@ -213,24 +216,33 @@ def run(scope):
         with scope:
             pass
 
+def enter():
+    with scopes[0]:
+        seen.append(library.is_full)
+
 signal.signal(signal.SIGALRM, late)
 rng, scopes = random.Random(0), (fp32_guard(), math_mode("tf32", frameworks=True))
-lost = wrong = 0
-for turn in range(5000):
+lost, changed, seen = 0, 0, []
+for turn in range(3000):
     fired, arrived = False, False
     try:
         signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 2e-4))
-        run(scopes[turn % 2])
+        contextvars.copy_context().run(run, scopes[turn % 2])
     except Late:
         arrived = True
     lost += not arrived
-    wrong += entries.innermost.get().outer is not None
-print(lost, wrong)
+    interrupts.leave()
+    changed += not library.is_as_before
+    thread = threading.Thread(target=enter, daemon=True)
+    thread.start()
+    thread.join(10)
+    if len(seen) <= turn:
+        sys.exit(f"turn {turn}: a thread waits for the lock")
+print(lost, changed, all(seen))
 """
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timers")
-def test_signals_arrive_and_leave_nothing_behind() -> None:
+def test_signals_arrive_and_block_no_thread() -> None:
     """A timer interrupts blocks wherever it happens to go off."""
-    done = subprocess.run([sys.executable, "-c", _SIGNALS], capture_output=True, text=True, check=True, timeout=300)
-    assert (done.stdout, done.stderr) == ("0 0\n", "")
+    assert run_python(_SIGNALS, warn="error", timeout=300, PYTHONPATH=TESTS) == "0 0 True"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, ReasonKind, plan_gemm
+from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, ReasonKind, batches, plan_gemm
 from lowprec.planning.batches import split_batches
 from lowprec.planning.calls import CublasLtCall, LtMatrix, Pack
 from lowprec.planning.lowering import lower
@@ -73,7 +73,8 @@ def packed(pack: Pack, source: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def interpret(call: CublasLtCall, first: Any, second: Any, c: Any, d: Any, alpha: complex, beta: complex) -> None:
     """Run a call: each argument is flat memory and where the array begins in it."""
-    for offsets, batch in product(call.offsets, range(call.batch_count)):
+    calls = [(offsets, batch) for part in call.parts for offsets in part.offsets for batch in range(part.batch_count)]
+    for offsets, batch in calls:
         at = [
             start + offset + batch * x.batch_stride
             for (_, start), offset, x in zip(
@@ -358,20 +359,35 @@ def test_float8_is_widened_without_units_for_the_pair() -> None:
 @given(
     st.lists(st.integers(1, 4), max_size=4).map(tuple),
     st.lists(st.lists(st.integers(0, 40), min_size=4, max_size=4), min_size=1, max_size=3),
+    st.sampled_from([1, 2, 3, 7, batches.MOST_MATRICES]),
 )
-def test_split_batches_walks_every_matrix_once(shape: tuple[int, ...], rows: list[list[int]]) -> None:
+def test_split_batches_contains_every_matrix_once(shape: tuple[int, ...], rows: list[list[int]], most: int) -> None:
     stacks = [tuple(row[: len(shape)]) for row in rows]
-    count, batch_strides, offsets = split_batches(shape, stacks)
+    with mock.patch.object(batches, "MOST_MATRICES", most):
+        batch_strides, runs = split_batches(shape, stacks)
+    assert max(run.matrices for run in runs) <= most
     walked = sorted(
-        tuple(o + i * s for o, s in zip(offset, batch_strides, strict=True)) for offset in offsets for i in range(count)
-    )
+        tuple(o + i * s for o, s in zip(offset, batch_strides, strict=True))
+        for run in runs for offset in run.offsets for i in range(run.matrices)
+    )  # fmt: skip
     expected = sorted(
         tuple(sum(i * s for i, s in zip(index, strides, strict=True)) for strides in stacks)
         for index in np.ndindex(*shape)
     )
     assert walked == expected
     strides = contiguous_strides(shape, 10)
-    assert len(split_batches(shape, [strides, strides])[-1]) == 1, "contiguous batches are one run"
+    _, ((_, offsets),) = split_batches(shape, [strides, strides])
+    assert len(offsets) == 1, "contiguous batches are one call"
+
+
+@pytest.mark.parametrize(
+    ("count", "calls"), [(65535, [(65535, 1)]), (65536, [(32768, 2)]), (65537, [(32769, 1), (32768, 1)])]
+)
+def test_a_call_has_at_most_65535_matrices(count: int, calls: list[tuple[int, int]]) -> None:
+    a, b = contiguous((count, 2, 4), DType.FLOAT32, 0).spec, contiguous((count, 4, 4), DType.FLOAT32, 1).spec
+    call = plan_gemm(GemmProblem(a, b), GPU, MathMode.FP32).call
+    assert call is not None
+    assert [(part.batch_count, len(part.offsets)) for part in call.parts] == calls
 
 
 def test_tensor_cores_of_each_generation() -> None:

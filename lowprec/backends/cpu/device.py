@@ -47,7 +47,7 @@ def _capabilities() -> Capabilities:
 
 @functools.cache
 def _emulating(architecture: Architecture) -> Capabilities:
-    from lowprec.backends.cpu.emulation import kernels  # needed for emulation only
+    from lowprec.backends.cpu.emulation.arithmetic import kernels  # needed for emulation only
 
     real = _capabilities()
     return replace(real, kernels=(*kernels(architecture), *real.kernels))

@@ -1,4 +1,4 @@
-"""Selection of cuBLASLt's algorithms: the fastest measured one, or the heuristics' first choice.
+"""Selection of cuBLASLt's algorithms: the fastest measured one, or the heuristics' choices in their order.
 
 Measured choices are cached on disk by GPU model, versions of driver and cuBLAS, and product. An algorithm replaces the
 first choice only if it wins two measurements: among all candidates, and then against the first choice alone.
@@ -6,33 +6,36 @@ first choice only if it wins two measurements: among all candidates, and then ag
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import threading
 from typing import Any
 
 from lowprec.backends import disk
 from lowprec.backends.cuda import bindings, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import Invocation, Operands
-from lowprec.backends.cuda.measuring import Contest, Measured, Progress, rotated
+from lowprec.backends.cuda.measuring import Contest, Measured, NoneRunsError, Progress, rotated
 from lowprec.policy.variables import AUTOTUNE
+from lowprec.util.lock import locked
 
-#: Default number of algorithms that are measured.
-CANDIDATES = 32
+#: Default number of algorithms that are measured, and of those that are tried until one runs.
+CANDIDATES, _CHOICES = 32, 8
 
 _FILE = "autotune.json"
 _FORMAT = 1
 
 
-def choose(invocation: Invocation, handle: int, stream: int, operands: Operands) -> Algorithm | None:
-    """Return the algorithm for a product, measured or the heuristics' first choice; None if there is none."""
+def choose(invocation: Invocation, handle: int, stream: int, operands: Operands) -> list[Algorithm]:
+    """Return the algorithms to try for a product, a measured one first; empty if there is none."""
     setting = AUTOTUNE.current()
-    if setting is not False and (known := _known(invocation, handle)) is not None:
-        return known
-    found = invocation.search(handle, 1)
+    known = None if setting is False else _known(invocation, handle)
+    found = list(invocation.search(handle, _CHOICES))
+    if known is not None:
+        return [known, *(x for x in found if x != known)]
     if found and setting and operands.d and not runtime.is_capturing(stream):
-        return tune(invocation, handle, stream, operands)[0].algorithm
-    return found[0] if found else None
+        with contextlib.suppress(NoneRunsError):
+            return [x.algorithm for x in tune(invocation, handle, stream, operands)]
+    return found
 
 
 def tune(
@@ -45,17 +48,13 @@ def tune(
 ) -> tuple[Measured, ...]:
     """Measure the algorithms of a product, store the choice on disk, and return all, the chosen one first.
 
-    The stream is synchronised; ``operands`` are not written. Raises the first algorithm's error if none runs.
+    The stream is synchronised; ``operands`` are not written. Raises NoneRunsError if none runs.
     """
     found = invocation.search(handle, candidates)
     with rotated(invocation, operands, runtime.current_device(), stream) as turns:
         results = Contest(invocation, handle, stream, turns).results(found, progress)
-    _remember(invocation, results)
+    locked(_remember, invocation, results)
     return results
-
-
-#: Re-entrant, because a signal handler may tune a product while its thread stores the choice for another one.
-_lock = threading.RLock()
 
 
 def product_key(invocation: Invocation) -> str:
@@ -70,6 +69,7 @@ def product_key(invocation: Invocation) -> str:
         call.epilogue,
         f"alignment {invocation.alignment_bytes}",
         f"workspace {invocation.workspace_bytes}",
+        *(["scales"] if invocation.has_scales else []),
     ]  # fmt: skip
     return ", ".join(words)
 
@@ -115,11 +115,10 @@ def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
         "candidates": len(results),
         "time_over_first_choice": best.median_ms / first.median_ms,
     }
-    with _lock:
-        stored = _stored()
-        stored.setdefault(device_key(), {})[product_key(invocation)] = entry
-        _stored.cache_clear()
-        on_disk = _stored()
-        for device, entries in stored.items():
-            on_disk.setdefault(device, {}).update(entries)
-        disk.write_json(_FILE, {"format": _FORMAT, "devices": on_disk})
+    stored = _stored()
+    stored.setdefault(device_key(), {})[product_key(invocation)] = entry
+    _stored.cache_clear()
+    on_disk = _stored()
+    for device, entries in stored.items():
+        on_disk.setdefault(device, {}).update(entries)
+    disk.write_json(_FILE, {"format": _FORMAT, "devices": on_disk})

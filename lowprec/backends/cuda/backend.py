@@ -17,6 +17,7 @@ from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
 from lowprec.backends.cuda.sparse import SparseCall
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch, imported
+from lowprec.errors import warn
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
 from lowprec.util.strides import contiguous_strides
@@ -24,9 +25,20 @@ from lowprec.util.strides import contiguous_strides
 release_memory = memory.release
 
 
+#: Versions of cuBLAS that may compute wrong results on compute capability 10.x (pytorch issue 178333).
+_WRONG_CUBLAS = range(120800, 130100)
+
+
 def capabilities(device: Device) -> Capabilities:
     """Return the capabilities of a GPU, queried once per device."""
-    return present(runtime.properties(device.index), bindings.cublas_version())
+    found, version = runtime.properties(device.index), bindings.cublas_version()
+    if found.capability[0] == 10 and version in _WRONG_CUBLAS:
+        warn(
+            f"cuBLAS {bindings.cublas_version_text()} may compute wrong results on compute capability 10.x; install "
+            'cuBLAS 13.1.0.3 or later: pip install -U "lowprec[cuda13]"',
+            once="cuBLAS on 10.x",
+        )
+    return present(found, version)
 
 
 def info() -> dict[str, Any]:
@@ -72,9 +84,10 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
             sparse = executor.lowered(arguments, 0).sparse.call(arguments)
         if not isinstance(sparse, str):
             return (("algorithm", sparse.invocation.info.text),)
-        info = executor.use(arguments, lambda x: x.first_invocation(arguments)).info
-        call = executor.lowered(arguments).call
+        found = executor.use(arguments, lambda x: x.first_invocation(arguments))
+        info, call = found.info, executor.lowered(arguments).call
     rows = [("algorithm", info.text), ("units", info.units_text)]
+    rows += [("failed", error) for error in found.failures.values()]
     allows_tf32 = plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32
     if allows_tf32 and info.uses_tensor_cores is False:
         note = "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"

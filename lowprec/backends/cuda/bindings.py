@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.backends.cuda.libraries import cached, libraries
+from lowprec.backends.cuda import libraries
+from lowprec.backends.cuda.libraries import cached
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
 
 # ``cublasStatus_t``.
-_ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED = 3, 7, 8, 15
+_ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _EXECUTION_FAILED, _INTERNAL_ERROR, _NOT_SUPPORTED = 3, 7, 8, 13, 14, 15
 
 #: Errors by status; all others are a :class:`BackendError`. An unsupported product has status "invalid value" in some
 #: versions of cuBLASLt, "not supported" in others.
@@ -31,6 +32,11 @@ def translate(error: Exception, doing: str) -> LowprecError:
     """Return lowprec's error for an error of the bindings; ``doing`` is the failed action."""
     kind = _ERRORS.get(int(getattr(error, "status", -1)), BackendError)
     return kind(f"cuBLASLt {cublas_version_text()} cannot {doing}: {error}")
+
+
+def is_of_algorithm(error: Exception) -> bool:
+    """Whether another algorithm may run where one ended with this error of the bindings."""
+    return int(getattr(error, "status", -1)) in (*_REFUSALS, _EXECUTION_FAILED, _INTERNAL_ERROR)
 
 
 @contextlib.contextmanager
@@ -48,7 +54,7 @@ def translated(doing: Callable[[], str]) -> Iterator[None]:
 def cublas_version() -> int:
     """Return cuBLASLt's version as a number: 130100 is 13.1.0."""
     try:
-        return int(libraries().cublas_lt.get_version())
+        return int(libraries.cublas_lt.get_version())
     except LowprecError:
         raise
     except Exception as error:
@@ -82,19 +88,19 @@ def _quietly(destroy: Callable[[int], None], pointer: int) -> None:
 def create_handle(library: str = "cublas_lt") -> int:
     """Return a new handle of a library, ``cublas_lt`` or ``cublas``, on the current device."""
     with translated(lambda: f"create a handle of {library}"):
-        return int(getattr(libraries(), library).create())
+        return int(getattr(libraries, library).create())
 
 
 def destroy_handle(handle: int, library: str = "cublas_lt") -> None:
     """Destroy a handle, which synchronises the device."""
     with translated(lambda: f"destroy a handle of {library}"):
-        getattr(libraries(), library).destroy(handle)
+        getattr(libraries, library).destroy(handle)
 
 
 @cached
 def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
     """Return the number and the C type of an attribute of a kind of object, for example ``matmul_desc``."""
-    cublas_lt = libraries().cublas_lt
+    cublas_lt = libraries.cublas_lt
     enumeration = "".join(word.capitalize() for word in kind.split("_")) + "Attribute"
     member = getattr(getattr(cublas_lt, enumeration), name)
     if name == "EMULATION_DESCRIPTOR":  # a pointer, to which the bindings give 4 bytes
@@ -106,21 +112,21 @@ def set_attribute(kind: str, pointer: int, name: str, value: int) -> None:
     """Set an attribute of a descriptor, layout or preference."""
     number, dtype = _attribute(kind, name)
     buffer = np.array([value], dtype)
-    setter = getattr(libraries().cublas_lt, f"{kind}_set_attribute")
+    setter = getattr(libraries.cublas_lt, f"{kind}_set_attribute")
     setter(pointer, number, buffer.ctypes.data, buffer.nbytes)
 
 
 def _get_attribute(kind: str, pointer: int, name: str) -> int:
     number, dtype = _attribute(kind, name)
     buffer, written = np.zeros(1, dtype), np.zeros(1, np.uint64)
-    getter = getattr(libraries().cublas_lt, f"{kind}_get_attribute")
+    getter = getattr(libraries.cublas_lt, f"{kind}_get_attribute")
     getter(pointer, number, buffer.ctypes.data, buffer.nbytes, written.ctypes.data)
     return int(buffer[0])
 
 
 def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -> Descriptor:
     """Create an object of a kind with these attributes; ``arguments`` are those of its create function."""
-    cublas_lt = libraries().cublas_lt
+    cublas_lt = libraries.cublas_lt
     pointer = getattr(cublas_lt, f"{kind}_create")(*arguments)
     made = Descriptor(int(pointer), getattr(cublas_lt, f"{kind}_destroy"))
     for name, value in attributes.items():
@@ -130,7 +136,7 @@ def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -
 
 def preference(workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]) -> Descriptor:
     """Return all constraints of a search; the defaults are a workspace of 0 and pointers aligned to 256 bytes."""
-    schemes = libraries().cublas_lt.ReductionScheme
+    schemes = libraries.cublas_lt.ReductionScheme
     mask = sum(int(getattr(schemes, name)) for name in reduction_schemes)
     attributes = {"MAX_WORKSPACE_BYTES": workspace_bytes, "REDUCTION_SCHEME_MASK": mask}
     attributes |= {f"MIN_ALIGNMENT_{x}_BYTES": alignment_bytes for x in "ABCD"}
@@ -161,7 +167,7 @@ class MatmulDescriptors(NamedTuple):
 
 def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int) -> tuple[Algorithm, ...]:
     """Return up to ``count`` algorithms, the most promising first; may be empty."""
-    cublas_lt = libraries().cublas_lt
+    cublas_lt = libraries.cublas_lt
     found = cublas_lt.MatmulHeuristicResult(count)
     returned = np.zeros(1, np.int32)
     try:
@@ -169,7 +175,7 @@ def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, 
             handle, *descriptors.pointers, wanted.pointer, count, found.ptr, returned.ctypes.data
         )
     except cublas_lt.cuBLASLtError as error:
-        if int(error.status) == _NOT_SUPPORTED:
+        if int(getattr(error, "status", -1)) == _NOT_SUPPORTED:
             return ()
         raise
     return _supported(found, int(returned[0]))
@@ -177,14 +183,14 @@ def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, 
 
 def _supported(found: Any, count: int) -> tuple[Algorithm, ...]:
     """Return the supported algorithms among the first ``count`` of a ``MatmulHeuristicResult``."""
-    dtype = libraries().cublas_lt.matmul_heuristic_result_dtype
+    dtype = libraries.cublas_lt.matmul_heuristic_result_dtype
     results = np.frombuffer(ctypes.string_at(found.ptr, count * dtype.itemsize), dtype)
     return tuple(Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in results if x["state"] == 0)
 
 
 def check_algorithm(handle: int, descriptors: MatmulDescriptors, algorithm: bytes) -> Algorithm | None:
     """Return a stored algorithm if it can run this product here, None if it cannot."""
-    cublas_lt = libraries().cublas_lt
+    cublas_lt = libraries.cublas_lt
     if len(algorithm) != cublas_lt.matmul_algo_dtype.itemsize:
         return None
     found = cublas_lt.MatmulHeuristicResult(1)
@@ -240,7 +246,7 @@ def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
     """Return the properties of an algorithm as reported by cuBLASLt."""
     data = np.frombuffer(algorithm.data, np.uint8).copy()
     pointer = data.ctypes.data
-    cublas_lt = libraries().cublas_lt
+    cublas_lt = libraries.cublas_lt
     flags = _get_attribute("matmul_algo_cap", pointer, "NUMERICAL_IMPL_FLAGS")
     config = functools.partial(_get_attribute, "matmul_algo_config", pointer)
 
@@ -273,10 +279,10 @@ def _member(enumeration: Any, value: int, prefix: str) -> str:
 def math_mode(handle: int) -> int:
     """Return a handle's ``cublasMath_t``, flags included."""
     with translated(lambda: "read the math mode of a cuBLAS handle"):
-        return int(libraries().cublas.get_math_mode(handle))
+        return int(libraries.cublas.get_math_mode(handle))
 
 
 def set_math_mode(handle: int, raw: int) -> None:
     """Set a handle's ``cublasMath_t``."""
     with translated(lambda: f"set the math mode {raw} of a cuBLAS handle"):
-        libraries().cublas.set_math_mode(handle, raw)
+        libraries.cublas.set_math_mode(handle, raw)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import struct
-import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -20,6 +19,7 @@ from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import cached, libraries
 from lowprec.errors import BackendError
 from lowprec.formats import DType
+from lowprec.util.lock import locked
 
 #: Names of the element types in kernels.
 ELEMENT: Mapping[DType, str] = {
@@ -50,7 +50,7 @@ NEEDS_CUDA_12 = (
 
 _NEEDS_NVRTC = (
     "NVRTC, CUDA's run-time compiler, must be installed and support this device: pip install -U "
-    '"lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
+    '"lowprec[cuda13]" (or "lowprec[cuda12]" for CUDA 12)'
 )
 
 #: Lines of the compiler's log in a message.
@@ -61,9 +61,6 @@ _DIGEST_BYTES = 32
 
 #: Largest grid; the threads of larger problems loop.
 _BLOCKS_PER_MULTIPROCESSOR = 32
-
-#: Re-entrant, because a signal handler may need a kernel while its thread compiles one.
-_lock = threading.RLock()
 
 
 class _Arguments(NamedTuple):
@@ -142,8 +139,7 @@ def pick_blocks(wanted: int, device: int) -> int:
 def kernel(name: str, file: str, definitions: Mapping[str, str | int], device: int) -> Any:
     """Return a kernel of a file in ``kernels/``, compiled with these macros for the architecture of a device."""
     major, minor = runtime.properties(device).capability
-    with _lock:
-        return _load(f"sm_{major}{minor}", name, file, tuple(definitions.items()))
+    return locked(_load, f"sm_{major}{minor}", name, file, tuple(definitions.items()))
 
 
 def source_text(file: str, definitions: tuple[tuple[str, str | int], ...] = ()) -> str:

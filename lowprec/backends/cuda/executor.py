@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property, reduce
+from functools import partial, reduce
 from itertools import chain
 from operator import or_
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -18,6 +18,7 @@ from lowprec.arrays import ArrayView
 from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cuda import autotune, bindings, handles, memory, quantized_operands, runtime
 from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
+from lowprec.backends.cuda.gemm_ex import GemmEx
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
     NO_WORKSPACE,
@@ -29,17 +30,21 @@ from lowprec.backends.cuda.invocation import (
     byte_offsets,
     number,
 )
+from lowprec.backends.cuda.libraries import cached
 from lowprec.backends.cuda.measuring import Measured, Progress
 from lowprec.backends.cuda.sparse import SparseCall, SparseInvocation, SparseProducts
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
-from lowprec.errors import UnsupportedError
+from lowprec.errors import BackendError, UnsupportedError
 from lowprec.planning import GemmPlan, Product
 from lowprec.planning.calls import CublasLtCall
 from lowprec.planning.lowering import lower, reads_k_contiguous
 from lowprec.planning.rendering import title
 
 _T = TypeVar("_T")
+
+#: A product of cuBLASLt, or of cuBLAS.
+AnyInvocation: TypeAlias = Invocation | GemmEx
 
 #: Addresses of ``a``, ``b`` and the product.
 Pointers: TypeAlias = tuple[int, int, int]
@@ -54,13 +59,14 @@ _LOWERINGS: tuple[tuple[dict[str, bool], str], ...] = (
     ({"fuse": False, "pad_rows": True}, "rows are padded, and a kernel applies the epilogue to a staged product"),
     ({"widen": True}, "block-scaled operands are widened"),
     ({"widen": True, "fuse": False}, "block-scaled operands are widened, and a kernel applies the epilogue"),
+    ({"gemm_ex": True}, "cublasGemmEx multiplies packed operands"),
 )
 
-#: By plan: the index of the supported lowering, and cuBLASLt's error for the first one.
-_refused: dict[GemmPlan, tuple[int, str]] = {}
-_MOST_REFUSED = 4096
 
-_ITS_ALGORITHM = "an algorithm of cuBLASLt"
+@cached
+def _refusal(plan: GemmPlan) -> list[tuple[int, str]]:
+    """Return the index of the supported lowering and the error of the first one, for all executors of a plan."""
+    return [(0, "")]
 
 
 class GemmExecutor:
@@ -69,18 +75,22 @@ class GemmExecutor:
     def __init__(self, plan: GemmPlan) -> None:
         self.plan = plan
         self._lowered: dict[tuple[bool, int], _LoweredPlan] = {}
-        self._lowering, self._refusal = _refused.get(plan, (0, ""))
+        self._refusal = _refusal(plan)
         self._reads_k_contiguous = plan.problem.has_blocks or reads_k_contiguous(plan.compute_dtype)
+        self._is_float8 = plan.multiplied_dtype.is_float8
+        capability = plan.capabilities.compute_capability or OLDEST_OF_CUDA_13
+        self._needs_cuda_12 = capability < OLDEST_OF_CUDA_13 and bindings.cublas_version() >= 130000
         self._last = threading.local()
         self._plain: _LoweredPlan | None = None
 
     def __call__(self, arguments: Arguments) -> None:
         """Queue the product on the stream of its arguments."""
         device, b = arguments.a.device.index, arguments.b
+        plain, pointers = self._plain, _pointers(arguments)
+        if type(b) is PreparedView:
+            b.owner.used_on(arguments.stream)
+            plain = None if b.is_sparse else plain
         if runtime.current_device() == device:
-            plain, pointers = self._plain, _pointers(arguments)
-            if type(b) is PreparedView and b.is_sparse:
-                plain = None
             if plain is None or not plain.multiply_alone(device, arguments.stream, pointers):
                 self._run(device, arguments)
             return
@@ -107,7 +117,7 @@ class GemmExecutor:
         """Call ``use`` with the first lowering that cuBLASLt supports, and remember it; the device must be current."""
         tried: list[CublasLtCall | None] = []
         refusal: UnsupportedError | None = None
-        for index in range(self._lowering, len(_LOWERINGS)):
+        for index in range(self._refusal[0][0], len(_LOWERINGS) - (self._needs_cuda_12 or self._is_float8)):
             lowered = self.lowered(arguments, index)
             if lowered.call in tried:
                 continue
@@ -118,24 +128,21 @@ class GemmExecutor:
                 refusal = refusal or error
                 continue
             if refusal is not None:
-                self._lowering, self._refusal = index, str(refusal)
-                if len(_refused) >= _MOST_REFUSED:
-                    _refused.clear()
-                _refused[self.plan] = (index, str(refusal))
+                self._refusal[0] = (index, str(refusal))
             return found
         assert refusal is not None
-        capability = self.plan.capabilities.compute_capability or OLDEST_OF_CUDA_13
-        if capability < OLDEST_OF_CUDA_13 and bindings.cublas_version() >= 130000:
+        if self._needs_cuda_12:
             raise UnsupportedError(f"{refusal}; {NEEDS_CUDA_12}") from refusal
         raise refusal
 
     @property
     def fallback(self) -> str:
         """Description of the lowering, and cuBLASLt's error for the plan's own; empty if that is supported."""
-        return f"{_LOWERINGS[self._lowering][1]}: {self._refusal}" if self._lowering else ""
+        index, error = self._refusal[0]
+        return f"{_LOWERINGS[index][1]}: {error}" if index else ""
 
     @property
-    def last(self) -> Invocation | SparseInvocation | None:
+    def last(self) -> AnyInvocation | SparseInvocation | None:
         """The last invocation by this thread, None if there is none."""
         if self._plain is not None:
             return self._plain.last
@@ -148,7 +155,7 @@ class GemmExecutor:
             bits |= arguments.a.address | arguments.b.address | arguments.out.address
             bits |= arguments.c.address if arguments.c is not None else 0
             bits |= self.plan.problem.has_blocks and not quantized_operands.are_contiguous(arguments)
-        key = (not bits % _STEP_BYTES, self._lowering if lowering is None else lowering)
+        key = (not bits % _STEP_BYTES, self._refusal[0][0] if lowering is None else lowering)
         found = self._lowered.get(key)
         if found is None:
             made = _LoweredPlan(self.plan, arguments.a.device.index, *key)
@@ -165,7 +172,7 @@ class _Term(NamedTuple):
     factor: Number
     kept: Number
     #: By alignment of the pointers; shared by terms of the same length.
-    invocations: dict[int, Invocation]
+    invocations: dict[int, AnyInvocation]
 
 
 class _LoweredPlan:
@@ -178,12 +185,13 @@ class _LoweredPlan:
             call = lower(plan, aligned=aligned, **_LOWERINGS[lowering][0])
         #: None if the inner dimension is 0.
         self.call = call
+        #: The products of the schedule, each in as many calls as its batch needs.
         self._terms: list[_Term] = []
         #: None if cuBLASLt reads and writes the caller's arrays directly.
         self._staging: Staging | None = None
-        #: Whether a staged product has run before, so that its kernels are loaded.
+        #: Whether it has run before, so that the kernels of a staged product are loaded.
         self._has_run = False
-        self.last: Invocation | None = None
+        self.last: AnyInvocation | None = None
         #: Workspace that is allocated together with the staging buffer.
         self._workspace_bytes = 0
         #: is_alone: only the addresses of operands and result vary. is_plain: these are also the caller's arrays.
@@ -193,44 +201,50 @@ class _LoweredPlan:
         self._has_blocks = call is not None and plan.problem.has_blocks
         if call is None or call.staged or call.pack_a or call.pack_b:
             self._staging = Staging(plan, call, device)
+        #: The products whose ``b`` is sparse.
+        self.sparse = SparseProducts(plan, call, self._staging)
         if call is None:
             return
-        by_length: dict[int, dict[int, Invocation]] = {}
+        known: dict[tuple[int, int], dict[int, AnyInvocation]] = {}
         for product in plan.schedule:
-            known = by_length.setdefault(_length(call, product), {})
-            self._terms.append(_term(call, plan.layout.k, product, known))
+            for part in call.parts:
+                invocations = known.setdefault((_length(part, product), part.batch_count), {})
+                self._terms.append(_term(part, plan.layout.k, product, invocations))
         #: Bitwise or of all byte offsets, for alignment.
-        self._offset_bits = reduce(or_, chain(*byte_offsets(call)))
+        self._offset_bits = reduce(or_, chain(*(at for part in call.parts for at in byte_offsets(part))))
         self._fuses_bias = "BIAS" in call.epilogue
         self._swapped = call.swapped
         self._is_alone = (
             call.c is None
             and not self._fuses_bias
             and not (plan.problem.has_alpha and not call.staged)
-            and len(call.offsets) == 1
+            and len(call.offsets) == len(call.parts) == 1
             and not (reads_k_contiguous(plan.compute_dtype) or call.first.codes)
         )
         self.is_plain = self._is_alone and self._staging is None and not self._has_blocks
 
-    @cached_property
-    def sparse(self) -> SparseProducts:
-        """The products whose ``b`` is sparse."""
-        return SparseProducts(self._plan, self.call, self._staging)
-
-    def run(self, device: int, arguments: Arguments, sparse: SparseCall | None = None) -> Invocation | None:
+    def run(self, device: int, arguments: Arguments, sparse: SparseCall | None = None) -> AnyInvocation | None:
         """Queue the work on the stream of the arguments, and return its last invocation; the device is current."""
         if not self._has_blocks:
             return self._run(device, arguments, sparse)
         with self._reads(arguments) as read:
             return self._run(device, read, sparse)
 
-    def _run(self, device: int, arguments: Arguments, sparse: SparseCall | None) -> Invocation | None:
-        staging = self._staging
-        if staging is None:
-            return self._multiply(device, arguments, _pointers(arguments), sparse=sparse)
-        if runtime.is_capturing(arguments.stream):
+    def _run(self, device: int, arguments: Arguments, sparse: SparseCall | None) -> AnyInvocation | None:
+        staging, several, ran = self._staging, len(self._terms) > 1, None
+        if (staging is not None or several) and runtime.is_capturing(arguments.stream):
             self._check_warm(device, arguments, () if sparse else self._terms)
-        workspace_bytes, ran = self._workspace_bytes, None
+        if staging is None:
+            for index in range(len(self._terms)):
+                try:
+                    ran = self._multiply(device, arguments, _pointers(arguments), index, sparse=sparse)
+                except UnsupportedError as error:
+                    if not index:
+                        raise
+                    raise BackendError(str(error)) from error  # c may be the result, a part of which is written
+            self._has_run = True
+            return ran
+        workspace_bytes = self._workspace_bytes
         packed_b = staging.packed_b(arguments)
         nbytes = staging.nbytes if packed_b is None else staging.bytes_without_b
         with memory.temporary(nbytes + workspace_bytes, device, arguments.stream) as block:
@@ -253,12 +267,12 @@ class _LoweredPlan:
             alignment = alignment_of(*operands[:4], self._offset_bits)
             is_warm = is_warm and alignment in term.invocations
         if not is_warm:
-            runtime.refuse_capture(arguments.stream, _ITS_ALGORITHM)
+            runtime.refuse_capture(arguments.stream, "an algorithm of cuBLASLt")
 
     def _multiply(
         self, device: int, arguments: Arguments, pointers: Pointers, index: int = 0,
         workspace: Workspace = NO_WORKSPACE, sparse: SparseCall | None = None,
-    ) -> Invocation | None:  # fmt: skip
+    ) -> AnyInvocation | None:  # fmt: skip
         if sparse is not None:  # which has one term
             sparse.run(arguments, pointers, staged=bool(self._terms[0].call.staged))
             return None
@@ -273,7 +287,7 @@ class _LoweredPlan:
 
     def multiply_alone(
         self, device: int, stream: int, pointers: Pointers, index: int = 0, workspace: Workspace = NO_WORKSPACE
-    ) -> Invocation | None:
+    ) -> AnyInvocation | None:
         """Queue a product of which only the addresses vary; return None if its alignment has no invocation yet."""
         (a, b, d), term = pointers, self._terms[index]
         first, second = (b, a) if self._swapped else (a, b)
@@ -289,7 +303,7 @@ class _LoweredPlan:
         invocation.queue(handle, stream, term.factor, term.kept, addresses, workspace)
         return invocation
 
-    def first_invocation(self, arguments: Arguments) -> Invocation:
+    def first_invocation(self, arguments: Arguments) -> AnyInvocation:
         """Return the invocation for the first product of the schedule."""
         with self._reads(arguments) as read:
             return self._prepared(read, self._aligned_pointers(read), self._terms[0])[-1]
@@ -309,6 +323,8 @@ class _LoweredPlan:
                 block = memory.temporary(self._staging.nbytes, device, stream)
                 pointers = self._staging.fill(stack.enter_context(block), arguments)
             handle, operands, invocation = self._prepared(arguments, pointers, self._terms[0])
+            if isinstance(invocation, GemmEx):
+                return ()
             chosen = invocation.algorithm
             try:
                 measured = autotune.tune(invocation, handle, stream, operands, candidates, progress)
@@ -320,7 +336,10 @@ class _LoweredPlan:
     def _operands(self, arguments: Arguments, pointers: Pointers, term: _Term) -> Operands:
         """Return one product's addresses and factors in cuBLASLt's order; an epilogue applies the caller's factors."""
         call, (a, b, d) = term.call, pointers
-        scale_a, scale_b = _scale_pointer(arguments.scale_a), _scale_pointer(arguments.scale_b)
+        # FP8 products without scales are legal, but PyTorch and XLA always pass them.
+        scale = memory.one(arguments.a.device) if call.first.dtype.is_float8 else 0
+        scales = arguments.scale_a, arguments.scale_b
+        scale_a, scale_b = (x.address if isinstance(x, ArrayView) else scale for x in scales)
         if self._swapped:
             a, b, scale_a, scale_b = b, a, scale_b, scale_a
         a += term.first
@@ -333,7 +352,7 @@ class _LoweredPlan:
         beta = arguments.beta if call.c else 0.0
         return Operands(a, b, c, d, bias, scale_a, scale_b, arguments.alpha, beta)
 
-    def _prepared(self, arguments: Arguments, pointers: Pointers, term: _Term) -> tuple[int, Operands, Invocation]:
+    def _prepared(self, arguments: Arguments, pointers: Pointers, term: _Term) -> tuple[int, Operands, AnyInvocation]:
         """Return the handle, the operands, and the invocation for their alignment."""
         plan, stream = self._plan, arguments.stream
         handle = handles.handle(arguments.a.device.index, stream)
@@ -341,18 +360,20 @@ class _LoweredPlan:
         alignment = alignment_of(*operands[:4], self._offset_bits)
         found = term.invocations.get(alignment)
         if found is None:
-            runtime.refuse_capture(stream, _ITS_ALGORITHM)
+            runtime.refuse_capture(stream, "an algorithm of cuBLASLt")
             # Concurrent threads each prepare one and use the first.
-            made = Invocation(
-                term.call, alignment, max(plan.capabilities.workspace_bytes, term.call.emulation_bytes), operands,
-                lambda x: autotune.choose(x, handle, stream, operands),
-                lambda: f"{title(plan)}, {plan.compute_type}",
+            call, product = term.call, f"{title(plan)}, {plan.compute_type}"
+            workspace_bytes = max(plan.capabilities.workspace_bytes, call.emulation_bytes)
+            choose = partial(autotune.choose, handle=handle, stream=stream, operands=operands)
+            made = (
+                GemmEx(call, workspace_bytes, product) if call.gemm_ex
+                else Invocation(call, alignment, workspace_bytes, operands, choose, product)
             )  # fmt: skip
             found = term.invocations.setdefault(alignment, made)
         return handle, operands, found
 
 
-def _term(whole: CublasLtCall, k: int, product: Product, invocations: dict[int, Invocation]) -> _Term:
+def _term(whole: CublasLtCall, k: int, product: Product, invocations: dict[int, AnyInvocation]) -> _Term:
     """Return a product of the schedule, for a plan with inner dimension ``k``."""
     pack_a, pack_b = whole.pack_a, whole.pack_b
     # The parts of ``a`` are in descending order.
@@ -384,8 +405,3 @@ def _length(whole: CublasLtCall, product: Product) -> int:
 
 def _pointers(arguments: Arguments) -> Pointers:
     return arguments.a.address, arguments.b.address, arguments.out.address
-
-
-def _scale_pointer(scale: ArrayView | float | None) -> int:
-    """Return the address of a scale in device memory, 0 for none."""
-    return scale.address if isinstance(scale, ArrayView) else 0

@@ -1,4 +1,4 @@
-"""Handles of NVIDIA's libraries, one per thread and device, created at first use.
+"""Handles of NVIDIA's libraries, and streams, one per thread and device, created at first use.
 
 They are never destroyed, because that would synchronise the device; the handles of a finished thread are reused.
 Source: the cuBLAS documentation on thread safety.
@@ -6,11 +6,13 @@ Source: the cuBLAS documentation on thread safety.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from lowprec.arrays.device_memory import LEGACY_STREAM
+from lowprec.arrays import Device
+from lowprec.arrays.device_memory import LEGACY_STREAM, PER_THREAD_STREAM
 from lowprec.backends.cuda import bindings, memory, runtime
 from lowprec.errors import DeviceMemoryError
 
@@ -74,3 +76,18 @@ handle = _cublas_lt.handle
 def device_of(owner: int) -> int:
     """Return the device of a cuBLASLt handle."""
     return _cublas_lt.devices[owner]
+
+
+_streams = HandlePool(runtime.create_stream)
+
+
+@contextlib.contextmanager
+def own_stream(owner: int) -> Iterator[int]:
+    """Yield a stream for work in the order of this thread's default stream, whose number libraries may not accept."""
+    device = Device(2, device_of(owner))
+    own = _streams.handle(device.index, PER_THREAD_STREAM)
+    memory.order(PER_THREAD_STREAM, own, device)
+    try:
+        yield own
+    finally:
+        memory.order(own, PER_THREAD_STREAM, device)

@@ -1,4 +1,8 @@
-"""A prepared ``cublasLtMatmul``: descriptors and algorithm are created once; a later call is one library call."""
+"""A prepared ``cublasLtMatmul``: descriptors and algorithm are created once; a later call is one library call.
+
+The heuristics' first choice may fail when it runs (pytorch 91436, rapidsai/raft 3098). The first use tries the choices
+in their order and keeps the first that runs.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from lowprec.arrays.device_memory import LEGACY_STREAM, PER_THREAD_STREAM
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.backends.cuda import bindings, handles, memory, runtime
+from lowprec.backends.cuda import bindings, handles, libraries, memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor, MatmulDescriptors
-from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.libraries import cached
 from lowprec.errors import UnsupportedError
 from lowprec.formats import ComputeType, DType
 from lowprec.planning.calls import MANTISSA_BITS, CublasLtCall, LtMatrix
@@ -30,7 +35,7 @@ _POINTERS = ("BIAS_POINTER", "A_SCALE_POINTER", "B_SCALE_POINTER")
 _FIXED_POINT = {"FIXEDPOINT_MANTISSA_CONTROL": 0, "FIXEDPOINT_MAX_MANTISSA_BIT_COUNT": MANTISSA_BITS}
 
 #: ``cublasOperation_t``.
-_OPERATIONS = {"N": 0, "T": 1}
+OPERATIONS = {"N": 0, "T": 1}
 
 
 class Operands(NamedTuple):
@@ -83,50 +88,56 @@ def _cached_number(value: complex, dtype: DType, text: str) -> Number:
     return Number(value, memory.ctypes.data, memory)
 
 
+@cached
+def _failures(device: int, call: CublasLtCall, alignment_bytes: int) -> dict[bytes, str]:
+    """Return the errors of algorithms that failed at their first use on a device, for all invocations of a product."""
+    return {}
+
+
 class Invocation:
     """A product ready to run on one device, for pointers of one alignment.
 
     ``operands`` are those of the first call, whose alignment the search for algorithms uses. ``choose`` returns the
-    algorithm; None raises UnsupportedError. ``describe`` returns the product as text for errors.
+    algorithms to try; none raises UnsupportedError. ``product`` describes the product in errors.
     """
 
     def __init__(
-        self,
-        call: CublasLtCall,
-        alignment_bytes: int,
-        workspace_bytes: int,
-        operands: Operands,
-        choose: Callable[[Invocation], Algorithm | None],
-        describe: Callable[[], str],
-    ) -> None:
+        self, call: CublasLtCall, alignment_bytes: int, workspace_bytes: int, operands: Operands,
+        choose: Callable[[Invocation], Sequence[Algorithm]], product: str,
+    ) -> None:  # fmt: skip
         self.call = call
         self.alignment_bytes = alignment_bytes
         self.workspace_bytes = workspace_bytes
-        self._describe = describe
+        self.has_scales = bool(operands.scale_first)
+        self.failures = _failures(runtime.current_device(), call, alignment_bytes)
+        self._product = product
         self._offsets = byte_offsets(call)
-        with bindings.translated(lambda: f"prepare {describe()}"):
+        with bindings.translated(lambda: f"prepare {product}"):
             self.descriptors = _descriptors(call, operands)
             #: Descriptors of the operation that are not in use by a thread, with the pointers set in them.
             self._idle = [(self.descriptors.operation, operands.attributes)]
-            algorithm = choose(self)
-            if algorithm is None:
+            choices = [x for x in choose(self) if x.data not in self.failures]
+            if not choices:
+                errors = "".join(f"; {error}" for error in list(self.failures.values())[:1])
                 raise UnsupportedError(
-                    f"cuBLASLt {bindings.cublas_version_text()} has no algorithm on this device for {describe()}"
+                    f"cuBLASLt {bindings.cublas_version_text()} has no algorithm on this device for {product}{errors}"
                 )
-        self.use(algorithm)
+        self.use(*choices)
 
-    def use(self, algorithm: Algorithm) -> None:
-        """Use this algorithm from now on."""
+    def use(self, algorithm: Algorithm, *others: Algorithm) -> None:
+        """Use this algorithm from now on, or the first of ``others`` that runs if its first use fails."""
+        self._others: tuple[Algorithm, ...] | None = others
         data = np.frombuffer(algorithm.data, np.uint8).copy()
         self._pointers = self.descriptors.pointers
         self._chosen = (data.ctypes.data, algorithm.workspace_bytes, data)
         self.algorithm = algorithm
-        self.__dict__.pop("info", None)
+        self._info: AlgorithmInfo | None = None
 
-    @functools.cached_property
+    @property
     def info(self) -> AlgorithmInfo:
         """Properties of the algorithm."""
-        return bindings.describe_algorithm(self.algorithm)
+        self._info = found = self._info or bindings.describe_algorithm(self.algorithm)
+        return found
 
     def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
         """Queue the product; alpha and beta are read before this returns."""
@@ -140,10 +151,10 @@ class Invocation:
         try:
             operation, found = self._idle.pop()
         except IndexError:
-            with bindings.translated(lambda: f"run {self._describe()}"):
+            with bindings.translated(lambda: f"run {self._product}"):
                 operation, found = _operation(self.call, operands), attributes
         if found != attributes:
-            with bindings.translated(lambda: f"run {self._describe()}"):
+            with bindings.translated(lambda: f"run {self._product}"):
                 for name, address in zip(_POINTERS, attributes, strict=True):
                     if address:
                         bindings.set_attribute("matmul_desc", operation.pointer, name, address)
@@ -151,17 +162,15 @@ class Invocation:
         self._idle.append((operation, attributes))
 
     def queue(
-        self,
-        handle: int,
-        stream: int,
-        alpha: Number,
-        beta: Number,
-        pointers: Sequence[tuple[int, int, int, int]],
-        workspace: Workspace = NO_WORKSPACE,
-        operation: int = 0,
-    ) -> None:
+        self, handle: int, stream: int, alpha: Number, beta: Number, pointers: Sequence[tuple[int, int, int, int]],
+        workspace: Workspace = NO_WORKSPACE, operation: int = 0,
+    ) -> None:  # fmt: skip
         """Queue calls for these addresses; ``operation`` is a descriptor of this thread, 0 if it has no pointers."""
-        algorithm, needed_bytes, _ = self._chosen
+        if stream == PER_THREAD_STREAM:
+            with handles.own_stream(handle) as stream:
+                self.queue(handle, stream, alpha, beta, pointers, workspace, operation)
+            return
+        chosen = algorithm, needed_bytes, _ = self._chosen
         address, nbytes = workspace
         if nbytes < needed_bytes:
             with memory.temporary(needed_bytes, handles.device_of(handle), stream) as own:
@@ -169,38 +178,60 @@ class Invocation:
                 self.queue(handle, stream, alpha, beta, pointers, workspace, operation)
             return
         shared, first_layout, second_layout, c_layout, d_layout = self._pointers
-        matmul = libraries().cublas_lt.matmul
+        matmul = libraries.cublas_lt.matmul
         try:
             for first, second, c, d in pointers:
                 matmul(
                     handle, operation or shared,
                     alpha.address, first, first_layout, second, second_layout,
                     beta.address, c, c_layout, d, d_layout,
-                    algorithm, address, nbytes, stream,
+                    algorithm, address, nbytes, 0 if stream == LEGACY_STREAM else stream,
                 )  # fmt: skip
-        except Exception as error:
-            raise bindings.translate(error, f"run {self._describe()}") from error
+                self._others = None
+        except Exception as error:  # noqa: BLE001 - raised again, unless another algorithm runs
+            self._use_next(chosen, stream, error)
+            self.queue(handle, stream, alpha, beta, pointers, workspace, operation)
+
+    def _use_next(self, failed: tuple[int, int, Any], stream: int, error: Exception) -> None:
+        """Use the next algorithm if the first use of one has failed; otherwise raise the error."""
+        found, others = bindings.translate(error, f"run {self._product}"), self._others
+        if self._chosen is not failed:  # another thread has replaced it
+            return
+        # The last condition raises the error of a lost device.
+        if others is None or not bindings.is_of_algorithm(error) or runtime.is_capturing(stream):
+            raise found from error
+        self.failures[failed[2].tobytes()] = str(found)
+        if not others:
+            raise UnsupportedError(str(found)) from error
+        self.use(*others)
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
-        """Return up to ``count`` algorithms in the order of cuBLASLt's heuristics."""
+        """Return up to ``count`` algorithms in the order of cuBLASLt's heuristics.
+
+        Some int8 products have algorithms only for a workspace of 0, which is what PyTorch passes for them.
+        """
         schemes = ["COMPUTE_TYPE"]
         if self.call.d.dtype is self.call.scale_dtype:
             # "INPLACE" reductions are rounded to D's element type.
             schemes.append("INPLACE")
-        wanted = bindings.preference(self.workspace_bytes, self.alignment_bytes, schemes)
-        with runtime.relaxed_capture():
-            return bindings.heuristics(handle, self.descriptors, wanted, count)
+        for workspace_bytes in (self.workspace_bytes, 0):
+            wanted = bindings.preference(workspace_bytes, self.alignment_bytes, schemes)
+            with runtime.relaxed_capture():
+                found = bindings.heuristics(handle, self.descriptors, wanted, count)
+            if found:
+                return found
+        return ()
 
 
 def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
     """Return a descriptor of a call's operation, with its pointers set."""
     attributes = {
-        "TRANSA": _OPERATIONS[call.op_first],
-        "TRANSB": _OPERATIONS[call.op_second],
-        "EPILOGUE": int(getattr(libraries().cublas_lt.Epilogue, call.epilogue)),
+        "TRANSA": OPERATIONS[call.op_first],
+        "TRANSB": OPERATIONS[call.op_second],
+        "EPILOGUE": int(getattr(libraries.cublas_lt.Epilogue, call.epilogue)),
     }
     if call.first.codes:
-        mode = int(getattr(libraries().cublas_lt.MatmulMatrixScale, call.first.codes.scale_mode))
+        mode = int(getattr(libraries.cublas_lt.MatmulMatrixScale, call.first.codes.scale_mode))
         attributes |= {"A_SCALE_MODE": mode, "B_SCALE_MODE": mode}
     attributes |= {x: address for x, address in zip(_POINTERS, operands.attributes, strict=True) if address}
     emulation = None

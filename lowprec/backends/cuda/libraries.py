@@ -9,13 +9,32 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from lowprec.errors import BackendError, DeviceError
 
+_STUBBED = ("cublas_lt", "cublas", "cusparse_lt")
+
+if TYPE_CHECKING:
+    # mypy looks up the names of these modules in the stubs of nvmath-python.
+    from nvmath.bindings import cublas as cublas
+    from nvmath.bindings import cublasLt as cublas_lt  # noqa: F401
+    from nvmath.bindings import cusparseLt as cusparse_lt  # noqa: F401
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Return a module of nvmath-python, which then is an attribute until another :func:`use`."""
+        if name not in _STUBBED:
+            raise AttributeError(f"module {__name__} has no attribute {name}")
+        return globals().setdefault(name, getattr(libraries(), name))
+
+
 _T = TypeVar("_T")
 
-_INSTALL = 'install them with: pip install "lowprec[cuda13]" (or "lowprec[cuda12]" for a driver before CUDA 13)'
+_INSTALL = (
+    'install them with: pip install "lowprec[cuda13]", or "lowprec[cuda12]" where torch.version.cuda is 12.x or the '
+    "driver is older than CUDA 13"
+)
 
 
 class Libraries(NamedTuple):
@@ -64,6 +83,8 @@ def use(replacement: Libraries | None) -> Libraries | None:
     """Replace NVIDIA's modules, and return the old ones; None loads them again at the next use."""
     global _loaded
     before, _loaded = _loaded, replacement
+    for name in _STUBBED:
+        globals().pop(name, None)
     for cache in _caches:
         cache.cache_clear()
     return before

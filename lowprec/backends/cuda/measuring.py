@@ -21,7 +21,7 @@ from lowprec.backends.cuda.compiling import Launch
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands
 from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.runtime import call
-from lowprec.errors import DeviceMemoryError, LowprecError
+from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
 
 #: Unused events by runtime module, which tests replace, and device.
 _idle: dict[tuple[Any, int], list[Any]] = {}
@@ -114,6 +114,10 @@ class Measured:
         return statistics.median(self.times_ms)
 
 
+class NoneRunsError(BackendError):
+    """None of the measured algorithms runs; another one may."""
+
+
 class Contest:
     """Measures algorithms of one product in turns; ``turns`` yields the operands of each run."""
 
@@ -126,7 +130,7 @@ class Contest:
         self._host_ms = _HOST_MS
 
     def results(self, found: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
-        """Return the algorithms that run, the chosen one first; raise the first one's error if none runs."""
+        """Return the algorithms that run, the chosen one first; raise NoneRunsError if none runs."""
         self._spin(self._stream, 0)  # compile the kernel here, so that an error is not attributed to a candidate
         candidates: list[Measured] = []
         errors: list[LowprecError] = []
@@ -137,12 +141,13 @@ class Contest:
                 self._host_ms = _HOST_MS
                 once = self._measure(candidate)
             except LowprecError as error:
+                runtime.is_capturing(self._stream)  # raises the error of a lost device, on which no other one runs
                 errors.append(error)
                 continue
             candidate.repeats = max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
             candidates.append(candidate)
         if not candidates:
-            raise errors[0]
+            raise NoneRunsError(f"none of the measured algorithms runs: {errors[0]}") from errors[0]
         total = len(candidates) * _ROUNDS + 2 * _FINAL_ROUNDS
         for done, candidate in enumerate(candidates * _ROUNDS, 1):
             candidate.times_ms.append(self._measure(candidate))

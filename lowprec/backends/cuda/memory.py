@@ -1,55 +1,65 @@
 """Memory and streams of NVIDIA GPUs for temporary buffers and results of JAX; see ``arrays.device_memory``.
 
 Each device has one pool with stream-ordered allocation; allocations during a capture become part of the graph. The call
-that allocated temporary memory frees it on the same stream. A result may be in use on streams of other libraries, so it
-is freed after a synchronisation of the device, together with many others. Finalisers do not call CUDA; they record the
-memory for the next call. Source: the CUDA Runtime API reference, *Stream Ordered Memory Allocator*, *Stream
-synchronization behavior* and *Event Management*, and the CUDA C++ Programming Guide, *Graph Memory Nodes*.
+that allocated temporary memory frees it on the same stream. Other memory is freed together with many others, after a
+wait for the streams that may use it: freeing does not wait. Finalisers do not call CUDA; they record the memory for the
+next call. Source: the CUDA Runtime API reference, *Stream Ordered Memory Allocator* and *Event Management*, and the
+CUDA C++ Programming Guide, *Graph Memory Nodes*.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import os
-import threading
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from lowprec.arrays import Device
-from lowprec.arrays.device_memory import LEGACY_STREAM
+from lowprec.arrays.device_memory import LEGACY_STREAM, PER_THREAD_STREAM, UNKNOWN_STREAM
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries, loaded
 from lowprec.backends.cuda.runtime import call
 from lowprec.backends.cuda.waiting import Waiter
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
+from lowprec.policy.variables import PEER_ACCESS
 
-#: Limit of unused memory in a device's pool, and of results waiting to be freed: the larger of these bytes and this
-#: fraction (1/16) of the device's memory.
+#: Limit of unused memory in a device's pool, and of dead blocks that are not freed yet: the larger of these bytes and
+#: this fraction (1/16) of the device's memory.
 _LIMIT_BYTES = 128 << 20
 _LIMIT_SHARE = 16
 
-#: Largest number of results waiting to be freed.
+#: Largest number of dead blocks.
 _MAX_DEAD = 4096
 
 #: Largest number of products of a stream that keep their operands alive; the next one waits for the first.
 _MAX_KEPT = 64
 
+#: Address and bytes of a dead block, and the streams that may use it; a plain tuple, which exists until Python exits.
+_Dead: TypeAlias = tuple[int, int, set[int]]
+
 
 class Block:
-    """Memory of a device for the work of one stream, freed on that stream at the end of a ``with`` block.
+    """Memory of a device for the work of a stream, freed on that stream at the end of a ``with`` block.
 
-    Blocks that are finalised otherwise, and those without a pool (``stream`` is None), are recorded in ``dead``.
+    Blocks that are finalised otherwise, and those that are not ``stream_ordered``, are recorded in ``dead``.
     """
 
-    __slots__ = ("__weakref__", "_dead", "_stream", "address", "nbytes")
+    __slots__ = ("__weakref__", "_dead", "_stream", "_streams", "address", "nbytes")
 
-    def __init__(self, nbytes: int, stream: int | None, dead: deque[tuple[int, int]]) -> None:
+    def __init__(self, nbytes: int, stream: int, dead: deque[_Dead], *, stream_ordered: bool) -> None:
         self.address = 0
         self.nbytes = nbytes
-        self._stream = stream
+        self._stream = stream if stream_ordered else None
+        self._streams = {_known(stream)}
         self._dead = dead
+
+    def used_on(self, stream: int) -> None:
+        """Free the memory only after the work that is then queued on this stream."""
+        self._streams.add(_known(stream))
 
     def __enter__(self) -> int:
         return self.address
@@ -73,76 +83,114 @@ class Block:
     def __del__(self) -> None:
         # May run in any thread, inside any call, and during interpreter exit.
         if self.address:
-            self._dead.append((self.address, self.nbytes))
+            self._dead.append((self.address, self.nbytes, self._streams))
+
+
+def _known(stream: int) -> int:
+    """Return the stream if it is the same one in every thread, otherwise UNKNOWN_STREAM."""
+    return stream if stream == LEGACY_STREAM or stream > PER_THREAD_STREAM else UNKNOWN_STREAM
 
 
 class _Pool:
-    """Memory and events of one device, and the objects kept alive for its work. The device is current in all calls."""
+    """Memory and events of one device, and the objects kept alive for its work. The device is current in all calls.
+
+    There is no lock: containers change by atomic operations, and each object is released by the thread that removed it.
+    """
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._limit = max(_LIMIT_BYTES, runtime.properties(device).memory_bytes // _LIMIT_SHARE)
         self._pool = runtime.create_pool(device, self._limit)
-        # Re-entrant, because a signal handler may allocate in the thread that holds the lock.
-        self.lock = threading.RLock()
-        #: Addresses and bytes of dead results recorded by finalisers, and those already collected from it.
-        self._noted: deque[tuple[int, int]] = deque()
-        self._dead: list[int] = []
-        self._dead_bytes = 0
+        #: Dead blocks recorded by finalisers, and those already collected from it.
+        self._noted: deque[_Dead] = deque()
+        self._dead: deque[_Dead] = deque()
+        self._dead_bytes = 0  # approximate, if several threads collect
+        #: Streams of temporary memory since the last :meth:`release`.
+        self._streams: set[int] = set()
         self.events: list[Any] = []
-        #: By stream: events, and the objects in use until each.
-        self._kept: dict[int, deque[tuple[Any, Sequence[Any]]]] = {}
+        #: By stream and number: events, and the objects in use until each.
+        self._kept: dict[int, dict[int, tuple[Any, Sequence[Any]]]] = {}
+        self._numbers = itertools.count()
         #: Objects in use without an event yet.
         self.held: dict[int, Sequence[Any]] = {}
         self._captured: list[Sequence[Any]] = []
-        self.stream: int | None = None
+        #: lowprec's stream, and the number 1 in device memory; threads that create one at the same time use the first.
+        self.streams: list[int] = []
+        self.ones: list[Block] = []
 
     def allocate(self, nbytes: int, stream: int, *, is_temporary: bool) -> Block:
         """Return memory; raise DeviceMemoryError if there is too little after unused memory has been freed."""
         pool = self._pool
         if pool is None or not is_temporary:
-            if not runtime.is_capturing(stream):
+            is_captured = runtime.is_capturing(stream)
+            if not is_captured:
                 self._collect(self._limit)
             elif is_temporary:
                 raise BackendError(
                     f"cuda:{self._device} has no stream-ordered allocation (cudaDevAttrMemoryPoolsSupported is 0), so "
                     "a product that needs temporary memory cannot be captured into a graph there"
                 )
-            else:
-                pool = None  # stream-ordered memory would belong to the graph, and be freed before the array
-        block = Block(nbytes, stream if pool is not None else None, self._noted)
+            # In a capture, memory of a pool would belong to the graph and be freed before the array; and other devices
+            # cannot access it.
+            pool = None if is_captured or PEER_ACCESS.current() else pool
+        block = Block(nbytes, stream, self._noted, stream_ordered=pool is not None)
+        self._streams.add(_known(stream))
         try:
             block.address = runtime.allocate(nbytes, pool, stream)
         except DeviceMemoryError:
-            if runtime.is_capturing(stream):  # synchronising the device would invalidate the capture
+            if runtime.is_capturing(stream):  # another allocation would be part of the graph
                 raise
             release()
             block.address = runtime.allocate(nbytes, pool, stream)
         return block
 
     def _collect(self, limit: int) -> None:
-        """Wait for the device and free dead results, if they exceed a limit."""
+        """Free dead blocks after the work of their streams, if they exceed a limit; a negative one frees all."""
         if limit >= 0 and not self._noted:
             return
-        with self.lock:
-            with contextlib.suppress(IndexError):
-                while True:
-                    address, nbytes = self._noted.popleft()
-                    self._dead.append(address)
-                    self._dead_bytes += nbytes
-            if self._dead_bytes <= limit and len(self._dead) <= _MAX_DEAD:
-                return
-            # Results that are recorded from here on may still be in use after the wait.
-            (dead, nbytes), self._dead, self._dead_bytes = (self._dead, self._dead_bytes), [], 0
-            try:
-                runtime.wait_for_device()
-            except BaseException:
-                self._dead += dead
-                self._dead_bytes += nbytes
-                raise
-            while dead:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._dead.append(self._noted.popleft())
+                self._dead_bytes += self._dead[-1][1]
+        if self._dead_bytes <= limit and len(self._dead) <= _MAX_DEAD:
+            return
+        # Blocks that are recorded from here on may still be in use after the wait.
+        dead: list[_Dead] = []
+        nbytes, self._dead_bytes = self._dead_bytes, 0
+        with contextlib.suppress(IndexError):
+            while True:
+                dead.append(self._dead.popleft())
+        try:
+            captured = self._wait_for(set().union(*(x[-1] for x in dead), self._streams if limit < 0 else ()))
+        except BaseException:
+            self._dead += dead
+            self._dead_bytes += nbytes
+            raise
+        while dead:
+            address, nbytes, streams = dead.pop()
+            if streams & captured:
+                self._noted.append((address, nbytes, streams))
+            else:
                 with contextlib.suppress(BackendError):  # the next call raises the error of a lost device
-                    runtime.free(dead.pop())
+                    runtime.free(address)
+
+    def _wait_for(self, streams: set[int]) -> set[int]:
+        """Wait for the queued work of streams; return those that were not waited for, because of a capture."""
+        known, events = streams - {UNKNOWN_STREAM}, []
+        try:
+            captured = {x for x in known if runtime.is_capturing(x)}
+            for stream in known - captured:
+                events.append(self.recorded(stream))
+        except BackendError:  # a stream was destroyed
+            streams, captured = {UNKNOWN_STREAM}, set()
+        try:
+            for event in events:
+                runtime.wait_for_event(event)
+        finally:
+            self.events += events
+        if UNKNOWN_STREAM in streams and not captured:
+            runtime.wait_for_device()
+        return captured | {UNKNOWN_STREAM} if captured else captured
 
     def recorded(self, stream: int) -> Any:
         """Return an event recorded on a stream."""
@@ -163,14 +211,12 @@ class _Pool:
             self._captured.append(owners)
             self.held.pop(id(owners), None)
             return
-        event = self.recorded(stream)
-        with self.lock:
-            queue = self._kept.setdefault(stream, deque())
-            queue.append((event, owners))
-            first = queue[0][0] if len(queue) > _MAX_KEPT else None
+        queue = self._kept.setdefault(stream, {})
+        queue[next(self._numbers)] = (self.recorded(stream), owners)
         self.held.pop(id(owners), None)
-        if first is not None:
-            runtime.wait_for_event(first)
+        events = [event for event, _ in queue.copy().values()]
+        if len(events) > _MAX_KEPT:
+            runtime.wait_for_event(events[0])
         self.release_finished()
 
     def _is_keeping(self) -> bool:
@@ -180,23 +226,21 @@ class _Pool:
         """Release the objects of finished work; return whether others are kept."""
         if not self._is_keeping():
             return False
-        done = []  # released outside the lock, because it runs code of other libraries
-        with self.lock, runtime.relaxed_capture():
+        done = []  # released at the end, because it runs code of other libraries
+        with runtime.relaxed_capture():
             for queue in list(self._kept.values()):
-                while queue:
-                    first = queue[0]
-                    if not runtime.event_is_done(first[0]):
+                for number, (event, _) in queue.copy().items():
+                    if not runtime.event_is_done(event):
                         break
-                    # A signal handler may have released it meanwhile.
-                    if queue and queue[0] is first and queue.popleft():
-                        self.events.append(first[0])
-                        done.append(first[1])
+                    if finished := queue.pop(number, None):  # None: another thread has released it
+                        done.append(finished)
+                        self.events.append(event)
         return self._is_keeping()
 
     def wait(self) -> None:
         """Wait for all work that uses kept objects, and release them."""
         for queue in list(self._kept.values()):
-            for event, _ in list(queue):
+            for event, _ in queue.copy().values():
                 runtime.wait_for_event(event)
         self.release_finished()
 
@@ -205,6 +249,7 @@ class _Pool:
         failed = list(self.held)  # objects of failed calls have no event
         self.wait()
         self._collect(-1)
+        self._streams.clear()
         for key in failed:
             self.held.pop(key, None)
         with runtime.relaxed_capture():
@@ -248,15 +293,25 @@ def allocate(nbytes: int, device: Device, stream: int) -> Block:
         return _pool(device.index, stream).allocate(nbytes, stream, is_temporary=False)
 
 
+def one(device: Device) -> int:
+    """Return the address of a float32 with the value 1 in the memory of a device."""
+    pool = _pool(device.index)
+    if not pool.ones:
+        value, stream = np.ones(1, np.float32), own_stream(device)
+        made = allocate(value.nbytes, device, stream)
+        copy(value.ctypes.data, made.address, value.nbytes, device, stream)
+        synchronize(stream, device)
+        pool.ones.append(made)
+    return pool.ones[0].address
+
+
 def own_stream(device: Device) -> int:
     """Return lowprec's stream of a device, which does not wait for the default stream."""
     pool = _pool(device.index)
-    if pool.stream is None:
-        with runtime.on_device(device.index), pool.lock:
-            flags = libraries().runtime.cudaStreamNonBlocking
-            made = pool.stream or int(call("cudaStreamCreateWithFlags", flags))
-            pool.stream = pool.stream or made  # a signal handler may have created one meanwhile
-    return pool.stream
+    if not pool.streams:
+        with runtime.on_device(device.index):
+            pool.streams.append(runtime.create_stream())
+    return pool.streams[0]
 
 
 def order(before: int, after: int, device: Device) -> None:
@@ -326,16 +381,6 @@ def release() -> None:
 
 
 _waiter = Waiter(release_finished)
-
-
-def _renew_locks() -> None:
-    # In a forked child, the thread that held a lock does not exist.
-    for pool in _pools.values():
-        pool.lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
 
 
 @atexit.register

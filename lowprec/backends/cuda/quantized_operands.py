@@ -99,6 +99,7 @@ def _tiles(view: QuantizedView, stream: int) -> ArrayView:
         return PackedOperand(ArrayView(DType.INT8, (nbytes,), (1,), device, block, True, block.address), nbytes)
 
     found: ArrayView = view.packed_operand(key, make)
+    found.owner.used_on(stream)
     if captured:
         memory.keep((found,), stream, device)
     return found

@@ -132,24 +132,13 @@ def create_pool(device: int, keeps_bytes: int) -> Any:
     if not attribute("cudaDevAttrMemoryPoolsSupported", device):
         return None
 
-    def located(description: Any, index: int) -> Any:
-        description.location.type = runtime.cudaMemLocationType.cudaMemLocationTypeDevice
-        description.location.id = index
-        return description
-
-    wanted = located(runtime.cudaMemPoolProps(), device)
+    wanted = runtime.cudaMemPoolProps()
     wanted.allocType = runtime.cudaMemAllocationType.cudaMemAllocationTypePinned
+    wanted.location.type = runtime.cudaMemLocationType.cudaMemLocationTypeDevice
+    wanted.location.id = device
     pool = call("cudaMemPoolCreate", wanted)
     threshold = runtime.cudaMemPoolAttr.cudaMemPoolAttrReleaseThreshold
     call("cudaMemPoolSetAttribute", pool, threshold, libraries().driver.cuuint64_t(keeps_bytes))
-    # By default, memory of a pool is accessible only from its own device, unlike memory of cudaMalloc.
-    allowed = []
-    for peer in range(call("cudaGetDeviceCount")):
-        if peer != device and call("cudaDeviceCanAccessPeer", peer, device):
-            allowed.append(located(runtime.cudaMemAccessDesc(), peer))
-            allowed[-1].flags = runtime.cudaMemAccessFlags.cudaMemAccessFlagsProtReadWrite
-    if allowed:
-        call("cudaMemPoolSetAccess", pool, allowed, len(allowed))
     return pool
 
 
@@ -176,25 +165,15 @@ def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
 
 
 def free(address: int) -> None:
-    """Free memory that is not in use; memory without a pool is freed after a synchronisation of the device."""
+    """Free memory that is not in use."""
     with relaxed_capture():
         call("cudaFree", address)
 
 
 def wait_for_device() -> None:
-    """Wait for all work on all streams of the current device, without invalidating captures.
-
-    ``cudaDeviceSynchronize`` invalidates every capture on the device. ``cudaFree`` of memory of ``cudaMalloc`` also
-    synchronises all streams, and is allowed. Source: the CUDA C++ Programming Guide, *Stream Ordered Memory Allocator*,
-    and ``cudaThreadExchangeStreamCaptureMode`` in the CUDA Runtime API reference.
-    """
-    try:
-        address = allocate(1)
-    except DeviceMemoryError:
-        with relaxed_capture():
-            call("cudaDeviceSynchronize")
-    else:
-        free(address)
+    """Wait for all work on all streams of the current device, which invalidates every capture there."""
+    with relaxed_capture():
+        call("cudaDeviceSynchronize")
 
 
 def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
@@ -229,6 +208,11 @@ def create_event(*, timing: bool = False) -> Any:
     runtime = libraries().runtime
     flags = runtime.cudaEventDefault if timing else runtime.cudaEventDisableTiming
     return call("cudaEventCreateWithFlags", flags)
+
+
+def create_stream() -> int:
+    """Return a new stream of the current device, which does not wait for the default stream."""
+    return int(call("cudaStreamCreateWithFlags", libraries().runtime.cudaStreamNonBlocking))
 
 
 def wait_for_event(event: Any) -> None:

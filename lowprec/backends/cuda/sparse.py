@@ -15,10 +15,9 @@ import numpy as np
 
 from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.sparsity import TWO_OF_FOUR
-from lowprec.backends.cuda import handles, memory, runtime
+from lowprec.backends.cuda import handles, libraries, memory, runtime
 from lowprec.backends.cuda.bindings import Descriptor
 from lowprec.backends.cuda.invocation import number
-from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.execution import Arguments
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
@@ -39,7 +38,7 @@ _ALIGNMENT_BYTES = 16
 #: Most invocations of a plan: for threads, and addresses of a bias.
 _MOST_INVOCATIONS = 64
 
-_INSTALL = 'install it with: pip install "lowprec[sparse13]" (or "lowprec[sparse12]" for a driver before CUDA 13)'
+_INSTALL = 'install it with: pip install "lowprec[sparse13]" (or "lowprec[sparse12]" for CUDA 12)'
 
 
 @contextlib.contextmanager
@@ -58,7 +57,7 @@ def _translated(doing: str) -> Iterator[None]:
 
 def _create_handle() -> int:
     with _translated("create a handle"):
-        return int(libraries().cusparse_lt.init())
+        return int(libraries.cusparse_lt.init())
 
 
 _pool = handles.HandlePool(_create_handle)
@@ -68,7 +67,7 @@ class SparseInvocation:
     """A product ready to run with one handle and one address of a bias, 0 for none."""
 
     def __init__(self, call: CublasLtCall, handle: int, bias: int) -> None:
-        lt = self._lt = libraries().cusparse_lt
+        lt = self._lt = libraries.cusparse_lt
         self.handle = handle
         self._operation_b = _OPERATIONS[call.op_first]
 
@@ -134,7 +133,7 @@ class SparseCall(NamedTuple):
         block = memory.temporary(found.workspace_bytes, arguments.a.device.index, stream)
         streams = np.array([stream], np.uint64)
         with block as workspace, _translated("run a sparse product"):
-            libraries().cusparse_lt.matmul(
+            libraries.cusparse_lt.matmul(
                 found.handle, found.plan.pointer, first.address, self.compressed.address, pointers[0],
                 second.address, c, pointers[2], workspace, streams.ctypes.data, 1,
             )  # fmt: skip
@@ -189,6 +188,7 @@ def _compressed(found: SparseInvocation, call: CublasLtCall, source: int, view: 
     if captured and key not in view.packed:
         runtime.refuse_capture(stream, "the compressed b")
     compressed = view.packed_operand(key, lambda: found.compress(source, view, stream))
+    compressed.used_on(stream)
     if captured:
         memory.keep((compressed,), stream, view.device)
     return compressed

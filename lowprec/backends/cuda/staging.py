@@ -113,6 +113,7 @@ class Staging:
             return PackedOperand(KeptPacking(block, address), start + exponents)
 
         found: KeptPacking = view.packed_operand(key, make)
+        found.block.used_on(stream)
         if captured:
             memory.keep((found,), stream, view.device)
         return found

@@ -196,6 +196,17 @@ template <int WIDTH> struct alignas(WIDTH) Chunk { unsigned int words[WIDTH / 4]
 template <> struct Chunk<1> { Byte bits; };
 template <> struct Chunk<2> { unsigned short bits; };
 
+// Stores in global memory. NVRTC splits an assignment of 16 bytes into words; the inline instruction stays whole.
+template <int WIDTH> __device__ inline void store_chunk(Chunk<WIDTH>* to, const Chunk<WIDTH>& from) { *to = from; }
+
+#ifdef __CUDA_ARCH__
+__device__ inline void store_chunk(Chunk<16>* to, const Chunk<16>& from)
+{
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(to), "r"(from.words[0]), "r"(from.words[1]), "r"(from.words[2]), "r"(from.words[3]) : "memory");
+}
+#endif
+
 // Elements that one thread takes at a time. `width` is the length of the loads and stores of a whole group in bytes.
 template <class T, int N> struct Group {
     static constexpr int width = N * sizeof(T) < 16 ? N * sizeof(T) : 16;
@@ -212,7 +223,7 @@ template <class T, int N> struct Group {
     __device__ inline void store(T* to) const
     {
 #pragma unroll
-        for (int i = 0; i < chunks; ++i) reinterpret_cast<Chunk<width>*>(to)[i] = whole[i];
+        for (int i = 0; i < chunks; ++i) store_chunk(reinterpret_cast<Chunk<width>*>(to) + i, whole[i]);
     }
 
     // Elements from `first` on, `stride` apart, in a line of `length`; those beyond its end are zero.

@@ -1,0 +1,90 @@
+"""A replacement of cuda.core whose code is the text of the source, and which records compilations and launches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_int64
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from lowprec.backends.cuda import libraries
+from software_cuda.recorder import Recorder
+from software_cuda.runtime import DeviceModel, Runtime
+
+
+class Loaded(NamedTuple):
+    name: str
+    code: bytes
+    handle: int
+
+
+class RecordingCompiler:
+    __name__ = "replacement of cuda.core"
+    __version__ = "1"
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[str, dict[str, Any]]] = []
+        self.loaded: list[bytes] = []
+        #: Stream, grid and block, name of the kernel, and arguments, each as 8 bytes.
+        self.launched: list[tuple[Any, ...]] = []
+        #: Number of arguments of each launched kernel, by its code.
+        self.arguments: dict[bytes, int] = {}
+        self.described: set[int] = set()
+        self.refuses: tuple[bytes, ...] = ()
+        self.error: str | None = None
+        self.ProgramOptions = dict
+        self.ObjectCode = SimpleNamespace(from_cubin=self._from_cubin)
+        self.driver = SimpleNamespace(CUfunction=self._kernel, cuLaunchKernel=self._launch)
+        self._kernels: list[Loaded] = []
+
+    def Program(self, source: str, kind: str, options: dict[str, Any]) -> Any:
+        assert kind == "c++"
+
+        def compile_to(target: str) -> Any:
+            assert target == "cubin"
+            if self.error:
+                raise RuntimeError(self.error)
+            self.compiled.append((source, options))
+            return SimpleNamespace(code=f"cubin of {options['arch']}\n{source}".encode())
+
+        return SimpleNamespace(compile=compile_to)
+
+    def _from_cubin(self, code: bytes) -> Any:
+        if code in self.refuses:
+            raise RuntimeError("CUDA_ERROR_INVALID_IMAGE")
+        self.loaded.append(code)
+        return SimpleNamespace(get_kernel=lambda name: self._named(name, code))
+
+    def _named(self, name: str, code: bytes) -> Loaded:
+        self._kernels.append(Loaded(name, code, len(self._kernels)))
+        return self._kernels[-1]
+
+    def _kernel(self, handle: int) -> Loaded:
+        return self._kernels[handle]
+
+    def _launch(self, kernel: Loaded, *rest: int) -> tuple[int]:
+        *extents, _, stream, parameters, _ = rest
+        addresses = itertools.takewhile(bool, (c_int64 * 99).from_address(parameters))
+        arguments = [c_int64.from_address(x).value for x in addresses]
+        self.launched.append((stream, tuple(extents), kernel.name, *arguments))
+        self.arguments[kernel.code] = len(arguments)
+        self.described.add(parameters)
+        return (0,)
+
+
+def runtime(capability: tuple[int, int] = (9, 0)) -> Runtime:
+    """Return CUDA's runtime on a machine with one device."""
+    return Runtime(Recorder(), [DeviceModel(capability=capability)], "lazy")
+
+
+@contextmanager
+def recording() -> Iterator[RecordingCompiler]:
+    """Replace the backend's libraries by a compiler that records, and a runtime."""
+    found = RecordingCompiler()
+    before = libraries.use(libraries.Libraries(None, None, runtime(), found, found.driver, None))
+    try:
+        yield found
+    finally:
+        libraries.use(before)
