@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
-from support import interrupts
 from support.programs import posix, run_python
 
 

@@ -138,9 +138,9 @@ def _sum_products(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any
 
 def _emulated(architecture: Architecture, fmt: str) -> Callable[[Any, Any, Any], None]:
     """Return the multiplication by an architecture's tensor cores, in place of :func:`multiply`."""
-    from lowprec.backends.cpu import emulation  # needed for emulation only
+    from lowprec.backends.cpu.emulation import arithmetic, products  # needed for emulation only
 
-    times = functools.partial(emulation.multiply, model=emulation.arithmetic(architecture, fmt))
+    times = functools.partial(products.multiply, model=arithmetic.arithmetic(architecture, fmt))
 
     def multiply(a: Any, b: Any, out: Any) -> None:
         if out.dtype.kind != "c":
