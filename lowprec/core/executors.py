@@ -73,7 +73,7 @@ def look_up(
         key = (*key, resolved.emulates)
     found = _executors.get(key)
     if found is None:
-        with forking.creation_lock:  # a fork waits for imports and compilation
+        with forking.creation_lock:  # a fork waits for imports
             found = _executors[key] = _create(resolved.mode, x, y, options)
         for oldest in list(_executors)[:-_CACHE_SIZE]:  # dictionaries keep their order
             _executors.pop(oldest, None)

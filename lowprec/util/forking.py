@@ -14,8 +14,8 @@ class _Lock(Protocol):
     def release(self) -> object: ...
 
 
-#: Held while an executor is created, which may import modules and compile kernels. Otherwise a child could inherit the
-#: import locks of these modules while they are held. First in the list, because other locks are acquired under it.
+#: Held while an executor is created, which may import modules. Otherwise a child could inherit the import locks of
+#: these modules while they are held. First in the list, because other locks are acquired under it.
 creation_lock = threading.RLock()
 
 _locks: list[_Lock] = [creation_lock]
@@ -38,5 +38,5 @@ def _end() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # Hooks run in reverse order. Logging, imported above, must register first: imports and numba take its lock.
+    # Hooks run in reverse order. Logging, imported above, must register first: imports take its lock.
     os.register_at_fork(before=_begin, after_in_parent=_end, after_in_child=_end)
