@@ -110,7 +110,8 @@ def info() -> Info:
                 *environment.problems(),
                 *disagreements(switches),
                 *cpu["warnings"],
-                *filter(None, [unused, absence]),
+                # Only GPUs need the cache.
+                *filter(None, [unused, gpu["used"] and absence]),
             ],
         }
     )

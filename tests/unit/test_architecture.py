@@ -39,11 +39,9 @@ HEAVY = (
     "cupy",
     "jax",
     "matplotlib",
-    "numba",
     "nvmath",
     "rich",
     "scipy",
-    "scipy_openblas64",
     "tensorflow",
     "torch",
 )

@@ -191,7 +191,8 @@ def test_without_a_folder_there_is_one_warning_and_no_cache(
     disk.set_aside("x.json", "it is damaged")
     assert not Path("~").exists()
     found = lowprec.info()
-    assert disk.absence() in found["warnings"]
+    assert found["cache"] is None
+    assert not any("cache" in text for text in found["warnings"])  # no GPU needs it
     (effect,) = (x["effect"] for x in found["environment"] if x["name"] == "LOWPREC_CACHE_DIR")
     assert effect == "no cache"
 

@@ -39,7 +39,7 @@ def _capabilities() -> Capabilities:
     rows = kernels_of(cpuinfo.machine())
     if (why := library.unavailable_reason()) is not None:
         rows = tuple(row._replace(missing=why) for row in rows)
-    hidden = cpuinfo.hidden_flags()
+    hidden = environment.hidden_cpu_flags()  # also where the system does not list the processor's flags
     units = {row.requires: row for row in rows if row.requires in library.units()}
     found = (name for name, row in units.items() if name and hidden.isdisjoint(row.instruction_sets))
     return Capabilities("cpu", cpuinfo.cpu_name(), rows, frozenset(found))
