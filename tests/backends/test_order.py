@@ -142,10 +142,10 @@ def test_a_caller_that_flushes_subnormal_numbers(unit: str) -> None:
     torch = pytest.importorskip("torch")
     if unit.startswith("int8"):
         return
+    a, c = np.zeros((40, 40), np.float32), np.full((40, 40), 1e-40, np.float32)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush subnormal numbers")
     try:
-        a, c = np.zeros((40, 40), np.float32), np.full((40, 40), 1e-40, np.float32)
         with alone(unit):
             found = [lowprec.matmul(a, a, c=c, beta=1.0, math_mode=mode) for mode in ("bf16", "bf16x3")]
     finally:
