@@ -77,7 +77,8 @@ def run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         lines = [x.strip() for x in (done.stderr + done.stdout).splitlines() if x.strip()] or ["no message"]
-        raise BuildError(f"{' '.join(command[:3])}: {next((x for x in lines if 'error' in x), lines[-1])}")
+        first = next((x for x in lines if "error:" in x or "undefined reference" in x), lines[-1])
+        raise BuildError(f"{' '.join(command[:3])}: {first}")
     return done.stdout.strip()
 
 

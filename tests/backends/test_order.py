@@ -135,3 +135,20 @@ def test_a_row_is_the_same_alone_and_in_any_batch(
                     check(lowprec.matmul(a, b[:, 3], math_mode=mode), want[:, 3], "one column")
                     pair = lowprec.matmul(a, np.stack([b, b]), math_mode=mode)
                     check(pair[1], want, "a batch")
+
+
+@cpu_units.units()
+def test_a_caller_that_flushes_subnormal_numbers(unit: str) -> None:
+    torch = pytest.importorskip("torch")
+    if unit.startswith("int8"):
+        return
+    a, c = np.zeros((40, 40), np.float32), np.full((40, 40), 1e-40, np.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormal numbers")
+    try:
+        with alone(unit):
+            found = [lowprec.matmul(a, a, c=c, beta=1.0, math_mode=mode) for mode in ("bf16", "bf16x3")]
+    finally:
+        torch.set_flush_denormal(False)
+    for result in found:
+        np.testing.assert_array_equal(result.view(np.int32), c.view(np.int32))

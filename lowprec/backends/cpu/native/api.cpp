@@ -14,6 +14,9 @@ Unit fp32_neon(), bf16_neon(), int8_neon();
 }  // namespace lp
 
 namespace {
+using lp::bits_of;
+using lp::block_of;
+using lp::is_coded;
 using lp::Target;
 using lp::Unit;
 using lp::Work;
@@ -42,12 +45,6 @@ bool find(int unit, bool pairs, Unit& to) {
 int fp32_unit_of(int unit) {
     return unit == LP_BF16_AVX512 || unit == LP_BF16_AMX ? LP_FP32_AVX512 : unit == LP_BF16_NEON ? LP_FP32_NEON : unit;
 }
-
-int bits_of(int type) {
-    const int bits[LP_TYPES] = {32, 16, 16, 8, 8, 8, 32, 64, 8, 4, 4};
-    return bits[type];
-}
-bool is_coded(int type) { return type == LP_MXFP8 || type == LP_MXFP4 || type == LP_NVFP4; }
 
 const char* moved(const void* data, const lp_matrix& x, int64_t product) {
     if (!data || !x.batch_offsets) return (const char*)data;
@@ -112,8 +109,8 @@ void describe(Work& w, const lp_product& p, const lp_call& c, int64_t product, i
     w.packed_b = nullptr;
     if (p.b.packed) w.packed_b = (const uint32_t*)((const char*)c.b + (p.b.batch_offsets ? product * packed_bytes : 0));
     if (is_coded(p.b.type)) {
-        const int64_t block = p.b.type == LP_NVFP4 ? 16 : 32, offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0;
-        w.b.scales = (const uint8_t*)c.b_scales + offset * 8 / bits_of(p.b.type) / block, w.b.scale_lane = p.b.scale_col;
+        const int64_t offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0;
+        w.b.scales = (const uint8_t*)c.b_scales + offset * 8 / bits_of(p.b.type) / block_of(p.b.type), w.b.scale_lane = p.b.scale_col;
     }
     const bool adds = c.c && (c.beta[0] != 0 || c.beta[1] != 0);
     w.out = target(p.out, moved(c.out, p.out, product)), w.c = target(p.c, adds ? moved(c.c, p.c, product) : nullptr);
@@ -181,9 +178,20 @@ struct Batch {
     std::atomic<int> status;
 };
 
+// Prefetches a small matrix without gaps of the next product.
+void prefetch(const lp_matrix& x, const void* data, int64_t rows, int64_t cols, int64_t product) {
+    const int64_t bytes = rows * cols * bits_of(x.type) / 8, extent = (rows - 1) * x.row + (cols - 1) * x.col + 1;
+    if (!x.batch_offsets || x.row_offsets || x.inner_offsets || extent != rows * cols || bytes > 64 << 10) return;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(moved(data, x, product) + i, 0, 2);
+}
+
 void run_batch(void* at, int) {
     Batch& b = *(Batch*)at;
     for (int64_t i; (i = b.next.fetch_add(1)) < b.p.batches;) {
+        if (b.threads_each == 1 && i + 1 < b.p.batches) {
+            prefetch(b.p.a, b.c.a, b.p.m, b.p.k, i + 1);
+            if (!b.p.b.packed) prefetch(b.p.b, b.c.b, b.p.k, b.p.n, i + 1);
+        }
         const int32_t status = one(b.p, b.c, b.unit, i, b.threads_each, b.packed_bytes);
         if (status) b.status = status;
     }
@@ -201,6 +209,7 @@ int64_t bytes_of_packed(const lp_product& p, const Unit& unit) {
 }  // namespace
 
 LP_API int32_t lp_gemm(const lp_product* p, const lp_call* c) {
+    const lp::Arithmetic standard;  // the caller's thread may flush subnormal numbers
     Unit unit;
     if (!find(p->unit, uses_pairs(*p), unit) || p->m < 0 || p->n < 0 || p->k < 1) return LP_UNSUPPORTED;
     if (!p->m || !p->n || !p->batches) return LP_OK;

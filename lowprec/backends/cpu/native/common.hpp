@@ -33,6 +33,13 @@
 
 namespace lp {
 
+constexpr int bits_of(int type) {
+    return type == LP_C64 ? 64 : type == LP_F32 || type == LP_I32 ? 32 : type == LP_BF16 || type == LP_F16 ? 16
+         : type == LP_MXFP4 || type == LP_NVFP4 ? 4 : 8;
+}
+constexpr bool is_coded(int type) { return type == LP_MXFP8 || type == LP_MXFP4 || type == LP_NVFP4; }
+constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale
+
 // Uninitialised memory, 4096-byte aligned, for the lifetime of this object; blocks are kept for later products.
 // `at` is null if there is no memory. With LP_EXACT_MEMORY nothing is kept and sanitizers see accesses beyond `bytes`.
 struct Memory {

@@ -55,15 +55,19 @@ static void read_row(const lp::Target& x, int64_t row, int64_t col, int count, f
     }
 }
 
-// Multiplies sums by 2^-(e + f), where e and f scaled the row of a and the columns of b, rounding once: sums are
-// multiples of 2^-70, so the first factor is exact.
+// Multiplies sums by 2^-e, the inverse of the scales of a row of a and columns of b, rounding once. Sums are multiples of
+// 2^-70, so that a first factor of 2^-70 is exact where 2^-e is not a normal number.
 INLINE i32v limited(i32v v, int low, int high) {
     v = (i32v)choose((u32v)(v < low), (u32v)(i32v{} + low), (u32v)v);
     return (i32v)choose((u32v)(v > high), (u32v)(i32v{} + high), (u32v)v);
 }
 INLINE f32v unscaled(f32v x, i32v e) {
-    i32v s = -e, first = limited(s, -70, 127);
-    i32v rest = s - first, second = limited(rest, -149, 127);
+    const i32v within = limited(e, -126, 126);
+    u32v outside = (u32v)(within ^ e);
+    uint32_t any = 0;
+    UNROLL for (int i = 0; i < W; i++) any |= outside[i];
+    if (__builtin_expect(!any, 1)) return x * floats((u32v)(127 - e) << 23);
+    const i32v first = limited(-e, -70, 127), second = limited(-e - first, -149, 127);
     return x * powers(first) * powers(second);
 }
 

@@ -234,20 +234,18 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
 
 typedef void Pack(const Source&, const Layout&, int64_t, int64_t, int64_t, int64_t, uint32_t*, int64_t);
 
-// The packing function of an operand; null if there is none.
-template <int ELEMENT, int I = 0> static Pack* find_pack(const Source& s) {
-    if constexpr (I < LP_TYPES * LP_FORMATS) {
-        constexpr int TYPE = I / LP_FORMATS, FORMAT = I % LP_FORMATS;
-        if constexpr (can_pack(ELEMENT, TYPE, FORMAT))
-            if (s.type == TYPE && s.format == FORMAT) {
-                if constexpr (FORMAT != LP_EXACT)
-                    if (s.parts > 1) return pack<TYPE, FORMAT, ELEMENT, true>;
-                return pack<TYPE, FORMAT, ELEMENT, false>;
-            }
-        return find_pack<ELEMENT, I + 1>(s);
-    }
+// The packing functions by type and format, of numbers in one part and in several; null where there is none.
+template <int ELEMENT, bool SPLITS, int I> constexpr Pack* pack_for() {
+    constexpr int TYPE = I / LP_FORMATS, FORMAT = I % LP_FORMATS;
+    if constexpr (can_pack(ELEMENT, TYPE, FORMAT) && !(SPLITS && FORMAT == LP_EXACT)) return pack<TYPE, FORMAT, ELEMENT, SPLITS>;
     return nullptr;
 }
+template <int ELEMENT, int... I> INLINE Pack* find_pack(const Source& s, std::integer_sequence<int, I...>) {
+    static constexpr Pack* whole[] = {pack_for<ELEMENT, false, I>()...};
+    static constexpr Pack* split[] = {pack_for<ELEMENT, true, I>()...};
+    return (s.parts > 1 ? split : whole)[s.type * LP_FORMATS + s.format];
+}
+template <int ELEMENT> static Pack* find_pack(const Source& s) { return find_pack<ELEMENT>(s, std::make_integer_sequence<int, LP_TYPES * LP_FORMATS>()); }
 
 // --- powers of two -------------------------------------------------------------------------------------------------
 
@@ -263,7 +261,8 @@ template <int TYPE> static void lane_maxima(const Source& s, int64_t first, int6
     if (s.lane == 1 && !s.lane_offsets) {
         constexpr int64_t MOST = MOST_LANES / W * FLOATS;
         const int64_t vectors = (end - first) / W * FLOATS;
-        u32v found[MOST] = {};
+        u32v found[MOST];
+        for (int64_t v = 0; v < vectors; v++) found[v] = u32v{};
         for (int64_t k = 0; k < s.steps; k++) {
             const char* at = s.at + (first + s.k_offset(k)) * SIZE;
             for (int64_t v = 0; v < vectors; v++) found[v] = most(found[v], finite(bits(widened<READ>(at + v * W * SIZE / FLOATS))));
@@ -293,16 +292,18 @@ template <int TYPE> static void lane_maxima(const Source& s, int64_t first, int6
 
 // The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade.
 static void find_exponents(Source& s, int64_t first, int64_t end, int32_t* exponents) {
-    uint32_t largest[MOST_LANES] = {};
+    uint32_t largest[MOST_LANES + W];
+    __builtin_memset(largest, 0, (size_t)(end - first + W) * 4);
     if (s.type == LP_C64) lane_maxima<LP_C64>(s, first, end, largest);
     else if (s.type == LP_BF16) lane_maxima<LP_BF16>(s, first, end, largest);
     else lane_maxima<LP_F32>(s, first, end, largest);
-    for (int64_t lane = first; lane < end; lane++) {
-        const uint32_t x = largest[lane - first];
-        int exponent = (int)(x >> 23) - 127;
-        if (x < 0x00800000u) exponent = x ? -118 - __builtin_clz(x) : 14;
-        exponents[lane] = 14 - exponent;
-        const int half = exponents[lane] >> 1, parts[2] = {half, exponents[lane] - half};
-        for (int i = 0; i < 2; i++) s.factors[i * (s.lanes + 64) + lane] = __builtin_bit_cast(float, (uint32_t)(parts[i] + 127) << 23);
+    for (int64_t lane = first; lane < end; lane += W) {  // memory for all lanes is padded
+        const u32v x = get<u32v>(largest + lane - first);
+        i32v e = 141 - (i32v)(x >> 23);
+        for (int i = 0; i < W && lane + i < end; i++)  // subnormal numbers, and zeros
+            if (x[i] < 0x00800000u) e[i] = x[i] ? 132 + __builtin_clz(x[i]) : 0;
+        const i32v half = e >> 1;
+        put(exponents + lane, e);
+        put(s.factors + lane, powers(half)), put(s.factors + s.lanes + 64 + lane, powers(e - half));
     }
 }

@@ -12,6 +12,10 @@ typedef int16_t i16v __attribute__((vector_size(2 * W)));
 typedef uint8_t u8v __attribute__((vector_size(W)));
 typedef int8_t i8v __attribute__((vector_size(W)));
 
+using lp::bits_of;
+using lp::block_of;
+using lp::is_coded;
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 64")
 
@@ -94,13 +98,6 @@ INLINE f32v powers(i32v e) {
     u32v normal = (u32v)(e + 127) << 23, subnormal = all(1) << (u32v)((e + 149) & 31);
     return floats(choose((u32v)(e > -127), normal, subnormal));
 }
-
-constexpr int bits_of(int type) {
-    return type == LP_C64 ? 64 : type == LP_F32 || type == LP_I32 ? 32 : type == LP_BF16 || type == LP_F16 ? 16
-         : type == LP_MXFP4 || type == LP_NVFP4 ? 4 : 8;
-}
-constexpr bool is_coded(int type) { return type == LP_MXFP8 || type == LP_MXFP4 || type == LP_NVFP4; }
-constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale
 
 // Transposes a square of W x W dwords: swaps the off-diagonal squares of sizes 1, 2, 4, ...
 template <int SIZE, int... I> INLINE void swap_squares(u32v* rows, std::integer_sequence<int, I...>) {

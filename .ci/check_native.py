@@ -1,0 +1,181 @@
+"""Compile the CPU kernels with their checks, `tests/native/check.cpp`, and run them.
+
+usage: check_native.py [NAME...]
+
+native      every unit of this processor; AMX in software
+haswell     the native program on an emulated Haswell: FP32 and int8 units must give the same bits
+aarch64     compiled by zig, on three emulated processors: the same comparison
+sanitized   under the address and undefined-behaviour sanitizers
+threads     under the thread sanitizer
+levels      no instruction of an instruction set is outside the files compiled for it
+
+Without a name: all but `threads`. A check whose emulator or compiler is missing prints a message and succeeds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hatch_build import NATIVE, OBJECTS, OPTIONS, architecture, compile_sources, run, system_compiler  # noqa: E402
+
+CHECKS = ROOT / "tests" / "native"
+SANITIZERS = {
+    "sanitized": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-DLP_EXACT_MEMORY"],
+    "threads": ["-fsanitize=thread"],
+}
+#: Files that AMX in software changes.
+TILES = ("cpu.cpp", "x86_amx.cpp")
+
+
+def zig() -> list[str] | None:
+    """Return the command of zig's C++ compiler; None where it is not installed."""
+    return [sys.executable, "-m", "ziglang", "c++"] if importlib.util.find_spec("ziglang") else None
+
+
+def native_compiler() -> list[str]:
+    """Return the command of a compiler for this machine."""
+    found = system_compiler() or zig()
+    if found is None:
+        raise SystemExit("no C++ compiler: pip install ziglang")
+    return found
+
+
+def program(name: str, compiler: list[str], options: list[str], libraries: list[str]) -> str:
+    """Compile and link the kernels with the checks; return the path."""
+    command, made = [*compiler, *options], OBJECTS / f"check-{name}"
+    plain = [x for x in sorted(NATIVE.glob("*.cpp")) if x.name not in TILES]
+    checks = [*(NATIVE / x for x in TILES), CHECKS / "check.cpp"]
+    objects = compile_sources(command, plain)
+    objects += compile_sources([*command, "-DLP_AMX_IN_SOFTWARE", f"-I{NATIVE}", f"-I{CHECKS}"], checks)
+    run([*command, "-o", str(made), *objects, *libraries])
+    return str(made)
+
+
+def hashes(command: list[str], step: int) -> dict[str, str]:
+    """Run the checks, with every `step`-th k; return the hash of each problem by its class and name."""
+    done = subprocess.run([*command, str(step)], capture_output=True, text=True, check=False)
+    lines = [x for x in done.stderr.splitlines() if not x.startswith("qemu")]
+    if done.returncode:
+        raise SystemExit("\n".join([*lines[:40], f"{' '.join(command)}: failed, status {done.returncode}"]))
+    print(lines[-1])
+    return dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+
+
+def compare(name: str, found: dict[str, str]) -> None:
+    """Fail unless problems of FP32 and int8 units have the hashes of this machine."""
+    expected = check_native()
+    common = [x for x in found if x.partition(" ")[0] in ("fp32", "int8") and x in expected]
+    different = [x for x in common if found[x] != expected[x]]
+    print(f"{name}: {len(common)} problems compared, {len(different)} different")
+    if different or not common:
+        raise SystemExit("\n".join(different[:20]) or f"{name}: nothing to compare")
+
+
+def native() -> str:
+    """Compile the checks for this processor, with the objects of the library."""
+    return program("native", native_compiler(), OPTIONS, ["-lpthread"])
+
+
+_expected: dict[str, str] = {}
+
+
+def check_native() -> dict[str, str]:
+    """Run the checks on this processor, once; return the hashes."""
+    if not _expected:
+        _expected.update(hashes([native()], 97))
+    return _expected
+
+
+def check_sanitized(name: str) -> None:
+    """Run the checks under sanitizers."""
+    options = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", *SANITIZERS[name]]
+    hashes([program(name, native_compiler(), options, ["-lpthread"])], 300)
+
+
+def emulator(machine: str) -> str | None:
+    """Return the path of QEMU for programs of this machine."""
+    return next(filter(None, map(shutil.which, (f"qemu-{machine}", f"qemu-{machine}-static"))), None)
+
+
+def check_haswell() -> None:
+    """Compare AVX2 on an emulated processor with this one."""
+    qemu = emulator("x86_64")
+    if qemu is None:
+        print("haswell: no qemu-x86_64 here")
+    else:
+        compare("haswell", hashes([qemu, "-cpu", "Haswell", native()], 97))
+
+
+def check_aarch64() -> None:
+    """Compare NEON on emulated processors with this one."""
+    qemu, compiler = emulator("aarch64"), zig()
+    if qemu is None or compiler is None:
+        print("aarch64: no qemu-aarch64 here, or no zig")
+        return
+    made = program("aarch64", [*compiler, "-target", "aarch64-linux-musl"], OPTIONS, ["-static", "-nostdlib++"])
+    for cpu in ("max", "neoverse-n1", "cortex-a72"):
+        compare(cpu, hashes([qemu, "-cpu", cpu, made], 97))
+
+
+#: Instructions and registers of an instruction set in a disassembly.
+INSTRUCTIONS = {
+    "avx2": r"\tv(?!err|erw)[a-z]",
+    "avx512": r"%zmm|%k[0-7]\b|%[xy]mm(?:1[6-9]|2\d|3[01])\b",
+    "avx512bf16": r"\tv(?:dpbf16|cvtne\w*bf16)",
+    "vnni": r"\tvpdp[bw]",
+    "amx": r"%tmm",
+}
+#: Those that a file may have, by the beginning of its name; all others may have none.
+LEVELS = {
+    "x86_amx": ("avx2", "avx512", "amx"),
+    "x86_avx512bf16": ("avx2", "avx512", "avx512bf16"),
+    "x86_avx512vnni": ("avx2", "avx512", "vnni"),
+    "x86_avx512": ("avx2", "avx512"),
+    "x86_avxvnni": ("avx2", "vnni"),
+    "x86_avx2": ("avx2",),
+}
+
+
+def check_levels() -> None:
+    """Search the disassembly of each object for instructions outside its level."""
+    if shutil.which("objdump") is None or architecture(platform.machine()) != "x86_64":
+        print("levels: no objdump here, or no x86-64")
+        return
+    sources, failures = sorted(NATIVE.glob("*.cpp")), []
+    for source, made in zip(sources, compile_sources([*native_compiler(), *OPTIONS], sources), strict=True):
+        own = next((sets for name, sets in LEVELS.items() if source.stem.startswith(name)), ())
+        command = ["objdump", "-d", "--no-show-raw-insn", made]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for section in text.split("Disassembly of section ")[1:]:
+            # A function that several objects define has a section of its name, of which the linker keeps any one.
+            allowed = () if section.startswith(".text._Z") else own
+            for name, pattern in INSTRUCTIONS.items():
+                if name not in allowed and (found := re.search(pattern, section)):
+                    line = section[section.rindex("\n", 0, found.start()) : section.index("\n", found.end())]
+                    failures.append(f"{source.name}, {section.partition(':')[0]}, {name}: {line.strip()}")
+    print("\n".join([*failures, f"levels: {len(sources)} files, {len(failures)} kinds of instructions outside"]))
+    if failures:
+        raise SystemExit(1)
+
+
+def main(names: list[str]) -> None:
+    """Run the named checks."""
+    for name in names or ["levels", "native", "haswell", "aarch64", "sanitized"]:
+        if name in SANITIZERS:
+            check_sanitized(name)
+        else:
+            globals()[f"check_{name}"]()
+        print(f"{name}: ok", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,288 @@
+"""One order of summation: the bits of an element depend on its row of a, its column of b and k alone.
+
+Not on the other rows and columns, nor on layouts, threads, batches and preparation; and in modes whose products run on
+FP32 units, and for int8, not on the instruction set. NumPy computes float64, complex128 and mode ``fp64``, and promises
+none of this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.backends.cpu import library, threads
+from lowprec.formats import BLOCK_FORMATS
+from lowprec.modes import MathMode, available_modes
+from support import cpu_units, machines
+from support.programs import run_python
+
+needs_kernels = pytest.mark.skipif(library.library() is None, reason="lowprec has no kernels")
+
+MODES = [str(x) for x in available_modes() if x not in (MathMode.FP64, MathMode.FP32_EMULATED, MathMode.FP64_EMULATED)]
+TYPES = {name: np.dtype(getattr(ml_dtypes, name, name))
+         for name in ("bfloat16", "float16", "float8_e4m3fn", "int8", "complex64")}  # fmt: skip
+#: Type of a, type or format of b, and mode.
+KINDS = [
+    *[("float32", "float32", mode) for mode in MODES],
+    *[(name, name, "fp32") for name in TYPES],
+    *[("complex64", "complex64", mode) for mode in ("bf16", "tf32x3", "fp16")],
+    *[("float32", "bfloat16", mode) for mode in ("fp32", "bf16x3", "fp16")],
+    *[("bfloat16", fmt, "fp32") for fmt in BLOCK_FORMATS],
+    *[("float32", fmt, "tf32") for fmt in BLOCK_FORMATS],
+]  # fmt: skip
+#: Rows of a product: those of few rows, around the heights of tiles, and others.
+HEIGHTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 48, 63, 65, 100, 129, 256, 257)
+
+
+def numbers(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Any:
+    if name == "int8":
+        return rng.integers(-128, 128, shape, np.int8)
+    x = rng.standard_normal(shape, np.float32)
+    if name == "complex64":
+        return (x + 1j * rng.standard_normal(shape, np.float32)).astype(np.complex64)
+    if name in BLOCK_FORMATS:
+        return lowprec.quantize(x, name, axis=0)
+    return x.astype(TYPES.get(name, np.dtype(np.float32)))
+
+
+def bits(x: Any) -> Any:
+    """Return the bits of a result, with one NaN for all."""
+    x = np.ascontiguousarray(x)
+    x = x.view(np.float32) if x.dtype.kind == "c" else x
+    found = x.view(f"u{x.itemsize}").copy()
+    if x.dtype.kind != "i":
+        found[np.isnan(x)] = 1 << 8 * x.itemsize - 1
+    return found
+
+
+def assert_same(found: Any, want: Any, *what: object) -> None:
+    differ = bits(found) != bits(want)
+    assert not differ.any(), (f"{np.count_nonzero(differ)} of {differ.size} elements have other bits", *what)
+
+
+# -- layouts --------------------------------------------------------------------------------------
+
+
+def in_steps(x: Any) -> Any:
+    """Return the same numbers in every second column and third row of others."""
+    wide = np.zeros((3 * x.shape[0], 2 * x.shape[1]), x.dtype)
+    wide[::3, ::2] = x
+    return wide[::3, ::2]
+
+
+def plain(a: Any, b: Any, **given: Any) -> Any:
+    return lowprec.matmul(a, b, **given)
+
+
+def by_columns(a: Any, b: Any, **given: Any) -> Any:
+    return lowprec.matmul(np.asfortranarray(a), turned(b), **given)
+
+
+def turned(b: Any) -> Any:
+    return b if isinstance(b, lowprec.QuantizedArray) else np.asfortranarray(b)
+
+
+def with_gaps(a: Any, b: Any, **given: Any) -> Any:
+    return lowprec.matmul(in_steps(a), b if isinstance(b, lowprec.QuantizedArray) else in_steps(b[::-1])[::-1], **given)
+
+
+def into_columns(a: Any, b: Any, **given: Any) -> Any:
+    plan = lowprec.plan(a, b, **given)
+    out = np.zeros(plan.out_shape[::-1], TYPES.get(plan.out_dtype.label, plan.out_dtype.label)).T
+    return lowprec.matmul(a, b, out=out, **given)
+
+
+def sequence_first(a: Any, b: Any, **given: Any) -> Any:
+    """Multiply rows whose matrix has no single stride between rows."""
+    count = next(x for x in (3, 2, 1) if len(a) % x == 0)
+    stacked = a.reshape(count, len(a) // count, a.shape[1])
+    return lowprec.matmul(stacked.swapaxes(0, 1).copy().swapaxes(0, 1), b, **given).reshape(len(a), -1)
+
+
+def in_a_batch(a: Any, b: Any, **given: Any) -> Any:
+    """Multiply as the second product of a batch in which every matrix is another one."""
+    if isinstance(b, lowprec.QuantizedArray):
+        return lowprec.matmul(np.stack([a[::-1], a]), b, **given)[1]
+    return lowprec.matmul(np.stack([a[::-1], a]), np.stack([b[::-1], b]), **given)[1]
+
+
+LAYOUTS: tuple[Callable[..., Any], ...] = (plain, by_columns, with_gaps, into_columns, sequence_first, in_a_batch)
+
+
+def pieces(rng: np.random.Generator, *, every: bool) -> Iterator[slice]:
+    """Yield ranges of rows: each of the first 257 alone, and batches of 1 to 257; or a part of these."""
+    for height in range(1, 258) if every else HEIGHTS:
+        first = int(rng.integers(0, 258 - height))
+        yield slice(first, first + height)
+    for row in range(257) if every else rng.integers(0, 257, 8).tolist():
+        yield slice(row, row + 1)
+
+
+def kind_id(kind: tuple[str, str, str]) -> str:
+    return "-".join(dict.fromkeys(kind))
+
+
+@needs_kernels
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["some", "every"])
+@pytest.mark.parametrize("kind", KINDS, ids=kind_id)
+def test_rows_alone_and_in_batches(
+    kind: tuple[str, str, str], every: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_a, of_b, mode = kind
+    a, b = numbers(rng, (1000, 1000), of_a), numbers(rng, (1000, 1000), of_b)
+    monkeypatch.setattr(threads, "num_threads", lambda: 2)
+    given = {"math_mode": mode}
+    want = lowprec.matmul(a, b, **given)
+    prepared = lowprec.prepare(b, math_mode=mode)
+    for number, rows in enumerate(pieces(rng, every=every)):
+        workers = 1 + number % 2
+        monkeypatch.setattr(threads, "num_threads", lambda workers=workers: workers)
+        found = lowprec.matmul(a[rows], prepared, **given)
+        assert_same(found, want[rows], "prepared", rows, workers)
+        layout = LAYOUTS[number % len(LAYOUTS)]
+        assert_same(layout(a[rows], b, **given), want[rows], layout.__name__, rows, workers)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", [x for x in KINDS if x[1] not in BLOCK_FORMATS], ids=kind_id)
+def test_columns_alone_and_in_batches(kind: tuple[str, str, str], rng: np.random.Generator) -> None:
+    of_a, of_b, mode = kind
+    a, b = numbers(rng, (200, 700), of_a), numbers(rng, (700, 400), of_b)
+    want = lowprec.matmul(a, b, math_mode=mode)
+    for rows, width in itertools.product((1, 2, 5, 200), (1, 2, 4, 15, 17, 33, 100, 257)):
+        first = int(rng.integers(0, 400 - width))
+        columns = slice(first, first + width)
+        found = lowprec.matmul(a[:rows], b[:, columns], math_mode=mode)
+        assert_same(found, want[:rows, columns], rows, columns)
+    assert_same(lowprec.matmul(a, b[:, 7], math_mode=mode), want[:, 7], "a vector")
+    assert_same(lowprec.matmul(a[7], b, math_mode=mode), want[7], "a vector")
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["float32", "complex64"])
+def test_elements_that_are_not_finite_change_no_other_row(mode: str, name: str, rng: np.random.Generator) -> None:
+    """They may need another computation, which the rest of the product must not take part in."""
+    a, b = numbers(rng, (300, 500), name), numbers(rng, (500, 200), name)
+    a[280, 3], a[281, 4], a[282, 5] = np.inf, np.nan, 3.4028235e38  # the last is infinite in bfloat16
+    b[7, 190] = -np.inf
+    want = lowprec.matmul(a, b, math_mode=mode)
+    assert np.isfinite(want[:280, :190]).all()
+    for rows in (slice(0, 1), slice(100, 103), slice(0, 280), slice(279, 283), slice(281, 282), slice(0, 300)):
+        assert_same(lowprec.matmul(a[rows], b, math_mode=mode), want[rows], rows)
+        assert_same(lowprec.matmul(a[rows], b[:, :190], math_mode=mode), want[rows, :190], rows, "without the column")
+        assert_same(lowprec.matmul(a[rows], lowprec.prepare(b, math_mode=mode), math_mode=mode), want[rows], rows)
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "bf16x6", "fp16x3"])
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_epilogues(mode: str, out_dtype: str, rng: np.random.Generator) -> None:
+    a, b, c = (numbers(rng, shape, "float32") for shape in ((150, 333), (333, 120), (150, 120)))
+    given: dict[str, Any] = {"math_mode": mode, "out_dtype": out_dtype, "alpha": 0.7, "beta": -1.3, "bias": c[0]}
+    want = lowprec.matmul(a, b, c=c, activation="gelu", **given)
+    for rows in (slice(0, 1), slice(7, 9), slice(0, 33), slice(140, 150)):
+        assert_same(lowprec.matmul(a[rows], b, c=c[rows], activation="gelu", **given), want[rows], rows)
+
+
+# -- every k --------------------------------------------------------------------------------------
+
+#: Types and modes of each kind of unit.
+OF_UNITS = {
+    "fp32": [("float32", "fp32"), ("float32", "tf32"), ("float32", "fp16x3"), ("float16", "fp32")],
+    "bf16": [("bfloat16", "fp32"), ("float32", "bf16"), ("float32", "bf16x3")],
+    "int8": [("int8", "fp32")],
+}
+
+
+def only(unit: str) -> Any:
+    """Return the context of a machine that has this unit and no other."""
+    return machines.without(set(cpu_units.UNITS) - {unit})
+
+
+@cpu_units.units()
+def test_every_k(unit: str, rng: np.random.Generator) -> None:
+    """One row, few rows and many; sums of small integers are exact."""
+    kinds = OF_UNITS[unit[:4]]
+    with only(unit):
+        for k in range(1, 1201):
+            name, mode = kinds[k % len(kinds)]
+            a, b = numbers(rng, (35, k), name), numbers(rng, (k, 33), name)
+            want = lowprec.matmul(a, b, math_mode=mode)
+            few = 1 + k % 5
+            for rows in (slice(2, 3), slice(35 - few, 35)):
+                assert_same(lowprec.matmul(a[rows], b, math_mode=mode), want[rows], k, rows, mode)
+            if k % 16 == 0 or k < 40:
+                assert lowprec.plan(a, b, math_mode=mode).kernel_row.requires == unit
+                prepared = lowprec.prepare(b, math_mode=mode)
+                assert_same(lowprec.matmul(a, prepared, math_mode=mode), want, k, "prepared")
+                i, j = (rng.integers(-9, 10, shape).astype(a.dtype) for shape in ((35, k), (k, 33)))
+                exact = i.astype(np.float64) @ j.astype(np.float64)
+                found = lowprec.matmul(i, j, math_mode=mode, out_dtype=None if name == "int8" else "float32")
+                np.testing.assert_array_equal(found, exact)
+
+
+# -- instruction sets -----------------------------------------------------------------------------
+
+#: The modes whose products run on FP32 units on every processor without AMX.
+SAME = [mode for mode in MODES if mode.startswith(("fp32", "tf32", "fp16"))]
+_FP32 = [x for x in cpu_units.UNITS if x.startswith("fp32")]
+
+
+@cpu_units.units(*_FP32[1:])
+@pytest.mark.parametrize("mode", SAME)
+def test_units_have_the_same_bits(unit: str, mode: str, rng: np.random.Generator) -> None:
+    for m, n, k in ((1, 300, 900), (3, 65, 385), (130, 70, 1300), (70, 1, 77), (33, 40, 4099)):
+        for name in ("float32", "complex64"):
+            a, b = numbers(rng, (m, k), name), numbers(rng, (k, n), name)
+            found = []
+            for x in (_FP32[0], unit):
+                with only(x):
+                    found.append(lowprec.matmul(a, b, math_mode=mode))
+            assert_same(*found, (m, n, k), name)
+
+
+_PROGRAM = f"""
+import hashlib
+import numpy as np
+import lowprec
+rng = np.random.default_rng(0)
+for m, n, k in ((1, 300, 900), (3, 65, 385), (130, 270, 1300), (300, 1, 77)):
+    a, b = (rng.standard_normal(s, np.float32) for s in ((m, k), (k, n)))
+    for mode in {SAME}:
+        print(mode, hashlib.sha256(lowprec.matmul(a, b, math_mode=mode)).hexdigest())
+        print(mode, hashlib.sha256(lowprec.matmul(a.astype(np.float16), b, math_mode=mode)).hexdigest())
+    i, j = (rng.integers(-128, 128, s, np.int8) for s in ((m, k), (k, n)))
+    print("int8", hashlib.sha256(lowprec.matmul(i, j)).hexdigest())
+"""
+
+
+@needs_kernels
+def test_limits_of_the_instruction_set_change_no_bit() -> None:
+    """Those above AVX2 and below AMX, as far as this processor has them."""
+    limits = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")
+    found = {limit: run_python(_PROGRAM, LOWPREC_MAX_CPU_ISA=limit) for limit in limits}
+    first = found["avx2"].splitlines()
+    assert len(first) == 4 * (2 * len(SAME) + 1)
+    for limit, text in found.items():
+        differ = [x for x, y in zip(first, text.splitlines(), strict=True) if x != y]
+        assert not differ, (limit, differ[0].split()[0], len(differ))
+
+
+def test_the_hash_is_of_bits() -> None:
+    """A difference of one bit is seen, and the payload of a NaN is not."""
+    x = np.float32([1, np.nan])
+    y = x.copy()
+    y.view(np.uint32)[1] += 1
+    assert_same(x, y)
+    y.view(np.uint32)[0] += 1
+    with pytest.raises(AssertionError, match="1 of 2 elements have other bits"):
+        assert_same(x, y)
+    assert hashlib.sha256(x).digest() != hashlib.sha256(y).digest()

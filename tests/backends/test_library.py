@@ -1,0 +1,212 @@
+"""The compiled library: its declarations for ctypes, the checks at loading, and the build."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import stat
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowprec.backends.cpu import library
+from lowprec.errors import BackendError
+from support.programs import posix, run_python
+
+ROOT = Path(library.__file__).parents[3]
+NATIVE = Path(library.__file__).with_name("native")
+
+needs_sources = pytest.mark.skipif(not NATIVE.is_dir(), reason="the package is not in a checkout")
+needs_library = pytest.mark.skipif(library.library() is None, reason="lowprec has no kernels")
+
+_C_TYPES = {
+    "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double,
+    "lp_matrix": library.Matrix, "lp_scheme": library.Scheme,
+}  # fmt: skip
+
+
+def header() -> str:
+    return re.sub(r"//.*", "", (NATIVE / "lowprec.h").read_text(encoding="utf-8"))
+
+
+def declared_fields(name: str) -> list[tuple[str, Any]]:
+    """Return the fields of a struct of the header, by the ctypes of their types."""
+    found = re.search(rf"typedef struct {{([^}}]*)}} {name};", header())
+    assert found, name
+    fields: list[tuple[str, Any]] = []
+    for line in filter(str.strip, found[1].split(";")):
+        base, names = re.fullmatch(r"\s*(?:const )?(\w+)(.*)", line, re.DOTALL).groups()  # type: ignore[union-attr]
+        for each in names.split(","):
+            stars, field, length = re.fullmatch(r"\s*(\*?)\s*(\w+)(?:\[(\d+)\])?\s*", each).groups()  # type: ignore[union-attr]
+            is_pointer = stars or names.lstrip().startswith("*")
+            ctype = ctypes.c_void_p if is_pointer else _C_TYPES[base]
+            fields.append((field, ctype * int(length) if length else ctype))
+    return fields
+
+
+@needs_sources
+@pytest.mark.parametrize("name", ["Matrix", "Scheme", "Product", "Call", "Flat", "TensorCore"])
+def test_structures_are_those_of_the_header(name: str) -> None:
+    c_name = "lp_" + re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower()
+    assert list(getattr(library, name)._fields_) == declared_fields(c_name)
+
+
+@needs_sources
+def test_functions_and_numbers_are_those_of_the_header() -> None:
+    functions = set(re.findall(r"LP_API [\w ]+?lp_(\w+)\(", header()))
+    assert functions == {*library.Functions._fields} - {"gemm_holding_gil"}
+    enums = {
+        name: [x.partition("=")[0].strip() for x in body.split(",") if x.strip()]
+        for name, body in re.findall(r"enum (\w+) {([^}]*)}", header())
+    }
+    assert enums["lp_unit"] == [*(f"LP_{name.upper()}" for name in library.UNITS), "LP_UNITS"]
+    types = {number: name for name, number in {**library.TYPES, **library.BLOCK_TYPES}.items()}
+    assert len(types) == len(enums["lp_type"]) - 1
+    assert list(types) == list(range(len(types)))
+
+
+@needs_library
+def test_sources_that_have_changed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_sources_hash", lambda: 1)
+    with pytest.raises(BackendError, match=r"run `python hatch_build\.py`"):
+        library._loaded.__wrapped__()
+
+
+def test_reasons_for_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "_kernels.so"
+    monkeypatch.setattr(library, "_PATH", path)
+    assert library._loaded.__wrapped__()[1] == "built without kernels (run `python hatch_build.py`)"
+    path.with_suffix(".txt").write_text("c++: no such file\n", encoding="utf-8")
+    assert library._loaded.__wrapped__()[1] == "built without kernels (c++: no such file)"
+    path.write_bytes(b"not a library")
+    assert library._loaded.__wrapped__()[1].startswith("the kernels cannot be loaded (")
+
+
+# --- the build --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.ModuleType:
+    """`hatch_build.py` with two source files in a temporary folder."""
+    if not (ROOT / "hatch_build.py").is_file():
+        pytest.skip("the package is not in a checkout")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    native = tmp_path / "native"
+    native.mkdir()
+    (native / "cpu.cpp").write_text("extern int other();\nint number() { return other(); }\n", encoding="utf-8")
+    (native / "more.cpp").write_text("int more() { return 1; }\n", encoding="utf-8")
+    monkeypatch.setattr(module, "NATIVE", native)
+    monkeypatch.setattr(module, "OBJECTS", tmp_path / "objects")
+    for name in ("LOWPREC_BUILD", "LOWPREC_BUILD_TARGET", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    return module
+
+
+def needs_compiler(builder: types.ModuleType) -> None:
+    if not (builder.is_supported() and builder.system_compiler()):
+        pytest.skip("this system has no C++ compiler")
+
+
+def initialize(builder: types.ModuleType) -> tuple[dict[str, Any], list[str]]:
+    """Run the hook for a wheel; return the data of the build and the warnings."""
+    warnings: list[str] = []
+    hook = types.SimpleNamespace(app=types.SimpleNamespace(display_warning=warnings.append))
+    data: dict[str, Any] = {"force_include": {}}
+    builder.CustomBuildHook.initialize(hook, "standard", data)
+    return data, warnings
+
+
+def test_a_library_is_compiled_once_per_sources(builder: types.ModuleType) -> None:
+    needs_compiler(builder)
+    (builder.NATIVE / "more.cpp").write_text(
+        '__attribute__((used)) static const char s[] = "lowprec 0x0"; int other() { return 1; }\n', encoding="utf-8"
+    )
+    cpu = (
+        "#define TEXT_OF(x) #x\n#define TEXT(x) TEXT_OF(x)\n"
+        '__attribute__((used)) static const char stamp[] = "lowprec " TEXT(LP_VERSION);\n'
+    )
+    (builder.NATIVE / "cpu.cpp").write_text(cpu, encoding="utf-8")
+    made, tag = builder.build()
+    before = made.stat().st_mtime_ns
+    assert builder.build() == (made, tag)
+    assert made.stat().st_mtime_ns == before
+    (builder.NATIVE / "more.cpp").write_text("int other() { return 2; }\n", encoding="utf-8")
+    builder.build()
+    assert made.stat().st_mtime_ns != before
+    data, warnings = initialize(builder)
+    assert data["tag"] == f"py3-none-{tag}"
+    assert data["force_include"] == {str(made): f"lowprec/backends/cpu/{made.name}"}
+    assert not warnings
+
+
+def test_a_missing_function_is_an_error_of_the_build(builder: types.ModuleType) -> None:
+    needs_compiler(builder)
+    with pytest.raises(builder.BuildError, match="other"):
+        builder.build()
+
+
+@posix
+def test_a_compiler_that_fails_gives_a_pure_wheel(
+    builder: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not builder.is_supported():
+        pytest.skip("there are no kernels for this machine")
+    compiler = tmp_path / "broken"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = -dumpmachine ] && uname -m && exit\necho "a.cpp:1: error: no" >&2\nexit 1\n'
+    )
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(compiler))
+    data, (warning,) = initialize(builder)
+    assert re.fullmatch(r"lowprec is built without kernels, .*: a\.cpp:1: error: no", warning)
+    assert list(data["force_include"].values()) == ["lowprec/backends/cpu/_kernels.txt"]
+    assert "tag" not in data
+    monkeypatch.setenv("LOWPREC_BUILD", "require")
+    with pytest.raises(builder.BuildError, match=r"a\.cpp:1: error: no"):
+        initialize(builder)
+
+
+def test_no_library_on_request_and_on_other_processors(
+    builder: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder.platform, "machine", lambda: "riscv64")
+    assert initialize(builder)[1][0].endswith(f": there are none for {builder.sys.platform} on riscv64")
+    monkeypatch.setenv("LOWPREC_BUILD", "none")
+    assert initialize(builder)[1][0].endswith("LOWPREC_BUILD=none")
+
+
+# --- threads of the library ---------------------------------------------------------------------------
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or (os.cpu_count() or 1) < 2, reason="one CPU, or no masks")
+def test_workers_run_on_the_cpus_of_their_caller() -> None:
+    code = """
+        import ctypes, os, threading
+        from lowprec.backends.cpu import library
+
+        work_type = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)
+        def masks():
+            found, came = {}, threading.Event()
+            def work(_, thread):
+                found[threading.get_ident()] = os.sched_getaffinity(0)
+                came.set() if len(found) == 2 else came.wait(10)
+            callback = work_type(work)
+            library.functions().run(callback, None, 2)
+            return list(found.values())
+
+        all_cpus = os.sched_getaffinity(0)
+        assert masks() == [all_cpus, all_cpus]
+        one = {max(all_cpus)}
+        os.sched_setaffinity(0, one)
+        print(masks() == [one, one])
+    """
+    assert run_python(code) == "True"
