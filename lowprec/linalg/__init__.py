@@ -136,11 +136,12 @@ def solve(
 
     ``method="refine"`` factors the matrix in lower precision, with the updates by :func:`lowprec.matmul` in
     ``factor_mode``; uneven rows and columns are scaled by powers of two first. Iterative refinement in the precision of
-    the operands (classical, then GMRES preconditioned by the factor) then reduces the backward error
-    ``|b - a x| / (|a| |x| + |b|)``, with the Frobenius norm of ``a``, as far as it can. As in LAPACK's ``dsgesv``, the
-    result is accepted if that is at most ``sqrt(n) eps``. Systems that do not converge in 50 steps of each kind,
-    singular matrices, and Inf and NaN go to the library's own solver, with its result or error. Shapes that do not
-    match raise ShapeError (a direct solve without a report the library's error), an unknown ``factor_mode`` ModeError.
+    the operands (classical, then GMRES preconditioned by the factor) then reduces the backward error ``|b - a x| / (|a|
+    |x| + |b|)``, with the Frobenius norm of ``a``, as far as it can. The result is accepted within 4 times the error of
+    a direct solve: ``u / sqrt(n)``, with ``u = eps / 2``, or in double precision ``u / 2`` if that is larger. Systems
+    that do not converge in 50 steps of each kind, singular matrices (also those of an estimated condition above ``1 /
+    u``), and Inf and NaN go to the library's own solver, with its result or error. Shapes that do not match raise
+    ShapeError (a direct solve without a report the library's error), an unknown ``factor_mode`` ModeError.
 
     Parameters
     ----------

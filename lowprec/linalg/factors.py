@@ -62,12 +62,17 @@ class Operations:
         return x.mH.resolve_conj() if self._is_torch else x.conj().T
 
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
-        """Return the largest magnitude of each row and each column, and the sum of squares of each row."""
-        step = _ROWS if self.is_numpy else len(a)
-        parts = (abs(a[i : i + step]) for i in range(0, len(a), step))
-        found = [(self.xp.amax(x, 1), self.xp.amax(x, 0), (x * x).sum(1)) for x in parts]
-        rows, columns, squares = ([self.to_host(x) for x in part] for part in zip(*found, strict=True))
-        return np.concatenate(rows), np.maximum.reduce(columns), np.concatenate(squares)
+        """Return the largest magnitude of each row and each column, and the 2-norm of each row."""
+        step, amax = _ROWS if self.is_numpy else len(a), self.xp.amax
+        found = []
+        for i in range(0, len(a), step):
+            part = abs(a[i : i + step])
+            rows, columns = amax(part, 1), amax(part, 0)
+            scales = self.xp.where((rows > 0) & self.xp.isfinite(rows), rows, 1)
+            sizes = scales * self.xp.sqrt(((part / scales[:, None]) ** 2).sum(1))
+            found.append([self.to_host(x) for x in (rows, columns, sizes)])
+        rows, columns, sizes = zip(*found, strict=True)
+        return np.concatenate(rows), np.maximum.reduce(columns), np.concatenate(sizes)
 
     def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None, order: Any = "C") -> Any:
         """Return a copy of a matrix in another type, with rows and columns scaled."""
