@@ -23,6 +23,7 @@ from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
 from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType, FormatName
 from lowprec.util.strides import contiguous_strides
+from lowprec.util.tracing import uncompiled
 
 _ACCEPTED = ("float32", "float64", "float16", "bfloat16")
 #: Numbers that are converted at once in host memory, so that temporary arrays stay in the cache.
@@ -118,6 +119,7 @@ class QuantizedArray(Prepared):
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return QuantizedArray(codes, scales, self.format, shape, axis, self.scale)
 
+    @uncompiled
     def dequantize(self) -> Any:
         """Return the numbers in float32, as an array of the library of the codes."""
         values = self._values(self.scale)[..., : self.shape[self.axis]]
@@ -203,6 +205,7 @@ class _QuantizedLibrary(Library):
         return self._library.current_stream(device)
 
 
+@uncompiled
 def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  # noqa: A002 - the usual term
     """Return an array in a format of 8 or 4 bits a number, with scales.
 

@@ -24,6 +24,7 @@ from lowprec.core.arguments import PLAIN, Options, bind, check_devices, name_arg
 from lowprec.core.executors import CachedExecutor, capabilities, look_up
 from lowprec.errors import ArrayError, DelegateError, DTypeError, UnsupportedError
 from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ResolvedMode
+from lowprec.util.tracing import is_traced
 
 _ARRAYS = ("a", "b", "out", "c", "bias", "scale_a", "scale_b")
 _MODE_WITHIN = "lowprec.core.plan_call:mode_within"
@@ -118,7 +119,7 @@ def matmul(
            [15., 22.]], dtype=float32)
     """
     keywords = out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
-    if _is_traced():
+    if is_traced():  # after a graph break in the caller
         return _traced_matmul(a, b, **_given(keywords))
     options = PLAIN
     plain = out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
@@ -174,13 +175,7 @@ def _traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
     return traced_matmul(a, b, **keywords)
 
 
-def _is_traced() -> bool:
-    """Whether PyTorch's compiler traces :func:`matmul` itself, which happens after a graph break in the caller."""
-    return False
-
-
 matmul._torchdynamo_inline = _traced_matmul  # type: ignore[attr-defined]
-_is_traced._torchdynamo_inline = lambda: True  # type: ignore[attr-defined]
 
 
 @functools.cache

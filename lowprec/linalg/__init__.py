@@ -27,6 +27,7 @@ from lowprec.errors import UnsupportedError, quoted
 from lowprec.linalg.report import SolveReport
 from lowprec.linalg.routes import REAL_DTYPES, ROUTES, call
 from lowprec.modes import MathMode, ModeName
+from lowprec.util.tracing import uncompiled
 
 __all__ = ["EighResult", "LstsqResult", "QRResult", "SVDResult", "SlogdetResult", "SolveReport", *ROUTES]
 
@@ -112,13 +113,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _guarded(function: _Function) -> _Function:
-    """Add the sections that all functions share to a docstring, before its own last ones."""
+    """Keep a function out of compiled graphs, and add the shared sections to its docstring, before its last ones."""
     if function.__doc__ is not None:
         routes = ", ".join(map(str, ROUTES[function.__name__].values()))
         shared = f"{_RAISES}\nSee Also\n--------\n{routes}\n\n"
         section = "References\n" if "References\n" in function.__doc__ else "Examples\n"
         function.__doc__ = cleandoc(function.__doc__).replace(section, shared + section, 1)
-    return function
+    return uncompiled(function)
 
 
 @_guarded
