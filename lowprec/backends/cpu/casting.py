@@ -19,7 +19,6 @@ from lowprec.backends.cpu.rounding import round_all
 from lowprec.backends.cpu.scaling import FLOAT16_DIGITS, extrema_of, merged, needs_scaling
 from lowprec.formats import NumberFormat, dtype_from_name
 from lowprec.planning.bounds import holds
-from lowprec.policy import environment
 
 _KERNELS = "lowprec.backends.cpu.casting_kernels"
 
@@ -41,9 +40,7 @@ Kernel = Callable[..., int]
 @functools.cache
 def has_kernels() -> bool:
     """Whether numba is installed and not disabled, without importing it."""
-    if not numba_import.is_installed():
-        return False
-    return not environment.numba_is_off() and not numba_import.failure()
+    return not numba_import.missing()
 
 
 def can_compile() -> bool:

@@ -40,7 +40,16 @@ def capabilities(device: Device) -> Capabilities:
 
 @functools.cache
 def _capabilities() -> Capabilities:
-    return Capabilities("cpu", cpuinfo.cpu_name(), KERNELS, features())
+    why = _without_kernels()
+    rows = tuple(row._replace(missing=why) for row in KERNELS) if why else KERNELS
+    return Capabilities("cpu", cpuinfo.cpu_name(), rows, features())
+
+
+def _without_kernels() -> str:
+    """Return the reason why lowprec has no kernels of its own, and the units that they would use."""
+    why, flags = numba_import.missing(), cpuinfo.cpu_flags()
+    units = ", ".join(dict.fromkeys(x.unit for x in MICRO_KERNELS if x.is_for(flags)))
+    return f"{why}: lowprec's own kernels would use the {units or 'FP32 units'} of this CPU" if why else ""
 
 
 def forget() -> None:
@@ -75,7 +84,7 @@ def info() -> dict[str, Any]:
     except EnvironmentVariableError:  # reported with the variables; products raise it
         device = {**_device(), "instruction_sets": [], "units": []}
         return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
-    no_tiles, library = unsupported_reason(AMX_BF16), openblas.openblas()
+    no_tiles, library = _without_kernels() or unsupported_reason(AMX_BF16), openblas.openblas()
     warnings = [numba_import.failure()] if numba_import.failure() else []
     if no_tiles:
         on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]

@@ -13,6 +13,7 @@ import threading
 from contextlib import suppress
 
 from lowprec.errors import warn
+from lowprec.policy import environment
 from lowprec.policy.protocol import raised_in
 from lowprec.util import forking
 
@@ -42,6 +43,13 @@ def is_installed() -> bool:
 def failure() -> str:
     """Return the error of a failed import of numba; empty after success or before the import."""
     return _failure[0] if _failure else ""
+
+
+def missing() -> str:
+    """Return the reason why lowprec has no kernels of its own, with the remedy; empty if it has them."""
+    if not is_installed():
+        return 'numba is not installed (pip install "lowprec[cpu]")'
+    return failure() or ("NUMBA_DISABLE_JIT is set" if environment.numba_is_off() else "")
 
 
 def is_ready() -> bool:

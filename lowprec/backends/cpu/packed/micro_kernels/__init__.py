@@ -14,7 +14,6 @@ from functools import lru_cache
 from lowprec.backends.cpu import numba_import
 from lowprec.backends.cpu.cpuinfo import cpu_flags, is_x86_64, system_flags
 from lowprec.planning.bounds import CHUNK_STEPS
-from lowprec.policy import environment
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl"})
 
@@ -102,14 +101,8 @@ def unsupported_reason(kernel: MicroKernel) -> str:
         return f"LOWPREC_MAX_CPU_ISA hides the {kernel.unit} of this CPU"
     if absent:
         return f"this CPU has no {kernel.unit}: {absent[0]} is missing"
-    reason = numba_import.failure()
-    # numba is not imported here, which takes 0.3 s.
-    if not numba_import.is_installed():
-        reason = 'numba is not installed (pip install "lowprec[cpu]")'
-    elif not reason and environment.numba_is_off():
-        reason = "NUMBA_DISABLE_JIT is set"
-    if reason:
-        return f"{reason}, so the {kernel.unit} stay idle"
+    if reason := numba_import.missing():  # numba is not imported here, which takes 0.3 s
+        return reason
     if kernel.has_tiles and not _request_permission():
         return f"the system does not grant this process the {kernel.unit}"
     return ""
