@@ -13,7 +13,7 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, library_of_operand, view_of_b
-from lowprec.arrays.libraries import promoted
+from lowprec.arrays.libraries import promoted, refuse_subclasses
 from lowprec.arrays.prepared_view import QuantizedView, refuse_prepared
 from lowprec.arrays.signatures import of_first
 from lowprec.arrays.view import with_k_zero
@@ -22,7 +22,7 @@ from lowprec.backends.execution import imported
 from lowprec.core import streams
 from lowprec.core.arguments import PLAIN, Options, bind, check_devices, name_argument, spec_of
 from lowprec.core.executors import CachedExecutor, capabilities, look_up
-from lowprec.errors import ArrayError, DelegateError, DTypeError, UnsupportedError
+from lowprec.errors import ArrayError, DelegateError, DTypeError, LowprecError, UnsupportedError
 from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ResolvedMode
 from lowprec.util.tracing import is_traced
 
@@ -200,6 +200,10 @@ def _delegated(found: DelegateError, a: Any, b: Any, given: dict[str, Any]) -> A
         name_argument(error, {"a": a, "b": b, **{name: given.get(name) for name in _ARRAYS[2:]}})
         if error is not found:
             raise
+    except (NotImplementedError, TypeError) as error:
+        if not isinstance(error, LowprecError):
+            refuse_subclasses(error, a, b, *given.values())
+        raise
     lacking = sorted(given.keys() - takes)
     way_out = "omit it" if _NOT_AFTERWARDS & set(lacking) else "apply it to the result"
     raise UnsupportedError(f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}")
