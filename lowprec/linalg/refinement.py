@@ -15,6 +15,7 @@ import numpy as np
 
 from lowprec.core.dispatch import matmul
 from lowprec.linalg import factors
+from lowprec.linalg.factors import norms
 from lowprec.linalg.report import Reason
 from lowprec.modes import MathMode
 
@@ -33,13 +34,6 @@ _ROUNDING, _RESIDUAL = 1.0, 0.5
 
 class Unsolved(Exception):
     """Refinement does not apply to a system, or does not converge; the argument is the reason."""
-
-
-def norms(x: Any) -> Any:
-    """Return the 2-norm of each column, without overflow of the squares."""
-    largest = np.abs(x).max(axis=0, initial=0.0)
-    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-    return scale * np.sqrt((np.abs(x / scale) ** 2).sum(axis=0))
 
 
 def _ratios(r: Any, size: float, x: Any, b: Any) -> Any:
@@ -61,14 +55,14 @@ def _product(a: Any, x: Any, ops: factors.Operations, b: Any = None) -> Any:
 
 def backward_errors(a: Any, x: Any, b: Any, ops: factors.Operations) -> Any:
     """Return ``|b - a x| / (|a| |x| + |b|)`` of each column, of operands scaled by powers of two."""
-    rows, _, sizes = ops.magnitudes(a)
+    rows, _, size = ops.magnitudes(a)
     if not _RANGE[0] < rows.max() < _RANGE[1]:
         power = _power(rows.max())
         a = ops.lowered(a, b.dtype.name, (np.full_like(rows, power), np.ones_like(rows)))
-        b, sizes = b * power, sizes * power
+        b, size = b * power, size * power
     power = _power(np.abs(x).max(axis=0))
     x, b = x * power, b * power
-    return _ratios(_product(a, x, ops, b), float(norms(sizes[:, None])[0]), x, b)
+    return _ratios(_product(a, x, ops, b), size, x, b)
 
 
 class System:
@@ -79,17 +73,19 @@ class System:
         self._a, self._dtype, self._ops, self._is_positive = a, dtype, ops, is_positive
         self._real, self._unit = np.dtype(dtype.char.lower()), float(np.finfo(dtype).eps) / 2
         self._narrow = "complex64" if dtype.kind == "c" else "float32"
-        self._scales: tuple[Any, Any] | None = None
+        #: Factors of rows and columns; the norms of the scaled and of the given matrix.
+        self.left: Any = 1.0
+        self.right: Any = 1.0
         self._work = ops.lowered(a, self._narrow, None)
-        rows, columns, sizes = ops.magnitudes(self._work)
-        self._norm = float(norms(sizes[:, None])[0])
+        rows, columns, self._norm = ops.magnitudes(self._work)
+        self._own_norm = self._norm
         if not (min(rows.min(), columns.min()) > _EVEN * rows.max() and _RANGE[0] < rows.max() < _RANGE[1]):
             self._scale()
 
     def _scale(self) -> None:
         """Scale the matrix and set its norms."""
         ops, a = self._ops, self._a
-        rows, columns, sizes = ops.magnitudes(a)
+        rows, columns, self._own_norm = ops.magnitudes(a)
         if not np.isfinite(rows.max()):
             raise Unsolved(Reason.NOT_FINITE)
         if self._is_positive:
@@ -99,27 +95,17 @@ class System:
             diagonal, left = rows, _power(rows)
         if not min(diagonal.min(), columns.min()) > 0:
             raise Unsolved(Reason.BREAKDOWN)
-        self._unscaled_norm = float(norms(sizes[:, None])[0])
         _, columns, _ = ops.magnitudes(ops.lowered(a, self._dtype.name, (left, np.ones_like(left))))
-        self._scales = left, left if self._is_positive else _power(columns)
-        self._a = ops.lowered(a, self._dtype.name, self._scales)
+        right = left if self._is_positive else _power(columns)
+        self._a = ops.lowered(a, self._dtype.name, (left, right))
         self._work = ops.lowered(self._a, self._narrow, None)
-        self._norm = float(norms(ops.magnitudes(self._work)[2][:, None])[0])
-
-    def scaled(self, b: Any) -> tuple[Any, Any]:
-        """Return right-hand sides of the scaled system, and the powers of two that columns were multiplied by."""
-        b = b if self._scales is None else b * self._scales[0][:, None]
-        power = _power(np.abs(b).max(axis=0))
-        return b * power, power
-
-    def unscaled(self, x: Any) -> Any:
-        """Return solutions of the system as given."""
-        return x if self._scales is None else x * self._scales[1][:, None]
+        self._norm = ops.magnitudes(self._work)[2]
+        self.left, self.right = left[:, None], right[:, None]
 
     def factor(self, mode: MathMode) -> None:
         """Factor the scaled matrix; replaces an earlier factor."""
         work, self._work = self._work, None
-        work = self._ops.lowered(self._a, self._narrow, self._scales) if work is None else work
+        work = self._ops.lowered(self._a, self._narrow, None) if work is None else work
         try:
             self._solve = factors.factor(work, self._ops, mode, is_positive=self._is_positive)
         except np.linalg.LinAlgError:
@@ -127,9 +113,7 @@ class System:
 
     def correction(self, r: Any) -> Any:
         """Return the solution for right-hand sides in the precision of the factor."""
-        power = _power(np.abs(r).max(axis=0))
-        low = self._ops.from_host((r * power).astype(self._narrow))
-        return self._ops.to_host(self._solve(low)).astype(self._dtype) / power
+        return self._ops.to_host(self._solve(self._ops.from_host(r.astype(self._narrow)))).astype(self._dtype)
 
     def product(self, x: Any, b: Any = None) -> Any:
         """Return the product of the matrix and vectors, or the residual ``b - a x``."""
@@ -139,10 +123,9 @@ class System:
         """Return each column's backward error, of the scaled matrix and of the given one, over the accepted one."""
         limit = self._unit * max(_ROUNDING / np.sqrt(self.n), _RESIDUAL * (self._real == np.float64))
         found = _ratios(r, self._norm, x, b) / limit
-        if self._scales is None:
-            return found
-        left, right = (s[:, None] for s in self._scales)  # one large row or column may outweigh the others, as n = 1
-        return np.maximum(found, _ratios(r / left, self._unscaled_norm, x * right, b / left) / (self._unit * _ROUNDING))
+        # In the given matrix one row or column may outweigh the others, as if n were 1.
+        own = _ratios(r / self.left, self._own_norm, x * self.right, b / self.left)
+        return np.maximum(found, own / (self._unit * _ROUNDING))
 
     def first(self, b: Any) -> tuple[Any, float]:
         """Return a first solution and the estimated condition of the scaled matrix, in the Frobenius norm."""
@@ -160,7 +143,9 @@ class Refinement:
 
     def __init__(self, system: System, b: Any) -> None:
         self._system = system
-        self._b, self._power = system.scaled(b)
+        b = b * system.left
+        self._power = _power(np.abs(b).max(axis=0))
+        self._b = b * self._power
         self._x, self.condition = system.first(self._b)
         self._r = np.array(system.product(self._x, self._b))  # JAX arrays are read-only
         self._errors = system.errors(self._r, self._x, self._b)
@@ -177,7 +162,7 @@ class Refinement:
             self._run_gmres(slice(j, j + 1))
         if not (self._errors <= 1).all():
             raise Unsolved(Reason.NO_CONVERGENCE)
-        x = self._system.unscaled(self._x) / self._power
+        x = self._x * self._system.right / self._power
         if not np.isfinite(x).all():
             raise Unsolved(Reason.NOT_FINITE)
         return x

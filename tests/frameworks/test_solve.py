@@ -535,8 +535,9 @@ def test_a_cheap_mode_is_tried_first(rng: np.random.Generator, monkeypatch: pyte
     monkeypatch.setattr(solving._Solve, "_costs", lambda self, dtype: {bf16: (0.1, 8e-3), fp32: (1.0, 1e-6)})
     b = normal(rng, (256,), "float64")
     assert check(conditioned(rng, 256, 2.0, "float64"), b).factor_mode == bf16
-    report = check(conditioned(rng, 256, 1e5, "float64"), b)
-    assert (report.method, report.factor_mode, report.fallbacks) == ("refine", fp32, 0)
+    for scale in (1.0, np.geomspace(1, 1e8, 256)):  # the second factor, too, is of the scaled matrix
+        report = check(conditioned(rng, 256, 1e5, "float64") * scale, b)
+        assert (report.method, report.factor_mode, report.fallbacks) == ("refine", fp32, 0)
 
 
 def test_gradients_and_tracers() -> None:
