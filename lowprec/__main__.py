@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lowprec.cli import main
+from lowprec_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

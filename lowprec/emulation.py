@@ -25,6 +25,7 @@ from lowprec.backends.cpu.emulation.products import multiply
 from lowprec.backends.cpu.numpy_products import rounded
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import DType
+from lowprec.util.tracing import uncompiled
 
 __all__ = ["mma"]
 
@@ -32,6 +33,7 @@ __all__ = ["mma"]
 _FORMATS = {"fp16": "float16", "bf16": "bfloat16", **{name: name for name in FORMATS}}
 
 
+@uncompiled
 def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any:  # noqa: A002
     """Return the bits of ``c + a @ b`` on an architecture's tensor cores.
 

@@ -204,9 +204,11 @@ class ResolvedMode:
     emulates: Architecture | None = None  # GPU generation whose tensor cores the CPU emulates
 
 
-#: Other accepted names: ``highest``, ``high`` and ``medium`` as in PyTorch and JAX, and JAX's presets.
+#: Other accepted names: ``highest``, ``high`` and ``medium`` as in PyTorch and JAX, JAX's precisions and presets. JAX's
+#: ``default`` depends on the device; on a CPU it is full FP32.
 ALIASES: dict[str, MathMode] = {
     "float32": MathMode.FP32,
+    "default": MathMode.FP32,
     "highest": MathMode.FP32,
     "ieee": MathMode.FP32,
     "float64": MathMode.FP64,
@@ -215,6 +217,9 @@ ALIASES: dict[str, MathMode] = {
     "tensorfloat32": MathMode.TF32,
     "medium": MathMode.BF16,
     "bfloat16": MathMode.BF16,
+    "fastest": MathMode.BF16,
+    "bfloat16_3x": MathMode.BF16X3,
+    "bfloat16_6x": MathMode.BF16X6,
     "float16": MathMode.FP16,
     **{r.jax_preset.lower(): r.mode for r in TABLE if r.jax_preset},
 }
@@ -252,11 +257,12 @@ def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
 # generated: names for type checkers
 ModeName: TypeAlias = Literal[
     "fp32", "fp32_pedantic", "fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp16x3", "fp16x4",
-    "fp16x3_unscaled", "fp16x4_unscaled", "fp16_karatsuba", "fp32_emulated", "fp64_emulated", "float32", "highest",
-    "ieee", "float64", "pedantic", "high", "tensorfloat32", "medium", "bfloat16", "float16", "f32_f32_f32",
-    "f64_f64_f64", "tf32_tf32_f32", "bf16_bf16_f32", "f16_f16_f32", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6",
-    "bf16_bf16_f32_x9", "tf32_tf32_f32_x3", "F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32", "BF16_BF16_F32",
-    "F16_F16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3",
+    "fp16x3_unscaled", "fp16x4_unscaled", "fp16_karatsuba", "fp32_emulated", "fp64_emulated", "float32", "default",
+    "highest", "ieee", "float64", "pedantic", "high", "tensorfloat32", "medium", "bfloat16", "fastest", "bfloat16_3x",
+    "bfloat16_6x", "float16", "f32_f32_f32", "f64_f64_f64", "tf32_tf32_f32", "bf16_bf16_f32", "f16_f16_f32",
+    "bf16_bf16_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9", "tf32_tf32_f32_x3", "F32_F32_F32", "F64_F64_F64",
+    "TF32_TF32_F32", "BF16_BF16_F32", "F16_F16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9",
+    "TF32_TF32_F32_X3",
 ]  # fmt: skip
 BoundName: TypeAlias = Literal["guaranteed", "probable"]
 ActivationName: TypeAlias = Literal["relu", "gelu"]

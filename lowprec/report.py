@@ -24,6 +24,7 @@ from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
 from lowprec.policy.switch_report import disagreements, switch_rows
 from lowprec.util.tables import Table, html, plain_text
+from lowprec.util.tracing import uncompiled
 
 #: Module, distributions that may provide it, role.
 _LIBRARIES: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -49,6 +50,7 @@ class Info(dict[str, Any]):
         return "".join(map(html, tables(self)))
 
 
+@uncompiled
 def info() -> Info:
     """Return the devices, libraries, modes and settings of this process.
 

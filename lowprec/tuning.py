@@ -19,6 +19,7 @@ from lowprec.modes import ActivationName, MathMode, ModeName
 from lowprec.planning.rendering import title
 from lowprec.policy.variables import AUTOTUNE
 from lowprec.util.tables import Table, plain_text
+from lowprec.util.tracing import uncompiled
 
 #: cuBLASLt rarely returns more distinct algorithms.
 MOST_CANDIDATES = 256
@@ -53,6 +54,7 @@ class AutotuneResult:
         return plain_text(Table(title, (">rank", ">time / first choice", "algorithm"), rows))
 
 
+@uncompiled
 def autotune(
     a: Any,
     b: Any,

@@ -86,6 +86,9 @@ def _check(same: bool, tree: Any, others: Any) -> None:
 #: Names of normalization classes, PyTorch's and others; not those of parametrizations (``_WeightNorm``).
 _NORM = re.compile(r"[^_].*Norm(\dd)?")
 
+#: The same in names of weights, as words or the last part of a word: "bn1", "LayerNorm_0", "layer_normalization".
+_NORM_WORD = re.compile(r"([Nn]orm|NORM)(ali[sz]ation)?s?(?![a-z])|((?<![A-Za-z])bn|B[Nn])s?(?![a-z])")
+
 _STATISTICS = ("running_mean", "running_var")
 
 
@@ -108,13 +111,6 @@ def norms_of(model: Any) -> frozenset[str]:
 
 
 def norms_by_name(all_names: list[str]) -> frozenset[str]:
-    """Return the names with "norm" or "bn" in them, and those next to running statistics."""
-    owners = {
-        owner for owner, _, last in (name.rpartition(".") for name in all_names)
-        if last in _STATISTICS
-    }  # fmt: skip
-    return frozenset(
-        name
-        for name in all_names
-        if "norm" in name.lower() or "bn" in name.lower() or name.rpartition(".")[0] in owners
-    )
+    """Return the names with a word that is "bn" or ends with "norm", and those next to running statistics."""
+    owners = {owner for owner, _, last in (name.rpartition(".") for name in all_names) if last in _STATISTICS}
+    return frozenset(n for n in all_names if _NORM_WORD.search(n) or n.rpartition(".")[0] in owners)

@@ -24,6 +24,7 @@ from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
 from lowprec.util.atomic import write_file, write_json
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, html, plain_text
+from lowprec.util.tracing import uncompiled
 
 #: Formats of the report.
 FORMATS = (FLOAT16, BFLOAT16, TF32)
@@ -129,6 +130,7 @@ class GradientReport:
         write_file(path, lambda file: figure.savefig(file, format=suffix))
 
 
+@uncompiled
 def suggest_scale(grads: Any) -> float:
     """Return the largest power of two that keeps gradients in float16's range.
 
@@ -153,6 +155,7 @@ def suggest_scale(grads: Any) -> float:
     return _scale([_host(x) for x in leaves(grads)])
 
 
+@uncompiled
 def gradient_report(grads: Any) -> GradientReport:
     """Count gradients by exponent, and the shares lost by float16, bfloat16, TF32.
 

@@ -304,8 +304,8 @@ class Policy:
             For a module, its state dictionary is cast and returned; the module is unchanged.
         model : torch.nn.Module, optional
             The module of these weights. Normalizations are its submodules of classes named "...Norm" ("...Norm1d" and
-            so on) or derived from one. Without ``model`` they are the weights with "norm" or "bn" in their names, and
-            those next to running statistics.
+            so on) or derived from one. Without ``model`` they are the weights whose names have a word that is "bn" or
+            ends with "norm" (``LayerNorm_0``), and those next to running statistics.
 
         Returns
         -------

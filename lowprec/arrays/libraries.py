@@ -61,6 +61,16 @@ def library_of_operand(array: Any) -> Library:
     return _look_up(array) if found is None else found
 
 
+def refuse_subclasses(error: Exception, *arrays: Any) -> None:
+    """Raise ArrayError if a tensor's class may lack an operation, which raised ``error``."""
+    for array in arrays:
+        if hasattr(array, "__torch_dispatch__"):
+            try:
+                library_of(array)
+            except ArrayError as refusal:
+                raise ArrayError(str(refusal)) from error
+
+
 def view_of_b(array: Any) -> ArrayView:
     """Return the view of ``b``, an array or a prepared operand."""
     return array._view if isinstance(array, Prepared) else library_of(array).view(array)

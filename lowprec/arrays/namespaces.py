@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from lowprec.arrays.libraries import is_dask_array, library_name, library_of
+from lowprec.arrays.libraries import is_dask_array, library_name, library_of, refuse_subclasses
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.errors import ArrayError, quoted
 from lowprec.formats import dtype_from_name
@@ -83,13 +84,27 @@ def cast(array: Any, label: str) -> Any:
     return array.to(dtype) if hasattr(array, "to") else xp.astype(array, dtype)
 
 
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of an array that raises ArrayError if the array's class lacks it."""
+
+    def call(x: Any, argument: Any) -> Any:
+        try:
+            return function(x, argument)
+        except (NotImplementedError, TypeError) as error:
+            refuse_subclasses(error, x)
+            raise
+
+    return call
+
+
 class Namespace:
     """The functions of one library that contractions use."""
 
     def __init__(self, xp: Any) -> None:
         self._xp = xp
         names = ("permute_dims", "permute", "transpose")  # Array API, PyTorch, Dask
-        self._permute = next(getattr(xp, name) for name in names if hasattr(xp, name))
+        self._permute = _checked(next(getattr(xp, name) for name in names if hasattr(xp, name)))
+        self._reshape = _checked(xp.reshape)
 
     def permuted(self, x: Any, order: tuple[int, ...]) -> Any:
         """Return ``x`` with its axes in this order."""
@@ -107,7 +122,7 @@ class Namespace:
             if 0 in x.shape:
                 return self._xp.zeros_like(x, shape=shape, chunks=shape)
             x = x.rechunk(tuple(tuple(n for n in axis if n) for axis in x.chunks))
-        return self._xp.reshape(x, shape)
+        return self._reshape(x, shape)
 
     def last(self, x: Any, axis: int) -> Any:
         """Return ``x`` with this axis last."""

@@ -22,6 +22,7 @@ from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
 from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType, FormatName
 from lowprec.util.strides import contiguous_strides
+from lowprec.util.tracing import uncompiled
 
 _ACCEPTED = ("float32", "float64", "float16", "bfloat16")
 #: Numbers that are converted at once in host memory, so that temporary arrays stay in the cache.
@@ -123,6 +124,7 @@ class QuantizedArray(Prepared):
         object.__setattr__(self, "_transposed", QuantizedArray(codes, scales, self.format, shape, axis, self.scale))
         return self.T
 
+    @uncompiled
     def dequantize(self) -> Any:
         """Return the numbers in float32, as an array of the library of the codes."""
         values = self._values(self.scale)[..., : self.shape[self.axis]]
@@ -212,6 +214,7 @@ class _QuantizedLibrary(Library):
         return self._library.current_stream(device)
 
 
+@uncompiled
 def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  # noqa: A002 - the usual term
     """Return an array in a format of 8 or 4 bits a number, with scales.
 

@@ -86,8 +86,8 @@ class TorchLibrary(Library):
             refuse = functools.partial(DelegateError, target=DELEGATE) if acts else ArrayError
             raise refuse(
                 f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may have no memory of its "
-                "own; pass a plain tensor (tensor.full_tensor() of a DTensor, tensor.as_subclass(torch.Tensor) if the "
-                "subclass has memory)"
+                "own; pass a plain tensor (tensor.full_tensor() of a DTensor, tensor.dequantize() of a quantised one, "
+                "tensor.as_subclass(torch.Tensor) if the subclass has memory)"
             )
 
     def view(self, array: Any) -> ArrayView:
@@ -138,6 +138,11 @@ class TorchLibrary(Library):
 
     def mark_written(self, array: Any) -> None:
         """Increment the tensor's version, by which autograd detects writes to tensors saved for a backward pass."""
+        if array.is_inference() and not self._torch.is_inference_mode_enabled():
+            raise ArrayError(
+                "out was made in inference mode, outside of which PyTorch writes no such tensor; pass out.clone(), "
+                "or call inside torch.inference_mode()"
+            )
         self._torch.autograd.graph.increment_version(array)
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:

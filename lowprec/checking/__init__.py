@@ -13,10 +13,12 @@ from lowprec.checking.comparison import Case, Comparison, Row, compare, variants
 from lowprec.checking.measure import Load, Timing, load
 from lowprec.errors import ModeError, UnsupportedError, quoted
 from lowprec.modes import MathMode, ModeName, parse_mode
+from lowprec.util.tracing import uncompiled
 
 __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
 
 
+@uncompiled
 def check(
     a: Any,
     b: Any,

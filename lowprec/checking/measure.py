@@ -46,8 +46,7 @@ class Load(NamedTuple):
         if self.average is None or self.average <= _BUSY_SHARE * self.cpus:
             return ""
         return (
-            f"the machine is busy (load average {self.average:.1f} on {self.cpus} CPUs before the first product): "
-            "times and ratios are disturbed"
+            f"the machine is busy (load average {self.average:.1f} on {self.cpus} CPUs): times and ratios are disturbed"
         )
 
 

@@ -35,7 +35,7 @@ def read_array(path: str, dtype: DType | None = None, *, mapped: bool = False) -
     source = "/dev/stdin" if path == "-" else path
     try:
         # NumPy reads files of Python 2, with a warning.
-        with warnings.catch_warnings(), Path(source).open("rb") as file:
+        with warnings.catch_warnings(), open(source, "rb") as file:
             warnings.simplefilter("ignore")
             array: Array
             if mapped and file.seekable():
@@ -112,7 +112,9 @@ def check_output(path: str) -> None:
     """Raise if the output cannot be written; called before the computation."""
     target, reason = Path(path), ""
     try:
-        if _is_written_into(path):
+        if not path:
+            reason = "the name is empty"
+        elif _is_written_into(path):
             if path == "-":
                 os.fstat(1)
             elif not os.access(path, os.W_OK):

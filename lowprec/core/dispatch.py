@@ -13,7 +13,7 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, library_of_operand, view_of_b
-from lowprec.arrays.libraries import promoted
+from lowprec.arrays.libraries import promoted, refuse_subclasses
 from lowprec.arrays.prepared_view import QuantizedView, refuse_prepared
 from lowprec.arrays.signatures import of_first
 from lowprec.arrays.view import with_k_zero
@@ -22,8 +22,9 @@ from lowprec.backends.execution import imported
 from lowprec.core import streams
 from lowprec.core.arguments import PLAIN, Options, bind, check_devices, name_argument, spec_of
 from lowprec.core.executors import CachedExecutor, capabilities, look_up
-from lowprec.errors import ArrayError, DelegateError, DTypeError, UnsupportedError
+from lowprec.errors import ArrayError, DelegateError, DTypeError, LowprecError, UnsupportedError
 from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ResolvedMode
+from lowprec.util.tracing import is_traced
 
 _ARRAYS = ("a", "b", "out", "c", "bias", "scale_a", "scale_b")
 _MODE_WITHIN = "lowprec.core.plan_call:mode_within"
@@ -118,7 +119,7 @@ def matmul(
            [15., 22.]], dtype=float32)
     """
     keywords = out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
-    if _is_traced():
+    if is_traced():  # after a graph break in the caller
         return _traced_matmul(a, b, **_given(keywords))
     options = PLAIN
     plain = out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
@@ -174,13 +175,7 @@ def _traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
     return traced_matmul(a, b, **keywords)
 
 
-def _is_traced() -> bool:
-    """Whether PyTorch's compiler traces :func:`matmul` itself, which happens after a graph break in the caller."""
-    return False
-
-
 matmul._torchdynamo_inline = _traced_matmul  # type: ignore[attr-defined]
-_is_traced._torchdynamo_inline = lambda: True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -205,6 +200,10 @@ def _delegated(found: DelegateError, a: Any, b: Any, given: dict[str, Any]) -> A
         name_argument(error, {"a": a, "b": b, **{name: given.get(name) for name in _ARRAYS[2:]}})
         if error is not found:
             raise
+    except (NotImplementedError, TypeError) as error:
+        if not isinstance(error, LowprecError):
+            refuse_subclasses(error, a, b, *given.values())
+        raise
     lacking = sorted(given.keys() - takes)
     way_out = "omit it" if _NOT_AFTERWARDS & set(lacking) else "apply it to the result"
     raise UnsupportedError(f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}")

@@ -19,6 +19,7 @@ from lowprec.planning import Bound, Candidate, Capabilities, Copy, GemmPlan, Gem
 from lowprec.planning.prepared import prepared_reason, sparse_reason
 from lowprec.planning.selection import check_bound, check_rtol, select_mode
 from lowprec.util.strides import contiguous_strides
+from lowprec.util.tracing import uncompiled
 
 _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 
@@ -60,6 +61,7 @@ def _tolerance(rtol: float, bound: str | None, problem: GemmProblem, capabilitie
     return Reason.of(ReasonKind.TOLERANCE, bound=str(used), rtol=float(rtol), other=str(other), choice=choice)
 
 
+@uncompiled
 def plan(
     a: Any,
     b: Any,

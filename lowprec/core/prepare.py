@@ -19,6 +19,7 @@ from lowprec.formats import DType
 from lowprec.modes import MathMode, ModeName, parse_mode
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.layout import Order, stacked_layout
+from lowprec.util.tracing import uncompiled
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -119,6 +120,7 @@ class PreparedOperand(Prepared):
         return again, (self._view.ndarray(),)
 
 
+@uncompiled
 def prepare(
     b: Any,
     /,

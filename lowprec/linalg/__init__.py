@@ -27,6 +27,7 @@ from lowprec.errors import UnsupportedError, quoted
 from lowprec.linalg.report import SolveReport
 from lowprec.linalg.routes import REAL_DTYPES, ROUTES, call
 from lowprec.modes import MathMode, ModeName
+from lowprec.util.tracing import uncompiled
 
 __all__ = ["EighResult", "LstsqResult", "QRResult", "SVDResult", "SlogdetResult", "SolveReport", *ROUTES]
 
@@ -112,13 +113,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _guarded(function: _Function) -> _Function:
-    """Add the sections that all functions share to a docstring, before its own last ones."""
+    """Keep a function out of compiled graphs, and add the shared sections to its docstring, before its last ones."""
     if function.__doc__ is not None:
         routes = ", ".join(map(str, ROUTES[function.__name__].values()))
         shared = f"{_RAISES}\nSee Also\n--------\n{routes}\n\n"
         section = "References\n" if "References\n" in function.__doc__ else "Examples\n"
         function.__doc__ = cleandoc(function.__doc__).replace(section, shared + section, 1)
-    return function
+    return uncompiled(function)
 
 
 @_guarded
@@ -136,11 +137,12 @@ def solve(
 
     ``method="refine"`` factors the matrix in lower precision, with the updates by :func:`lowprec.matmul` in
     ``factor_mode``; uneven rows and columns are scaled by powers of two first. Iterative refinement in the precision of
-    the operands (classical, then GMRES preconditioned by the factor) then reduces the backward error
-    ``|b - a x| / (|a| |x| + |b|)``, with the Frobenius norm of ``a``, as far as it can. As in LAPACK's ``dsgesv``, the
-    result is accepted if that is at most ``sqrt(n) eps``. Systems that do not converge in 50 steps of each kind,
-    singular matrices, and Inf and NaN go to the library's own solver, with its result or error. Shapes that do not
-    match raise ShapeError (a direct solve without a report the library's error), an unknown ``factor_mode`` ModeError.
+    the operands (classical, then GMRES preconditioned by the factor) then reduces the backward error ``|b - a x| / (|a|
+    |x| + |b|)``, with the Frobenius norm of ``a``, as far as it can. The result is accepted within 4 times the error of
+    a direct solve: ``u / sqrt(n)``, with ``u = eps / 2``, or in double precision ``u / 2`` if that is larger. Systems
+    that do not converge in 50 steps of each kind, singular matrices (also those of an estimated condition above ``1 /
+    u``), and Inf and NaN go to the library's own solver, with its result or error. Shapes that do not match raise
+    ShapeError (a direct solve without a report the library's error), an unknown ``factor_mode`` ModeError.
 
     Parameters
     ----------

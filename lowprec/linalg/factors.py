@@ -30,6 +30,13 @@ Solver = Callable[[Any], Any]
 _LAPACK = {"numpy": "scipy.linalg", "torch": "torch.linalg", "jax": "jax.scipy.linalg", "cupy": "cupyx.scipy.linalg"}
 
 
+def norms(x: Any) -> Any:
+    """Return the 2-norm of each column, without overflow of the squares."""
+    largest = np.abs(x).max(axis=0, initial=0.0)
+    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
+    return scale * np.sqrt((np.abs(x / scale) ** 2).sum(axis=0))
+
+
 class Operations:
     """Operations of a factorization on the arrays of one library; NumPy's are those in host memory."""
 
@@ -62,12 +69,16 @@ class Operations:
         return x.mH.resolve_conj() if self._is_torch else x.conj().T
 
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
-        """Return the largest magnitude of each row and each column, and the sum of squares of each row."""
+        """Return the largest magnitude of each row and each column, and the Frobenius norm."""
         step = _ROWS if self.is_numpy else len(a)
-        parts = (abs(a[i : i + step]) for i in range(0, len(a), step))
-        found = [(self.xp.amax(x, 1), self.xp.amax(x, 0), (x * x).sum(1)) for x in parts]
-        rows, columns, squares = ([self.to_host(x) for x in part] for part in zip(*found, strict=True))
-        return np.concatenate(rows), np.maximum.reduce(columns), np.concatenate(squares)
+        found = []
+        for i in range(0, len(a), step):
+            part = abs(a[i : i + step])
+            rows, columns = (self.to_host(self.xp.amax(part, axis)) for axis in (1, 0))
+            scale = float(rows.max()) or 1.0
+            found.append((rows, columns, scale * float(((part / scale) ** 2).sum()) ** 0.5))
+        rows, columns, sizes = zip(*found, strict=True)
+        return np.concatenate(rows), np.maximum.reduce(columns), float(norms(np.array(sizes)))
 
     def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None, order: Any = "C") -> Any:
         """Return a copy of a matrix in another type, with rows and columns scaled."""

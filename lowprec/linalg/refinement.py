@@ -15,6 +15,7 @@ import numpy as np
 
 from lowprec.core.dispatch import matmul
 from lowprec.linalg import factors
+from lowprec.linalg.factors import norms
 from lowprec.linalg.report import Reason
 from lowprec.modes import MathMode
 
@@ -24,68 +25,87 @@ _PROGRESS = 0.5  # a step that leaves more than this share of the error is the l
 _GMRES_COLUMNS = 8  # largest number of right-hand sides that GMRES solves
 _PROBES = 2  # random vectors that estimate the norm of the inverse
 _EVEN = 1e-3  # rows and columns whose largest magnitudes are within this ratio are not scaled
+_RANGE = 2.0**-40, 2.0**40  # largest magnitudes of matrices whose products neither overflow nor underflow
+
+#: Accepted backward errors in units of the rounding error, at most 4 times those of direct solves (measured): of a
+#: rounded solution, divided by sqrt(n), and of the residual of a double precision system.
+_ROUNDING, _RESIDUAL = 1.0, 0.5
 
 
 class Unsolved(Exception):
     """Refinement does not apply to a system, or does not converge; the argument is the reason."""
 
 
-def norms(x: Any) -> Any:
-    """Return the 2-norm of each column, without overflow of the squares."""
-    largest = np.abs(x).max(axis=0, initial=0.0)
-    scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
-    return scale * np.sqrt((np.abs(x / scale) ** 2).sum(axis=0))
-
-
-def backward_errors(r: Any, size: float, x: Any, b: Any) -> Any:
+def _ratios(r: Any, size: float, x: Any, b: Any) -> Any:
     """Return ``|r| / (size |x| + |b|)`` of each column."""
     return np.where((r == 0).all(axis=0), 0.0, norms(r) / (size * norms(x) + norms(b)))
 
 
 def _power(x: Any) -> Any:
     """Return a power of two near the reciprocal of each number."""
-    return np.ldexp(1.0, -np.clip(np.frexp(x)[1], -1000, 1000))
+    limit = np.finfo(x.dtype).maxexp - 24
+    return np.ldexp(x.dtype.type(1.0), -np.clip(np.frexp(x)[1], -limit, limit))
+
+
+def _product(a: Any, x: Any, ops: factors.Operations, b: Any = None) -> Any:
+    """Return ``a x``, or ``b - a x``, of single precision operands in float64 and rounded once."""
+    rest = {} if b is None else {"c": ops.from_host(b), "alpha": -1.0, "beta": 1.0}
+    return ops.to_host(matmul(a, ops.from_host(x), math_mode="fp64", **rest))
+
+
+def backward_errors(a: Any, x: Any, b: Any, ops: factors.Operations) -> Any:
+    """Return ``|b - a x| / (|a| |x| + |b|)`` of each column, of operands scaled by powers of two."""
+    rows, _, size = ops.magnitudes(a)
+    if not _RANGE[0] < rows.max() < _RANGE[1]:
+        power = _power(rows.max())
+        a = ops.lowered(a, b.dtype.name, (np.full_like(rows, power), np.ones_like(rows)))
+        b, size = b * power, size * power
+    power = _power(np.abs(x).max(axis=0))
+    x, b = x * power, b * power
+    return _ratios(_product(a, x, ops, b), size, x, b)
 
 
 class System:
-    """A scaled matrix and its factor. Vectors are NumPy arrays, shape (n, k)."""
+    """A matrix, scaled if it is uneven, and its factor. Vectors are NumPy arrays (n, k) of the scaled system."""
 
     def __init__(self, a: Any, dtype: np.dtype[Any], ops: factors.Operations, *, is_positive: bool) -> None:
         self.n = int(a.shape[0])
         self._a, self._dtype, self._ops, self._is_positive = a, dtype, ops, is_positive
-        self._real = np.dtype(dtype.char.lower())
+        self._real, self._unit = np.dtype(dtype.char.lower()), float(np.finfo(dtype).eps) / 2
         self._narrow = "complex64" if dtype.kind == "c" else "float32"
-        self._scales: tuple[Any, Any] | None = None
+        #: Factors of rows and columns; the norms of the scaled and of the given matrix.
+        self.left: Any = 1.0
+        self.right: Any = 1.0
         self._work = ops.lowered(a, self._narrow, None)
-        rows, columns, squares = ops.magnitudes(self._work)
-        self.norm = self._scaled_norm = float(np.sqrt(squares.sum()))
-        if not (min(rows.min(), columns.min()) > _EVEN * rows.max() and 2.0**-40 < rows.max() < 2.0**40):
+        rows, columns, self._norm = ops.magnitudes(self._work)
+        self._own_norm = self._norm
+        if not (min(rows.min(), columns.min()) > _EVEN * rows.max() and _RANGE[0] < rows.max() < _RANGE[1]):
             self._scale()
 
     def _scale(self) -> None:
-        """Set scales and norms if the matrix is uneven or exceeds float32's range."""
+        """Scale the matrix and set its norms."""
         ops, a = self._ops, self._a
-        rows, columns, _ = ops.magnitudes(a)
+        rows, columns, self._own_norm = ops.magnitudes(a)
         if not np.isfinite(rows.max()):
             raise Unsolved(Reason.NOT_FINITE)
         if self._is_positive:
             diagonal = ops.to_host(a.diagonal()).real
-            left = np.ldexp(1.0, -(np.frexp(diagonal)[1] >> 1))
+            left = np.ldexp(1.0, -(np.frexp(diagonal)[1] >> 1)).astype(self._real)
         else:
             diagonal, left = rows, _power(rows)
         if not min(diagonal.min(), columns.min()) > 0:
             raise Unsolved(Reason.BREAKDOWN)
-        left = left.astype(self._real)
-        _, columns, squares = ops.magnitudes(ops.lowered(a, self._dtype.name, (left, np.ones_like(left))))
-        self.norm = float(norms(np.sqrt(squares)[:, None] / left[:, None])[0])
-        self._scales = left, left if self._is_positive else _power(columns).astype(self._real)
-        self._work = ops.lowered(a, self._narrow, self._scales)
-        self._scaled_norm = float(np.sqrt(ops.magnitudes(self._work)[2].sum()))
+        _, columns, _ = ops.magnitudes(ops.lowered(a, self._dtype.name, (left, np.ones_like(left))))
+        right = left if self._is_positive else _power(columns)
+        self._a = ops.lowered(a, self._dtype.name, (left, right))
+        self._work = ops.lowered(self._a, self._narrow, None)
+        self._norm = ops.magnitudes(self._work)[2]
+        self.left, self.right = left[:, None], right[:, None]
 
     def factor(self, mode: MathMode) -> None:
         """Factor the scaled matrix; replaces an earlier factor."""
         work, self._work = self._work, None
-        work = self._ops.lowered(self._a, self._narrow, self._scales) if work is None else work
+        work = self._ops.lowered(self._a, self._narrow, None) if work is None else work
         try:
             self._solve = factors.factor(work, self._ops, mode, is_positive=self._is_positive)
         except np.linalg.LinAlgError:
@@ -93,63 +113,64 @@ class System:
 
     def correction(self, r: Any) -> Any:
         """Return the solution for right-hand sides in the precision of the factor."""
-        r = r if self._scales is None else r * self._scales[0][:, None]
-        power = _power(np.abs(r).max(axis=0)).astype(self._real)
-        low = self._ops.from_host((r * power).astype(self._narrow))
-        x = self._ops.to_host(self._solve(low)).astype(self._dtype) / power
-        return x if self._scales is None else x * self._scales[1][:, None]
+        return self._ops.to_host(self._solve(self._ops.from_host(r.astype(self._narrow)))).astype(self._dtype)
 
-    def product(self, x: Any) -> Any:
-        """Return the product of the matrix and vectors."""
-        return self._ops.to_host(matmul(self._a, self._ops.from_host(x)))
+    def product(self, x: Any, b: Any = None) -> Any:
+        """Return the product of the matrix and vectors, or the residual ``b - a x``."""
+        return _product(self._a, x, self._ops, b)
 
-    def backward_errors(self, r: Any, x: Any, b: Any) -> Any:
-        """Return each column's backward error, the larger of those of the matrix and of the scaled matrix."""
-        found = backward_errors(r, self.norm, x, b)
-        if self._scales is None:
-            return found
-        left, right = (s[:, None] for s in self._scales)
-        return np.maximum(found, backward_errors(r * left, self._scaled_norm, x / right, b * left))
+    def errors(self, r: Any, x: Any, b: Any) -> Any:
+        """Return each column's backward error, of the scaled matrix and of the given one, over the accepted one."""
+        limit = self._unit * max(_ROUNDING / np.sqrt(self.n), _RESIDUAL * (self._real == np.float64))
+        found = _ratios(r, self._norm, x, b) / limit
+        # In the given matrix one row or column may outweigh the others, as if n were 1.
+        own = _ratios(r / self.left, self._own_norm, x * self.right, b / self.left)
+        return np.maximum(found, own / (self._unit * _ROUNDING))
 
     def first(self, b: Any) -> tuple[Any, float]:
         """Return a first solution and the estimated condition of the scaled matrix, in the Frobenius norm."""
         probes = np.random.default_rng(0).standard_normal((self.n, _PROBES)).astype(self._dtype)
-        left, right = (1.0, 1.0) if self._scales is None else (s[:, None] for s in self._scales)
-        found = self.correction(np.hstack([b, probes / left]))
-        x, inverse = found[:, :-_PROBES].copy(), found[:, -_PROBES:] / right
-        condition = self._scaled_norm * float(np.sqrt(np.mean(norms(inverse) ** 2)))
-        if not (np.isfinite(condition) and np.isfinite(x).all()):
+        found = self.correction(np.hstack([b, probes]))
+        x, inverse = found[:, :-_PROBES].copy(), found[:, -_PROBES:]
+        condition = self._norm * float(np.sqrt(np.mean(norms(inverse) ** 2)))
+        if not (condition * self._unit < 1 and np.isfinite(x).all()):  # else singular in the working precision
             raise Unsolved(Reason.BREAKDOWN)
         return x, condition
 
 
 class Refinement:
-    """The iteration from a first solution: ``x``, its residual and backward errors, and the steps taken."""
+    """The iteration from a first solution: its residual and errors over the accepted ones, and the steps taken."""
 
-    def __init__(self, system: System, b: Any, x: Any) -> None:
-        self._system, self._b, self.x = system, b, x
-        self._r = b - system.product(x)
-        self.errors = system.backward_errors(self._r, x, b)
+    def __init__(self, system: System, b: Any) -> None:
+        self._system = system
+        b = b * system.left
+        self._power = _power(np.abs(b).max(axis=0))
+        self._b = b * self._power
+        self._x, self.condition = system.first(self._b)
+        self._r = np.array(system.product(self._x, self._b))  # JAX arrays are read-only
+        self._errors = system.errors(self._r, self._x, self._b)
         self.steps, self.gmres_steps = 1, 0
 
-    def run(self) -> None:
-        """Reduce the backward errors to the level of the working precision, or raise Unsolved."""
-        unit = float(np.finfo(self._b.dtype).eps) / 2
-        active = np.flatnonzero(self.errors > 0)
+    def run(self) -> Any:
+        """Return the solution, with backward errors as small as those of a direct solve, or raise Unsolved."""
+        active = np.flatnonzero(self._errors > 0)
         while active.size and self.steps < MAX_STEPS:
             active = active[self._step(active, self._system.correction(self._r[:, active]))]
             self.steps += 1
-        slow = np.flatnonzero(~(self.errors <= unit))
+        slow = np.flatnonzero(~(self._errors <= 1))
         for j in slow if slow.size <= _GMRES_COLUMNS else ():
-            self._run_gmres(slice(j, j + 1), unit)
-        # The limit of LAPACK's dsgesv.
-        if not (self.errors <= 2 * unit * np.sqrt(self._system.n)).all():
+            self._run_gmres(slice(j, j + 1))
+        if not (self._errors <= 1).all():
             raise Unsolved(Reason.NO_CONVERGENCE)
+        x = self._x * self._system.right / self._power
+        if not np.isfinite(x).all():
+            raise Unsolved(Reason.NOT_FINITE)
+        return x
 
-    def _run_gmres(self, column: slice, unit: float) -> None:
-        steps, goes_on = 0, bool(np.isfinite(self.errors[column]))
-        while goes_on and steps < MAX_STEPS and self.errors[column] > unit:
-            reduction = max(0.1 * unit / float(self.errors[column][0]), 1e-8)
+    def _run_gmres(self, column: slice) -> None:
+        steps, goes_on = 0, bool(np.isfinite(self._errors[column]))
+        while goes_on and steps < MAX_STEPS and self._errors[column] > 1:
+            reduction = max(0.1 / float(self._errors[column][0]), 1e-8)
             system = self._system
             d, taken = gmres(system.product, system.correction, self._r[:, column], reduction, MAX_STEPS - steps)
             steps += taken
@@ -158,12 +179,12 @@ class Refinement:
 
     def _step(self, columns: Any, d: Any) -> Any:
         """Add corrections to columns whose error they reduce; return the columns that a further step may improve."""
-        x, b = self.x[:, columns] + d, self._b[:, columns]
-        r = b - self._system.product(x)
-        found, before = self._system.backward_errors(r, x, b), self.errors[columns]
+        x, b = self._x[:, columns] + d, self._b[:, columns]
+        r = self._system.product(x, b)
+        found, before = self._system.errors(r, x, b), self._errors[columns]
         taken = found < before
         at = columns[taken]
-        self.x[:, at], self._r[:, at], self.errors[at] = x[:, taken], r[:, taken], found[taken]
+        self._x[:, at], self._r[:, at], self._errors[at] = x[:, taken], r[:, taken], found[taken]
         return (found > 0) & (found < _PROGRESS * before)
 
 

@@ -20,7 +20,7 @@ class Reason(StrEnum):
     NOT_READABLE = "an array has no elements that can be read now"
     NO_LAPACK = "in host memory uses SciPy's LAPACK, and SciPy is not installed"
     NOT_FINITE = "the operands hold Inf or NaN, or numbers close to the largest"
-    BREAKDOWN = "there is no factor in lower precision: singular, or not positive definite"
+    BREAKDOWN = "there is no factor in lower precision: singular in it, or not positive definite"
     NO_CONVERGENCE = "refinement did not converge"
 
 

@@ -15,11 +15,10 @@ import numpy as np
 from lowprec.arrays import library_of
 from lowprec.arrays.namespaces import array_module
 from lowprec.core.arguments import check_devices, name_argument
-from lowprec.core.dispatch import matmul
 from lowprec.core.plan_call import plan
 from lowprec.errors import ArrayError, ShapeError, UnsupportedError, quoted
 from lowprec.linalg.factors import Operations
-from lowprec.linalg.refinement import Refinement, System, Unsolved, backward_errors, norms
+from lowprec.linalg.refinement import Refinement, System, Unsolved, backward_errors
 from lowprec.linalg.report import Reason, SolveReport
 from lowprec.linalg.routes import Operands, call, find, operands
 from lowprec.modes import MathMode, parse_mode
@@ -191,18 +190,17 @@ class _Solve:
                 with self._timed("factor"):
                     system.factor(mode)
                 with self._timed("refinement"):
-                    x, condition = system.first(b)
-                    self._conditions.append(condition)
-                    if mode is not self._candidates[-1][0] and condition * error > sqrt(self._n):
+                    iteration = Refinement(system, b)
+                    self._conditions.append(iteration.condition)
+                    if mode is not self._candidates[-1][0] and iteration.condition * error > sqrt(self._n):
                         continue  # the mode is not precise enough for this matrix
-                    iteration = Refinement(system, b, x)
-                    iteration.run()
+                    x = iteration.run()
             except Unsolved as failure:
                 reason = failure.args[0]
                 continue
             self._refined.append(iteration)
             self._factor_mode = mode
-            return iteration.x
+            return x
         raise Unsolved(reason)
 
     @contextmanager
@@ -216,12 +214,9 @@ class _Solve:
     def _error(self, x: Any) -> float:
         """Return the largest backward error."""
         found, x = [0.0], self._own.to_host(x).reshape(self._b.shape)
-        with math_mode("fp32"), np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
             for at in np.ndindex(*self._batch) if self._b.size else ():
-                a, b = self._a[at], self._b[at]
-                size = float(norms(np.sqrt(self._ops.magnitudes(a)[2])[:, None])[0])
-                product = self._ops.to_host(matmul(a, self._ops.from_host(x[at])))
-                found.extend(backward_errors(b - product, size, x[at], b))
+                found.extend(backward_errors(self._a[at], x[at], self._b[at], self._ops))
         return float(np.max(found))
 
     def _report(self, error: float) -> SolveReport:

@@ -145,11 +145,10 @@ def child_environment(
     elif mode is not None:
         variable = variables.FORCE_MATH_MODE if force else variables.MATH_MODE
         found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
-    # The value is the launcher's process id, which on POSIX is also the program's.
-    for name, is_set in (("INTERCEPT", intercept), ("PROFILE", profile)):
-        if is_set:
-            found[f"{RUN_VARIABLE}_{name}"] = str(os.getpid())
+    found[f"{RUN_VARIABLE}_PROGRAM"] = str(os.getpid())  # on POSIX also the program's
+    found |= {f"{RUN_VARIABLE}_{x}": "1" for x, is_set in (("INTERCEPT", intercept), ("PROFILE", profile)) if is_set}
+    hook = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
     paths = found.get("PYTHONPATH")
-    others = [path for path in paths.split(os.pathsep) if path != startup] if paths else []
+    others = [path for path in paths.split(os.pathsep) if not path.endswith(hook)] if paths else []
     found["PYTHONPATH"] = os.pathsep.join([startup, *others])
     return found

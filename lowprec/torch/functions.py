@@ -37,6 +37,7 @@ from lowprec.torch.operator import (
     save_operands,
     with_batch_first,
 )
+from lowprec.util.untraced import call_untraced
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -251,15 +252,7 @@ def traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
     tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     if numbers and tensors and _SUPPORTED.issuperset(given):
         return matmul(a, b, **given)
-    return _uncompiled(a, b, **given)
-
-
-@torch.compiler.disable(
-    reason="lowprec.matmul is in no graph with out=, k_chunk= or scales, operands that are no tensors, or factors that "
-    "are not Python numbers"
-)
-def _uncompiled(a: Any, b: Any, /, **given: Any) -> Any:
-    return dispatch.matmul(a, b, **given)
+    return call_untraced(dispatch.matmul, a, b, **given)
 
 
 def _mode_within(a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None) -> Any:

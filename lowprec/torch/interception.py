@@ -190,12 +190,12 @@ class _Intercepting(TorchDispatchMode):
             return self._dispatch(func, types, args, kwargs or {})
 
     def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        rule = rule_of(func)
         if not _PLAIN.issuperset(types):
             # A subclass splits the operator into those of its plain tensors, which this mode sees. A fake tensor has
             # none: it is only a shape, as in DTensor's sharding rules.
             is_fake = any(issubclass(t, FakeTensor) for t in types)
             return func(*args, **kwargs) if is_fake else NotImplemented
+        rule = rule_of(func)
         if rule is None:
             return func(*args, **kwargs)
         if rule.decomposes:

@@ -216,6 +216,23 @@ def test_weights_are_cast_and_norms_stay() -> None:
         np.testing.assert_array_equal(found, one.astype(dtype) if len(found) == 2 else [1])
 
 
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (
+            "bn1 bn_2 layer1.0.BN preBN norm norms.0 q_norm layernorm LayerNorm_0 input_layernorm RMSNorm normLayer",
+            True,
+        ),
+        ("batch_normalization group_normalisation_1 GROUPNORM norm2 encoder.norm1", True),
+        ("subnet enormous normal_head abnormal bnode turbnet normed_head dense conv_normal_1", False),
+    ],
+)
+def test_words_of_names_decide_which_weights_are_norms(names: str, kept: bool) -> None:
+    params = {f"{name}.weight": np.ones(1, np.float32) for name in names.split()}
+    cast = Policy.preset("O2").cast_params(params)
+    assert {name for name, x in cast.items() if x.dtype == np.float32} == (params.keys() if kept else set())
+
+
 def network(torch: Any) -> Any:
     """Norms that a name gives away, in a sequence and of the user's; and a name that promises too much."""
 

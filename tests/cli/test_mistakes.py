@@ -65,6 +65,8 @@ PRODUCT = ("matmul", "A.npy", "B.npy", "-o", "C.npy")
         (("check", "A.npy", "B.npy", "--sizes", "8"), "--sizes is for random operands"),
         (("check", "A.npy", "B.npy", "--distribution", "wide"), "--distribution is for random"),
         (("check", "--distribution", "odd"), "invalid choice: 'odd'"),
+        (("check", "--sizes", "0"), "'0' is not one extent (1024) or three"),
+        (("check", "--sizes", "8,4x0x4"), "'4x0x4' is not one extent (1024) or three"),
         (("check", "--sizes", "8x8"), "is not one extent (1024) or three"),
         (("check", "--modes", "tf32,nonsense"), "'nonsense' is not a math mode"),
         (("check", "--rounds", "0"), "'0' is not a whole number of at least 1"),
@@ -97,7 +99,7 @@ def test_no_words_at_all(command: Callable[..., Any]) -> None:
     [
         ("missing.npy", "B.npy", "cannot read missing.npy: No such file or directory"),
         ("A.npy", "folder", "cannot read folder: Is a directory"),
-        ("A.npy", "", "cannot read '': Is a directory"),
+        ("A.npy", "", "cannot read '': No such file or directory"),
         ("text.npy", "B.npy", "cannot read text.npy as an .npy file"),
         ("A.npy", "objects.npy", "cannot read objects.npy"),
         ("A.npy", "wrong.npy", "(24, 40) and (7, 5)"),
@@ -115,7 +117,7 @@ def test_operands(refused: Refused, name: str, a: str, b: str, says: str) -> Non
     ("output", "says"),
     [
         ("folder", "cannot write folder: it is a folder"),
-        ("", "cannot write '': it is a folder"),
+        ("", "cannot write '': the name is empty"),
         ("missing/C.npy", "does not exist"),
         ("A.npy/C.npy", "does not exist"),
     ],

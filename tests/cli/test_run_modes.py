@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import lowprec
 from support.cpu_units import medium_lowers
-from support.programs import GUARD, LIBRARY, TF32, same, start, write
+from support.programs import GUARD, LIBRARY, TF32, same, start, without_note, write
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -36,6 +38,43 @@ def test_the_user_s_own_sitecustomize_runs() -> None:
     # A library that it imports is set too.
     script = write("import tensorflow\nprint(tensorflow.switch.tf32)")
     assert start(script, under=TF32, variables=where) == (0, "True\n", "")
+
+
+def test_two_copies_of_lowprec() -> None:
+    """The inner run is that of another virtual environment."""
+    write(LIBRARY, "tensorflow.py")
+    script = write(
+        "import lowprec, tensorflow\nprint(lowprec.__file__, lowprec.get_math_mode(), tensorflow.switch.tf32)"
+    )
+    copy = Path("other/lowprec").resolve()
+    shutil.copytree(Path(lowprec.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    outer = write(f"""
+        import os, subprocess, sys
+        path = os.pathsep.join([{str(copy.parent)!r}, os.environ["PYTHONPATH"]])
+        command = [sys.executable, "-m", "lowprec", "run", "--mode", "tf32", "--profile", {script!r}]
+        sys.exit(subprocess.call(command, env={{**os.environ, "PYTHONPATH": path}}))
+    """, "outer.py")  # fmt: skip
+    seen = start(outer, under=("--mode", "fp32", "--profile"))
+    assert seen[:2] == (0, f"{copy / '__init__.py'} tf32 True\n")
+    assert seen.err.count("of the program") == 1
+
+
+def test_a_finder_that_asks_all_others() -> None:
+    write(LIBRARY, "tensorflow.py")
+    script = write("""
+        import sys
+
+        class Finder:
+            @classmethod
+            def find_spec(cls, *asked):
+                found = (finder.find_spec(*asked) for finder in sys.meta_path if finder is not cls)
+                return next(filter(None, found), None)
+
+        sys.meta_path.insert(1, Finder)
+        import tensorflow
+        print(tensorflow.switch.tf32)
+    """)
+    assert start(script, under=TF32) == (0, "True\n", "")
 
 
 # -- the program is under the mode ----------------------------------------------------------------
@@ -68,7 +107,7 @@ thread.join()
 )
 def test_the_mode_is_in_force(under: Sequence[str], found: str, message: str) -> None:
     write(LIBRARY, "tensorflow.py")
-    seen = start(write(LATE), under=under)
+    seen = without_note(start(write(LATE), under=under))
     assert seen == (0, 2 * found, message and f"lowprec run --mode bf16 {message}")
 
 
@@ -183,7 +222,7 @@ def test_choices_of_the_program(under: Sequence[str], modes: str) -> None:
             found.append(lowprec.get_math_mode())
         print(*found)
     """)
-    assert start(script, under=under) == (0, f"{modes}\n", "")
+    assert without_note(start(script, under=under)) == (0, f"{modes}\n", "")
 
 
 SETS = """
@@ -319,7 +358,29 @@ def test_products_of_a_program_are_shown() -> None:
 def test_options_without_effect_are_reported() -> None:
     seen = start(write("print(1)"), under=("--mode", "bf16", "--intercept", "--profile"))
     said = [
-        f"lowprec run --{x}: the program did not import {y}\n"
-        for x, y in (("profile", "lowprec"), ("intercept", "torch"))
+        "lowprec run --mode bf16: no product was affected (NumPy's own never are; call lowprec.matmul)\n",
+        *(
+            f"lowprec run --{x}: the program did not import {y}\n"
+            for x, y in (("profile", "lowprec"), ("intercept", "torch"))
+        ),
     ]
     assert seen == (0, "1\n", "".join(said))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_affected"),
+    [
+        ("a @ a", False),
+        ("import lowprec; lowprec.get_math_mode()", False),
+        ("import lowprec; lowprec.matmul(a, a)", True),
+        ("import tensorflow", True),
+        ("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import tensorflow'])", True),
+        ("import os; os.fork()", False),  # reported once
+    ],
+)
+def test_a_mode_that_affects_no_product_is_reported(text: str, is_affected: bool) -> None:
+    write(LIBRARY, "tensorflow.py")
+    script = write(f"import numpy\na = numpy.ones((2, 2), numpy.float32)\n{text}")
+    err = start(script, under=TF32).err
+    assert err.count("no product was affected") == (not is_affected)
+    assert not start(script, under=GUARD).err

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -64,6 +66,26 @@ def test_a_signal_at_any_line_leaves_one_whole_file(
     assert {size for _, size, _ in seen} == {0, whole}
     assert all(names == ["C.npy"] for *_, names in seen)
     assert at > 8
+
+
+@pytest.mark.parametrize("module", ["numpy", "lowprec.arrays", "lowprec.cli.output"])
+def test_ctrl_c_during_the_imports(module: str) -> None:
+    code = f"""
+        import os, signal, sys
+
+        class Finder:
+            @staticmethod
+            def find_spec(name, *_):
+                if name == {module!r}:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        sys.meta_path.insert(0, Finder)
+        from lowprec_command import main
+        sys.exit(main())
+    """
+    command = [sys.executable, "-c", dedent(code), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_nohup_is_respected(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -626,6 +626,47 @@ def test_meta_tensors_give_meta_results(torch: Any) -> None:
             lowprec.matmul(a, b)
 
 
+@pytest.mark.parametrize("raises", [True, False])
+def test_subclasses_that_lack_the_product_are_refused(torch: Any, raises: bool) -> None:
+    class Int8Tensor(torch.Tensor):  # type: ignore[misc]
+        @staticmethod
+        def __new__(cls: Any, shape: Any) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+            if raises:  # as torchao's
+                raise NotImplementedError(f"unimplemented operator {function}")
+            return NotImplemented
+
+    x, weight = torch.ones(4, 4), Int8Tensor((4, 4))
+    for call in (
+        lambda: lowprec.matmul(x, weight),
+        lambda: lowprec.matmul(weight, x),
+        lambda: lowprec.matmul(x.clone().requires_grad_(), weight),
+        lambda: lowprec.matmul(x, x, c=weight, beta=1.0),
+        lambda: lowprec.matmul(x, x, out=weight),
+        lambda: lowprec.linear(x, weight),
+        lambda: lowprec.einsum("ij,kj->ik", x, weight),
+        lambda: lowprec.tensordot(x, weight, axes=1),
+        lambda: lowprec.vecdot(x, weight),
+        lambda: lowprec.plan(x, weight),
+        lambda: lowprec.quantize(weight, "mxfp8"),
+    ):
+        with pytest.raises((lowprec.ArrayError, lowprec.UnsupportedError), match=r"Int8Tensor is not.*dequantize\(\)"):
+            call()
+
+
+def test_out_of_inference_mode(torch: Any) -> None:
+    x = torch.eye(4)
+    with torch.inference_mode():
+        out = torch.zeros(4, 4)
+        assert torch.equal(lowprec.matmul(x, x, out=out), x)
+    with pytest.raises(lowprec.ArrayError, match=r"^out was made in inference mode.*pass out\.clone\(\)"):
+        lowprec.matmul(2 * x, x, out=out)
+    assert torch.equal(out, x)
+
+
 def test_subclasses_that_only_add_attributes_are_accepted(torch: Any) -> None:
     class Tagged(torch.nn.Parameter):
         pass

@@ -12,6 +12,7 @@ import pytest
 
 import lowprec
 from support import interrupts
+from support.programs import run_python
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
@@ -416,6 +417,27 @@ def test_a_model_that_was_compiled_before_is_seen(torch: Any, intercept: Any) ->
         assert float(compiled(x)[0, 0]) == 4
     assert counts(seen.report()) == {"mm": 1}
     torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("torch")
+def test_subclasses_of_tensors_pass() -> None:
+    # They have operators of their own, as prim::device. An exception in the mode would end the process.
+    run_python("""
+        import torch
+        from torch._subclasses import FakeTensorMode
+        from lowprec.torch import intercept
+
+        layer, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
+        with intercept("bf16") as seen:
+            torch.export.export(layer, (x,))
+            torch.export.draft_export(layer, (x,))
+            with FakeTensorMode():
+                torch.nn.Linear(4, 2)(torch.ones(3, 4))
+            assert not seen.report().products
+            jagged = torch.nested.nested_tensor([x, x], layout=torch.jagged)
+            torch.layer_norm(layer(jagged), (2,))
+        assert [p.operator for p in seen.report().taken] == ["addmm"]
+    """)
 
 
 # -- compiled graphs ------------------------------------------------------------------------------

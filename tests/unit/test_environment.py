@@ -144,17 +144,17 @@ def test_the_environment_of_a_child(
     monkeypatch.delenv("PYTHONPATH", raising=False)
     before = dict(os.environ)
     found = environment.child_environment("startup", mode, guard=mode is None, force=force)
-    assert found == {**before, **variables, "PYTHONPATH": "startup"}
+    assert found == {**before, **variables, "PYTHONPATH": "startup", "LOWPREC_RUN_PROGRAM": str(os.getpid())}
     assert dict(os.environ) == before
 
 
 def test_reports_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    before, pid = dict(os.environ), str(os.getpid())
+    before = dict(os.environ) | {"LOWPREC_RUN_PROGRAM": str(os.getpid())}
     found = environment.child_environment("startup", None, profile=True)
-    assert found == {**before, "PYTHONPATH": "startup", "LOWPREC_RUN_PROFILE": pid}
+    assert found == {**before, "PYTHONPATH": "startup", "LOWPREC_RUN_PROFILE": "1"}
     found = environment.child_environment("startup", MathMode.TF32, intercept=True)
-    assert found["LOWPREC_RUN_INTERCEPT"] == pid
+    assert found["LOWPREC_RUN_INTERCEPT"] == "1"
     assert "LOWPREC_RUN_PROFILE" not in found
 
 

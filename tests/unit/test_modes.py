@@ -94,6 +94,10 @@ def test_names_in_any_case_and_presets(mode: MathMode) -> None:
         ("tensorfloat32", MathMode.TF32),
         ("bfloat16", MathMode.BF16),
         ("float16", MathMode.FP16),
+        ("default", MathMode.FP32),
+        ("fastest", MathMode.BF16),
+        ("bfloat16_3x", MathMode.BF16X3),
+        ("bfloat16_6x", MathMode.BF16X6),
     ],
 )
 def test_aliases(alias: str, mode: MathMode) -> None:

@@ -25,21 +25,27 @@ class _Watcher:
         self.order = order
         self.home = home
         self.intercepts = intercepts
+        self.profiles = profiles
         self.profile = None  # type: Any
         self.reports_changes = False
+        self.reaches = False  # whether the mode has an effect on a library
         self.names = (_LIBRARIES if order else frozenset()) | {_LOWPREC if profiles else ""}
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if name not in self.names:
             return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find is None else find(name, path, target)
-            if spec is not None:
-                # A folder without an __init__ has nothing to execute.
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self)
-                return spec
+        self.names -= {name}  # another finder may ask all finders, too
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec = None if find is None else find(name, path, target)
+                if spec is not None:
+                    # A folder without an __init__ has nothing to execute.
+                    if hasattr(spec.loader, "exec_module"):
+                        spec.loader = _Loader(spec.loader, self)
+                    return spec
+        finally:
+            self.names |= {name}
         return None
 
     def library_is_loaded(self, name: str) -> None:
@@ -51,10 +57,12 @@ class _Watcher:
             failure = self.on_path(self.intercept)
             if failure is not None:
                 _print(f"lowprec run --intercept: PyTorch's products are its own ({failure})")
+            self.reaches |= failure is None
         elif why is None:
             left = self.on_path(self.without_effect, name)
             if left:
                 _print(f"lowprec run --mode {self.order} changes nothing in {name} ({left})")
+            self.reaches |= not left
         if why is None:
             return
         if self.order == _GUARD:
@@ -109,12 +117,19 @@ class _Watcher:
         self.profile = profile("of the program")
         self.profile.__enter__()
 
-    def show_profile(self) -> None:
+    def finish(self, program: "str | None") -> None:
+        """Show the profile and, in the program itself, the options without effect."""
         if self.profile is not None:
             _print(self.profile.table(width=_columns()))
-        for option, module in (("profile", _LOWPREC), ("intercept", "torch")):
-            is_program = os.environ.get("LOWPREC_RUN_" + option.upper()) == str(os.getpid())
-            if is_program and module not in sys.modules:
+        if program != str(os.getpid()):
+            return
+        products = getattr(sys.modules.get("lowprec.core.executors"), "_executors", None)
+        # A child process, which has used processor time, may have run products.
+        if self.order not in ("", _GUARD) and not (self.reaches or products or any(os.times()[2:4])):
+            how = "NumPy's own never are; call lowprec.matmul"
+            _print(f"lowprec run --mode {self.order}: no product was affected ({how})")
+        for option, module, is_set in (("profile", _LOWPREC, self.profiles), ("intercept", "torch", self.intercepts)):
+            if is_set and module not in sys.modules:
                 _print(f"lowprec run --{option}: the program did not import {module}")
 
 
@@ -177,10 +192,9 @@ def _start() -> None:
             home = os.path.dirname(home)
         watcher = _Watcher(order or "", home, bool(intercepts), bool(profiles))
         sys.meta_path.insert(0, watcher)
-        if intercepts or profiles:
-            import atexit
+        import atexit
 
-            atexit.register(watcher.on_path, watcher.show_profile)
+        atexit.register(watcher.on_path, watcher.finish, os.environ.get("LOWPREC_RUN_PROGRAM"))
 
 
 _start()

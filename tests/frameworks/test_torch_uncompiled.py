@@ -1,0 +1,100 @@
+"""A call of each public function in a function of ``torch.compile``: products in its graph, the others outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from frameworks.backends import Backend
+from frameworks.conftest import load_or_skip
+
+
+@pytest.fixture(scope="module")
+def operands() -> dict[str, Any]:
+    torch = load_or_skip(Backend.TORCH).torch
+    x = torch.eye(16) + torch.arange(256.0).reshape(16, 16) / 256
+    others = {"row": x[0], "ones": torch.ones_like(x), "positive": x @ x.T, "gradients": [x * 1e-9]}
+    kept = {"quantized": lowprec.quantize(x, "mxfp8"), "prepared": lowprec.prepare(x)}
+    return {"torch": torch, "lowprec": lowprec, "x": x, **others, **kept}
+
+
+#: Calls that are not traced, by public name.
+UNTRACED: dict[str, tuple[str, ...]] = {
+    "amp": ("lowprec.amp.suggest_scale(gradients)", "repr(lowprec.amp.gradient_report(gradients))"),
+    "autotune": ("lowprec.autotune(x, x)",),
+    "check": ("lowprec.check(x, x, modes=['bf16'], budget=0).within",),
+    "emulation": ("lowprec.emulation.mma(ones, ones, ones, arch='hopper', format='bf16')",),
+    "info": ("lowprec.info()['version']",),
+    "linalg": (
+        *(f"lowprec.linalg.{name}(positive)" for name in ("cholesky", "det", "expm", "inv", "matrix_rank", "pinv")),
+        *(f"tuple(lowprec.linalg.{name}(x))" for name in ("eigh", "qr", "slogdet", "svd")),
+        *(f"lowprec.linalg.solve(x, row, method={method!r})" for method in ("direct", "refine", "auto")),
+        "lowprec.linalg.cdist(x, x)",
+        "lowprec.linalg.lstsq(x, x).solution",
+        "lowprec.linalg.matrix_power(x, 2)",
+    ),
+    "plan": ("str(lowprec.plan(x, x, math_mode='bf16'))",),
+    "prepare": ("lowprec.prepare(x).shape", "lowprec.matmul(x, lowprec.prepare(x))", "lowprec.matmul(x, prepared)"),
+    "PreparedOperand": ("prepared.T.shape",),
+    "quantize": ("lowprec.quantize(x, 'nvfp4', axis=0).dequantize()", "lowprec.matmul(x, lowprec.quantize(x, 'fp8'))"),
+    "QuantizedArray": ("quantized.dequantize()", "quantized.T.dequantize()", "lowprec.linear(x, quantized)"),
+    "release_memory": ("lowprec.release_memory()",),
+}  # fmt: skip
+
+#: Calls in graphs, and ``with`` statements, which break graphs.
+TRACED: dict[str, str] = {
+    "MathMode": "lowprec.matmul(x, x, math_mode=lowprec.MathMode.BF16)",
+    "ShapeDtype": "lowprec.ShapeDtype((2, 2), 'float32').shape",
+    "einsum": "lowprec.einsum('ij,jk,kl->il', x, x, x)",
+    "emulate": "with lowprec.emulate('hopper'): found = lowprec.matmul(x, x, math_mode='bf16')",
+    "fp32_guard": "with lowprec.fp32_guard(): found = lowprec.matmul(x, x, math_mode='bf16')",
+    "get_math_mode": "lowprec.get_math_mode()",
+    "linear": "lowprec.linear(x, x, row)",
+    "math_mode": "with lowprec.math_mode('bf16'): found = lowprec.matmul(x, x)",
+    "matmul": "lowprec.matmul(x, x, bias=row, math_mode='bf16')",
+    "profile": "with lowprec.profile() as seen: found = lowprec.matmul(x, x)",
+    "set_math_mode": "lowprec.set_math_mode(None)",
+    "tensordot": "lowprec.tensordot(x, x, axes=1)",
+    "vecdot": "lowprec.vecdot(x, x)",
+}
+
+#: Not called here: they take no tensors and return none.
+OTHERS = {"DLPackArray", "__version__", "cublas_handle", "register_controller"}
+
+
+def test_every_public_function_is_called() -> None:
+    errors = {name for name in lowprec.__all__ if name.endswith(("Error", "Warning"))}
+    assert set(lowprec.__all__) == UNTRACED.keys() | TRACED.keys() | OTHERS | errors
+    called = {text.partition("lowprec.linalg.")[2].partition("(")[0] for text in UNTRACED["linalg"]}
+    assert called == {name for name in lowprec.linalg.__all__ if name.islower()}
+
+
+CALLS = [(text, True) for texts in UNTRACED.values() for text in texts] + [(text, False) for text in TRACED.values()]
+
+
+@pytest.mark.parametrize(("text", "outside"), CALLS, ids=[text for text, _ in CALLS])
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_a_compiled_call(text: str, outside: bool, operands: dict[str, Any]) -> None:
+    torch, graphs = operands["torch"], []
+    torch._dynamo.reset()
+    statement = text if text.startswith("with") else f"found = {text}"
+    names = dict(operands)
+    exec(f"def call():\n    {statement}\n    return found", names)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    found, want = torch.compile(names["call"], backend=backend)(), names["call"]()
+    for x, y in zip(*(z if isinstance(z, tuple) else (z,) for z in (found, want)), strict=True):
+        assert type(x) is type(y)
+        if isinstance(x, torch.Tensor):
+            np.testing.assert_allclose(x.numpy(), y.numpy(), rtol=1e-5, atol=1e-5)
+        else:
+            assert x == y
+    torch._dynamo.reset()
+    # What is called outside graphs runs as without the compiler: it has no graph of its own.
+    assert not (outside and graphs)
