@@ -34,17 +34,7 @@ MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 
 #: Loaded on demand, if at all: `import lowprec` stays as light as NumPy.
-HEAVY = (
-    "cuda",
-    "cupy",
-    "jax",
-    "matplotlib",
-    "nvmath",
-    "rich",
-    "scipy",
-    "tensorflow",
-    "torch",
-)
+HEAVY = ("cuda", "cupy", "jax", "matplotlib", "nvmath", "rich", "scipy", "tensorflow", "torch")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
