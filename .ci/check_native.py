@@ -8,13 +8,16 @@ aarch64     compiled by zig, on three emulated processors: the same comparison
 sanitized   under the address and undefined-behaviour sanitizers
 threads     under the thread sanitizer
 levels      no instruction of an instruction set is outside the files compiled for it
+style       clang-format and clang-tidy
+wheels      libraries for other systems, by zig; the one for this machine gives the bits of the system compiler's
 
-Without a name: all but `threads`. A check whose emulator or compiler is missing prints a message and succeeds.
+Without a name: all but `threads` and `wheels`. A check whose program is missing prints a message and succeeds.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -25,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from hatch_build import NATIVE, OBJECTS, OPTIONS, architecture, compile_sources, run, system_compiler  # noqa: E402
+from hatch_build import NATIVE, OBJECTS, OPTIONS, architecture, build, compile_sources, run, system_compiler  # noqa: E402
 
 CHECKS = ROOT / "tests" / "native"
 SANITIZERS = {
@@ -102,8 +105,14 @@ def check_sanitized(name: str) -> None:
 
 
 def emulator(machine: str) -> str | None:
-    """Return the path of QEMU for programs of this machine."""
-    return next(filter(None, map(shutil.which, (f"qemu-{machine}", f"qemu-{machine}-static"))), None)
+    """Return the path of QEMU for programs of this machine; install it where that is possible."""
+    names = (f"qemu-{machine}", f"qemu-{machine}-static")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None and shutil.which("apt-get") and getattr(os, "geteuid", lambda: 1)() == 0:
+        for arguments in (["update", "-qq"], ["install", "-qq", "-y", "--no-install-recommends", "qemu-user-static"]):
+            subprocess.run(["apt-get", *arguments], check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        found = shutil.which(names[1])
+    return found
 
 
 def check_haswell() -> None:
@@ -124,6 +133,46 @@ def check_aarch64() -> None:
     made = program("aarch64", [*compiler, "-target", "aarch64-linux-musl"], OPTIONS, ["-static", "-nostdlib++"])
     for cpu in ("max", "neoverse-n1", "cortex-a72"):
         compare(cpu, hashes([qemu, "-cpu", cpu, made], 97))
+
+
+def check_style() -> None:
+    """Run clang-format and clang-tidy."""
+    tools = Path(sys.executable).parent
+    if not (tools / "clang-tidy").exists():
+        print('style: pip install -e ".[native]" first')
+        return
+    sources = sorted([*NATIVE.glob("*.*"), *CHECKS.glob("*.*pp")])
+    run([str(tools / "clang-format"), "--dry-run", "-Werror", *map(str, sources)])
+    for source in sorted(NATIVE.glob("*.cpp")):
+        run([str(tools / "clang-tidy"), "--quiet", str(source), "--", "-std=c++17", "-fno-exceptions"])
+
+
+#: Targets of zig, and platforms of wheels.
+TARGETS = (
+    "x86_64-linux-gnu.2.17 manylinux2014_x86_64",
+    "aarch64-linux-gnu.2.17 manylinux2014_aarch64",
+    "aarch64-macos.11.0 macosx_11_0_arm64",
+    "x86_64-macos.11.0 macosx_11_0_x86_64",
+    "x86_64-windows-gnu win_amd64",
+)
+
+
+def check_wheels() -> None:
+    """Compile the library for other systems; compare zig's code for this processor with the system compiler's."""
+    compiler = zig()
+    if compiler is None:
+        print("wheels: no zig here")
+        return
+    for target in TARGETS:
+        os.environ["LOWPREC_BUILD_TARGET"] = target
+        try:
+            made, tag = build()
+        finally:
+            del os.environ["LOWPREC_BUILD_TARGET"]
+        print(f"{tag}: {made.stat().st_size >> 10} KiB")
+    if architecture(platform.machine()) == "x86_64" and sys.platform == "linux":
+        compiler += ["-target", TARGETS[0].split()[0]]
+        compare("zig", hashes([program("zig", compiler, OPTIONS, ["-lpthread", "-nostdlib++"])], 97))
 
 
 #: Instructions and registers of an instruction set in a disassembly.
@@ -169,7 +218,7 @@ def check_levels() -> None:
 
 def main(names: list[str]) -> None:
     """Run the named checks."""
-    for name in names or ["levels", "native", "haswell", "aarch64", "sanitized"]:
+    for name in names or ["style", "levels", "native", "haswell", "aarch64", "sanitized"]:
         if name in SANITIZERS:
             check_sanitized(name)
         else:

@@ -10,7 +10,10 @@ from importlib import metadata
 import numpy as np
 
 import lowprec
+from lowprec.backends.cpu import library
 
+if reason := library.unavailable_reason():
+    sys.exit(reason)
 rng = np.random.default_rng(0)
 a, b = rng.standard_normal((2, 256, 256), dtype=np.float32)
 exact = a.astype(np.float64) @ b

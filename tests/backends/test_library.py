@@ -78,7 +78,7 @@ def test_sources_that_have_changed_are_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def test_reasons_for_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "_kernels.so"
-    monkeypatch.setattr(library, "_PATH", path)
+    monkeypatch.setattr(library, "_PATH", str(path))
     assert library._loaded.__wrapped__()[1] == "built without kernels (run `python hatch_build.py`)"
     path.with_suffix(".txt").write_text("c++: no such file\n", encoding="utf-8")
     assert library._loaded.__wrapped__()[1] == "built without kernels (c++: no such file)"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowprec.errors import BackendError
@@ -112,27 +112,34 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "run": (None, (_POINTER, _POINTER, ctypes.c_int)),
 }
 
-_PATH = Path(__file__).with_name("_kernels" + {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so"))
+# By `os.path`, because importing pathlib takes longer than loading the library.
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_PATH = os.path.join(_FOLDER, "_kernels" + {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so"))
 
 
 def _sources_hash() -> int | None:
     """Return the hash of the sources as `hatch_build.py` computes it; None where the package is not in a checkout."""
-    native, build = _PATH.with_name("native"), _PATH.parents[3] / "hatch_build.py"
-    if not (native.is_dir() and build.is_file()):
+    native, build = os.path.join(_FOLDER, "native"), os.path.join(_FOLDER, *[os.pardir] * 3, "hatch_build.py")
+    if not (os.path.isdir(native) and os.path.isfile(build)):
         return None
-    files = [*(x for x in sorted(native.iterdir()) if x.suffix in (".cpp", ".hpp", ".h")), build]
-    return zlib.crc32(b"".join(x.read_bytes() for x in files))
+    names = [x for x in sorted(os.listdir(native)) if x.endswith((".cpp", ".hpp", ".h"))]
+    return zlib.crc32(b"".join(_read(x) for x in [*(os.path.join(native, name) for name in names), build]))
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
 
 
 @functools.cache
 def _loaded() -> tuple[Functions | None, str]:
     """Return the functions of the library, or None and the reason."""
-    if not _PATH.is_file():
-        note = _PATH.with_suffix(".txt")
-        why = note.read_text(encoding="utf-8").strip() if note.is_file() else "run `python hatch_build.py`"
+    if not os.path.isfile(_PATH):
+        note = os.path.splitext(_PATH)[0] + ".txt"
+        why = _read(note).decode().strip() if os.path.isfile(note) else "run `python hatch_build.py`"
         return None, f"built without kernels ({why})"
     try:
-        library, holding_gil = ctypes.CDLL(str(_PATH)), ctypes.PyDLL(str(_PATH))
+        library, holding_gil = ctypes.CDLL(_PATH), ctypes.PyDLL(_PATH)
     except OSError as error:
         return None, f"the kernels cannot be loaded ({error})"
     found: dict[str, Any] = {name: getattr(library, f"lp_{name}") for name in _SIGNATURES}
@@ -142,7 +149,7 @@ def _loaded() -> tuple[Functions | None, str]:
     functions = Functions(**found)
     if _sources_hash() not in (None, functions.version()):
         raise BackendError(
-            f"{_PATH.name} was compiled from other sources than those of this checkout: run `python hatch_build.py`"
+            f"{_PATH} was compiled from other sources than those of this checkout: run `python hatch_build.py`"
         )
     return functions, ""
 
