@@ -1,11 +1,9 @@
 """Speed of a product by mode, element type and size, against numpy.matmul and torch.matmul.
 
-usage: python benchmarks/bench_gemm.py [--quick] [--shapes {square,more}] [--schemes | --no-extras]
-           [--output DIR] [--seed N]
+usage: python benchmarks/bench_gemm.py [--quick] [--shapes {square,more}] [--schemes] [--output DIR] [--seed N]
 
-The measured time includes rounding of the operands and allocation of the result. `--no-extras` runs the script without
-OpenBLAS's package and numba. `--schemes` measures the modes that recover FP32, next to `numpy.matmul` on float32 and
-`fp32`, also with a prepared weight for 256 rows.
+The measured time includes rounding of the operands and allocation of the result. `--schemes` measures the modes that
+recover FP32, next to `numpy.matmul` on float32 and `fp32`, also with a prepared weight for 256 rows.
 """
 
 from __future__ import annotations
@@ -21,11 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import common
-import isolation
 import machine
 import ml_dtypes
 import numpy as np
-import peak
 import timing
 
 import lowprec
@@ -250,7 +246,7 @@ def _too_slow(ways: Sequence[Variant], pairs: Pairs) -> set[str]:
     found: set[str] = set()
     limit = math.inf
     for v in ways:
-        # The first call that has kernels may compile them.
+        # One slow call may be due to other load.
         if _seconds(v, pairs) > limit and _seconds(v, pairs) > limit:
             found.add(v.name)
         if v.name == "numpy float32":
@@ -364,26 +360,6 @@ def vector_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def peak_claim(rows: Sequence[dict[str, Any]], peaks: Sequence[float]) -> dict[str, Any]:
-    """Return the claim about the share of the FP32 units' peak that `fp32` reaches.
-
-    The peak is measured beside each size, and the highest counts: whatever disturbs it makes it lower.
-    """
-    found = [r for r in rows if r["variant"] == FP32 and common.is_square(r)]
-    by_size = {str(r["n"]): r["gflops"] / max(peaks) for r in found} if peaks else {}
-    mean = statistics.geometric_mean(by_size.values()) if by_size else None
-    what = f"{FP32}, share of the units' peak, geometric mean"
-    return common.claim(what, mean, 0.85, by_size=by_size)
-
-
-def cost_claims(rows: Sequence[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Return the claim about NumPy alone: the time of `tf32` relative to `numpy.matmul` at one size."""
-    speeds = common.square_speeds(rows, "lowprec float32 tf32", "numpy float32")
-    cost = 1 / speeds[str(size)] if str(size) in speeds else None
-    what = f"without OpenBLAS's package and numba, lowprec float32 tf32 in times of numpy float32, n = {size}"
-    return [common.claim(what, cost, 1.3, at_most=True)]
-
-
 # -- command line ---------------------------------------------------------------------------------
 
 
@@ -392,15 +368,10 @@ def main() -> int:
     parser = common.parser(__doc__)
     more = "more: tall, wide, small k, few vectors and batched too"
     parser.add_argument("--shapes", choices=("square", "more"), default="square", help=more)
-    alone = "as on a machine without OpenBLAS's package and numba"
     schemes = "the modes that recover FP32, also with a prepared weight"
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--schemes", action="store_true", help=schemes)
-    which.add_argument("--no-extras", action="store_true", help=alone)
+    parser.add_argument("--schemes", action="store_true", help=schemes)
     arguments = parser.parse_args()
-    quick, no_extras = arguments.quick, arguments.no_extras
-    if no_extras and isolation.visible_extras():
-        return isolation.run(sys.argv)
+    quick = arguments.quick
     if handicap := machine.numpy_handicap():
         print(f"warning: what is compared with NumPy is flattered: {handicap}", file=sys.stderr)
     shapes = QUICK if quick else SQUARE + (MORE if arguments.shapes == "more" else ())
@@ -408,32 +379,22 @@ def main() -> int:
         shapes = (*QUICK, (1, 32, 512, 512)) if quick else SQUARE + WEIGHTS
     rows, claims = [], []
     left_out: set[str] = set()
-    settings: dict[str, Any] = {"no_extras": no_extras}
-    is_without_tiles = "avx512_bf16" in machine.cpu_flags() and not machine.has_amx()
-    peaks: list[float] = []
     for shape in shapes:
         found = measure(shape, arguments.seed, quick, left_out, arguments.schemes)
         print(f"{shape}: {found[0]['rounds']} rounds of {len(found)} variants", flush=True)
         rows += found
-        if is_without_tiles and shape in SQUARE and (gflops := peak.fp32_gflops()):
-            peaks.append(gflops)
-    if no_extras:
-        if loaded := isolation.loaded_extras():
-            raise RuntimeError(f"these were loaded although they should be missing: {loaded}")
-        claims = cost_claims(rows, 64 if quick else 2048)
-    elif arguments.schemes:
+    if arguments.schemes:
         claims = scheme_claims(rows, machine.has_amx())
     elif machine.has_amx():
         claims = speed_claims(rows)
-    elif is_without_tiles:
-        settings["fp32_peaks_gflops"] = peaks
-        claims = [peak_claim(rows, peaks), *speed_claims(rows, VECTOR_CLAIMS)]
+    elif "avx512_bf16" in machine.cpu_flags():
+        claims = speed_claims(rows, VECTOR_CLAIMS)
     else:
         print("Nothing is claimed about speed on a CPU without AMX and AVX512-BF16.")
     if "avx512f" in machine.cpu_flags():
         claims += vector_claims(rows)
-    name = "gemm-schemes" if arguments.schemes else "gemm-no-extras" if no_extras else "gemm"
-    common.report(name, arguments, rows, claims, **settings, left_out=sorted(left_out))
+    name = "gemm-schemes" if arguments.schemes else "gemm"
+    common.report(name, arguments, rows, claims, left_out=sorted(left_out))
     return 0
 
 

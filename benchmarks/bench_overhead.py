@@ -29,8 +29,8 @@ CALL_LIMITS = {"numpy": 8e-6, "torch": 10e-6}
 BESIDE_LIMIT, MODE_LIMIT, RECORDED_LIMIT = 12e-6, 15e-6, 14e-6
 IMPORT_LIMIT = 0.05
 
-#: Modules that `import lowprec` must not load: frameworks, CUDA libraries, compilers.
-FRAMEWORKS = ("cuda", "cupy", "jax", "numba", "nvmath", "paddle", "scipy_openblas64", "tensorflow", "torch")
+#: Modules that `import lowprec` must not load: frameworks and CUDA libraries.
+FRAMEWORKS = ("cuda", "cupy", "jax", "nvmath", "paddle", "tensorflow", "torch")
 
 
 class OnlyDLPack:

@@ -26,9 +26,7 @@ FLAGS = (
     "avx2", "fma", "f16c",
 )  # fmt: skip
 
-LIBRARIES = (
-    "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "threadpoolctl",
-)  # fmt: skip
+LIBRARIES = ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "threadpoolctl")
 
 #: AMD's generations with AVX-512, by family.
 _ZEN = {25: "Zen 4", 26: "Zen 5"}

@@ -279,7 +279,6 @@ CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "recovery": (recovery, "Largest error and affected digit by size, scheme, interval and arithmetic"),
     "tradeoff": (tradeoff, "Error against speed of each mode, and those that no other one beats"),
     "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
-    "gemm-no-extras": (speed, "The same with NumPy alone"),
     "solve": (solve, "Speed and steps of refinement against the condition number, by mode of the factor"),
     "digits": (digits, "Share of test digits that each training does not recognise, by library and precision"),
     "overhead": (calls, "Cost of a call on 8 x 8 arrays, by library"),

@@ -323,7 +323,6 @@ def solve(result: Result) -> str:
 #: The renderer of each benchmark's result.
 PAGES: dict[str, Callable[[Result], str]] = {
     "gemm": gemm,
-    "gemm-no-extras": gemm,
     "gemm-schemes": gemm,
     "overhead": overhead,
     "guard": guard,

@@ -21,7 +21,6 @@ COMMANDS = {
     "overhead": ["bench_overhead.py"],
     "guard": ["bench_guard.py"],
     "gemm": ["bench_gemm.py"],
-    "gemm-no-extras": ["bench_gemm.py", "--no-extras"],
     "gemm-schemes": ["bench_gemm.py", "--schemes"],
     "accuracy": ["bench_accuracy.py"],
     "unscale": ["bench_unscale.py"],

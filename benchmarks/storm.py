@@ -82,15 +82,6 @@ class Round:
         self.armed: type[BaseException] | None = None
         self.unraisable = 0
         self.left_alone: list[Any] = []
-        # A child forked while another thread is inside NumPy's OpenBLAS finds its locks held and hangs.
-        # If children multiply by it, the other threads only plan during a fork.
-        self.is_by_openblas = any(
-            lowprec.plan(made.a, made.b, math_mode=mode).kernel == "numpy"
-            for mode, jobs in self.jobs.items()
-            for made in jobs
-        )
-        self.is_forking = False
-        self.multiplying: set[int] = set()
 
     def fail(self, kind: str, text: str) -> None:
         """Record a failure by its key in `FAILURES`."""
@@ -138,20 +129,12 @@ class Round:
         start.wait()
         try:
             while time.monotonic() < self.deadline:
-                self.multiplying.add(number)
-                if self.is_forking:
-                    self.multiplying.discard(number)
-                    m, k = (int(x) for x in rng.integers(1, 2000, 2))
-                    lowprec.plan(((m, k), "float32"), ((k, 3), "float32"), math_mode=mode)
-                    self.counts["plans beside forks"] += 1
-                elif rng.random() < 0.2:
+                if rng.random() < 0.2:
                     self.guarded(rng, frameworks=False)
                 else:
                     self.multiply(rng, mode)
         except Exception as error:  # noqa: BLE001 - whatever it is, it should not have come
             self.fail("error", f"in a thread, {mode}: {error!r}")
-        finally:
-            self.multiplying.discard(number)
 
     # -- the main thread --------------------------------------------------------------------------
 
@@ -235,9 +218,6 @@ class Round:
     def fork(self) -> None:
         """Fork a child that multiplies and enters a guard, while the other threads continue."""
         self.counts["forks"] += 1
-        self.is_forking = self.is_by_openblas
-        while self.is_forking and self.multiplying:
-            time.sleep(1e-4)
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -249,7 +229,6 @@ class Round:
                 self.guarded(self.rng, frameworks=True)
                 os._exit(10 if len(self.failures) > before else 0)
             os._exit(11)
-        self.is_forking = False
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status:
             kinds = {-signal.SIGALRM: "hang", 10: "wrong", 11: "error"}

@@ -42,11 +42,11 @@ def _measured(document: Row) -> str:
 
 def speed() -> dict[str, Any]:
     """Return the chart of `bench_gemm.py`; every element type has NumPy's float32 product to compare with."""
-    commands = {"gemm": "", "gemm-no-extras": " --no-extras", "gemm-schemes": " --schemes"}
+    commands = {"gemm": "", "gemm-schemes": " --schemes"}
     rows = []
     for name, document, r in _results(*commands):
         ratio = r["speed"]["numpy float32"]
-        suffix = {"gemm": "", "gemm-no-extras": ", NumPy alone", "gemm-schemes": ", schemes"}[document["benchmark"]]
+        suffix = {"gemm": "", "gemm-schemes": ", schemes"}[document["benchmark"]]
         row = {
             "machine": name + suffix,
             "type": r["operands"].split()[0],

@@ -212,7 +212,7 @@ def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> N
     assert not plot.is_current(result_file)
 
 
-CHARTED = ["accuracy", "gemm", "gemm-no-extras", "overhead", "recovery", "solve", "tradeoff"]
+CHARTED = ["accuracy", "gemm", "overhead", "recovery", "solve", "tradeoff"]
 
 
 @pytest.mark.parametrize("benchmark", CHARTED)
@@ -302,18 +302,12 @@ def test_gemm_runs_schemes(tmp_path: Path) -> None:
     assert claim["limit"] == 0.97
 
 
-def test_gemm_runs_without_extras(tmp_path: Path) -> None:
-    _run("bench_gemm.py", tmp_path, "--no-extras")
-    result = _result(tmp_path, "gemm-no-extras")
-    assert "torch" not in result["machine"]["versions"]
-
-
 #: By script: the packages and options that it needs, a column of its results with its values, the limits of its claims.
 SCRIPTS = {
     "guard": ("", (), "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
     "unscale": ("", (), "variant", {"lowprec", "lowprec without kernels"}, [1.0]),
     "solve": ("", (), "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
-    "transformer": ("torch numba", (), "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
+    "transformer": ("torch", (), "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
     "narrow": ("", (), "kind", {"normal", "storage", "weight"}, [0.9, 0.9, 1.3, 1.6, 1.6]),
     "digits": ("sklearn rich scipy", ("--libraries", "numpy"), "library", {"numpy"}, [0.05] * 5),
     "dask": ("distributed", (), "variant", {"dask.array.matmul", "lowprec.matmul"}, [1.0, 1.0, 1.0, 2]),
