@@ -28,9 +28,7 @@ struct Type {
     const char* name;
     int bits, exponent_bits, fraction_bits, block;  // the last three of minifloats: with the block of a scale
 };
-const Type TYPES[LP_TYPES] = {{"f32", 32, 8, 23, 0}, {"bf16", 16, 8, 7, 0}, {"f16", 16, 5, 10, 0}, {"e4m3", 8, 4, 3, 0},
-                              {"e5m2", 8, 5, 2, 0},  {"i8", 8, 0, 0, 0},    {"i32", 32, 0, 0, 0}, {"c64", 64, 8, 23, 0},
-                              {"mxfp8", 8, 4, 3, 32}, {"mxfp4", 4, 2, 1, 32}, {"nvfp4", 4, 2, 1, 16}};
+const Type TYPES[LP_TYPES] = {{"f32", 32, 8, 23, 0}, {"bf16", 16, 8, 7, 0}, {"f16", 16, 5, 10, 0}, {"e4m3", 8, 4, 3, 0}, {"e5m2", 8, 5, 2, 0}, {"i8", 8, 0, 0, 0}, {"i32", 32, 0, 0, 0}, {"c64", 64, 8, 23, 0}, {"mxfp8", 8, 4, 3, 32}, {"mxfp4", 4, 2, 1, 32}, {"nvfp4", 4, 2, 1, 16}};
 
 double decoded(uint32_t code, const Type& t) {
     const int width = t.bits == 64 ? 32 : t.bits, bias = (1 << (t.exponent_bits - 1)) - 1;
@@ -159,7 +157,9 @@ lp_scheme scheme_of(const Mode& mode, bool rounds_a, bool rounds_b) {
 
 // --- problems and their variants --------------------------------------------------------------------
 
-enum { EPILOGUE = 1, GELU = 2, SPECIAL = 4 };
+enum { EPILOGUE = 1,
+       GELU = 2,
+       SPECIAL = 4 };
 struct Problem {
     const Mode* mode;
     int64_t m, n, k;
@@ -177,7 +177,9 @@ struct Variant {
 
 bool is_rounded(const Operand& x) { return x.type == LP_F32 || x.type == LP_C64; }
 int64_t out_offset(int layout, int64_t i, int64_t j, int64_t m, int64_t n) {
-    return layout == 0 ? i * n + j : layout == 1 ? j * m + i : layout == 2 ? (m - 1 - i) * (2 * n + 3) + 2 * j : (m - 1 - i) * (n + 1) + j;
+    return layout == 0 ? i * n + j : layout == 1 ? j * m + i
+        : layout == 2                            ? (m - 1 - i) * (2 * n + 3) + 2 * j
+                                                 : (m - 1 - i) * (n + 1) + j;
 }
 
 // Computes rows of a problem on a unit into `to`, as words of the result: m x n x components.
@@ -190,18 +192,24 @@ int compute(const Problem& p, int unit, const Variant& v, uint32_t* to) {
     d.m = m, d.n = n, d.k = p.k, d.batches = v.batched ? 2 : 1, d.unit = unit;
     d.a = lp_matrix{a.lane, a.k, a.lane_offsets, a.k_offsets, v.batched ? zero : nullptr, 0, p.a.type, 0};
     d.b = lp_matrix{b.k, b.lane, b.lane_offsets, b.k_offsets, v.batched ? zero : nullptr, TYPES[p.b.type].block ? p.k / TYPES[p.b.type].block : 0, p.b.type, 0};
-    const int64_t last = v.layout_out == 2 ? (m - 1) * (2 * n + 3) + 2 * (n - 1) : v.layout_out == 3 ? (m - 1) * (n + 1) + n - 1 : m * n - 1;
+    const int64_t last = v.layout_out == 2 ? (m - 1) * (2 * n + 3) + 2 * (n - 1) : v.layout_out == 3 ? (m - 1) * (n + 1) + n - 1
+                                                                                                     : m * n - 1;
     const int64_t offsets[2] = {0, last + 1};
     char* memory = (char*)malloc((size_t)(size * (last + 1) * d.batches));
     memset(memory, 0x5a, (size_t)(size * (last + 1) * d.batches));
     int64_t* row_offsets = (int64_t*)malloc((size_t)m * 8);
     for (int64_t i = 0; i < m; i++) row_offsets[i] = out_offset(3, i, 0, m, n);
     const int64_t first = v.layout_out == 2 ? out_offset(2, 0, 0, m, n) : 0;
-    d.out = lp_matrix{v.layout_out == 0 ? n : v.layout_out == 1 ? 1 : -(2 * n + 3), v.layout_out == 1 ? m : v.layout_out == 2 ? 2 : 1, v.layout_out == 3 ? row_offsets : nullptr,
+    d.out = lp_matrix{v.layout_out == 0 ? n : v.layout_out == 1 ? 1
+                                                                : -(2 * n + 3),
+                      v.layout_out == 1 ? m : v.layout_out == 2 ? 2
+                                                                : 1,
+                      v.layout_out == 3 ? row_offsets : nullptr,
                       nullptr, v.batched ? offsets : nullptr, 0, p.type_out, 0};
     d.c.type = d.bias.type = -1;
     d.scheme = scheme_of(*p.mode, is_rounded(p.a), is_rounded(p.b));
-    d.activation = p.extras & GELU ? LP_GELU : p.extras & EPILOGUE && p.type_out != LP_C64 ? LP_RELU : LP_NONE;
+    d.activation = p.extras & GELU ? LP_GELU : p.extras & EPILOGUE && p.type_out != LP_C64 ? LP_RELU
+                                                                                           : LP_NONE;
     lp_call call = {};
     call.a = a.at, call.b = b.at, call.b_scales = p.b.scales, call.out = memory + first * size, call.threads = v.threads, call.alpha[0] = 1;
     if (p.extras & EPILOGUE) {
@@ -267,7 +275,8 @@ double error_of(const Problem& p, const uint32_t* result) {
                 const double re = 0.75 * sum[0] - (co == 2 ? 0.5 * sum[1] : 0), im = 0.75 * sum[1] + 0.5 * sum[0];
                 sum[0] = re - 1.25 * c[0] + bias[0], size += fabs(1.25 * c[0]) + fabs(bias[0]);
                 if (co == 2) sum[1] = im - 1.25 * c[1] + bias[1], size += fabs(1.25 * c[1]) + fabs(bias[1]);
-                if (co == 1) sum[0] = p.extras & GELU ? gelu(sum[0]) : sum[0] < 0 ? 0 : sum[0];
+                if (co == 1) sum[0] = p.extras & GELU ? gelu(sum[0]) : sum[0] < 0 ? 0
+                                                                                  : sum[0];
             }
             for (int c = 0; c < co; c++) {
                 const uint32_t word = result[(i * p.n + j) * co + c];
@@ -287,7 +296,9 @@ double error_of(const Problem& p, const uint32_t* result) {
 // Units whose results have the same bits, by a name; null for a unit of its own.
 const char* class_of(int unit) {
     switch (unit) {
-    case LP_FP32_AVX2: case LP_FP32_AVX512: case LP_FP32_NEON: return "fp32";
+    case LP_FP32_AVX2:
+    case LP_FP32_AVX512:
+    case LP_FP32_NEON: return "fp32";
     case LP_BF16_AVX512: return "bf16_avx512";
     case LP_BF16_AMX: return "bf16_amx";
     case LP_BF16_NEON: return "bf16_neon";
@@ -352,8 +363,7 @@ void check(const Mode& mode, int type_a, int type_b, int type_out, int64_t m, in
 
 void check_products() {
     const int64_t shapes[][3] = {{1, 1, 1}, {3, 5, 7}, {6, 16, 32}, {1, 70, 400}, {17, 33, 65}, {2, 130, 900}, {37, 70, 450}, {130, 9, 33}, {20, 50, 96}};
-    const int types[][2] = {{LP_F32, LP_F32}, {LP_BF16, LP_BF16}, {LP_F16, LP_F16}, {LP_E4M3, LP_E4M3}, {LP_E5M2, LP_E4M3}, {LP_F32, LP_BF16}, {LP_F16, LP_F32}, {LP_F32, LP_E5M2},
-                            {LP_C64, LP_C64}, {LP_C64, LP_F32}, {LP_F32, LP_MXFP8}, {LP_BF16, LP_MXFP8}, {LP_F32, LP_MXFP4}, {LP_BF16, LP_MXFP4}, {LP_F32, LP_NVFP4}, {LP_BF16, LP_NVFP4}};
+    const int types[][2] = {{LP_F32, LP_F32}, {LP_BF16, LP_BF16}, {LP_F16, LP_F16}, {LP_E4M3, LP_E4M3}, {LP_E5M2, LP_E4M3}, {LP_F32, LP_BF16}, {LP_F16, LP_F32}, {LP_F32, LP_E5M2}, {LP_C64, LP_C64}, {LP_C64, LP_F32}, {LP_F32, LP_MXFP8}, {LP_BF16, LP_MXFP8}, {LP_F32, LP_MXFP4}, {LP_BF16, LP_MXFP4}, {LP_F32, LP_NVFP4}, {LP_BF16, LP_NVFP4}};
     for (auto& s : shapes) {
         for (auto& t : types)
             for (auto& mode : MODES) {
@@ -437,7 +447,8 @@ void check_unscale() {
             for (int64_t i = 0; i < size; i++) {
                 uint64_t from = 0, to = 0;
                 memcpy(&from, before + i * bytes[t], (size_t)bytes[t]), memcpy(&to, memory + i * bytes[t], (size_t)bytes[t]);
-                is_good &= from - to == (t == 2 ? (uint64_t)2 << 52 : t == 1 ? 2 << 7 : 2 << 23);  // a quarter: two less in the exponent
+                is_good &= from - to == (t == 2 ? (uint64_t)2 << 52 : t == 1 ? 2 << 7
+                                                                             : 2 << 23);  // a quarter: two less in the exponent
             }
             good += is_good, bad += !is_good;
             if (!is_good) fprintf(stderr, "lp_unscale: type %d, size %d\n", types[t], (int)size);

@@ -24,7 +24,11 @@ uint32_t emulated(const float* a, const float* b, float c, int64_t n, int64_t k,
     return found;
 }
 void check_emulate() {
-    const struct { lp_tensor_core core; int dropped; } models[] = {  // float16 on Volta, tf32 on Ampere, all on Hopper
+    const struct {
+        lp_tensor_core core;
+        int dropped;
+    } models[] = {
+        // float16 on Volta, tf32 on Ampere, all on Hopper
         {{4, 23, -126, -14}, 13},
         {{4, 24, -132, -126}, 13},
         {{16, 25, -133, -14}, 13},

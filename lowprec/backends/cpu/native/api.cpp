@@ -43,7 +43,8 @@ bool find(int unit, bool pairs, Unit& to) {
 }
 
 int fp32_unit_of(int unit) {
-    return unit == LP_BF16_AVX512 || unit == LP_BF16_AMX ? LP_FP32_AVX512 : unit == LP_BF16_NEON ? LP_FP32_NEON : unit;
+    if (unit == LP_BF16_NEON) return LP_FP32_NEON;
+    return unit == LP_BF16_AVX512 || unit == LP_BF16_AMX ? LP_FP32_AVX512 : unit;
 }
 
 const char* moved(const void* data, const lp_matrix& x, int64_t product) {
@@ -54,7 +55,8 @@ const char* moved(const void* data, const lp_matrix& x, int64_t product) {
 lp::Source source(const lp_matrix& x, const void* at, int64_t lanes, int64_t steps, bool by_column, const lp_scheme& s, int parts) {
     lp::Source to = {};
     to.at = (const char*)at, to.lanes = lanes, to.steps = steps, to.type = x.type;
-    to.lane = by_column ? x.col : x.row, to.k = is_coded(x.type) ? 1 : by_column ? x.row : x.col;
+    to.lane = by_column ? x.col : x.row, to.k = by_column ? x.row : x.col;
+    if (is_coded(x.type)) to.k = 1;
     to.lane_offsets = x.row_offsets, to.k_offsets = x.inner_offsets;
     to.format = parts ? s.format : LP_EXACT, to.parts = parts, to.part_exponent = s.part_exponent, to.sums_parts = s.sums_parts;
     return to;

@@ -1,9 +1,12 @@
-// FP32 with NEON, for every AArch64 processor.
+// FP32 with NEON, for every AArch64 processor; tensor-core arithmetic and unscaling.
 #if defined(__aarch64__)
 #include "kernel.hpp"
+#include "lanewise.hpp"
 namespace {
 #include "arm_lanes4.hpp"
 #include "templates.hpp"
+#include "emulate.hpp"
+#include "unscale.hpp"
 
 struct Fp32 : Lanes4 {
     typedef f32v Acc;
@@ -13,6 +16,7 @@ struct Fp32 : Lanes4 {
 };
 }  // namespace
 namespace lp {
+extern const Lanewise lanewise_neon = {W, emulate_block, unscale_some};
 Unit fp32_neon() { return unit<Fp32>(); }
 }  // namespace lp
 #endif

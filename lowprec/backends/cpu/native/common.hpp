@@ -34,8 +34,8 @@
 namespace lp {
 
 constexpr int bits_of(int type) {
-    return type == LP_C64 ? 64 : type == LP_F32 || type == LP_I32 ? 32 : type == LP_BF16 || type == LP_F16 ? 16
-         : type == LP_MXFP4 || type == LP_NVFP4 ? 4 : 8;
+    const int bits[LP_TYPES] = {32, 16, 16, 8, 8, 8, 32, 64, 8, 4, 4};
+    return bits[type];
 }
 constexpr bool is_coded(int type) { return type == LP_MXFP8 || type == LP_MXFP4 || type == LP_NVFP4; }
 constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale

@@ -21,7 +21,7 @@ template <int FIRST, int... I> INLINE f64v powers_from(i32v exponent, std::integ
 template <int FIRST, int... I> INLINE f64v doubles_from(u32v x, std::integer_sequence<int, I...>) {
     // x + 2^31 is the low half of 2^52 + 2^31 + x.
     return (f64v)__builtin_shufflevector(x ^ 0x80000000, all(0x43300000), (I % 2 ? W : FIRST + I / 2)...) -
-           (0x1p52 + 0x1p31);
+        (0x1p52 + 0x1p31);
 }
 template <int... I> INLINE u32v joined(i32h lower, i32h upper, std::integer_sequence<int, I...>) {
     return (u32v)__builtin_shufflevector(lower, upper, I...);
@@ -40,7 +40,7 @@ INLINE i32v decompose(f32v x, int emin, void* significand, void* exponent) {
 // Rounds toward zero to float32; from 2^128 to Inf. The nearest float32 is the wanted one or the next after it.
 INLINE i32h toward_zero(f64v value) {
     f32h nearest = __builtin_convertvector(value, f32h);
-    i64v magnitude = (i64v)value & INT64_MAX, rounded = (i64v)__builtin_convertvector(nearest, f64v) & INT64_MAX;
+    i64v magnitude = (i64v)value & INT64_MAX, rounded = (i64v) __builtin_convertvector(nearest, f64v) & INT64_MAX;
     i64v previous = (i64v)(rounded > magnitude) & (i64v)(magnitude < (int64_t)1151 << 52);
     return (i32h)nearest + __builtin_convertvector(previous, i32h);
 }
@@ -65,31 +65,31 @@ INLINE void add_group(const lp_tensor_core& core, const EmulatedA<R>& a, const E
     u32v sum[R];
     f32v significand[R];
     f64v lower[R], upper[R];
-    UNROLL for (int r = 0; r < R; r++) {
+    UNROLLED(r, R) {
         decompose(c[r], -126, &significand[r], &own[r]);
         largest[r] = larger(own[r], (i32v)all((uint32_t)core.least_exponent));
     }
     for (int i = first; i < end; i++)
-        UNROLL for (int r = 0; r < R; r++) largest[r] = larger(largest[r], b.exponent[i] + a.exponent[r][i]);
-    UNROLL for (int r = 0; r < R; r++) {
+        UNROLLED(r, R) largest[r] = larger(largest[r], b.exponent[i] + a.exponent[r][i]);
+    UNROLLED(r, R) {
         offset[r] = core.fraction_bits + 125 - largest[r];
         f32v scale = (f32v)(larger(own[r] + offset[r] + 1, i32v{}) << 23);
-        sum[r] = (u32v)__builtin_convertvector(significand[r] * scale, i32v);
+        sum[r] = (u32v) __builtin_convertvector(significand[r] * scale, i32v);
         lower[r] = upper[r] = f64v{};
     }
     for (int eight = first; eight < end; eight += 8) {
         for (int i = eight; i < end && i < eight + 8; i++)
-            UNROLL for (int r = 0; r < R; r++) {
+            UNROLLED(r, R) {
                 f32v scale = (f32v)(larger(b.exponent[i] + (a.exponent[r][i] + offset[r]), i32v{}) << 23);
-                sum[r] += (u32v)__builtin_convertvector(b.significand[i] * a.significand[r][i] * scale, i32v);
+                sum[r] += (u32v) __builtin_convertvector(b.significand[i] * a.significand[r][i] * scale, i32v);
             }
-        UNROLL for (int r = 0; r < R; r++) {
+        UNROLLED(r, R) {
             lower[r] += doubles_from<0>(sum[r], lanes);
             upper[r] += doubles_from<W / 2>(sum[r], lanes);
             sum[r] = u32v{};
         }
     }
-    UNROLL for (int r = 0; r < R; r++) {
+    UNROLLED(r, R) {
         i32v exponent = largest[r] - core.fraction_bits;
         u32v rounded = joined(toward_zero(lower[r] * powers_from<0>(exponent, lanes)),
                               toward_zero(upper[r] * powers_from<W / 2>(exponent, lanes)), lanes);
@@ -124,7 +124,7 @@ INLINE void add_rows(const lp::Emulation& job, const EmulatedB& b, bool special,
     f32v c[R];
     i32v largest = {};
     const int64_t columns = job.n - column;
-    UNROLL for (int r = 0; r < R; r++) {
+    UNROLLED(r, R) {
         for (int i = 0; i < EMULATED_K; i += W) {
             f32v x = get_some(job.a + (row + r) * job.k + inner + i, count - i);
             largest = larger(largest, decompose(x, job.core.emin, &a.significand[r][i], &a.exponent[r][i]));
@@ -133,7 +133,7 @@ INLINE void add_rows(const lp::Emulation& job, const EmulatedB& b, bool special,
     }
     special |= any_special(largest);
     for (int i = 0; i < count; i += job.core.group) add_group<R>(job.core, a, b, i, special, c);
-    UNROLL for (int r = 0; r < R; r++) {
+    UNROLLED(r, R) {
         c[r] = floats(choose((u32v)(c[r] != c[r]), all(0x7fffffff), bits(c[r])));
         memcpy(job.c + (row + r) * job.n + column, &c[r], 4 * (size_t)(columns < W ? columns : W));
     }

@@ -32,7 +32,8 @@ static void read_row(const lp::Target& x, int64_t row, int64_t col, int count, f
     const int size = bits_of(x.type) / 8;
     const char* at = x.at + x.offset(row, col) * size;
     auto load = [&](const char* from) __attribute__((always_inline)) {
-        return x.type == LP_BF16 ? widened<LP_BF16>(from) : x.type == LP_F16 ? widened<LP_F16>(from) : get<f32v>(from);
+        if (x.type == LP_BF16) return widened<LP_BF16>(from);
+        return x.type == LP_F16 ? widened<LP_F16>(from) : get<f32v>(from);
     };
     if (x.type == LP_C64) {
         for (int j = 0; j < count; j++) __builtin_memcpy(to + 2 * j, at + j * x.col * size, 8);
@@ -65,7 +66,7 @@ INLINE f32v unscaled(f32v x, i32v e) {
     const i32v within = limited(e, -126, 126);
     u32v outside = (u32v)(within ^ e);
     uint32_t any = 0;
-    UNROLL for (int i = 0; i < W; i++) any |= outside[i];
+    UNROLLED(i, W) any |= outside[i];
     if (__builtin_expect(!any, 1)) return x * floats((u32v)(127 - e) << 23);
     const i32v first = limited(-e, -70, 127), second = limited(-e - first, -149, 127);
     return x * powers(first) * powers(second);
@@ -84,11 +85,11 @@ template <int WIDTH> INLINE void write_row(const lp::Target& out, int64_t row, i
     alignas(64) char stored[4 * WIDTH];
     bool whole = out.col == 1 && count == WIDTH;
     if (whole && size == 4 && streams && (intptr_t)to % (4 * W) == 0) {
-        UNROLL for (int j = 0; j < WIDTH; j += W) stream(to + 4 * j, get<f32v>(v + j));
+        UNROLLED_BY(j, WIDTH, W) stream(to + 4 * j, get<f32v>(v + j));
         return;
     }
     char* at = whole ? to : stored;
-    UNROLL for (int j = 0; j < WIDTH; j += W) {
+    UNROLLED_BY(j, WIDTH, W) {
         f32v x = get<f32v>(v + j);
         if (out.type == LP_BF16) store<LP_BF16>(at + 2 * j, x);
         else if (out.type == LP_F16) store<LP_F16>(at + 2 * j, x);
@@ -160,7 +161,7 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
         return special;
     }
     if (adds) read_row(p.c, row, col, count, addend, 1);
-    UNROLL for (int j = 0; j < WIDTH; j += W) {
+    UNROLLED_BY(j, WIDTH, W) {
         f32v x = get<f32v>(sums + j);
         if (scales) x *= p.alpha[0];
         if (adds) x += p.beta[0] * get<f32v>(addend + j);
@@ -168,7 +169,7 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
     }
     if (p.bias.at) {
         read_row(p.bias, row, col, count, addend, 1);
-        UNROLL for (int j = 0; j < WIDTH; j += W) put(v[0] + j, get<f32v>(v[0] + j) + get<f32v>(addend + j));
+        UNROLLED_BY(j, WIDTH, W) put(v[0] + j, get<f32v>(v[0] + j) + get<f32v>(addend + j));
     }
     if (p.activation)
         for (int j = 0; j < WIDTH; j += W) put(v[0] + j, activated(get<f32v>(v[0] + j), p.activation));
@@ -179,10 +180,11 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
 // One row of int8 products, whose sums are exact, less `offset`; a bias is added with saturation.
 template <int WIDTH> INLINE void finish_integers(const lp::Work& p, const int32_t* sums, int32_t offset, int64_t row, int64_t col, int count) {
     alignas(64) int32_t v[WIDTH];
-    UNROLL for (int j = 0; j < WIDTH; j += W) put(v + j, get<i32v>(sums + j) - offset);
+    UNROLLED_BY(j, WIDTH, W) put(v + j, get<i32v>(sums + j) - offset);
     for (int j = 0; (p.bias.at || p.activation) && j < count; j++) {
         const char* at = p.bias.at ? p.bias.at + p.bias.offset(row, col + j) * (p.bias.type == LP_I8 ? 1 : 4) : nullptr;
-        const int32_t addend = !at ? 0 : p.bias.type == LP_I8 ? *(const int8_t*)at : *(const int32_t*)at;
+        int32_t addend = 0;
+        if (at) addend = p.bias.type == LP_I8 ? *(const int8_t*)at : *(const int32_t*)at;
         if (__builtin_add_overflow(v[j], addend, v + j)) v[j] = addend < 0 ? INT32_MIN : INT32_MAX;
         v[j] = p.activation == LP_RELU && v[j] < 0 ? 0 : v[j];
     }

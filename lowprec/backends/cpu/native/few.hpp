@@ -13,32 +13,32 @@ static void few_rows(const Source& s, const uint32_t* a, const char* b, int64_t 
     auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
         constexpr int V = decltype(count)::value;
         Acc acc[ROWS][V];
-        UNROLL for (int i = 0; i < ROWS; i++)
-            UNROLL for (int v = 0; v < V; v++) acc[i][v] = adds ? get<Acc>(y + i * ldy + at + v * W) : Acc{};
+        UNROLLED(i, ROWS)
+            UNROLLED(v, V) acc[i][v] = adds ? get<Acc>(y + i * ldy + at + v * W) : Acc{};
         _Pragma("GCC unroll 2") for (int d = 0; d < dwords; d++) {
             u32v row[V];
-            UNROLL for (int v = 0; v < V; v++) {
+            UNROLLED(v, V) {
                 const char* from = b + d * ldb + (at + v * W) * SIZE;
                 if constexpr (TYPE == PANEL) {
                     row[v] = get<u32v>(from);
                 } else {  // the numbers of a dword are W rows apart; the next block is prefetched
                     const char* runs[P];
-                    UNROLL for (int p = 0; p < P; p++) runs[p] = from + p * W * ldb;
+                    UNROLLED(p, P) runs[p] = from + p * W * ldb;
                     if (SIZE == 4 || v % (4 / SIZE) == 0)
-                        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(runs[p] + P * W * ldb, 0, 2);
+                        UNROLLED(p, P) __builtin_prefetch(runs[p] + P * W * ldb, 0, 2);
                     pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, s, nullptr, nullptr, 0, row + v);
                 }
                 if (U::ELEMENT == E_U8) row[v] ^= 0x80808080u;  // b + 128 times a, unlike in packed kernels
             }
-            UNROLL for (int i = 0; i < ROWS; i++) {
+            UNROLLED(i, ROWS) {
                 u32v dword = all(a[i * W + d]);
-                UNROLL for (int v = 0; v < V; v++) acc[i][v] = U::ELEMENT == E_U8 ? U::dot(acc[i][v], row[v], dword) : U::dot(acc[i][v], dword, row[v]);
+                UNROLLED(v, V) acc[i][v] = U::ELEMENT == E_U8 ? U::dot(acc[i][v], row[v], dword) : U::dot(acc[i][v], dword, row[v]);
             }
         }
-        UNROLL for (int i = 0; i < ROWS; i++)
-            UNROLL for (int v = 0; v < V; v++) put(y + i * ldy + at + v * W, acc[i][v]);
+        UNROLLED(i, ROWS)
+            UNROLLED(v, V) put(y + i * ldy + at + v * W, acc[i][v]);
     };
-    constexpr int V = ROWS == 1 ? 4 : ROWS <= 4 ? 2 : 1;
+    constexpr int V = ROWS == 1 ? 4 : 1 + (ROWS <= 4);
     int64_t at = 0;
     for (; at + V * W <= lanes; at += V * W) columns(at, std::integral_constant<int, V>());
     for (; at < lanes; at += W) columns(at, std::integral_constant<int, 1>());
@@ -127,7 +127,8 @@ template <class U> struct Few {
 
     template <int TYPE, int FORMAT> static Rows* rows_for(int64_t m) {
         constexpr int MOST = U::FEW > 4 ? U::FEW : 4;
-        return m == 1 ? few_rows<U, 1, TYPE, FORMAT> : m == 2 ? few_rows<U, 2, TYPE, FORMAT> : m <= 4 ? few_rows<U, 4, TYPE, FORMAT> : few_rows<U, MOST, TYPE, FORMAT>;
+        if (m <= 2) return m == 1 ? few_rows<U, 1, TYPE, FORMAT> : few_rows<U, 2, TYPE, FORMAT>;
+        return m <= 4 ? few_rows<U, 4, TYPE, FORMAT> : few_rows<U, MOST, TYPE, FORMAT>;
     }
 
     // What is read in place: the types that fill most of a model's memory; narrow ones, of which several rows are read at
@@ -155,7 +156,9 @@ template <class U> struct Few {
         j.rows = rows_for<PANEL, LP_EXACT>(p.m), j.in_place = in_place_for(p), j.size = bits_of(p.b.type) / 8;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
         j.blocks = G::ceil(p.k, P * W), j.chunk = G::ceil(chunk_of(p.k, G::LONGEST), P * W);
-        const int64_t most = !along_lanes(p) ? 256 : !j.in_place ? 1024 : p.m <= 2 ? 4096 : 2048, share = G::ceil(p.n, threads);
+        int64_t most = along_lanes(p) ? 1024 : 256;
+        if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
+        const int64_t share = G::ceil(p.n, threads);
         const int64_t pieces = G::ceil(share, most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), 64) * 64, j.tasks = G::ceil(p.n, j.columns);
         j.ldy = j.columns + N, j.a_dwords = G::ceil(j.blocks * M * W, 64) * 64;

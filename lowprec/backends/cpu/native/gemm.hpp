@@ -16,16 +16,16 @@ static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t 
     constexpr int N = U::COLUMNS, LINES = 4;
     constexpr bool OFFSET = U::ELEMENT == E_U8;
     Acc acc[ROWS][N];
-    UNROLL for (int i = 0; i < ROWS; i++)
-        UNROLL for (int j = 0; j < N; j++) acc[i][j] = Acc{};
+    UNROLLED(i, ROWS)
+        UNROLLED(j, N) acc[i][j] = Acc{};
     for (int i = 0; i < ROWS; i++)
         for (int j = 0; j < N * W; j += 16) __builtin_prefetch((char*)c + 4 * (i * ldc + j), 1);
     auto step = [&](int d) __attribute__((always_inline)) {
         u32v row[N];
-        UNROLL for (int j = 0; j < N; j++) row[j] = get<u32v>(b + (d * N + j) * W);
-        UNROLL for (int i = 0; i < ROWS; i++) {
+        UNROLLED(j, N) row[j] = get<u32v>(b + (d * N + j) * W);
+        UNROLLED(i, ROWS) {
             u32v dword = all(a[i * W + d]);
-            UNROLL for (int j = 0; j < N; j++) acc[i][j] = U::dot(acc[i][j], dword, row[j]);
+            UNROLLED(j, N) acc[i][j] = U::dot(acc[i][j], dword, row[j]);
         }
     };
     for (; dwords >= W; dwords -= W, a += step_a, b += step_b) {
@@ -34,8 +34,8 @@ static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t 
         _Pragma("GCC unroll 2") for (int d = 0; d < W; d++) step(d);
     }
     for (int d = 0; d < dwords; d++) step(d);
-    UNROLL for (int i = 0; i < ROWS; i++)
-        UNROLL for (int j = 0; j < N; j++) {
+    UNROLLED(i, ROWS)
+        UNROLLED(j, N) {
             char* at = (char*)c + 4 * (i * ldc + j * W);
             if constexpr (OFFSET) {
                 if (sums) acc[i][j] -= (Acc)get<i32v>(sums + j * W);
@@ -210,7 +210,7 @@ template <class U> struct Gemm {
         int64_t a_strip = j.chunk * j.slots_a * M * W, fitting = A_BYTES / (4 * a_strip);
         if (j.own_b) {
             bool along_k = p.b.k == 1;
-            j.task_m = j.strips_m, j.task_n = along_k ? 2 : P == 2 ? 16 : 8;
+            j.task_m = j.strips_m, j.task_n = along_k ? 2 : 8 * (1 + (P == 2));
             while (j.task_n > 1 && ceil(j.strips_n, j.task_n) < 2 * threads) j.task_n /= 2;
             j.strip_a = j.blocks * j.slots_a * M * W + PAD, j.strip_b = strip_dwords(j.chunk, j.slots_b);
             j.b_at = j.strips_m * j.strip_a, j.acc_at = j.b_at + j.task_n * j.strip_b;
@@ -243,10 +243,11 @@ template <class U> struct Gemm {
         const int64_t lanes = share.s.lanes;
         for (int i = 0; i < 3; i++) __builtin_memset(exponents + i * (lanes + 64) + lanes, 0, 64 * 4);
         share.s.factors = (float*)(exponents + lanes + 64);
-        lp::run([](void* at, int) {
+        auto find = [](void* at, int) {
             Share& s = *(Share*)at;
             for (int64_t i; (i = s.next.fetch_add(MOST_LANES)) < s.s.lanes;) find_exponents(s.s, i, least(i + MOST_LANES, s.s.lanes), s.exponents);
-        }, &share, lanes * p.k >= 1 << 19 ? p.threads : 1);
+        };
+        lp::run(find, &share, lanes * p.k >= 1 << 19 ? p.threads : 1);
     }
 
     static bool is_plain(const lp::Work& p) {

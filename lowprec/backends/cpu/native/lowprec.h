@@ -12,6 +12,7 @@
 #define LP_API extern "C" __attribute__((visibility("default")))
 #endif
 
+// clang-format off
 // Element types. The last three are codes with a scale per block along k, which only b may have: `data` is uint8,
 // contiguous along k (two 4-bit codes a byte, the first in the low half), `col` the bytes between columns.
 enum lp_type {

@@ -7,8 +7,8 @@
 // a: for each block and slot, LANES rows of W dwords. b: for each block and slot, W rows of LANES dwords.
 
 // What a micro-kernel multiplies. E_PAIR: two bfloat16 slots, whose sum is a TF32 or float16 number. E_U8: a + 128, b.
-enum Element { E_F32, E_BF16, E_PAIR, E_I16, E_I8, E_U8 };
-constexpr int per_dword(int element) { return element == E_F32 ? 1 : element >= E_I8 ? 4 : 2; }
+const int E_F32 = 0, E_BF16 = 1, E_PAIR = 2, E_I16 = 3, E_I8 = 4, E_U8 = 5;
+constexpr int per_dword(int element) { return element >= E_I8 ? 4 : 1 + (element != E_F32); }
 
 using lp::Source;
 
@@ -25,8 +25,8 @@ constexpr bool can_pack(int element, int type, int format) {
     bool is_single = type == LP_F32 || type == LP_C64;
     if (element == E_F32)
         return is_single || format == LP_EXACT || (type == LP_BF16 && format == LP_TO_F16) || (type == LP_F16 && format == LP_TO_BF16);
-    if (element == E_PAIR) return is_single ? format == LP_TO_TF32 || format == LP_TO_F16 : type == LP_BF16 && format == LP_TO_F16 ? true : format == LP_EXACT;
-    return is_single ? format == LP_TO_BF16 : type == LP_F16 ? format == LP_TO_BF16 : format == LP_EXACT;
+    if (element == E_PAIR) return is_single ? format == LP_TO_TF32 || format == LP_TO_F16 : format == LP_EXACT || (type == LP_BF16 && format == LP_TO_F16);
+    return format == (is_single || type == LP_F16 ? LP_TO_BF16 : LP_EXACT);
 }
 
 // Writes P runs of W floats of one component as dwords of all their slots; returns the parts written.
@@ -49,21 +49,21 @@ template <int FORMAT, int ELEMENT, bool SPLITS> INLINE int emit_parts(f32v* x, c
     };
     f32v first[P], r[P];
     if constexpr (!SPLITS) {
-        UNROLL for (int p = 0; p < P; p++) r[p] = rounded<FORMAT>(x[p]);
+        UNROLLED(p, P) r[p] = rounded<FORMAT>(x[p]);
         emit(r, 0);
         return 1;
     }
     const f32v factor = powers(i32v{} + s.part_exponent);
     for (int part = 0; part < s.parts; part++) {
-        UNROLL for (int p = 0; p < P; p++) r[p] = rounded<FORMAT>(x[p]);
+        UNROLLED(p, P) r[p] = rounded<FORMAT>(x[p]);
         emit(r, part);
-        UNROLL for (int p = 0; p < P; p++) {
+        UNROLLED(p, P) {
             x[p] = (x[p] - r[p]) * factor;
             first[p] = part ? first[p] : r[p];
         }
     }
     if (!s.sums_parts) return s.parts;
-    UNROLL for (int p = 0; p < P; p++) r[p] = rounded<FORMAT>(first[p] + r[p]);  // two parts
+    UNROLLED(p, P) r[p] = rounded<FORMAT>(first[p] + r[p]);  // two parts
     emit(r, s.parts);
     return s.parts + 1;
 }
@@ -81,7 +81,7 @@ INLINE void pack_row(const char* const* at, const Source& s, const f32v* f, cons
         out[0] = __builtin_convertvector(get<u16v>(at[0]), u32v) | __builtin_convertvector(get<u16v>(at[1]), u32v) << 16;
     } else if constexpr (TYPE == LP_C64) {
         f32v x[2][P];
-        UNROLL for (int p = 0; p < P; p++) {
+        UNROLLED(p, P) {
             u32v parts[2];
             deinterleave(get<u32v>(at[p]), get<u32v>(at[p] + 4 * W), parts, std::make_integer_sequence<int, W>());
             for (int c = 0; c < 2; c++) x[c][p] = FORMAT == LP_TO_F16 ? floats(parts[c]) * f[0] * f[1] : floats(parts[c]);
@@ -90,7 +90,7 @@ INLINE void pack_row(const char* const* at, const Source& s, const f32v* f, cons
         emit_parts<FORMAT, ELEMENT, SPLITS>(x[1], s, out + done * (ELEMENT == E_PAIR ? 2 : 1));
     } else {
         f32v x[P];
-        UNROLL for (int p = 0; p < P; p++) {
+        UNROLLED(p, P) {
             x[p] = widened<TYPE>(at[p]);
             if (is_coded(TYPE)) x[p] *= scale[p];
             if (FORMAT == LP_TO_F16) x[p] = x[p] * f[0] * f[1];
@@ -104,7 +104,8 @@ template <int FORMAT> INLINE void lane_factors(const Source& s, int64_t lane, bo
     if constexpr (FORMAT == LP_TO_F16)
         for (int i = 0; i < 2; i++) {
             const float* at = s.factors + i * (s.lanes + 64) + lane;
-            f[i] = !s.factors ? all_floats(1) : of_lanes ? get<f32v>(at) : all_floats(*at);
+            f[i] = all_floats(1);
+            if (s.factors) f[i] = of_lanes ? get<f32v>(at) : all_floats(*at);
         }
 }
 
@@ -143,7 +144,7 @@ static __attribute__((noinline)) void pack_tile(const Source& s, const Layout& l
     f32v f[2];
     const char* at[P];
     if (!by_lane) lane_factors<FORMAT>(s, lane, true, f);
-    UNROLL for (int i = 0; i < W; i++) {
+    UNROLLED(i, W) {
         if (by_lane && i >= have) {
             for (int p = 0; p < slots; p++) rows[p][i] = u32v{};
             continue;
@@ -166,7 +167,7 @@ static __attribute__((noinline)) void pack_tile(const Source& s, const Layout& l
     }
     for (int p = 0; p < slots; p++, to += l.slot) {
         if (by_lane != l.of_a) transpose(rows[p]);
-        UNROLL for (int i = 0; i < W; i++)
+        UNROLLED(i, W)
             if (!l.of_a || i < lanes) put(to + i * l.width, rows[p][i]);
     }
 }
@@ -209,7 +210,7 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
                 int64_t lane = 0;
                 for (; P == 4 && lane + 4 * W <= have; lane += 4 * W) {
                     u32v out[4];
-                    UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(at[p] + ahead, 0, 2);
+                    UNROLLED(p, P) __builtin_prefetch(at[p] + ahead, 0, 2);
                     if constexpr (P == 4) int8_dwords(at, out);
                     for (int v = 0; v < 4; v++) put(tile + lane + v * W, out[v]);
                     for (int p = 0; p < P; p++) at[p] += 4 * W;
@@ -219,7 +220,7 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
                     f32v f[2];
                     const float scale[P] = {};
                     lane_factors<FORMAT>(s, first_lane + lane, true, f);
-                    UNROLL for (int p = 0; p < P; p++)
+                    UNROLLED(p, P)
                         if (lane * SIZE % 64 == 0) __builtin_prefetch(at[p] + ahead, 0, 2);
                     pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, s, f, scale, l.offset, out);
                     for (int p = 0; p < slots; p++) put(tile + p * l.slot + lane, out[p]);

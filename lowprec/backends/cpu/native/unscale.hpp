@@ -37,7 +37,7 @@ static bool scale(const char* from, char* to, int64_t count, Number inverse) {
 }
 
 static bool unscale_some(const lp_flat& x, int64_t first, int64_t count, double inverse) {
-    const int bytes = x.type == LP_F32 ? 4 : x.type == LP_BF16 ? 2 : 8;
+    const int bytes = x.type == LP_F32 || x.type == LP_BF16 ? lp::bits_of(x.type) / 8 : 8;
     const char* from = (const char*)x.from + first * bytes;
     char* to = (char*)x.to + first * bytes;
     if (bytes == 8) return scale<f64v, 8>(from, to, count, inverse);

@@ -17,7 +17,9 @@ using lp::block_of;
 using lp::is_coded;
 
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 64")
+// Loops over constants.
+#define UNROLLED(i, end) _Pragma("GCC unroll 64") for (int i = 0; i < (end); i++)
+#define UNROLLED_BY(i, end, step) _Pragma("GCC unroll 64") for (int i = 0; i < (end); i += step)
 
 template <class V> INLINE V get(const void* at) {
     V v;
@@ -36,7 +38,7 @@ INLINE u32v is_special(u32v x) { return (u32v)((x & 0x7fffffffu) >= 0x7f800000u)
 INLINE u16v wide_u8(const void* at) { return __builtin_convertvector(get<u8v>(at), u16v); }
 INLINE u32v widen_u8(const void* at) { return __builtin_convertvector(wide_u8(at), u32v); }
 INLINE u32v widen_i8(const void* at) {
-    return (u32v)__builtin_convertvector(__builtin_convertvector(get<i8v>(at), i16v), i32v);
+    return (u32v) __builtin_convertvector(__builtin_convertvector(get<i8v>(at), i16v), i32v);
 }
 
 // Rounds to nearest, dropping low bits. The carry may reach the exponent, which is right.
@@ -89,7 +91,8 @@ INLINE float block_scale(int type, uint8_t code) {
         alignas(4 * W) uint8_t one[W] = {code};
         return floats(decoded<3, -6, 8>(widen_u8(one)))[0];
     }
-    uint32_t power = code == 255 ? 0x7fc00000u : code ? (uint32_t)code << 23 : 1u << 22;
+    uint32_t power = code ? (uint32_t)code << 23 : 1u << 22;
+    if (code == 255) power = 0x7fc00000u;
     return __builtin_bit_cast(float, power);
 }
 
@@ -101,7 +104,7 @@ INLINE f32v powers(i32v e) {
 
 // Transposes a square of W x W dwords: swaps the off-diagonal squares of sizes 1, 2, 4, ...
 template <int SIZE, int... I> INLINE void swap_squares(u32v* rows, std::integer_sequence<int, I...>) {
-    UNROLL for (int i = 0; i < W; i++)
+    UNROLLED(i, W)
         if (!(i & SIZE)) {
             u32v a = rows[i], b = rows[i + SIZE];
             rows[i] = __builtin_shufflevector(a, b, ((I & SIZE) ? W + I - SIZE : I)...);

@@ -11,6 +11,7 @@ namespace {
 #include "x86_lanes16.hpp"
 #include "templates.hpp"
 
+// clang-format off: tiles side by side
 template <class U>
 static void tile_kernel(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c, int64_t ldc,
                         float factor, const int32_t*, bool adds, const char* next) {
@@ -48,6 +49,7 @@ static void tile_kernel(const uint32_t* a, int64_t step_a, const uint32_t* b, in
         }
 }
 
+// clang-format on
 struct Tiles {
     static constexpr int ROWS = 32, COLUMNS = 2, FEW = 0;
     static constexpr bool WHOLE_ONLY = true;

@@ -1,10 +1,14 @@
 // FP32 and int8 with AVX2. int8 is widened to int16, which is exact: the unsigned by signed multiplication saturates.
+// Also tensor-core arithmetic and unscaling.
 #if defined(__x86_64__)
 #include "kernel.hpp"
+#include "lanewise.hpp"
 TARGET_BEGIN("avx2,fma,f16c")
 namespace {
 #include "x86_lanes8.hpp"
 #include "templates.hpp"
+#include "emulate.hpp"
+#include "unscale.hpp"
 
 struct Fp32 : Lanes8 {
     typedef f32v Acc;
@@ -20,6 +24,7 @@ struct Int8 : Lanes8 {
 };
 }  // namespace
 namespace lp {
+extern const Lanewise lanewise_avx2 = {W, emulate_block, unscale_some};
 Unit fp32_avx2() { return unit<Fp32>(); }
 Unit int8_avx2() { return unit<Int8>(); }
 }  // namespace lp

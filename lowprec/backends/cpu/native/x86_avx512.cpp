@@ -1,10 +1,13 @@
-// FP32 with AVX-512: a float32 a dword.
+// FP32 with AVX-512: a float32 a dword; tensor-core arithmetic and unscaling.
 #if defined(__x86_64__)
 #include "kernel.hpp"
+#include "lanewise.hpp"
 TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c,avx2")
 namespace {
 #include "x86_lanes16.hpp"
 #include "templates.hpp"
+#include "emulate.hpp"
+#include "unscale.hpp"
 
 struct Fp32 : Lanes16 {
     typedef f32v Acc;
@@ -14,6 +17,7 @@ struct Fp32 : Lanes16 {
 };
 }  // namespace
 namespace lp {
+extern const Lanewise lanewise_avx512 = {W, emulate_block, unscale_some};
 Unit fp32_avx512() { return unit<Fp32>(); }
 }  // namespace lp
 TARGET_END
