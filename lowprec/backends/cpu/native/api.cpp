@@ -110,7 +110,7 @@ void describe(Work& w, const lp_product& p, const lp_call& c, int64_t product, i
     w.b = source(p.b, moved(c.b, p.b, product), p.n, p.k, true, p.scheme, p.scheme.parts_b);
     w.packed_b = nullptr;
     if (p.b.packed) w.packed_b = (const uint32_t*)((const char*)c.b + (p.b.batch_offsets ? product * packed_bytes : 0));
-    if (is_coded(p.b.type)) {
+    if (is_coded(p.b.type) && c.b_scales) {
         const int64_t offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0;
         w.b.scales = (const uint8_t*)c.b_scales + offset * 8 / bits_of(p.b.type) / block_of(p.b.type), w.b.scale_lane = p.b.scale_col;
     }

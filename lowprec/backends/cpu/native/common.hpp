@@ -34,8 +34,10 @@
 namespace lp {
 
 constexpr int bits_of(int type) {
-    const int bits[LP_TYPES] = {32, 16, 16, 8, 8, 8, 32, 64, 8, 4, 4};
-    return bits[type];
+    if (type == LP_C64) return 64;
+    if (type == LP_F32 || type == LP_I32) return 32;
+    if (type == LP_BF16 || type == LP_F16) return 16;
+    return type == LP_MXFP4 || type == LP_NVFP4 ? 4 : 8;
 }
 constexpr bool is_coded(int type) { return type == LP_MXFP8 || type == LP_MXFP4 || type == LP_NVFP4; }
 constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale
