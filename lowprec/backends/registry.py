@@ -1,4 +1,4 @@
-"""The backend of each device type, imported with its first product."""
+"""The backend of each device type; the CPU's is imported with the package, so that a first product imports nothing."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from typing import cast
 
 from lowprec.arrays import CPU, Device
 from lowprec.arrays.device_memory import DeviceMemory, register
+from lowprec.backends.cpu import backend as cpu
 from lowprec.backends.execution import Backend, imported
 from lowprec.errors import DeviceError, DeviceMemoryError
 from lowprec.planning import Capabilities
 
-#: Modules by DLPack's device type; 1 is the CPU, 2 CUDA.
-_MODULES = {1: "lowprec.backends.cpu.backend", 2: "lowprec.backends.cuda.backend"}
+#: By DLPack's device type: the CPU, and the module of CUDA.
+_CPU, _MODULES = 1, {2: "lowprec.backends.cuda.backend"}
 
 
 @functools.cache
 def _backend(device_type: int) -> Backend:
-    return cast(Backend, importlib.import_module(_MODULES[device_type]))
+    return cast(Backend, cpu if device_type == _CPU else importlib.import_module(_MODULES[device_type]))
 
 
 def backend_of(device: Device) -> Backend:
     """Return the backend of a device; raise DeviceError if there is none."""
-    if device.type not in _MODULES:
+    if device.type not in (_CPU, *_MODULES):
         raise DeviceError(f"device {device} is not supported; arrays must be in host memory or on an NVIDIA GPU")
     return _backend(device.type)
 

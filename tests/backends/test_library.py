@@ -86,6 +86,16 @@ def test_reasons_for_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert library._loaded.__wrapped__()[1].startswith("the kernels cannot be loaded (")
 
 
+def test_an_exception_of_a_signal_handler_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: str) -> None:
+        raise TimeoutError("of a handler")
+
+    monkeypatch.setattr(library, "_PATH", __file__)
+    monkeypatch.setattr(library.ctypes, "CDLL", interrupted)
+    with pytest.raises(TimeoutError, match="of a handler"):
+        library._loaded.__wrapped__()
+
+
 # --- the build --------------------------------------------------------------------------------------
 
 

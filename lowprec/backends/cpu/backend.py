@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import library
+from lowprec.backends.cpu import library, numpy_products, products  # noqa: F401 - the executors of kernel rows
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.device import info as info
 from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, imported

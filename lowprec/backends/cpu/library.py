@@ -141,6 +141,8 @@ def _loaded() -> tuple[Functions | None, str]:
     try:
         library, holding_gil = ctypes.CDLL(_PATH), ctypes.PyDLL(_PATH)
     except OSError as error:
+        if type(error) not in (OSError, FileNotFoundError):  # of a signal handler, such as TimeoutError
+            raise
         return None, f"the kernels cannot be loaded ({error})"
     found: dict[str, Any] = {name: getattr(library, f"lp_{name}") for name in _SIGNATURES}
     found["gemm_holding_gil"] = holding_gil.lp_gemm
