@@ -3,7 +3,8 @@
 // A problem is a product of random numbers of an own generator. Its result is compared with a sum in double, and then with
 // that of every variant (layouts, threads, packed b, a batch, some rows alone, the other units of its class), which must
 // have the same bits. Buffers have exact sizes: sanitizers see each access beyond them. Prints a line "class problem hash"
-// each, to compare machines, and the counts last. usage: check [STEP of k in the sweep, default 1]
+// each, to compare machines, and the counts last. usage: check STEP VARIANTS. STEP: that of k in the sweep,
+// 0 for threads alone; VARIANTS: at most, of each problem.
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -307,6 +308,7 @@ const char* class_of(int unit) {
 }
 
 int64_t good, bad;
+int most_variants;
 
 void report(bool is_good, const char* what, const Problem& p, int unit, const Variant& v) {
     good += is_good, bad += !is_good;
@@ -336,7 +338,7 @@ void check(Problem& p, int variants) {
         } else {
             report(status == LP_OK && !memcmp(first, other, (size_t)p.words() * 4), "differs between units", p, unit, plain);
         }
-        for (int i = 0; i < variants; i++) {
+        for (int i = 0; i < variants && i < most_variants; i++) {
             Variant v = {(int)below(LAYOUTS), (int)below(LAYOUTS), (int)below(4), 1 + (int)below(3), below(3) == 0, below(4) == 0, below(2) == 0, 0, p.m};
             if (below(3) == 0) v.row = below((uint32_t)p.m), v.rows = 1 + below((uint32_t)(p.m - v.row));
             v.in_place &= !v.batched && TYPES[p.type_out].bits >= 32;
@@ -403,29 +405,25 @@ void* call_often(void* at) {
     Caller& caller = *(Caller*)at;
     uint32_t* result = (uint32_t*)malloc((size_t)caller.p->words() * 4);
     for (int i = 0; i < 20; i++) {
-        const Variant v = {i % 5, i % 3, 0, 1 + i % 3, i % 4 == 0, false, false, 0, caller.p->m};
+        const Variant v = {i % 5, i % 3, 0, 1 + i % 3, i % 4 == 0, i % 5 == 0, false, 0, caller.p->m};
         caller.failures += compute(*caller.p, caller.unit, v, result) != LP_OK || memcmp(result, caller.expected, (size_t)caller.p->words() * 4);
         if (i % 8 == 0) lp_release_memory();
     }
     return free(result), nullptr;
 }
-void check_threads() {
-    const int CALLERS = 6;
-    for (int unit = 0; unit < LP_UNITS; unit++) {
-        if (!(lp_units() >> unit & 1)) continue;
-        const bool is_int = !strcmp(class_of(unit), "int8");
-        Problem p = {&MODES[is_int ? 0 : 2], 90, 150, 300, is_int ? LP_I32 : LP_F32, 0, {}, {}, nullptr, nullptr};
-        fill(p.a, is_int ? LP_I8 : LP_F32, p.m, p.k, false), fill(p.b, is_int ? LP_I8 : LP_F32, p.n, p.k, false);
-        uint32_t* expected = (uint32_t*)malloc((size_t)p.words() * 4);
-        const Variant alone = {0, 0, 0, 1, false, false, false, 0, p.m};
-        if (compute(p, unit, alone, expected) == LP_OK) {
-            pthread_t threads[CALLERS];
-            Caller callers[CALLERS];
-            for (int i = 0; i < CALLERS; i++) callers[i] = Caller{&p, expected, 0, unit}, pthread_create(&threads[i], nullptr, call_often, &callers[i]);
-            for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], nullptr), report(!callers[i].failures, "differs between threads", p, unit, alone);
-        }
-        release(p.a), release(p.b), free(expected);
+void check_threads(int unit, const Mode& mode) {
+    const int CALLERS = 6, type = strcmp(class_of(unit), "int8") ? LP_F32 : LP_I8;
+    Problem p = {&mode, 90, 150, 300, type == LP_I8 ? LP_I32 : LP_F32, 0, {}, {}, nullptr, nullptr};
+    fill(p.a, type, p.m, p.k, false), fill(p.b, type, p.n, p.k, false);
+    uint32_t* expected = (uint32_t*)malloc((size_t)p.words() * 4);
+    const Variant alone = {0, 0, 0, 1, false, false, false, 0, p.m};
+    if (compute(p, unit, alone, expected) == LP_OK) {
+        pthread_t threads[CALLERS];
+        Caller callers[CALLERS];
+        for (int i = 0; i < CALLERS; i++) callers[i] = Caller{&p, expected, 0, unit}, pthread_create(&threads[i], nullptr, call_often, &callers[i]);
+        for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], nullptr), report(!callers[i].failures, "differs between threads", p, unit, alone);
     }
+    release(p.a), release(p.b), free(expected);
 }
 
 // --- flat functions -----------------------------------------------------------------------------------
@@ -463,9 +461,12 @@ void check_unscale() {
 int main(int count, char** arguments) {
     check_unscale();
     check_emulate();
-    check_threads();
-    check_products();
-    check_every_k(count > 1 ? atoi(arguments[1]) : 1);
+    for (int unit = 0; unit < LP_UNITS; unit++)
+        for (int mode = 0; mode < 8; mode += 2)
+            if (lp_units() >> unit & 1) check_threads(unit, MODES[mode]);
+    const int step = count > 1 ? atoi(arguments[1]) : 1;
+    most_variants = count > 2 ? atoi(arguments[2]) : 8;
+    if (step) check_products(), check_every_k(step);
     lp_release_memory();
     good += lp_kept_bytes() == 0, bad += lp_kept_bytes() != 0;
     fprintf(stderr, "units %#llx: %lld good, %lld bad\n", (unsigned long long)lp_units(), (long long)good, (long long)bad);
