@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends.cpu import numpy_products, products, threads
+from lowprec.backends.cpu import cpuinfo, numpy_products, products, threads
+from lowprec.backends.cpu.kernel_rows import kernels_of
 from lowprec.modes import TABLE, MathMode, row
 from support import cpu_units, machines, oracles
 
@@ -37,9 +38,22 @@ def only(unit: str) -> Any:
     return machines.without(set(cpu_units.UNITS) - {unit})
 
 
-def runs(unit: str, a: Any, b: Any, mode: str) -> bool:
-    """Whether the unit multiplies these operands; FP32 products are no work for units of bfloat16."""
-    return lowprec.plan(a, b, math_mode=mode).kernel_row.requires == unit
+def with_modes(*modes: str) -> pytest.MarkDecorator:
+    """Run a test on each unit in these modes for float32 operands, as far as the unit multiplies their format."""
+    cases = [
+        pytest.param(unit, mode, marks=cpu_units.needs(unit), id=f"{unit}-{mode}")
+        for unit, mode in itertools.product(cpu_units.UNITS, modes)
+        if multiplies(unit, row(MathMode(mode)).operand_format.name)
+    ]
+    return pytest.mark.parametrize(("unit", "mode"), cases)
+
+
+def multiplies(unit: str, fmt: str) -> bool:
+    return any(x.requires == unit and fmt in (x.formats or ()) for x in kernels_of(cpuinfo.machine()))
+
+
+def assert_runs(unit: str, a: Any, b: Any, mode: str) -> None:
+    assert lowprec.plan(a, b, math_mode=mode).kernel_row.requires == unit
 
 
 def patterns(dtype: np.dtype[Any], rng: np.random.Generator) -> np.ndarray:
@@ -60,16 +74,27 @@ def patterns(dtype: np.dtype[Any], rng: np.random.Generator) -> np.ndarray:
 # -- single products ------------------------------------------------------------------------------
 
 
+@with_modes("fp32", "tf32", "bf16", "fp16")
+def test_products_of_two_numbers_are_exact(unit: str, mode: str, rng: np.random.Generator) -> None:
+    """With at most 22 bits; those of whole float32 numbers are rounded once."""
+    check_products_of_two(unit, np.dtype(np.float32), mode, rng)
+
+
 @float_units
-@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.float16), BFLOAT16], ids=str)
-def test_products_of_two_numbers_are_exact(unit: str, mode: str, dtype: Any, rng: np.random.Generator) -> None:
-    """With at most 22 bits; those of whole float32 numbers are rounded once. One row, and many."""
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=str)
+def test_products_of_two_stored_numbers_are_exact(unit: str, dtype: Any, rng: np.random.Generator) -> None:
+    if multiplies(unit, dtype.name):
+        check_products_of_two(unit, dtype, "fp32", rng)
+    else:
+        assert unit.startswith("bf16")
+
+
+def check_products_of_two(unit: str, dtype: np.dtype[Any], mode: str, rng: np.random.Generator) -> None:
+    """Compare one row, and many."""
     x = patterns(dtype, rng)
     a, b = rng.permutation(x)[:1000, None], rng.permutation(x)[None, :1000]
     with only(unit):
-        if not runs(unit, a, b, mode):
-            return
+        assert_runs(unit, a, b, mode)
         found = lowprec.matmul(a, b, math_mode=mode, out_dtype="float32")
         few = lowprec.matmul(a[:3], b, math_mode=mode, out_dtype="float32")
     rounded = [oracles.widen(oracles.round_to(z, mode, axis)) for z, axis in ((a, -1), (b, -2))]
@@ -95,8 +120,7 @@ def test_results_are_rounded_once(unit: str, out_dtype: Any, rng: np.random.Gene
 # -- parts ----------------------------------------------------------------------------------------
 
 
-@float_units
-@pytest.mark.parametrize("mode", SPLIT)
+@with_modes(*SPLIT)
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_parts_add_up_to_the_number(unit: str, mode: str, side: str, rng: np.random.Generator) -> None:
     """Times one, with the smallest added first: bit for bit for three parts, and for numbers of so many bits."""
@@ -110,12 +134,11 @@ def test_parts_add_up_to_the_number(unit: str, mode: str, side: str, rng: np.ran
     one = np.ones((1, 1), np.float32)
     a, b = (x[:, None], one) if side == "a" else (one, x[None, :])
     with only(unit):
-        if runs(unit, a, b, mode):
-            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode).ravel(), x)
+        assert_runs(unit, a, b, mode)
+        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode).ravel(), x)
 
 
-@float_units
-@pytest.mark.parametrize("mode", SPLIT)
+@with_modes(*SPLIT)
 def test_the_pairs_of_the_mode_are_formed_and_no_others(unit: str, mode: str, rng: np.random.Generator) -> None:
     """Of numbers whose parts have few bits the sum of the products that the mode forms is one float32."""
     found = row(MathMode(mode))
@@ -126,12 +149,11 @@ def test_the_pairs_of_the_mode_are_formed_and_no_others(unit: str, mode: str, rn
     terms = [(i, j, found.factor((i, j))) for i, j in found.pairs]
     want = sum(f * parts[0][i].astype(np.float64) @ parts[1][j].astype(np.float64) for i, j, f in terms)
     with only(unit):
-        if runs(unit, a, b, mode):
-            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), np.asarray(want, np.float32))
+        assert_runs(unit, a, b, mode)
+        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), np.asarray(want, np.float32))
 
 
-@float_units
-@pytest.mark.parametrize("mode", ["bf16x6", "tf32x3", "fp16x3"])
+@with_modes("bf16x6", "tf32x3", "fp16x3")
 def test_small_products_do_not_cost_accuracy(unit: str, mode: str, rng: np.random.Generator) -> None:
     """Less error than one FP32 sum over the same k, although there are several products for each of its own."""
     a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((96, 4096), (4096, 96)))
@@ -169,9 +191,8 @@ def test_gelu_is_right_to_a_few_units(unit: str, rng: np.random.Generator) -> No
     np.testing.assert_allclose(of_special, [[np.nan, np.inf, 0, 0, 0, 5e-37, 0, large]], atol=1e-40, rtol=0.01)
 
 
-@float_units
+@with_modes("bf16", "bf16x6", "tf32")
 @pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("mode", ["bf16", "bf16x6", "tf32"])
 def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(
     unit: str, mode: str, order: Any, rng: np.random.Generator
 ) -> None:
@@ -203,7 +224,7 @@ def test_int8_is_exact(
     a[0], b[:, 0] = -128, -128
     out = np.zeros((m, n), np.int32, order=orders[2])
     with only(unit):
-        assert runs(unit, a, b, "fp32")
+        assert_runs(unit, a, b, "fp32")
         lowprec.matmul(a, b, out=out)
     np.testing.assert_array_equal(out, a.astype(np.int64) @ b.astype(np.int64))
 
