@@ -180,7 +180,7 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
 // One row of int8 products, whose sums are exact, less `offset`; a bias is added with saturation.
 template <int WIDTH> INLINE void finish_integers(const lp::Work& p, const int32_t* sums, int32_t offset, int64_t row, int64_t col, int count) {
     alignas(64) int32_t v[WIDTH];
-    UNROLLED_BY(j, WIDTH, W) put(v + j, get<i32v>(sums + j) - offset);
+    UNROLLED_BY(j, WIDTH, W) put(v + j, (i32v)(get<u32v>(sums + j) - (uint32_t)offset));
     for (int j = 0; (p.bias.at || p.activation) && j < count; j++) {
         const char* at = p.bias.at ? p.bias.at + p.bias.offset(row, col + j) * (p.bias.type == LP_I8 ? 1 : 4) : nullptr;
         int32_t addend = 0;

@@ -89,7 +89,7 @@ template <class U> struct Few {
             }
             if (y == part && ((block + 1) % j.chunk == 0 || block + 1 == j.blocks))
                 for (int i = 0; i < p.m; i++)
-                    for (int64_t q = 0; q < lanes; q += W) put(sums + i * j.ldy + q, get<Acc>(sums + i * j.ldy + q) + get<Acc>(part + i * j.ldy + q));
+                    for (int64_t q = 0; q < lanes; q += W) put(sums + i * j.ldy + q, plus(get<Acc>(sums + i * j.ldy + q), get<Acc>(part + i * j.ldy + q)));
         }
         for (int i = 0; i < p.m; i++)
             for (int64_t q = 0; q < lanes; q += N) finish(j, sums + i * j.ldy + q, i, first + q, (int)(lanes - q < N ? lanes - q : N), offsets[i]);

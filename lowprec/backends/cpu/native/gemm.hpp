@@ -38,10 +38,10 @@ static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t 
         UNROLLED(j, N) {
             char* at = (char*)c + 4 * (i * ldc + j * W);
             if constexpr (OFFSET) {
-                if (sums) acc[i][j] -= (Acc)get<i32v>(sums + j * W);
+                if (sums) acc[i][j] = plus(acc[i][j], (Acc)(0 - get<u32v>(sums + j * W)));
             }
             if constexpr (__is_same(Acc, f32v)) acc[i][j] *= factor;
-            if (adds) acc[i][j] += get<Acc>(at);
+            if (adds) acc[i][j] = plus(acc[i][j], get<Acc>(at));
             put(at, acc[i][j]);
         }
 }

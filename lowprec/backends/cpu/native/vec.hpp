@@ -30,6 +30,9 @@ template <class V> INLINE void put(void* at, V v) { __builtin_memcpy(at, &v, siz
 INLINE u32v bits(f32v x) { return (u32v)x; }
 INLINE f32v floats(u32v x) { return (f32v)x; }
 INLINE u32v all(uint32_t x) { return x - (u32v){}; }
+// Sums of numbers; those of int8 products wrap around, where units multiply b + 128.
+INLINE f32v plus(f32v a, f32v b) { return a + b; }
+INLINE i32v plus(i32v a, i32v b) { return (i32v)((u32v)a + (u32v)b); }
 INLINE f32v all_floats(float x) { return floats(all(__builtin_bit_cast(uint32_t, x))); }
 INLINE u32v choose(u32v condition, u32v yes, u32v no) { return (condition & yes) | (~condition & no); }
 INLINE u32v is_special(u32v x) { return (u32v)((x & 0x7fffffffu) >= 0x7f800000u); }  // Inf or NaN
