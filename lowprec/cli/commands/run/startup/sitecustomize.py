@@ -124,13 +124,21 @@ class _Watcher:
         if program != str(os.getpid()):
             return
         products = getattr(sys.modules.get("lowprec.core.executors"), "_executors", None)
-        # A child process, which has used processor time, may have run products.
-        if self.order not in ("", _GUARD) and not (self.reaches or products or any(os.times()[2:4])):
+        if self.order not in ("", _GUARD) and not (self.reaches or products or _has_had_children()):
             how = "NumPy's own never are; call lowprec.matmul"
             _print(f"lowprec run --mode {self.order}: no product was affected ({how})")
         for option, module, is_set in (("profile", _LOWPREC, self.profiles), ("intercept", "torch", self.intercepts)):
             if is_set and module not in sys.modules:
                 _print(f"lowprec run --{option}: the program did not import {module}")
+
+
+def _has_had_children() -> bool:
+    """Whether this process has waited for a child, which may have run products."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return False
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss > 0
 
 
 class _Loader:
