@@ -55,6 +55,7 @@ def release_memory() -> None:
     >>> import lowprec
     >>> lowprec.release_memory()
     """
+    cpu.release_memory()
     for module in _MODULES.values():
         release = getattr(sys.modules.get(module), "release_memory", None)
         if release is not None:

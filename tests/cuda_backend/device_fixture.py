@@ -96,7 +96,7 @@ class SoftwareBytes(SoftwareArray):
         self.shape, self.dtype, self.nbytes = made.like.shape, np.dtype(np.uint8), made.like.nbytes
 
     def __array_namespace__(self) -> Any:
-        return SimpleNamespace(int8=np.int8, permute_dims=None)
+        return SimpleNamespace(int8=np.int8, permute_dims=None, reshape=None)
 
     def view(self, dtype: Any = None) -> Any:  # type: ignore[override]
         return super().view() if dtype is None else SoftwareArray(self.address, self.like, self.device, self.owner)

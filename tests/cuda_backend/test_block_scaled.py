@@ -319,7 +319,7 @@ class StreamedBytes(software_cuda.DeviceArray):
     """An array of uint8 known by DLPack alone, written by work on a stream and freed as soon as it is unreachable."""
 
     def __array_namespace__(self) -> Any:
-        return SimpleNamespace(int8=np.int8, permute_dims=None)
+        return SimpleNamespace(int8=np.int8, permute_dims=None, reshape=None)
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("shape", "dtype", "nbytes", "size"):

@@ -41,7 +41,7 @@ class Cupy(ModuleType):
             cupy = module
 
         self.ndarray = Array
-        self.int8, self.transpose = np.int8, None
+        self.int8, self.transpose, self.reshape = np.int8, None, None
         self.isfinite, self.any, self.logical_or = (
             functools.partial(self.compute, f) for f in (np.isfinite, np.any, np.logical_or)
         )

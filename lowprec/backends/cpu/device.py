@@ -14,6 +14,7 @@ import numpy as np
 from lowprec.architectures import Architecture
 from lowprec.arrays import Device
 from lowprec.backends.cpu import cpuinfo, library, threads
+from lowprec.backends.cpu.emulation import arithmetic
 from lowprec.backends.cpu.kernel_rows import kernels_of
 from lowprec.errors import EnvironmentVariableError, warn
 from lowprec.formats import BFLOAT16
@@ -47,10 +48,8 @@ def _capabilities() -> Capabilities:
 
 @functools.cache
 def _emulating(architecture: Architecture) -> Capabilities:
-    from lowprec.backends.cpu.emulation.arithmetic import kernels  # needed for emulation only
-
     real = _capabilities()
-    return replace(real, kernels=(*kernels(architecture), *real.kernels))
+    return replace(real, kernels=(*arithmetic.kernels(architecture), *real.kernels))
 
 
 def info() -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from lowprec.architectures import Architecture
 from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, data_pointer
+from lowprec.backends.cpu.emulation import arithmetic, products
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import FLOAT16, TF32, DType, NumberFormat
 from lowprec.modes import ModeRow, row
@@ -138,8 +139,6 @@ def _sum_products(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any
 
 def _emulated(architecture: Architecture, fmt: str) -> Callable[[Any, Any, Any], None]:
     """Return the multiplication by an architecture's tensor cores, in place of :func:`multiply`."""
-    from lowprec.backends.cpu.emulation import arithmetic, products  # needed for emulation only
-
     times = functools.partial(products.multiply, model=arithmetic.arithmetic(architecture, fmt))
 
     def multiply(a: Any, b: Any, out: Any) -> None:
