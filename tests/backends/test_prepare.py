@@ -407,20 +407,22 @@ def test_first_use_in_eight_threads(rng: np.random.Generator, mode: str, m: int,
 def test_released_in_the_middle_of_a_product(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, mode: str, m: int, batch: tuple[int, ...]
 ) -> None:
-    """As by another thread: a product holds the packed operand, which is written over when it is freed."""
+    """As by another thread: a product holds the packed operand until it ends."""
     a, b = numbers(rng, "float32", *batch, m, 350), numbers(rng, "float32", *batch, 350, 190)
     prepared = lowprec.prepare(b, math_mode=mode)
     want = lowprec.matmul(a, b, math_mode=mode)
     lowprec.matmul(a, prepared, math_mode=mode)
-    for form in view_of(prepared).packed.values():
-        memory = form.value[1]
-        if isinstance(memory, np.ndarray):
-            weakref.finalize(memory, ctypes.memset, memory.ctypes.data, 0, memory.nbytes)
-        del form, memory
+    values = [operand.value for operand in view_of(prepared).packed.values()]
+    # The parts of an operand by NumPy, or the memory of the compiled library's.
+    arrays = [x for value in values for x in (value[0] if isinstance(value[0], list) else [value[1]])]
+    packed = [weakref.ref(x) for x in arrays]
+    assert packed
+    del values, arrays
     call, multiply = products._call, numpy_products.multiply
 
     def released(function: Any, *arguments: Any) -> Any:
         prepared.release()
+        assert all(x() is not None for x in packed)
         return function(*arguments)
 
     monkeypatch.setattr(products, "_call", functools.partial(released, call))
