@@ -18,9 +18,9 @@ from lowprec.core.arguments import check_devices, name_argument
 from lowprec.core.plan_call import plan
 from lowprec.errors import ArrayError, ShapeError, UnsupportedError, quoted
 from lowprec.linalg.factors import Operations
+from lowprec.linalg.functions import Operands, find, operands
 from lowprec.linalg.refinement import Refinement, System, Unsolved, backward_errors
 from lowprec.linalg.report import Reason, SolveReport
-from lowprec.linalg.routes import Operands, call, find, operands
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy import fp32_guard, is_guarded, math_mode
 
@@ -46,9 +46,9 @@ def solve(a: Any, b: Any, *, method: str, factor_mode: str | MathMode | None, as
     mode = None if factor_mode is None else parse_mode(factor_mode, "factor_mode")
     if method == "direct" and mode is not None:
         raise UnsupportedError("factor_mode is for method='refine' or 'auto'; a direct solve has no such factor")
+    found = operands("solve", a=a, b=b)
     if method == "direct" and not full_output:
-        return call("solve", a, b)
-    found = operands("solve", (a, b))
+        return found.handed_back(_direct(found.library, *found.arrays))
     batch = _stack(*(tuple(x.shape) for x in found.arrays))
     x, report = _Solve(found, batch, method, mode, assume == "pos").run(full_output)
     return (x, report) if full_output else x
@@ -64,6 +64,13 @@ def _stack(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
         return np.broadcast_shapes(a[:-2], b[:-2])
     except ValueError:
         raise ShapeError(f"the stacks of a, shape {a}, and b, shape {b}, do not broadcast") from None
+
+
+def _direct(library: str, a: Any, b: Any) -> Any:
+    if library in ("torch", "cupy") and 1 < b.ndim < a.ndim:  # they treat it as a stack of vectors
+        b = b.reshape((1,) * (a.ndim - b.ndim) + tuple(b.shape))
+    with fp32_guard():
+        return find("solve", library)(a, b)
 
 
 class _Solve:
@@ -177,8 +184,8 @@ class _Solve:
         return self._own.to_host(self._direct(a, self._own.from_host(b)))
 
     def _direct(self, a: Any, b: Any) -> Any:
-        with self._timed("direct"), fp32_guard():
-            return find("solve", self._found.library)(a, b)
+        with self._timed("direct"):
+            return _direct(self._found.library, a, b)
 
     def _refine(self, a: Any, b: Any) -> Any:
         if not np.isfinite(b).all():

@@ -502,7 +502,9 @@ def test_small_systems_are_direct(xp: ArrayNamespace, rng: np.random.Generator) 
 
 def test_large_systems_are_refined() -> None:
     def chosen(n: int, columns: int = 1, dtype: str = "float64") -> bool:
-        found = solving.operands("solve", (np.broadcast_to(np.zeros((), dtype), (n, n)), np.zeros((n, columns), dtype)))
+        found = solving.operands(
+            "solve", a=np.broadcast_to(np.zeros((), dtype), (n, n)), b=np.zeros((n, columns), dtype)
+        )
         call = solving._Solve(found, (), "auto", None, False)
         return call._read() is None
 
