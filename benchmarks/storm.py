@@ -176,7 +176,7 @@ class Round:
         self.counts[f"interrupted {what}"] += was_raised
         for entry in list(entries.held):  # of a signal before the first line of ``__exit__``
             self.counts["blocks left open"] += 1
-            entry.close()
+            entry.scope._leave(entry)
         # The caller may write again to the results of interrupted calls.
         for array in self.left_alone:
             array.fill(7)

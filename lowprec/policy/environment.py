@@ -38,7 +38,7 @@ class EnvironmentSnapshot:
 _taken: dict[None, EnvironmentSnapshot] = {}
 
 
-def _take() -> EnvironmentSnapshot:
+def _read() -> EnvironmentSnapshot:
     texts = {v.name: v.text() for v in VARIABLES if v.read_once}
     return EnvironmentSnapshot(
         variables.MATH_MODE.value(texts["LOWPREC_MATH_MODE"]),
@@ -52,7 +52,7 @@ def _take() -> EnvironmentSnapshot:
 
 def snapshot() -> EnvironmentSnapshot:
     """Return the variables that set a mode; read by the first call that finds no illegal value."""
-    return _taken.get(None) or _taken.setdefault(None, _take())
+    return _taken.get(None) or _taken.setdefault(None, _read())
 
 
 def refresh() -> None:

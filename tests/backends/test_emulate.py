@@ -19,7 +19,7 @@ from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import TABLE, MathMode
 from lowprec.planning import GemmPlan
 from lowprec.planning.tensor_cores import accumulation
-from lowprec.policy.state import emulated
+from lowprec.policy.resolution import emulated
 from support.oracles import bfloat16
 from support.rounding_oracle import round_to_format
 

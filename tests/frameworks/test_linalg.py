@@ -222,7 +222,7 @@ def test_a_result_for_dlpack_is_an_operand_again() -> None:
     assert linalg.matrix_rank(a).dtype == "int32"
 
 
-# -- the guard inside, seen from outside ----------------------------------------------------------
+# -- the guard inside ----------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from lowprec.modes import MathMode
 from lowprec.modes import row as mode_row
 from lowprec.planning import Capabilities, KernelRow, Summation
 from lowprec.policy import environment
-from lowprec.policy.state import emulated
+from lowprec.policy.resolution import emulated
 
 _WITHOUT = "{}: products run on NumPy, no faster than fp32 in any mode"
 

@@ -16,11 +16,8 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from lowprec.arrays.torch_interception import probes_of
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.policy import environment
-from lowprec.policy.effects import probe
 from lowprec.policy.protocol import Tier, raised_in
 
 T = TypeVar("T")
@@ -171,26 +168,6 @@ class TorchController:
             if value is None:
                 found[name] = "refused by PyTorch: the old and the newer switches do not agree"
         return {**found, **{name: do.get(*pair) for pair, (name, _) in _LEAVES.items()}}
-
-    def without_effect(self, mode: MathMode) -> str | None:
-        """Return the products that stay in full FP32 in this mode."""
-        torch: Any = sys.modules["torch"]
-        if torch.cuda.is_initialized():
-            return _without_effect_on_gpu(torch)
-        if torch.cuda.device_count() or any(is_active() for is_active in probes_of(torch)[:4]):
-            return None  # the CPU is irrelevant, or a tracer would record the product
-        return probe(partial(torch.full, dtype=torch.float32, device="cpu"))
-
-
-def _without_effect_on_gpu(torch: Any) -> str | None:
-    # Without a product, which would synchronise the stream: every GPU since Ampere has TF32.
-    if torch.version.hip:
-        return None
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "this GPU has no TF32: float32 products stay in full FP32"
-    if environment.snapshot().tf32_off:
-        return "NVIDIA_TF32_OVERRIDE=0 keeps cuBLAS from TF32"
-    return ""
 
 
 def _read(getter: Callable[[], T]) -> T | None:
