@@ -4,67 +4,78 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from lowprec.modes import MathMode
 from lowprec.policy.switches import Block
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
+    from lowprec.modes import MathMode
     from lowprec.policy.scopes import PolicyScope
 
 
-class Entry(Block):
-    """One entry of a scope."""
+class Policy:
+    """An entry of a scope, with the combined effect of it and its enclosing blocks; copies of a context share it."""
 
-    __slots__ = ("scope",)
+    __slots__ = ("block", "emulates", "guarded", "mode", "outer", "scope")
 
-    def __init__(self, scope: PolicyScope) -> None:
-        super().__init__()
+    scope: PolicyScope  # of the innermost block
+    outer: Policy | None  # the policy outside of it
+    block: Block | None  # None until it has set other libraries' switches
+    mode: MathMode | None  # of the innermost ``math_mode``
+    guarded: bool  # whether one of the blocks is a guard
+    emulates: Architecture | None  # of the innermost ``emulate``
+
+    def __init__(self, scope: PolicyScope, outer: Policy, block: Block | None = None) -> None:
         self.scope = scope
+        self.outer = outer
+        self.block = block
+        self.mode = scope._mode or outer.mode
+        self.guarded = scope._guards or outer.guarded
+        self.emulates = scope._emulates or outer.emulates
 
-
-class Policy(NamedTuple):
-    """The open blocks of a context and their combined effect; immutable, because copies of a context share it."""
-
-    entries: tuple[Entry, ...] = ()  # in order of entry
-    mode: MathMode | None = None  # of the innermost ``math_mode``
-    guarded: bool = False  # whether one of the blocks is a guard
-    emulates: Architecture | None = None  # of the innermost ``emulate``
-
-    def entered(self, entry: Entry) -> Policy:
-        """Return the policy inside a further block."""
-        scope = entry.scope
-        return Policy(
-            (*self.entries, entry),
-            scope._mode or self.mode,
-            scope._guards or self.guarded,
-            scope._emulates or self.emulates,
-        )
-
-    def left(self, entry: Entry) -> Policy:
-        """Return the policy without one of the blocks."""
-        policy = _OUTSIDE
-        for other in self.entries:
-            if other is not entry:
-                policy = policy.entered(other)
+    def of(self, scope: PolicyScope) -> Policy | None:
+        """Return the innermost entry of a scope."""
+        policy = self
+        while policy.scope is not scope:
+            if policy.outer is None:
+                return None
+            policy = policy.outer
         return policy
 
+    def guards(self) -> list[PolicyScope]:
+        """Return the scopes of the open guards."""
+        scopes, policy = [], self
+        while policy.guarded and policy.outer is not None:
+            if policy.scope._guards:
+                scopes.append(policy.scope)
+            policy = policy.outer
+        return scopes
 
-_OUTSIDE = Policy()
+    def without(self, policy: Policy) -> Policy:
+        """Return the policy without one of the open blocks."""
+        if self.outer is None or self is policy:
+            return self.outer or self
+        return Policy(self.scope, self.outer.without(policy), self.block)
+
+
+_outside = object.__new__(Policy)
+_outside.scope = _outside.outer = _outside.block = _outside.mode = _outside.emulates = None  # type: ignore[assignment]
+_outside.guarded = False
+
 #: The policy of this thread or task.
-current: ContextVar[Policy] = ContextVar("lowprec_policy", default=_OUTSIDE)
+current: ContextVar[Policy] = ContextVar("lowprec_policy", default=_outside)
 
-#: Entries of all threads that have set other libraries' switches, in order of entry.
-held: dict[Entry, None] = {}
+#: Blocks of all threads that have set other libraries' switches, in order of entry, with their scopes.
+held: dict[Block, PolicyScope] = {}
 
-_listeners: list[Callable[[bool], None]] = []
+listeners: list[Callable[[bool], None]] = []
 #: Register a function to be called after every change of a thread's scopes (argument False) or of the process default
 #: (True). ``lowprec.torch`` and ``lowprec.jax`` register one, because compiled code depends on the mode.
-on_change = _listeners.append
+on_change = listeners.append
 
 
 def notify(whole_process: bool = False) -> None:
     """Call the listeners."""
-    for listener in _listeners:
+    for listener in listeners:
         listener(whole_process)

@@ -18,9 +18,9 @@ from lowprec.modes import ArchitectureName, MathMode, ModeName, parse_mode
 from lowprec.policy import entries, environment
 from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
 from lowprec.policy.decorators import Wrapped, decorated
-from lowprec.policy.entries import Entry, current
+from lowprec.policy.entries import Policy, current
 from lowprec.policy.protocol import Controller, Tier
-from lowprec.policy.switches import FLOOR, hold, release
+from lowprec.policy.switches import FLOOR, Block, hold, release
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="PolicyScope")
@@ -83,39 +83,34 @@ class PolicyScope:
     _emulates: Architecture | None = None
 
     def __enter__(self: S) -> S:
-        entry = Entry(self)
-        current.set(current.get().entered(entry))
+        policy = Policy(self, current.get())
+        current.set(policy)
         try:
-            entries.notify()
+            if entries.listeners:
+                entries.notify()
             if self._libraries is not _NO_LIBRARY:
-                self._set_libraries(entry)
+                self._set_libraries(policy)
         except BaseException:
-            self._leave(entry)
+            self._leave(policy)
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        entry = self._last_entry(current.get().entries) or self._last_entry(tuple(entries.held))
-        for sentence in self._leave(entry) if entry else [_OTHER_CONTEXT]:
+        policy = current.get().of(self)
+        if policy is not None:
+            remarks = self._leave(policy)
+        else:
+            blocks = [block for block, scope in list(entries.held.items()) if scope is self]
+            remarks = [_OTHER_CONTEXT, *_restore(blocks[-1] if blocks else None)]
+        for sentence in remarks:
             warn(f"{self!r} {sentence}")
 
-    def _last_entry(self, of: tuple[Entry, ...]) -> Entry | None:
-        for entry in reversed(of):
-            if entry.scope is self:
-                return entry
-        return None
-
-    def _leave(self, entry: Entry) -> list[str]:
-        """Remove the entry from this context and restore other libraries' switches; return warnings."""
-        policy, remarks = current.get(), []
-        if entry in policy.entries:
-            current.set(policy.left(entry))
-        else:
-            remarks.append(_OTHER_CONTEXT)
-        if entry in entries.held:
-            remarks += release(entry)
-            entries.held.pop(entry, None)
-        entries.notify()
+    def _leave(self, policy: Policy) -> list[str]:
+        """Remove an entry from this context, and restore other libraries' switches; return warnings."""
+        current.set(current.get().without(policy))
+        remarks = _restore(policy.block)
+        if entries.listeners:
+            entries.notify()
         return remarks
 
     def __call__(self, function: F) -> F:
@@ -158,7 +153,7 @@ class PolicyScope:
     def _frameworks(self) -> bool | list[str]:
         return self._libraries is None or sorted(self._libraries) or False
 
-    def _set_libraries(self, entry: Entry) -> None:
+    def _set_libraries(self, policy: Policy) -> None:
         """Set the switches of the selected libraries that are loaded; warn of those that could not be set."""
         if sys.modules.keys().isdisjoint(known_modules):
             return
@@ -166,10 +161,11 @@ class PolicyScope:
         if not loaded:
             return
         floors = {} if self._guards else {c.name: FLOOR for c in loaded if is_guarded_library(c.name)}
-        entries.held[entry] = None
-        hold(entry, [c for c in loaded if c.name not in floors], self._mode or MathMode.FP32, self._guards)
-        failures = [f"{name} ({reason})" for name, reason in sorted(entry.failures.items()) if reason != FLOOR]
-        entry.failures = {**entry.failures, **floors}
+        block = policy.block = Block()
+        entries.held[block] = self
+        hold(block, [c for c in loaded if c.name not in floors], self._mode or MathMode.FP32, self._guards)
+        failures = [f"{name} ({reason})" for name, reason in sorted(block.failures.items()) if reason != FLOOR]
+        block.failures = {**block.failures, **floors}
         if failures:
             verb = "does not protect" if self._guards else "does not reach"
             warn(f"{self!r} {verb} {'; '.join(failures)}")
@@ -189,43 +185,53 @@ class PolicyScope:
         ...     {status.library: status.status for status in guard.report()}["paddle"]
         'not loaded'
         """
-        entry = self._last_entry(current.get().entries)
+        policy = current.get().of(self)
         done = "protected" if self._guards else "set"
         rows = []
         for controller in controllers():
             if sys.modules.get(controller.module) is None:
                 status, reason = "not loaded", f"{controller.module} has not been imported"
-            elif (reason := self._reason_against(controller, entry)) is not None:
-                status = f"not {done}"
+            elif (against := self._reason_against(controller, policy)) is not None:
+                status, reason = f"not {done}", against
             else:
                 status, reason = done, f"its switches belong to the {controller.tier}"
             rows.append(LibraryStatus(controller.name, status, reason))
         return tuple(rows)
 
-    def _reason_against(self, controller: Controller, entry: Entry | None) -> str | None:
+    def _reason_against(self, controller: Controller, policy: Policy | None) -> str | None:
         """Return the reason why the switches of a loaded library are not set here."""
         name = controller.name
         if self._libraries is not None and name not in self._libraries:
             return "excluded by frameworks="
-        if entry is None:
+        if policy is None:
             return "the block is not entered in this thread or task"
-        if name in entry.failures:
-            return entry.failures[name]
-        if name not in entry.layers:
+        block = policy.block or Block()
+        if name in block.failures:
+            return block.failures[name]
+        if name not in block.layers:
             return "imported inside the block; the next entry will set it"
-        if entry not in entries.held:
+        if block not in entries.held:
             return "the block was left in another context"
-        if controller.tier == Tier.THREAD and entry.thread != get_ident():
+        if controller.tier == Tier.THREAD and block.thread != get_ident():
             return "its switch belongs to the thread that entered the block; use wrap() here"
         return None
+
+
+def _restore(block: Block | None) -> list[str]:
+    """Restore other libraries' switches; return warnings."""
+    if block is None or block not in entries.held:
+        return []
+    remarks = release(block)
+    entries.held.pop(block, None)
+    return remarks
 
 
 def is_guarded_library(name: str) -> bool:
     """Whether a guard of this context, or ``LOWPREC_FP32_GUARD``, covers a library."""
     if environment.snapshot().fp32_guard:
         return True
-    scopes = [entry.scope for entry in current.get().entries if entry.scope._guards]
-    return any(scope._libraries is None or name in scope._libraries for scope in scopes)
+    selections = [scope._libraries for scope in current.get().guards()]
+    return None in selections or name in frozenset().union(*[x for x in selections if x])
 
 
 class math_mode(PolicyScope):

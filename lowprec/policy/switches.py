@@ -120,7 +120,7 @@ def _join(
     stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
     stack = stacks.setdefault(controller, [])
     _restore_unused(stack)  # layers of blocks that another thread left
-    if not is_floor and any(layer.is_floor and layer.blocks for layer in stack):
+    if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
         return FLOOR
     if mode not in controller.modes:
         return f"{controller.name} has no switch for {mode}"

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import lowprec
-from lowprec.policy import entries
+from lowprec.policy import entries, scopes
 
 PACKAGE = str(Path(lowprec.__file__).parent)
 
@@ -79,9 +79,9 @@ def interrupted(
 
 def leave() -> int:
     """Leave the blocks of this thread that an interrupt has left open; return how many have set switches."""
-    left = [entry for entry in list(entries.held) if entry.thread == threading.get_ident()]
-    for entry in left:
-        entry.scope._leave(entry)
+    left = [block for block in list(entries.held) if block.thread == threading.get_ident()]
+    for block in left:
+        scopes._restore(block)
     entries.notify()
     return len(left)
 
