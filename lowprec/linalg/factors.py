@@ -71,13 +71,13 @@ class Operations:
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
         """Return the largest magnitude of each row and each column, and the Frobenius norm."""
         step = _ROWS if self.is_numpy else len(a)
-        found = []
+        parts = []
         for i in range(0, len(a), step):
             part = abs(a[i : i + step])
             rows, columns = (self.to_host(self.xp.amax(part, axis)) for axis in (1, 0))
             scale = float(rows.max()) or 1.0
-            found.append((rows, columns, scale * float(((part / scale) ** 2).sum()) ** 0.5))
-        rows, columns, sizes = zip(*found, strict=True)
+            parts.append((rows, columns, scale * float(((part / scale) ** 2).sum()) ** 0.5))
+        rows, columns, sizes = zip(*parts, strict=True)
         return np.concatenate(rows), np.maximum.reduce(columns), float(norms(np.array(sizes)))
 
     def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None, order: Any = "C") -> Any:
@@ -134,10 +134,10 @@ class Operations:
             return self._linalg.cholesky(a, lower=True, check_finite=False)
         if not self._is_torch:
             return self.xp.linalg.cholesky(a)
-        found, failure = self._linalg.cholesky_ex(a)
+        lower, failure = self._linalg.cholesky_ex(a)
         if int(failure):
             raise np.linalg.LinAlgError("the matrix is not positive definite")
-        return found
+        return lower
 
     def triangular(self, a: Any, b: Any, lower: bool, unit: bool = False) -> Any:
         """Return the solution for a triangle."""

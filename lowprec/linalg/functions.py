@@ -81,12 +81,12 @@ def _has(library: str, function: str) -> bool:
 
 def names() -> list[str]:
     """Return the names of the functions in the modules that are loaded."""
-    found = set(OTHERS)
+    functions = set(OTHERS)
     for name in [name for modules in MODULES.values() for name in modules]:
         module = sys.modules.get(name)
         public = getattr(module, "__all__", dir(module)) if module else ()
-        found.update(x for x in public if x[0] != "_" and _is_function(getattr(module, x, None)))
-    return sorted(found)
+        functions.update(x for x in public if x[0] != "_" and _is_function(getattr(module, x, None)))
+    return sorted(functions)
 
 
 @cache

@@ -231,7 +231,7 @@ def is_guarded_library(name: str) -> bool:
     if environment.snapshot().fp32_guard:
         return True
     selections = [scope._libraries for scope in current.get().guards()]
-    return None in selections or name in frozenset().union(*[x for x in selections if x])
+    return bool([libraries for libraries in selections if libraries is None or name in libraries])
 
 
 class math_mode(PolicyScope):
