@@ -174,9 +174,9 @@ class Round:
         elif came is not None and not (was_raised and type(came) is kind):
             self.fail("error", f"{what}: {came!r}")
         self.counts[f"interrupted {what}"] += was_raised
-        for block in list(entries.held):  # of a signal before the end of ``__exit__``
+        for hold in list(entries.holds):  # of a signal before the end of ``__exit__``
             self.counts["blocks left open"] += 1
-            scopes._restore(block)
+            scopes._restore(hold)
         # The caller may write again to the results of interrupted calls.
         for array in self.left_alone:
             array.fill(7)

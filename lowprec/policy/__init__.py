@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowprec.policy.controllers import register_controller
 from lowprec.policy.resolution import (
-    emulated,
+    emulated_architecture,
     get_math_mode,
     is_guarded,
     overriding_mode,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from lowprec.policy.switches import Block
+from lowprec.policy.switches import Hold
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 class Policy:
     """An entry of a scope, with the combined effect of it and its enclosing blocks; copies of a context share it."""
 
-    __slots__ = ("block", "emulates", "guarded", "mode", "outer", "scope")
+    __slots__ = ("emulates", "guarded", "hold", "mode", "outer", "scope")
 
     scope: PolicyScope  # of the innermost block
     outer: Policy | None  # the policy outside of it
-    block: Block | None  # None until it has set other libraries' switches
+    hold: Hold | None  # None until it has set other libraries' switches
     mode: MathMode | None  # of the innermost ``math_mode``
     guarded: bool  # whether one of the blocks is a guard
     emulates: Architecture | None  # of the innermost ``emulate``
 
-    def __init__(self, scope: PolicyScope, outer: Policy, block: Block | None = None) -> None:
+    def __init__(self, scope: PolicyScope, outer: Policy, hold: Hold | None = None) -> None:
         self.scope = scope
         self.outer = outer
-        self.block = block
+        self.hold = hold
         self.mode = scope._mode or outer.mode
         self.guarded = scope._guards or outer.guarded
         self.emulates = scope._emulates or outer.emulates
@@ -56,18 +56,18 @@ class Policy:
         """Return the policy without one of the open blocks."""
         if self.outer is None or self is policy:
             return self.outer or self
-        return Policy(self.scope, self.outer.without(policy), self.block)
+        return Policy(self.scope, self.outer.without(policy), self.hold)
 
 
 _outside = object.__new__(Policy)
-_outside.scope = _outside.outer = _outside.block = _outside.mode = _outside.emulates = None  # type: ignore[assignment]
+_outside.scope = _outside.outer = _outside.hold = _outside.mode = _outside.emulates = None  # type: ignore[assignment]
 _outside.guarded = False
 
 #: The policy of this thread or task.
 current: ContextVar[Policy] = ContextVar("lowprec_policy", default=_outside)
 
-#: Blocks of all threads that have set other libraries' switches, in order of entry, with their scopes.
-held: dict[Block, PolicyScope] = {}
+#: The holds of all threads' blocks on other libraries' switches, in order of entry, with their scopes.
+holds: dict[Hold, PolicyScope] = {}
 
 listeners: list[Callable[[bool], None]] = []
 #: Register a function to be called after every change of a thread's scopes (argument False) or of the process default

@@ -14,7 +14,7 @@ from lowprec.policy.controllers import controllers
 from lowprec.policy.environment import RUN_GUARD
 from lowprec.policy.protocol import Controller, Tier, attempt
 from lowprec.policy.scopes import is_guarded_library
-from lowprec.policy.switches import FLOOR, Block, changed_switches, hold
+from lowprec.policy.switches import FLOOR, Hold, acquire, changed_switches
 
 #: The switches of each library as set by the guard.
 _guarded: dict[Controller, Mapping[str, Any]] = {}
@@ -28,9 +28,9 @@ def set_library(name: str, order: str) -> str | None:
     if not is_floor and is_guarded_library(name):
         return FLOOR
     if controller.tier == Tier.PROCESS or mode not in controller.modes:
-        block = Block()  # never released
-        hold(block, [controller], mode, is_floor)
-        reason = block.failures.get(name)
+        hold = Hold()  # never released
+        acquire(hold, [controller], mode, is_floor)
+        reason = hold.failures.get(name)
     elif (set_default := getattr(controller, "set_default", None)) is None:
         reason = f"{name}'s switches belong to the thread"
     else:

@@ -17,7 +17,7 @@ FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 _process_mode: MathMode | None = None
 
 
-def emulated() -> Architecture | None:
+def emulated_architecture() -> Architecture | None:
     """Return the architecture that the CPU emulates in this thread and task."""
     return current.get().emulates
 

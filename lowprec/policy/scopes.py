@@ -20,7 +20,7 @@ from lowprec.policy.controllers import controllers, known_modules, loaded_contro
 from lowprec.policy.decorators import Wrapped, decorated
 from lowprec.policy.entries import Policy, current
 from lowprec.policy.protocol import Controller, Tier
-from lowprec.policy.switches import FLOOR, Block, hold, release
+from lowprec.policy.switches import FLOOR, Hold, acquire, release
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="PolicyScope")
@@ -100,15 +100,15 @@ class PolicyScope:
         if policy is not None:
             remarks = self._leave(policy)
         else:
-            blocks = [block for block, scope in list(entries.held.items()) if scope is self]
-            remarks = [_OTHER_CONTEXT, *_restore(blocks[-1] if blocks else None)]
+            holds = [hold for hold, scope in list(entries.holds.items()) if scope is self]
+            remarks = [_OTHER_CONTEXT, *_restore(holds[-1] if holds else None)]
         for sentence in remarks:
             warn(f"{self!r} {sentence}")
 
     def _leave(self, policy: Policy) -> list[str]:
         """Remove an entry from this context, and restore other libraries' switches; return warnings."""
         current.set(current.get().without(policy))
-        remarks = _restore(policy.block)
+        remarks = _restore(policy.hold)
         if entries.listeners:
             entries.notify()
         return remarks
@@ -161,11 +161,11 @@ class PolicyScope:
         if not loaded:
             return
         floors = {} if self._guards else {c.name: FLOOR for c in loaded if is_guarded_library(c.name)}
-        block = policy.block = Block()
-        entries.held[block] = self
-        hold(block, [c for c in loaded if c.name not in floors], self._mode or MathMode.FP32, self._guards)
-        failures = [f"{name} ({reason})" for name, reason in sorted(block.failures.items()) if reason != FLOOR]
-        block.failures = {**block.failures, **floors}
+        hold = policy.hold = Hold()
+        entries.holds[hold] = self
+        acquire(hold, [c for c in loaded if c.name not in floors], self._mode or MathMode.FP32, self._guards)
+        failures = [f"{name} ({reason})" for name, reason in sorted(hold.failures.items()) if reason != FLOOR]
+        hold.failures = {**hold.failures, **floors}
         if failures:
             verb = "does not protect" if self._guards else "does not reach"
             warn(f"{self!r} {verb} {'; '.join(failures)}")
@@ -205,24 +205,24 @@ class PolicyScope:
             return "excluded by frameworks="
         if policy is None:
             return "the block is not entered in this thread or task"
-        block = policy.block or Block()
-        if name in block.failures:
-            return block.failures[name]
-        if name not in block.layers:
+        hold = policy.hold or Hold()
+        if name in hold.failures:
+            return hold.failures[name]
+        if name not in hold.layers:
             return "imported inside the block; the next entry will set it"
-        if block not in entries.held:
+        if hold not in entries.holds:
             return "the block was left in another context"
-        if controller.tier == Tier.THREAD and block.thread != get_ident():
+        if controller.tier == Tier.THREAD and hold.thread != get_ident():
             return "its switch belongs to the thread that entered the block; use wrap() here"
         return None
 
 
-def _restore(block: Block | None) -> list[str]:
+def _restore(hold: Hold | None) -> list[str]:
     """Restore other libraries' switches; return warnings."""
-    if block is None or block not in entries.held:
+    if hold is None or hold not in entries.holds:
         return []
-    remarks = release(block)
-    entries.held.pop(block, None)
+    remarks = release(hold)
+    entries.holds.pop(hold, None)
     return remarks
 
 

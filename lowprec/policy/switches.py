@@ -28,8 +28,8 @@ FLOOR = "an open fp32_guard keeps it at full FP32"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Block:
-    """One open block, and the layers that it uses."""
+class Hold:
+    """The switches that one open block has set: the layers that it uses."""
 
     __slots__ = ("failures", "layers", "thread")
 
@@ -40,7 +40,7 @@ class Block:
 
 
 class _Layer:
-    """The values of switches before and after a block set them, and the blocks that use them."""
+    """The values of switches before and after a block set them, and the holds of the blocks that use them."""
 
     def __init__(self, controller: Controller, mode: MathMode, is_floor: bool, stack: list[_Layer]) -> None:
         self.controller = controller
@@ -49,7 +49,7 @@ class _Layer:
         self.stack = stack
         self.saved: Mapping[str, Any] | None = None  # the values before
         self.inside: Mapping[str, Any] | None = None  # the values as set; None if setting them failed
-        self.blocks: set[Block] = set()
+        self.holds: set[Hold] = set()
 
     def restore(self) -> list[str]:
         """Restore the switches, and return a sentence about those that the user has changed."""
@@ -73,7 +73,7 @@ def changed_switches(library: str, values: Mapping[str, Any], where: str) -> str
 
 
 #: In a layer while its values are restored, so that a finalizer does not restore those of the layers below.
-_RESTORING = Block()
+_RESTORING = Hold()
 
 Stacks = dict[Controller, list[_Layer]]
 
@@ -87,50 +87,48 @@ _process_stacks: Stacks = {}
 _thread = _OfThread()
 
 
-def hold(block: Block, controllers: Iterable[Controller], mode: MathMode, is_floor: bool = False) -> None:
-    """Set the switches of these loaded libraries for a mode until the block is released.
+def acquire(hold: Hold, controllers: Iterable[Controller], mode: MathMode, is_floor: bool = False) -> None:
+    """Set the switches of these loaded libraries for a mode until ``hold`` is released.
 
     ``is_floor`` marks a guard: while it is open, no other block lowers the precision. After an exception, which only a
-    signal handler raises, the block must be released.
+    signal handler raises, ``hold`` must be released.
     """
-    locked(_hold, block, controllers, mode, is_floor)
+    locked(_acquire, hold, controllers, mode, is_floor)
 
 
-def _hold(block: Block, controllers: Iterable[Controller], mode: MathMode, is_floor: bool) -> None:
+def _acquire(hold: Hold, controllers: Iterable[Controller], mode: MathMode, is_floor: bool) -> None:
     layers: dict[str, _Layer] = {}
     failures: dict[str, str] = {}
-    block.layers, block.failures = layers, failures
+    hold.layers, hold.failures = layers, failures
     for controller in controllers:
         name = controller.name
-        reason, error = attempt(controller, partial(_join, block, layers, controller, mode, is_floor))
+        reason, error = attempt(controller, partial(_join, hold, layers, controller, mode, is_floor))
         if error is not None:
             reason = error
             if name in layers:
-                layers[name].blocks.discard(block)
+                layers[name].holds.discard(hold)
                 _restore_unused(layers[name].stack)
                 del layers[name]
         if reason is not None:
             failures[name] = reason
 
 
-def _join(
-    block: Block, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool
-) -> str | None:
-    """Add the block to a layer of this library's switches, or return the reason against it."""
+def _join(hold: Hold, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool) -> str | None:
+    """Add a hold to a layer of this library's switches, or return the reason against it."""
     stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
     stack = stacks.setdefault(controller, [])
     _restore_unused(stack)  # layers of blocks that another thread left
-    if not is_floor and [layer for layer in stack if layer.is_floor and layer.blocks]:
+    if not is_floor and [layer for layer in stack if layer.is_floor and layer.holds]:
         return FLOOR
     if mode not in controller.modes:
         return f"{controller.name} has no switch for {mode}"
     top = stack[-1] if stack else None
     layer = layers[controller.name] = _Layer(controller, mode, is_floor, stack)
-    layer.blocks.add(block)
+    layer.holds.add(hold)
     stack.append(layer)
     values = controller.save()
     if top is not None and top.mode is mode and top.is_floor is is_floor and top.inside == values:
-        top.blocks.add(block)
+        top.holds.add(hold)
         layers[controller.name] = top
         stack.remove(layer)
     else:
@@ -139,17 +137,17 @@ def _join(
     return None
 
 
-def release(block: Block) -> list[str]:
-    """Remove a block from its layers and restore the switches; return sentences about problems."""
-    return locked(_release, block)
+def release(hold: Hold) -> list[str]:
+    """Remove a hold from its layers and restore the switches; return sentences about problems."""
+    return locked(_release, hold)
 
 
-def _release(block: Block) -> list[str]:
+def _release(hold: Hold) -> list[str]:
     remarks: list[str] = []
-    for name, layer in block.layers.items():
-        for other in layer.stack:  # after an exception in `_join` the block may have two
-            other.blocks.discard(block)
-        if layer.controller.tier == Tier.THREAD and block.thread != get_ident():
+    for name, layer in hold.layers.items():
+        for other in layer.stack:  # after an exception in `_join` the hold may be in two
+            other.holds.discard(hold)
+        if layer.controller.tier == Tier.THREAD and hold.thread != get_ident():
             remarks.append(
                 f"{name}'s switch belongs to the thread in which the block was entered; it keeps the block's value "
                 "there until the next block begins there"
@@ -160,15 +158,15 @@ def _release(block: Block) -> list[str]:
 
 
 def _restore_unused(stack: list[_Layer]) -> list[str]:
-    """Remove the layers without blocks from the top of a stack, and restore the values saved in them."""
+    """Remove the layers without holds from the top of a stack, and restore the values saved in them."""
     remarks: list[str] = []
-    while stack and not stack[-1].blocks:
+    while stack and not stack[-1].holds:
         layer = stack[-1]
         try:
-            layer.blocks.add(_RESTORING)
+            layer.holds.add(_RESTORING)
             sentences, error = attempt(layer.controller, layer.restore)
         finally:
-            layer.blocks.discard(_RESTORING)
+            layer.holds.discard(_RESTORING)
         if error is not None:
             sentences = [f"the switches of {layer.controller.name} could not be restored: {error}"]
         remarks += sentences or []

@@ -23,7 +23,7 @@ from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, Unsu
 from lowprec.modes import MathMode, ModeName, parse_mode
 from lowprec.policy.decorators import decorated
 from lowprec.policy.protocol import Tier
-from lowprec.policy.switches import Block, hold, release
+from lowprec.policy.switches import Hold, acquire, release
 from lowprec.torch.aten import ACTED_ON, Rule, Terms, rule_of
 from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
 from lowprec.util.lock import locked
@@ -80,11 +80,11 @@ _FLAGS = [
 ]
 
 #: The open blocks of all threads, and the flags outside of all.
-_open: dict[_Block, None] = {}
+_open: dict[_Entry, None] = {}
 _outside: dict[str, bool] = {}
 
 
-class _Block(Block):
+class _Entry(Hold):
     __slots__ = ("_depth", "scope")
 
     def __init__(self, scope: intercept) -> None:
@@ -101,11 +101,11 @@ class _Block(Block):
         if not _open:
             _outside.update({name: getattr(_python_dispatch, name) for name in _FLAGS})
         _open[self] = None
-        hold(self, [_ATTENTION], MathMode.FP32)
+        acquire(self, [_ATTENTION], MathMode.FP32)
 
     def _restore_process(self) -> None:
         for name, value in _outside.items():
-            setattr(_python_dispatch, name, value or len(_open) > 1)
+            setattr(_python_dispatch, name, value or bool(_open.keys() - {self}))
         release(self)
         _open.pop(self, None)
 
@@ -156,18 +156,18 @@ class intercept:
         self._mode = _Intercepting(self.math_mode)
 
     def __enter__(self) -> intercept:
-        block = _Block(self)
+        entry = _Entry(self)
         try:
-            block.open()
+            entry.open()
         except BaseException:
-            block.close()
+            entry.close()
             raise
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        blocks = [block for block in list(_open) if block.scope is self and block.thread == get_ident()]
-        if blocks:
-            blocks[-1].close()
+        opened = [entry for entry in list(_open) if entry.scope is self and entry.thread == get_ident()]
+        if opened:
+            opened[-1].close()
         else:
             warn(f"{self!r} was left in another thread than it was entered in, where it stays open")
 

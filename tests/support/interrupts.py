@@ -79,9 +79,9 @@ def interrupted(
 
 def leave() -> int:
     """Leave the blocks of this thread that an interrupt has left open; return how many have set switches."""
-    left = [block for block in list(entries.held) if block.thread == threading.get_ident()]
-    for block in left:
-        scopes._restore(block)
+    left = [hold for hold in list(entries.holds) if hold.thread == threading.get_ident()]
+    for hold in left:
+        scopes._restore(hold)
     entries.notify()
     return len(left)
 

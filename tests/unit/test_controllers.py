@@ -300,7 +300,7 @@ def test_sixteen_threads_overlap_at_random(register: Register) -> None:
     finally:
         sys.setswitchinterval(before)
     assert process.is_as_before
-    assert not entries.held
+    assert not entries.holds
 
 
 # -- math_mode(..., frameworks=True) --------------------------------------------------------------

@@ -40,7 +40,7 @@ def test_the_exception_arrives_and_the_next_block_is_right(
     def check() -> None:
         libraries[0].fails.clear()
         assert all(library.is_as_before for library in libraries)
-        assert not entries.held
+        assert not entries.holds
         assert not any(
             stacks.get(x) for stacks in (switches._process_stacks, switches._thread.stacks) for x in libraries
         )
@@ -55,7 +55,7 @@ def test_an_interrupted_entry_is_undone(register: Any) -> None:
     library = register()
     for error in interrupts.interrupted(lambda: fp32_guard().__enter__(), Late, also=FILES):
         assert type(error) is Late
-        assert not entries.held
+        assert not entries.holds
         assert library.is_as_before
     assert interrupts.leave() == 1  # of the call without an interrupt
 
