@@ -83,8 +83,8 @@ if not typing.TYPE_CHECKING:  # for type checkers any name would exist
             raise AttributeError(
                 f'lowprec.{name} needs {name}, which is not installed: pip install "{_OF_LIBRARIES[name]}"'
             ) from error
-        # The value is the module itself, or an attribute of it.
-        value = globals()[name] = getattr(module, name, module)
+        is_module = _LAZY[name] == f"{__name__}.{name}"
+        value = globals()[name] = module if is_module else getattr(module, name)
         return value
 
 

@@ -116,6 +116,6 @@ def solve(
     >>> str(report.method), report.fallbacks, report.backward_error < 1e-15
     ('refine', 0, True)
     """
-    from lowprec.linalg import solving
+    from lowprec.linalg.solving import solve  # not by an attribute of this module, which may import SciPy
 
-    return solving.solve(a, b, method=method, factor_mode=factor_mode, assume=assume, full_output=full_output)
+    return solve(a, b, method=method, factor_mode=factor_mode, assume=assume, full_output=full_output)

@@ -25,6 +25,7 @@ from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from lowprec import linalg
 from support import oracles
 from support.cpu_units import imitated_units, medium_lowers
+from support.programs import run_python
 
 Array = NDArray[Any]
 
@@ -300,6 +301,18 @@ def test_jax_transforms_take_it(jax: Any, rng: np.random.Generator) -> None:
     np.testing.assert_allclose(found, want, rtol=1e-4)
     gradient = jax.grad(linalg.det)(2 * jax.numpy.eye(3))
     np.testing.assert_allclose(gradient, 4 * np.eye(3), rtol=1e-6)
+
+
+def test_scipy_is_imported_for_its_functions_only() -> None:
+    code = """
+        import sys
+        import numpy as np
+        import lowprec
+
+        lowprec.linalg.solve(np.eye(2), np.ones(2)), lowprec.linalg.inv(np.eye(2)), dir(lowprec.linalg)
+        print("scipy" in sys.modules)
+    """
+    assert run_python(code) == "False"
 
 
 # -- what is refused ------------------------------------------------------------------------------
