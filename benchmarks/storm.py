@@ -32,7 +32,7 @@ from exact import Job, exact_operands, reference, same_bits
 
 import lowprec
 import lowprec.backends.cpu
-from lowprec.policy import entries
+from lowprec.policy import entries, scopes
 
 #: Modes of the seven threads other than the main one, which alone receives signals.
 MODES = ("fp32", "tf32", "bf16", "fp16", "fp32_pedantic", "tf32", "bf16")
@@ -174,9 +174,9 @@ class Round:
         elif came is not None and not (was_raised and type(came) is kind):
             self.fail("error", f"{what}: {came!r}")
         self.counts[f"interrupted {what}"] += was_raised
-        for entry in list(entries.held):  # of a signal before the first line of ``__exit__``
+        for hold in list(entries.holds):  # of a signal before the end of ``__exit__``
             self.counts["blocks left open"] += 1
-            entry.close()
+            scopes._restore(hold)
         # The caller may write again to the results of interrupted calls.
         for array in self.left_alone:
             array.fill(7)

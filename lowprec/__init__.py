@@ -35,7 +35,7 @@ if typing.TYPE_CHECKING:
     from lowprec.contractions import einsum, linear, tensordot, vecdot
     from lowprec.core.plan_call import plan
     from lowprec.core.prepare import PreparedOperand, prepare
-    from lowprec.policy.state import emulate
+    from lowprec.policy import emulate
     from lowprec.profiling import profile
     from lowprec.report import info
     from lowprec.tuning import autotune
@@ -49,7 +49,7 @@ _LAZY = {
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
-    "emulate": "lowprec.policy.state",
+    "emulate": "lowprec.policy",
     "info": "lowprec.report",
     "plan": "lowprec.core.plan_call",
     "profile": "lowprec.profiling",
@@ -83,8 +83,8 @@ if not typing.TYPE_CHECKING:  # for type checkers any name would exist
             raise AttributeError(
                 f'lowprec.{name} needs {name}, which is not installed: pip install "{_OF_LIBRARIES[name]}"'
             ) from error
-        # The value is the module itself, or an attribute of it.
-        value = globals()[name] = getattr(module, name, module)
+        is_module = _LAZY[name] == f"{__name__}.{name}"
+        value = globals()[name] = module if is_module else getattr(module, name)
         return value
 
 

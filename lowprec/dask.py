@@ -26,7 +26,7 @@ from lowprec.core.executors import warn_without_effect
 from lowprec.errors import ArrayError, DTypeError, ModeError
 from lowprec.modes import BoundName, MathMode, ModeName, ModeSource, ResolvedMode, row
 from lowprec.planning import GemmPlan
-from lowprec.policy.state import emulate
+from lowprec.policy.scopes import emulate
 
 
 def matmul(

@@ -22,7 +22,7 @@ from lowprec.backends import backend_of, disk
 from lowprec.errors import EnvironmentVariableError, LowprecError
 from lowprec.modes import available_modes
 from lowprec.policy import environment, resolve
-from lowprec.policy.switch_report import disagreements, switch_rows
+from lowprec.policy.controllers import switch_rows
 from lowprec.util.tables import Table, html, plain_text
 from lowprec.util.tracing import uncompiled
 
@@ -110,7 +110,6 @@ def info() -> Info:
             "frameworks": [dataclasses.asdict(row) for row in switches],
             "warnings": [
                 *environment.problems(),
-                *disagreements(switches),
                 *cpu["warnings"],
                 # Only GPUs need the cache.
                 *filter(None, [unused, gpu["used"] and absence]),

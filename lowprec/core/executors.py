@@ -12,7 +12,7 @@ from lowprec.errors import warn
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
 from lowprec.planning import Capabilities, GemmPlan, plan_gemm
-from lowprec.policy.state import FULL_FP32
+from lowprec.policy.resolution import FULL_FP32
 from lowprec.util.lock import locked
 
 _CACHE_SIZE = 4096

@@ -71,13 +71,13 @@ class Operations:
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:
         """Return the largest magnitude of each row and each column, and the Frobenius norm."""
         step = _ROWS if self.is_numpy else len(a)
-        found = []
+        parts = []
         for i in range(0, len(a), step):
             part = abs(a[i : i + step])
             rows, columns = (self.to_host(self.xp.amax(part, axis)) for axis in (1, 0))
             scale = float(rows.max()) or 1.0
-            found.append((rows, columns, scale * float(((part / scale) ** 2).sum()) ** 0.5))
-        rows, columns, sizes = zip(*found, strict=True)
+            parts.append((rows, columns, scale * float(((part / scale) ** 2).sum()) ** 0.5))
+        rows, columns, sizes = zip(*parts, strict=True)
         return np.concatenate(rows), np.maximum.reduce(columns), float(norms(np.array(sizes)))
 
     def lowered(self, a: Any, dtype: str, scales: tuple[Any, Any] | None, order: Any = "C") -> Any:
@@ -134,10 +134,10 @@ class Operations:
             return self._linalg.cholesky(a, lower=True, check_finite=False)
         if not self._is_torch:
             return self.xp.linalg.cholesky(a)
-        found, failure = self._linalg.cholesky_ex(a)
+        lower, failure = self._linalg.cholesky_ex(a)
         if int(failure):
             raise np.linalg.LinAlgError("the matrix is not positive definite")
-        return found
+        return lower
 
     def triangular(self, a: Any, b: Any, lower: bool, unit: bool = False) -> Any:
         """Return the solution for a triangle."""
@@ -147,7 +147,7 @@ class Operations:
         return solve(a, b, lower=lower, unit_diagonal=unit, check_finite=False)
 
 
-class _Block(NamedTuple):
+class _Panel(NamedTuple):
     """The part of both factors from one panel of k columns."""
 
     order: Any  # order of the rows from the panel's first one; None for Cholesky
@@ -161,35 +161,35 @@ def factor(rest: Any, ops: Operations, mode: MathMode, *, is_positive: bool) -> 
     """Factor a matrix, stored in its memory; of a Hermitian one the lower triangle is read."""
     if not is_positive and mode in (MathMode.FP32, MathMode.FP32_PEDANTIC):
         return ops.lu_solver(rest)
-    width, panel = min(_WIDTH, max(32, len(rest) // 128 * 16)), _cholesky_panel if is_positive else _lu_panel
+    width, factor_panel = min(_WIDTH, max(32, len(rest) // 128 * 16)), _cholesky_panel if is_positive else _lu_panel
     strip = _STRIP if is_positive and ops.in_place else len(rest)
-    blocks: list[_Block] = []
+    panels: list[_Panel] = []
     while True:
-        block, rest = panel(rest, ops, width)
-        blocks.append(block)
+        panel, rest = factor_panel(rest, ops, width)
+        panels.append(panel)
         if not len(rest):
-            return partial(_solution, blocks, ops)
+            return partial(_solution, panels, ops)
         for j in range(0, len(rest), strip):  # for Cholesky little more than the lower triangle
             c, columns = rest[j:, j : j + strip], slice(j, j + strip)
             out = c if ops.in_place else None
-            c = matmul(block.below[j:], block.right[:, columns], c=c, out=out, alpha=-1.0, beta=1.0, math_mode=mode)
+            c = matmul(panel.below[j:], panel.right[:, columns], c=c, out=out, alpha=-1.0, beta=1.0, math_mode=mode)
         rest = rest if ops.in_place else c
 
 
-def _lu_panel(rest: Any, ops: Operations, width: int) -> tuple[_Block, Any]:
-    """Return the block of the first columns, and the rows and columns that remain to be updated."""
+def _lu_panel(rest: Any, ops: Operations, width: int) -> tuple[_Panel, Any]:
+    """Return the panel of the first columns, and the rows and columns that remain to be updated."""
     both, below, order = ops.lu_panel(rest[:, :width])
     rows = ops.permuted(rest[:, width:], order)
     right = matmul(_inverse(both, ops, True), rows[:width])
     if ops.in_place:
         rows[:width], right = right, rows[:width]
-    return _Block(order, both, both, below, right), rows[width:]
+    return _Panel(order, both, both, below, right), rows[width:]
 
 
-def _cholesky_panel(rest: Any, ops: Operations, width: int) -> tuple[_Block, Any]:
+def _cholesky_panel(rest: Any, ops: Operations, width: int) -> tuple[_Panel, Any]:
     lower = ops.cholesky(rest[:width, :width])
     below = matmul(rest[width:, :width], ops.adjoint(_inverse(lower, ops, False)))
-    return _Block(None, lower, ops.adjoint(lower), below, ops.adjoint(below)), rest[width:, width:]
+    return _Panel(None, lower, ops.adjoint(lower), below, ops.adjoint(below)), rest[width:, width:]
 
 
 def _inverse(lower: Any, ops: Operations, unit: bool) -> Any:
@@ -197,14 +197,14 @@ def _inverse(lower: Any, ops: Operations, unit: bool) -> Any:
     return ops.triangular(lower, ops.from_host(identity), True, unit)
 
 
-def _solution(blocks: list[_Block], ops: Operations, b: Any) -> Any:
+def _solution(panels: list[_Panel], ops: Operations, b: Any) -> Any:
     parts = []
-    for block in blocks:
-        k, is_lu = block.lower.shape[1], block.order is not None
-        b = ops.permuted(b, block.order) if is_lu else b
-        parts.append(ops.triangular(block.lower, b[:k], True, is_lu))
-        b = matmul(block.below, parts[-1], c=b[k:], alpha=-1.0, beta=1.0)
-    for block, part in zip(reversed(blocks), reversed(parts), strict=True):
-        part = matmul(block.right, b, c=part, alpha=-1.0, beta=1.0)
-        b = ops.xp.concatenate((ops.triangular(block.upper, part, False), b))
+    for panel in panels:
+        k, is_lu = panel.lower.shape[1], panel.order is not None
+        b = ops.permuted(b, panel.order) if is_lu else b
+        parts.append(ops.triangular(panel.lower, b[:k], True, is_lu))
+        b = matmul(panel.below, parts[-1], c=b[k:], alpha=-1.0, beta=1.0)
+    for panel, part in zip(reversed(panels), reversed(parts), strict=True):
+        part = matmul(panel.right, b, c=part, alpha=-1.0, beta=1.0)
+        b = ops.xp.concatenate((ops.triangular(panel.upper, part, False), b))
     return b

@@ -78,14 +78,14 @@ class System:
         self.right: Any = 1.0
         self._work = ops.lowered(a, self._narrow, None)
         rows, columns, self._norm = ops.magnitudes(self._work)
-        self._own_norm = self._norm
+        self._given_norm = self._norm
         if not (min(rows.min(), columns.min()) > _EVEN * rows.max() and _RANGE[0] < rows.max() < _RANGE[1]):
             self._scale()
 
     def _scale(self) -> None:
         """Scale the matrix and set its norms."""
         ops, a = self._ops, self._a
-        rows, columns, self._own_norm = ops.magnitudes(a)
+        rows, columns, self._given_norm = ops.magnitudes(a)
         if not np.isfinite(rows.max()):
             raise Unsolved(Reason.NOT_FINITE)
         if self._is_positive:
@@ -122,16 +122,16 @@ class System:
     def errors(self, r: Any, x: Any, b: Any) -> Any:
         """Return each column's backward error, of the scaled matrix and of the given one, over the accepted one."""
         limit = self._unit * max(_ROUNDING / np.sqrt(self.n), _RESIDUAL * (self._real == np.float64))
-        found = _ratios(r, self._norm, x, b) / limit
+        scaled = _ratios(r, self._norm, x, b) / limit
         # In the given matrix one row or column may outweigh the others, as if n were 1.
-        own = _ratios(r / self.left, self._own_norm, x * self.right, b / self.left)
-        return np.maximum(found, own / (self._unit * _ROUNDING))
+        given = _ratios(r / self.left, self._given_norm, x * self.right, b / self.left)
+        return np.maximum(scaled, given / (self._unit * _ROUNDING))
 
     def first(self, b: Any) -> tuple[Any, float]:
         """Return a first solution and the estimated condition of the scaled matrix, in the Frobenius norm."""
         probes = np.random.default_rng(0).standard_normal((self.n, _PROBES)).astype(self._dtype)
-        found = self.correction(np.hstack([b, probes]))
-        x, inverse = found[:, :-_PROBES].copy(), found[:, -_PROBES:]
+        columns = self.correction(np.hstack([b, probes]))
+        x, inverse = columns[:, :-_PROBES].copy(), columns[:, -_PROBES:]
         condition = self._norm * float(np.sqrt(np.mean(norms(inverse) ** 2)))
         if not (condition * self._unit < 1 and np.isfinite(x).all()):  # else singular in the working precision
             raise Unsolved(Reason.BREAKDOWN)
@@ -172,8 +172,8 @@ class Refinement:
         while goes_on and steps < MAX_STEPS and self._errors[column] > 1:
             reduction = max(0.1 / float(self._errors[column][0]), 1e-8)
             system = self._system
-            d, taken = gmres(system.product, system.correction, self._r[:, column], reduction, MAX_STEPS - steps)
-            steps += taken
+            d, count = gmres(system.product, system.correction, self._r[:, column], reduction, MAX_STEPS - steps)
+            steps += count
             goes_on = bool(self._step(np.arange(column.start, column.stop), d)[0])
         self.gmres_steps = max(self.gmres_steps, steps)
 
@@ -181,11 +181,11 @@ class Refinement:
         """Add corrections to columns whose error they reduce; return the columns that a further step may improve."""
         x, b = self._x[:, columns] + d, self._b[:, columns]
         r = self._system.product(x, b)
-        found, before = self._system.errors(r, x, b), self._errors[columns]
-        taken = found < before
-        at = columns[taken]
-        self._x[:, at], self._r[:, at], self._errors[at] = x[:, taken], r[:, taken], found[taken]
-        return (found > 0) & (found < _PROGRESS * before)
+        after, before = self._system.errors(r, x, b), self._errors[columns]
+        better = after < before
+        at = columns[better]
+        self._x[:, at], self._r[:, at], self._errors[at] = x[:, better], r[:, better], after[better]
+        return (after > 0) & (after < _PROGRESS * before)
 
 
 def gmres(
@@ -193,11 +193,11 @@ def gmres(
 ) -> tuple[Any, int]:
     """Solve for a vector (n, 1) by flexible GMRES until the residual falls by ``reduction``; return x and the steps."""
     size = norms(r)[0]
-    basis, found = r / size, np.empty((len(r), 0), r.dtype)
+    basis, corrections = r / size, np.empty((len(r), 0), r.dtype)
     hessenberg = np.zeros((limit + 1, limit), r.dtype)
     for j in range(1, limit + 1):
         z = correction(basis[:, -1:])
-        w, found = product(z), np.hstack([found, z])
+        w, corrections = product(z), np.hstack([corrections, z])
         for _ in range(2):  # Gram-Schmidt, twice
             h = matmul(basis.conj().T, w)
             w = w - matmul(basis, h)
@@ -211,4 +211,4 @@ def gmres(
         if left <= reduction or length == 0 or (j == _TRIAL_STEPS and left > 0.1):
             break
         basis = np.hstack([basis, w / length])
-    return found @ y, j
+    return corrections @ y, j

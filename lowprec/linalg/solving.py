@@ -18,9 +18,9 @@ from lowprec.core.arguments import check_devices, name_argument
 from lowprec.core.plan_call import plan
 from lowprec.errors import ArrayError, ShapeError, UnsupportedError, quoted
 from lowprec.linalg.factors import Operations
+from lowprec.linalg.functions import Operands, find, operands
 from lowprec.linalg.refinement import Refinement, System, Unsolved, backward_errors
 from lowprec.linalg.report import Reason, SolveReport
-from lowprec.linalg.routes import Operands, call, find, operands
 from lowprec.modes import MathMode, parse_mode
 from lowprec.policy import fp32_guard, is_guarded, math_mode
 
@@ -31,8 +31,8 @@ _USUAL_ERROR = 2e-5  # largest probable relative error of updates in the default
 _WORTH_A_TRIAL = 4.0  # factor by which another mode must be cheaper to be tried before
 _SMALLEST = 1024  # smaller systems are solved directly by method="auto", without an estimate of the costs
 
-#: Measured on Zen 5, in flops per element of the matrix: overhead of a direct solve over products, in its precision;
-#: the refinement of one column, and of each further one, in FP32.
+#: Flops per element of the matrix, measured on Zen 5. The overhead of a direct solve counts in the operands' precision.
+#: The refinement of one column, and of each further column, counts in FP32.
 _DIRECT, _REFINE, _COLUMN = 2500.0, 3200.0, 100.0
 
 _is_on_host = attrgetter("device.is_host")  # of a view
@@ -46,11 +46,11 @@ def solve(a: Any, b: Any, *, method: str, factor_mode: str | MathMode | None, as
     mode = None if factor_mode is None else parse_mode(factor_mode, "factor_mode")
     if method == "direct" and mode is not None:
         raise UnsupportedError("factor_mode is for method='refine' or 'auto'; a direct solve has no such factor")
+    given = operands("solve", a=a, b=b)
     if method == "direct" and not full_output:
-        return call("solve", a, b)
-    found = operands("solve", (a, b))
-    batch = _stack(*(tuple(x.shape) for x in found.arrays))
-    x, report = _Solve(found, batch, method, mode, assume == "pos").run(full_output)
+        return given.handed_back(_direct(given.library, *given.arrays))
+    batch = _stack(*(tuple(x.shape) for x in given.arrays))
+    x, report = _Solve(given, batch, method, mode, assume == "pos").run(full_output)
     return (x, report) if full_output else x
 
 
@@ -66,15 +66,22 @@ def _stack(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
         raise ShapeError(f"the stacks of a, shape {a}, and b, shape {b}, do not broadcast") from None
 
 
+def _direct(library: str, a: Any, b: Any) -> Any:
+    if library in ("torch", "cupy") and 1 < b.ndim < a.ndim:  # they treat it as a stack of vectors
+        b = b.reshape((1,) * (a.ndim - b.ndim) + tuple(b.shape))
+    with fp32_guard():
+        return find("solve", library)(a, b)
+
+
 class _Solve:
     def __init__(
-        self, found: Operands, batch: tuple[int, ...], method: str, mode: MathMode | None, is_positive: bool
+        self, given: Operands, batch: tuple[int, ...], method: str, mode: MathMode | None, is_positive: bool
     ) -> None:
-        self._found, self._batch, self._method, self._mode = found, batch, method, mode
-        self._is_positive, self._is_vector = is_positive, found.arrays[1].ndim == 1
-        self._n, self._columns = int(found.arrays[0].shape[-1]), 1 if self._is_vector else found.arrays[1].shape[-1]
+        self._given, self._batch, self._method, self._mode = given, batch, method, mode
+        self._is_positive, self._is_vector = is_positive, given.arrays[1].ndim == 1
+        self._n, self._columns = int(given.arrays[0].shape[-1]), 1 if self._is_vector else given.arrays[1].shape[-1]
         #: Conversions from and to the library of the operands.
-        self._own = Operations(found.arrays[0])
+        self._library = Operations(given.arrays[0])
         self._reason, self._factor_mode = Reason.REQUESTED, mode
         self._seconds: dict[str, float] = {}
         self._refined: list[Refinement] = []
@@ -85,18 +92,18 @@ class _Solve:
         """Return the result and the report; the backward error is computed only for ``full_output``."""
         reason = self._read()
         if reason is not None:
-            self._reason, x = reason, self._direct(*self._found.arrays)
+            self._reason, x = reason, self._direct(*self._given.arrays)
         else:
             # On a GPU the library's own functions are called, so its switches are set; on the host none is called.
-            with math_mode("fp32", frameworks=not self._ops.is_numpy and [self._found.library]):
+            with math_mode("fp32", frameworks=not self._ops.is_numpy and [self._given.library]):
                 x = self._solved()
-            x = self._own.from_host(x[..., 0] if self._is_vector else x)
+            x = self._library.from_host(x[..., 0] if self._is_vector else x)
         error = self._error(x) if full_output and reason is not Reason.NOT_READABLE else nan
-        return self._found.handed_back(x), self._report(error)
+        return self._given.handed_back(x), self._report(error)
 
     def _read(self) -> Reason | None:
         """Inspect the operands; return the reason for a direct solve, or None."""
-        arrays = dict(zip("ab", self._found.arrays, strict=True))
+        arrays = dict(zip("ab", self._given.arrays, strict=True))
         try:
             views = {name: library_of(x).view(x) for name, x in arrays.items()}
         except ArrayError as error:
@@ -105,7 +112,7 @@ class _Solve:
                 raise
             return Reason.NOT_READABLE
         check_devices(views)
-        a, b = (v.ndarray() for v in views.values()) if _is_on_host(views["a"]) else self._found.arrays
+        a, b = (v.ndarray() for v in views.values()) if _is_on_host(views["a"]) else self._given.arrays
         self._ops = Operations(a)
         #: The matrices on their device, and the right-hand sides as a NumPy array, both broadcast to the stack.
         self._a = array_module(a).broadcast_to(a, (*self._batch, self._n, self._n))
@@ -133,13 +140,13 @@ class _Solve:
         """Return cost and probable error of an update by mode, the default mode last; cost 1 for a forced mode."""
         width = min(self._n, _WIDTH)
         shapes = (self._n, width), (width, self._n)
-        made = plan(*(self._ops.from_host(np.empty(s, dtype)) for s in shapes), rtol=_USUAL_ERROR, bound="probable")
-        found = {x.mode: (x.cost, x.bound) for x in made.candidates}
-        return found | {made.mode: found.pop(made.mode, (1.0, 0.0))}
+        planned = plan(*(self._ops.from_host(np.empty(s, dtype)) for s in shapes), rtol=_USUAL_ERROR, bound="probable")
+        costs = {x.mode: (x.cost, x.bound) for x in planned.candidates}
+        return costs | {planned.mode: costs.pop(planned.mode, (1.0, 0.0))}
 
     def _modes(self) -> list[tuple[MathMode, float, float]]:
         """Return the modes to try, in order, with costs and errors."""
-        costs = self._costs("complex64" if self._found.dtype.is_complex else "float32")
+        costs = self._costs("complex64" if self._given.dtype.is_complex else "float32")
         *others, usual = costs
         if self._mode is not None and others:
             return [(self._mode, *costs.get(self._mode, costs[usual]))]
@@ -149,17 +156,17 @@ class _Solve:
 
     def _is_faster(self, cost: float) -> bool:
         n, k = self._n, self._columns
-        is_double = self._found.dtype.label in ("float64", "complex128")
-        working = max(c for c, _ in self._costs(self._found.dtype.label).values()) if is_double else 1.0
+        is_double = self._given.dtype.label in ("float64", "complex128")
+        working = max(c for c, _ in self._costs(self._given.dtype.label).values()) if is_double else 1.0
         direct = working * (2 * n**3 / 3 + _DIRECT * n**2 + 2 * n**2 * k)
         factor = cost * n**3 * (1 / 3 if self._is_positive else 2 / 3)
         return factor + n**2 * (_REFINE + _COLUMN * (k - 1)) < direct
 
     def _solved(self) -> Any:
-        if prod(self._found.arrays[0].shape[:-2]) == 1:  # one factor for all
+        if prod(self._given.arrays[0].shape[:-2]) == 1:  # one factor for all
             right = np.moveaxis(self._b.reshape(-1, self._n, self._columns), 0, 1)
-            found = self._one((0,) * len(self._batch), right.reshape(self._n, -1))
-            return np.moveaxis(found.reshape(right.shape), 1, 0).reshape(self._b.shape)
+            x = self._one((0,) * len(self._batch), right.reshape(self._n, -1))
+            return np.moveaxis(x.reshape(right.shape), 1, 0).reshape(self._b.shape)
         x = np.empty_like(self._b, order="C")
         for at in np.ndindex(*self._batch):
             x[at] = self._one(at, self._b[at])
@@ -173,12 +180,12 @@ class _Solve:
         except Unsolved as error:
             self._reason = self._reason if self._fallbacks else error.args[0]
             self._fallbacks += 1
-        a = self._own.from_host(self._a[at]) if self._ops.is_numpy else self._a[at]
-        return self._own.to_host(self._direct(a, self._own.from_host(b)))
+        a = self._library.from_host(self._a[at]) if self._ops.is_numpy else self._a[at]
+        return self._library.to_host(self._direct(a, self._library.from_host(b)))
 
     def _direct(self, a: Any, b: Any) -> Any:
-        with self._timed("direct"), fp32_guard():
-            return find("solve", self._found.library)(a, b)
+        with self._timed("direct"):
+            return _direct(self._given.library, a, b)
 
     def _refine(self, a: Any, b: Any) -> Any:
         if not np.isfinite(b).all():
@@ -213,11 +220,11 @@ class _Solve:
 
     def _error(self, x: Any) -> float:
         """Return the largest backward error."""
-        found, x = [0.0], self._own.to_host(x).reshape(self._b.shape)
+        errors, x = [0.0], self._library.to_host(x).reshape(self._b.shape)
         with np.errstate(all="ignore"):
             for at in np.ndindex(*self._batch) if self._b.size else ():
-                found.extend(backward_errors(self._a[at], x[at], self._b[at], self._ops))
-        return float(np.max(found))
+                errors.extend(backward_errors(self._a[at], x[at], self._b[at], self._ops))
+        return float(np.max(errors))
 
     def _report(self, error: float) -> SolveReport:
         return SolveReport(

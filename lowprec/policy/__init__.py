@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from lowprec.policy.controllers import register_controller
-from lowprec.policy.state import (
-    fp32_guard,
+from lowprec.policy.resolution import (
+    emulated_architecture,
     get_math_mode,
     is_guarded,
-    math_mode,
     overriding_mode,
     resolve,
     restrict,
     set_math_mode,
 )
+from lowprec.policy.scopes import emulate, fp32_guard, math_mode

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 from lowprec.policy.frameworks.jax import JaxController
 from lowprec.policy.frameworks.switch_functions import CUPY, PADDLE, TENSORFLOW
 from lowprec.policy.frameworks.torch import TorchController
-from lowprec.policy.protocol import Controller
+from lowprec.policy.protocol import Controller, attempt
 
 _MEMBERS = tuple(sorted(name for name in vars(Controller) if not name.startswith("_")))
 
@@ -77,6 +78,32 @@ def controllers() -> tuple[Controller, ...]:
 def loaded_controllers(names: frozenset[str] | None = None) -> list[Controller]:
     """Return the controllers of loaded libraries, of these names or (None) all."""
     return [c for c in controllers() if sys.modules.get(c.module) is not None and (names is None or c.name in names)]
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRow:
+    """One switch of a loaded library."""
+
+    library: str
+    switch: str | None  # None if the library's switches cannot be read
+    value: str | bool | int | None  # current value in this thread
+    tier: str  # scope: ``"process"`` or ``"thread"``
+    problem: str | None = None  # the reason if it cannot be read
+
+
+def switch_rows() -> tuple[SwitchRow, ...]:
+    """Return every switch of every loaded library with a controller, without changing any."""
+    rows: list[SwitchRow] = []
+    for controller in loaded_controllers():
+        name, tier = controller.name, str(controller.tier)
+        values, error = attempt(controller, controller.describe)
+        if values is None:
+            rows.append(SwitchRow(name, None, None, tier, error))
+            continue
+        for switch, value in values.items():
+            shown = value if value is None or isinstance(value, str | bool | int) else str(value)
+            rows.append(SwitchRow(name, switch, shown, tier))
+    return tuple(rows)
 
 
 for _builtin in (TorchController(), JaxController(), TENSORFLOW, CUPY, PADDLE):

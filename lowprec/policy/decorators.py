@@ -1,11 +1,11 @@
-"""Scopes as decorators of functions, coroutine functions and generator functions."""
+"""Scopes as decorators of functions and coroutine functions."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from types import MethodType
@@ -22,19 +22,31 @@ def _plain(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _coroutine(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        with scope:
+            return await function(*args, **kwargs)
+
+    return call
+
+
 def decorated(scope: Scope, function: Callable[..., Any], plain: Callable[..., Any] = _plain) -> Callable[..., Any]:
     """Return a function that enters the scope in each call; ``plain`` wraps an ordinary function.
 
-    For a coroutine function the scope lasts until it ends; for a generator it is open only while the body runs.
+    For a coroutine function the scope lasts until the coroutine ends.
     """
     if isinstance(function, staticmethod | classmethod):
         return type(function)(decorated(scope, function.__func__))
     if not callable(function):
         raise TypeError(f"{scope!r} decorates functions, got {type(function).__name__}")
-    for is_kind, decorate in _KINDS:
-        if is_kind(function) or is_kind(_call_of(function)):
-            return functools.wraps(function)(decorate(scope, function))
-    return functools.wraps(function)(plain(scope, function))
+    kinds = function, _call_of(function)
+    if any(inspect.isgeneratorfunction(x) or inspect.isasyncgenfunction(x) for x in kinds):
+        raise TypeError(
+            f"{scope!r} does not decorate generator functions, because the consumer's code would run inside it; write "
+            f"'with {scope!r}:' in the body, around the statements between two yields"
+        )
+    wrap = _coroutine if any(map(inspect.iscoroutinefunction, kinds)) else plain
+    return functools.wraps(function)(wrap(scope, function))
 
 
 def _call_of(function: Callable[..., Any]) -> Any:
@@ -67,64 +79,3 @@ class Wrapped:
         except (AttributeError, KeyError):
             named = None
         return name if named is self else (Wrapped, self._lowprec_wrapped)
-
-
-def _coroutine(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        with scope:
-            return await function(*args, **kwargs)
-
-    return call
-
-
-# `yield from` inside the scope would keep it open while the consumer runs. So each step of a generator enters the scope
-# separately, and values and exceptions from the consumer are passed to the body.
-def _generator(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        steps = function(*args, **kwargs)
-        step, value = steps.send, None
-        while True:
-            try:
-                with scope:
-                    item = step(value)
-            except StopIteration as stop:
-                return stop.value
-            try:
-                step, value = steps.send, (yield item)
-            except GeneratorExit:
-                with scope:
-                    steps.close()
-                raise
-            except BaseException as error:  # noqa: BLE001 - passed to the body
-                step, value = steps.throw, error
-
-    return call
-
-
-def _async_generator(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-        steps = function(*args, **kwargs)
-        step, value = steps.asend, None
-        while True:
-            try:
-                with scope:
-                    item = await step(value)
-            except StopAsyncIteration:
-                return
-            try:
-                step, value = steps.asend, (yield item)
-            except GeneratorExit:
-                with scope:
-                    await steps.aclose()
-                raise
-            except BaseException as error:  # noqa: BLE001 - passed to the body
-                step, value = steps.athrow, error
-
-    return call
-
-
-_KINDS = (
-    (inspect.iscoroutinefunction, _coroutine),
-    (inspect.isgeneratorfunction, _generator),
-    (inspect.isasyncgenfunction, _async_generator),
-)

@@ -33,12 +33,12 @@ class EnvironmentSnapshot:
     texts: Mapping[str, str | None]  # text of each variable when it was read
 
 
-#: Contains the snapshot once it has been taken. `setdefault` is atomic and needs no lock, which could be held during a
+#: Contains the snapshot once it has been read. `setdefault` is atomic and needs no lock, which could be held during a
 #: fork or in a signal handler.
-_taken: dict[None, EnvironmentSnapshot] = {}
+_snapshots: dict[None, EnvironmentSnapshot] = {}
 
 
-def _take() -> EnvironmentSnapshot:
+def _read() -> EnvironmentSnapshot:
     texts = {v.name: v.text() for v in VARIABLES if v.read_once}
     return EnvironmentSnapshot(
         variables.MATH_MODE.value(texts["LOWPREC_MATH_MODE"]),
@@ -52,14 +52,14 @@ def _take() -> EnvironmentSnapshot:
 
 def snapshot() -> EnvironmentSnapshot:
     """Return the variables that set a mode; read by the first call that finds no illegal value."""
-    return _taken.get(None) or _taken.setdefault(None, _take())
+    return _snapshots.get(None) or _snapshots.setdefault(None, _read())
 
 
 def refresh() -> None:
     """Drop the snapshot: the next use of a mode reads the environment again. cuBLAS keeps its own first value."""
-    _taken.clear()
+    _snapshots.clear()
     entries.notify(True)
-    _taken.clear()  # again, because a listener that resolves modes takes a snapshot
+    _snapshots.clear()  # again, because a listener that resolves modes takes a snapshot
 
 
 class VariableRow(NamedTuple):
@@ -73,9 +73,9 @@ class VariableRow(NamedTuple):
     problem: str | None  # warning about a value that is illegal, reserved, or was changed after it was read
 
 
-def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> VariableRow:
+def _row(variable: Variable[Any], first: EnvironmentSnapshot | None) -> VariableRow:
     now = variable.text()
-    used = taken.texts[variable.name] if taken is not None and variable.read_once else now
+    used = first.texts[variable.name] if first is not None and variable.read_once else now
     effect, problem = variable.default, None
     try:
         if used is not None:
@@ -93,8 +93,8 @@ def _row(variable: Variable[Any], taken: EnvironmentSnapshot | None) -> Variable
 
 def hidden_cpu_flags() -> frozenset[str]:
     """Return the CPU flags above ``LOWPREC_MAX_CPU_ISA``, which is read once."""
-    taken = _taken.get(None)
-    limit = variables.MAX_CPU_ISA.current() if taken is None else taken.max_cpu_isa
+    first = _snapshots.get(None)
+    limit = variables.MAX_CPU_ISA.current() if first is None else first.max_cpu_isa
     if limit is None:
         return frozenset()
     names = list(variables.ISAS)
@@ -111,7 +111,7 @@ def thread_limit() -> int | None:
 
 def rows() -> tuple[VariableRow, ...]:
     """Return one row per variable for ``info()`` and the documentation, without raising or taking the snapshot."""
-    return tuple(_row(v, _taken.get(None)) for v in VARIABLES)
+    return tuple(_row(v, _snapshots.get(None)) for v in VARIABLES)
 
 
 def problems() -> tuple[str, ...]:
@@ -139,16 +139,16 @@ def child_environment(
     ``startup``, the folder of the start-up hook, is put first in ``PYTHONPATH``. ``mode`` is None if the program
     chooses its modes, or with the guard; with ``force`` the program cannot change it.
     """
-    found = dict(os.environ)
+    child = dict(os.environ)
     if guard:
-        found |= {RUN_VARIABLE: RUN_GUARD, "LOWPREC_FP32_GUARD": "1", "MLX_ENABLE_TF32": "0"}
+        child |= {RUN_VARIABLE: RUN_GUARD, "LOWPREC_FP32_GUARD": "1", "MLX_ENABLE_TF32": "0"}
     elif mode is not None:
         variable = variables.FORCE_MATH_MODE if force else variables.MATH_MODE
-        found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
-    found[f"{RUN_VARIABLE}_PROGRAM"] = str(os.getpid())  # on POSIX also the program's
-    found |= {f"{RUN_VARIABLE}_{x}": "1" for x, is_set in (("INTERCEPT", intercept), ("PROFILE", profile)) if is_set}
+        child |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
+    child[f"{RUN_VARIABLE}_PROGRAM"] = str(os.getpid())  # on POSIX also the program's
+    child |= {f"{RUN_VARIABLE}_{x}": "1" for x, is_set in (("INTERCEPT", intercept), ("PROFILE", profile)) if is_set}
     hook = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
-    paths = found.get("PYTHONPATH")
+    paths = child.get("PYTHONPATH")
     others = [path for path in paths.split(os.pathsep) if not path.endswith(hook)] if paths else []
-    found["PYTHONPATH"] = os.pathsep.join([startup, *others])
-    return found
+    child["PYTHONPATH"] = os.pathsep.join([startup, *others])
+    return child

@@ -35,9 +35,7 @@ class Controller(Protocol):
     the library is reported as not protected, with the text of the exception. Any other exception comes from a signal
     handler and is raised; ``restore`` may then be called twice.
 
-    Two methods are optional. ``without_effect(mode)`` returns the products that stay in full FP32 on this device
-    although the switches are set for the mode: "" for none, None if unknown. ``set_default(mode)``, for
-    ``Tier.THREAD``, sets the default of all threads.
+    An optional method ``set_default(mode)``, for ``Tier.THREAD``, sets the default of all threads.
     """
 
     @property

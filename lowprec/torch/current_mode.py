@@ -35,7 +35,7 @@ def _update(whole_process: bool = False) -> None:
     with suppress(EnvironmentVariableError):  # the product will raise it
         if whole_process:
             default = Context().run(policy.resolve).mode.value
-        inside = entries.innermost.get().outer is not None
+        inside = entries.current.get().outer is not None
         thread.mode = policy.resolve().mode.value if inside else ""
 
 

@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec import policy
 from lowprec.core import dispatch
-from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
+from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError, warn
 from lowprec.modes import MathMode, ModeName, parse_mode
 from lowprec.policy.decorators import decorated
-from lowprec.policy.entries import Entry, Scope
 from lowprec.policy.protocol import Tier
-from lowprec.policy.switches import hold, release
+from lowprec.policy.switches import Hold, acquire, release
 from lowprec.torch.aten import ACTED_ON, Rule, Terms, rule_of
 from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
+from lowprec.util.lock import locked
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 #: Errors raised before any computation; PyTorch then computes the product.
@@ -80,41 +80,46 @@ _FLAGS = [
 ]
 
 #: The open blocks of all threads, and the flags outside of all.
-_open: dict[_Block, None] = {}
+_open: dict[_Entry, None] = {}
 _outside: dict[str, bool] = {}
 
 
-class _Block(Entry):
-    __slots__ = ("_depth",)
+class _Entry(Hold):
+    __slots__ = ("_depth", "scope")
+
+    def __init__(self, scope: intercept) -> None:
+        super().__init__()
+        self.scope = scope
+        self._depth = _len_torch_dispatch_stack()
 
     def open(self) -> None:
         """Push the mode, and switch attention to its plain form."""
-        self._depth = _len_torch_dispatch_stack()
-        if not _open:
-            _outside.update({name: getattr(_python_dispatch, name) for name in _FLAGS})
-        self.is_open = True
-        _open[self] = None
-        hold(self, [_ATTENTION], MathMode.FP32, False)
+        locked(self._set_process)
         self.scope._mode.__enter__()
 
-    def close(self) -> list[str]:
+    def _set_process(self) -> None:
+        if not _open:
+            _outside.update({name: getattr(_python_dispatch, name) for name in _FLAGS})
+        _open[self] = None
+        acquire(self, [_ATTENTION], MathMode.FP32)
+
+    def _restore_process(self) -> None:
+        for name, value in _outside.items():
+            setattr(_python_dispatch, name, value or bool(_open.keys() - {self}))
+        release(self)
+        _open.pop(self, None)
+
+    def close(self) -> None:
         """Pop the mode and all above it."""
-        if not self.is_open:
-            return []
         while _len_torch_dispatch_stack() > self._depth:
             try:
                 self.scope._mode.__exit__(None, None, None)
             except IndexError:  # after an interrupt the mode's stack of flags lacks an entry
                 _python_dispatch._pop_mode()
-        _open.pop(self, None)
-        for name, value in _outside.items():
-            setattr(_python_dispatch, name, value or bool(_open))
-        release(self)
-        self.is_open = False
-        return []
+        locked(self._restore_process)
 
 
-class intercept(Scope):
+class intercept:
     """Compute the products of PyTorch's own operators by lowprec, in a block.
 
     The operators are ``mm``, ``bmm``, ``mv``, ``dot``, ``addmm``, ``baddbmm``, ``addmv``, ``addbmm``, and all that are
@@ -146,15 +151,25 @@ class intercept(Scope):
     [('addmm', False, 1), ('mm', True, 1)]
     """
 
-    _entry_type = _Block
-
     def __init__(self, math_mode: ModeName | MathMode) -> None:
         self.math_mode = parse_mode(math_mode)
         self._mode = _Intercepting(self.math_mode)
 
-    def _last_entry(self) -> _Block | None:
-        found = [block for block in list(_open) if block.scope is self and block.thread == get_ident()]
-        return found[-1] if found else None
+    def __enter__(self) -> intercept:
+        entry = _Entry(self)
+        try:
+            entry.open()
+        except BaseException:
+            entry.close()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        opened = [entry for entry in list(_open) if entry.scope is self and entry.thread == get_ident()]
+        if opened:
+            opened[-1].close()
+        else:
+            warn(f"{self!r} was left in another thread than it was entered in, where it stays open")
 
     def __call__(self, function: F) -> F:
         """Return the function with this block around each of its calls, which share one report.

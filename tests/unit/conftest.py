@@ -58,10 +58,10 @@ class Register:
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Register]:
     """Make libraries; no block is open in this context after the test."""
-    before = entries.innermost.get()
+    before = entries.current.get()
     yield Register(monkeypatch)
-    # A block that ended in another thread stays open, as far as lowprec itself goes, where it began.
-    entries.innermost.set(before)
+    # lowprec's own scope of a block that ended in another thread stays open in the thread in which it began.
+    entries.current.set(before)
 
 
 @pytest.fixture(params=list(Tier), ids=str)

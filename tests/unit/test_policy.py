@@ -20,7 +20,7 @@ from lowprec.policy import (
     restrict,
     set_math_mode,
 )
-from lowprec.policy.state import FULL_FP32
+from lowprec.policy.resolution import FULL_FP32
 
 PLAIN_MODES = tuple(MathMode(n) for n in ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16"))
 FP32, PEDANTIC, TF32, BF16, FP16 = PLAIN_MODES

@@ -7,7 +7,7 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from lowprec.errors import LowprecWarning, ModeError
 from lowprec.modes import MathMode
 from lowprec.policy import fp32_guard, get_math_mode, math_mode, resolve, set_math_mode
-from lowprec.policy.state import FULL_FP32
+from lowprec.policy.resolution import FULL_FP32
 
 FP32, PEDANTIC = MathMode.FP32, MathMode.FP32_PEDANTIC
 TF32, BF16, FP16 = MathMode.TF32, MathMode.BF16, MathMode.FP16
@@ -214,93 +214,37 @@ def test_a_decorated_function(make: Make, inside: MathMode) -> None:
         mode(0, fail=True)
 
 
-@scopes
-def test_a_decorated_generator_keeps_its_mode_from_the_consumer(make: Make, inside: MathMode) -> None:
-    seen: list[object] = []
+def test_generator_functions_are_not_decorated() -> None:
+    def steps() -> Iterator[int]:
+        yield 1
 
-    @make()
-    def steps(n: int) -> Generator[MathMode, str, str]:
-        try:
-            for _ in range(n):
-                try:
-                    seen.append((yield get_math_mode()))
-                except ZeroDivisionError:
-                    seen.append(("caught", get_math_mode()))
-        finally:
-            seen.append(("closed", get_math_mode()))
-        return "done"
+    async def later() -> AsyncIterator[int]:
+        yield 1
 
-    running = steps(3)
-    assert [next(running), get_math_mode()] == [inside, OUTSIDE]
-    with math_mode("tf32"):
-        assert [running.send("sent"), get_math_mode()] == [inside, TF32]
-    assert [running.throw(ZeroDivisionError()), get_math_mode()] == [inside, OUTSIDE]
-    with pytest.raises(StopIteration, match="done"):
-        next(running)
-    assert seen == ["sent", ("caught", inside), None, ("closed", inside)]
-    running = steps(2)
-    next(running)
-    running.close()
-    assert seen.pop() == ("closed", inside)
-    running = steps(2)
-    next(running)
-    with pytest.raises(ValueError, match="on purpose"):
-        running.throw(ValueError("on purpose"))
-    assert seen.pop() == ("closed", inside)
+    class Steps:
+        def __call__(self) -> Iterator[int]:
+            yield 1
+
+        @staticmethod
+        def static() -> Iterator[int]:
+            yield 1
+
+    targets = [steps, later, functools.partial(later), Steps(), functools.partial(Steps()), vars(Steps)["static"]]
+    for target in targets:
+        for decorate in (math_mode("bf16"), math_mode("bf16").wrap, fp32_guard()):
+            text = r"(math_mode\('bf16'\)|fp32_guard\(\)) does not decorate generator .* 'with \1:' in the body"
+            with pytest.raises(TypeError, match=text):
+                decorate(target)
 
 
-def test_a_decorated_async_generator() -> None:
-    seen: list[object] = []
-
-    @math_mode("bf16")
-    async def steps(n: int) -> AsyncIterator[MathMode]:
-        try:
-            for _ in range(n):
-                await asyncio.sleep(0)
-                try:
-                    seen.append((yield get_math_mode()))
-                except ZeroDivisionError:
-                    seen.append(("caught", get_math_mode()))
-        finally:
-            seen.append(("closed", get_math_mode()))
-
-    async def main() -> list[MathMode]:
-        modes = []
-        async for mode in steps(1):
-            modes += [mode, get_math_mode()]
-        running = steps(3)
-        modes += [await running.__anext__(), get_math_mode()]
-        modes += [await running.asend("sent"), get_math_mode()]
-        modes += [await running.athrow(ZeroDivisionError()), get_math_mode()]
-        await running.aclose()
-        return [*modes, get_math_mode()]
-
-    assert asyncio.run(main()) == [BF16, OUTSIDE] * 4 + [OUTSIDE]
-    assert seen == [None, ("closed", BF16), "sent", ("caught", BF16), ("closed", BF16)]
-
-
-def test_a_decorated_object_is_of_the_kind_of_its_call() -> None:
+def test_a_decorated_object_with_a_coroutine_function() -> None:
     class Coroutine:
         async def __call__(self) -> MathMode:
             await asyncio.sleep(0)
             return get_math_mode()
 
-    class Steps:
-        def __call__(self) -> Iterator[MathMode]:
-            yield get_math_mode()
-
-    class AsyncSteps:
-        async def __call__(self) -> AsyncIterator[MathMode]:
-            yield get_math_mode()
-
-    async def consume(function: Any) -> list[MathMode]:
-        return [mode async for mode in function()]
-
-    around = math_mode("bf16")
     for wrap in (lambda f: f, functools.partial):
-        assert asyncio.run(around(wrap(Coroutine()))()) is BF16
-        assert list(around(wrap(Steps()))()) == [BF16]
-        assert asyncio.run(consume(around(wrap(AsyncSteps())))) == [BF16]
+        assert asyncio.run(math_mode("bf16")(wrap(Coroutine()))()) is BF16
 
 
 def test_decorated_methods_without_an_instance() -> None:

@@ -22,14 +22,14 @@ from lowprec.modes import MathMode
 from lowprec.modes import row as mode_row
 from lowprec.planning import Capabilities, KernelRow, Summation
 from lowprec.policy import environment
-from lowprec.policy.state import emulated
+from lowprec.policy.resolution import emulated_architecture
 
 _WITHOUT = "{}: products run on NumPy, no faster than fp32 in any mode"
 
 
 def capabilities(device: Device) -> Capabilities:
     """Return the cached kernels and features of this CPU; inside ``emulate``, emulated tensor cores come first."""
-    architecture, why = emulated(), library.unavailable_reason()
+    architecture, why = emulated_architecture(), library.unavailable_reason()
     if why is not None:
         warn(_WITHOUT.format(why), once="kernels")
     return _capabilities() if architecture is None else _emulating(architecture)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.policy.effects import probe
 from lowprec.policy.frameworks.switch_functions import attribute
 from lowprec.policy.protocol import Tier
 
@@ -71,13 +69,3 @@ class JaxController:
     def set_default(self, mode: MathMode) -> None:
         """Set the default precision of all threads for the rest of the process."""
         attribute("jax.config.update", "JAX")("jax_default_matmul_precision", self._words[mode])
-
-    def without_effect(self, mode: MathMode) -> str | None:
-        """Return the products that stay in full FP32 in this mode, without initialising JAX."""
-        bridge = sys.modules.get("jax._src.xla_bridge")
-        initialised = getattr(bridge, "backends_are_initialized", None)
-        jax: Any = sys.modules["jax"]
-        if initialised is None or not initialised() or jax.default_backend() != "cpu":
-            return None
-        with jax.ensure_compile_time_eval():
-            return probe(partial(jax.numpy.full, dtype="float32"))

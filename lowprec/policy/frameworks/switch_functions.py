@@ -64,11 +64,11 @@ class SwitchController:
         """Set every switch, and check that it holds the new value."""
         value = self.values[mode]
         self._write(dict.fromkeys(self.functions, value))
-        found = self.save()
-        for name, kept in found.items():
-            if kept != value:
-                raise BackendError(f"{self.label} kept {name} = {kept!r} when it was set to {value!r}")
-        return found
+        values = self.save()
+        for name, now in values.items():
+            if now != value:
+                raise BackendError(f"{self.label} kept {name} = {now!r} when it was set to {value!r}")
+        return values
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Write the saved values."""

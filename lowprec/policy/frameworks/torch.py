@@ -16,11 +16,8 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
-from lowprec.arrays.torch_interception import probes_of
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.modes import MathMode
-from lowprec.policy import environment
-from lowprec.policy.effects import probe
 from lowprec.policy.protocol import Tier, raised_in
 
 T = TypeVar("T")
@@ -77,7 +74,7 @@ class _Functions(NamedTuple):
 
 # The functions behind `torch.get_float32_matmul_precision`, `torch.backends.*.fp32_precision` and so on, ten times as
 # fast.
-_find = attrgetter(
+_attributes = attrgetter(
     "_get_float32_matmul_precision",
     "_set_float32_matmul_precision",
     "_get_cudnn_allow_tf32",
@@ -89,7 +86,7 @@ _find = attrgetter(
 
 def _functions(torch: ModuleType) -> _Functions:
     try:
-        found = _Functions(*_find(torch._C))
+        functions = _Functions(*_attributes(torch._C))
     except AttributeError as error:
         raise UnsupportedError(
             f"the switches of PyTorch {getattr(torch, '__version__', 'of an unknown version')} are not those of 2.9 "
@@ -98,9 +95,9 @@ def _functions(torch: ModuleType) -> _Functions:
     # Some versions warn once that the old switches are deprecated, which a filter may turn into an error.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _read(found.get_old)
-        _read(found.get_cudnn)
-    return found
+        _read(functions.get_old)
+        _read(functions.get_cudnn)
+    return functions
 
 
 class TorchController:
@@ -117,13 +114,13 @@ class TorchController:
     }
 
     def __init__(self) -> None:
-        self._found: tuple[ModuleType, _Functions] | None = None
+        self._cached: tuple[ModuleType, _Functions] | None = None
 
     def _functions(self) -> _Functions:
         torch = sys.modules["torch"]
-        if self._found is None or self._found[0] is not torch:
-            self._found = torch, _functions(torch)
-        return self._found[1]
+        if self._cached is None or self._cached[0] is not torch:
+            self._cached = torch, _functions(torch)
+        return self._cached[1]
 
     def save(self) -> dict[str, Any]:
         """Return each switch's own value."""
@@ -132,7 +129,7 @@ class TorchController:
         parents = leaves[len(_PAIRS) :]
         del leaves[len(_PAIRS) :]
         if parents != _PASSED_ON:
-            leaves = _own(do, leaves)
+            leaves = _own_values(do, leaves)
         old, cudnn = _read(do.get_old), _read(do.get_cudnn)
         # While the newer switches are at full FP32, the old one for products can always be read, that of cuDNN only if
         # it is False.
@@ -166,31 +163,11 @@ class TorchController:
     def describe(self) -> dict[str, Any]:
         """Return the switches as PyTorch reports them."""
         do = self._functions()
-        found: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
-        for name, value in found.items():
+        old: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
+        for name, value in old.items():
             if value is None:
-                found[name] = "refused by PyTorch: the old and the newer switches do not agree"
-        return {**found, **{name: do.get(*pair) for pair, (name, _) in _LEAVES.items()}}
-
-    def without_effect(self, mode: MathMode) -> str | None:
-        """Return the products that stay in full FP32 in this mode."""
-        torch: Any = sys.modules["torch"]
-        if torch.cuda.is_initialized():
-            return _without_effect_on_gpu(torch)
-        if torch.cuda.device_count() or any(is_active() for is_active in probes_of(torch)[:4]):
-            return None  # the CPU is irrelevant, or a tracer would record the product
-        return probe(partial(torch.full, dtype=torch.float32, device="cpu"))
-
-
-def _without_effect_on_gpu(torch: Any) -> str | None:
-    # Without a product, which would synchronise the stream: every GPU since Ampere has TF32.
-    if torch.version.hip:
-        return None
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "this GPU has no TF32: float32 products stay in full FP32"
-    if environment.snapshot().tf32_off:
-        return "NVIDIA_TF32_OVERRIDE=0 keeps cuBLAS from TF32"
-    return ""
+                old[name] = "refused by PyTorch: the old and the newer switches do not agree"
+        return {**old, **{name: do.get(*pair) for pair, (name, _) in _LEAVES.items()}}
 
 
 def _read(getter: Callable[[], T]) -> T | None:
@@ -217,15 +194,15 @@ def _while_set(do: _Functions, held: Mapping[Pair, str], value: str, read: Calla
         list(back)  # one call of C, which no signal handler interrupts
 
 
-def _own(do: _Functions, leaves: list[str]) -> list[str]:
+def _own_values(do: _Functions, leaves: list[str]) -> list[str]:
     """Return the newer switches' own values: "none" for one that inherits its value."""
     passes_on = _followers(do, _ALL, (*_BACKENDS, *_PAIRS))
 
     def below_backends() -> set[Pair]:
-        found: set[Pair] = set()
+        followers: set[Pair] = set()
         for parent in _BACKENDS:
-            found |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
-        return found
+            followers |= _followers(do, parent, [pair for pair in _PAIRS if pair[0] == parent[0]])
+        return followers
 
     # A backend whose switch is "none" inherits from the switch of all backends. That switch is set to "none" as well
     # for this test, because its value could equal the one that the backend's switch had.

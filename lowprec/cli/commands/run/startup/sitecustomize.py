@@ -28,7 +28,7 @@ class _Watcher:
         self.profiles = profiles
         self.profile = None  # type: Any
         self.reports_changes = False
-        self.reaches = False  # whether the mode has an effect on a library
+        self.reaches = False  # whether a library's switches or products have been set
         self.names = (_LIBRARIES if order else frozenset()) | {_LOWPREC if profiles else ""}
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
@@ -59,10 +59,7 @@ class _Watcher:
                 _print(f"lowprec run --intercept: PyTorch's products are its own ({failure})")
             self.reaches |= failure is None
         elif why is None:
-            left = self.on_path(self.without_effect, name)
-            if left:
-                _print(f"lowprec run --mode {self.order} changes nothing in {name} ({left})")
-            self.reaches |= not left
+            self.reaches = True
         if why is None:
             return
         if self.order == _GUARD:
@@ -93,12 +90,6 @@ class _Watcher:
             self.reports_changes = True
             atexit.register(_print_changes, process.changes)
         return why
-
-    def without_effect(self, name: str) -> "str | None":
-        """Return the products that stay in full FP32."""
-        from lowprec.policy import process
-
-        return process.without_effect(name, self.order)
 
     def intercept(self) -> None:
         """Compute PyTorch's products of this thread with lowprec until the process ends."""
