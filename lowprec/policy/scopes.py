@@ -98,7 +98,11 @@ class PolicyScope:
     def __exit__(self, *exc_info: object) -> None:
         policy = current.get().of(self)
         if policy is not None:
-            remarks = self._leave(policy)
+            try:
+                remarks = self._leave(policy)
+            except BaseException:  # of a signal handler, which may raise between any two steps
+                self._leave(policy)
+                raise
         else:
             holds = [hold for hold, scope in list(entries.holds.items()) if scope is self]
             remarks = [_OTHER_CONTEXT, *_restore(holds[-1] if holds else None)]
