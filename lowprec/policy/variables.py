@@ -135,37 +135,6 @@ THREADS = Variable(
     lambda word: "lowprec's own workers" if word == "own" else "PyTorch's threads if it is loaded",
 )
 
-
-def _list_variable(which: str, action: str) -> Variable[tuple[str, ...]]:
-    name = f"LOWPREC_AMP_{which.upper()}LIST_{action}"
-    words = {"ADD": "added to", "REMOVE": "taken from"}[action]
-
-    def parse(text: str) -> tuple[str, ...]:
-        found = tuple(part.strip() for part in text.split(",") if part.strip())
-        for x in found:
-            if not x.replace(".", "_").isidentifier():
-                raise EnvironmentVariableError(
-                    f"environment variable {name}: {quoted(x)} is not the name of a function; or unset the variable"
-                )
-        return found
-
-    return Variable(
-        name,
-        f"Functions {words} the {which} list of lowprec.amp's policies; read when a policy is created.",
-        "names of functions, separated by commas",
-        "none",
-        parse,
-        ", ".join,
-    )
-
-
-#: By list and action.
-AMP_LISTS = {
-    (which, action): _list_variable(which, action)
-    for which in ("allow", "deny", "infer")
-    for action in ("ADD", "REMOVE")
-}
-
 #: Instruction sets of x86-64 and the CPU flags that each adds; a limit hides the flags of later rows.
 ISAS: dict[str, frozenset[str]] = {
     "baseline": frozenset(),
@@ -235,7 +204,6 @@ VARIABLES: tuple[Variable[Any], ...] = (
     CACHE_DIR,
     MAX_CPU_ISA,
     THREADS,
-    *AMP_LISTS.values(),
     *(
         Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
         for name, meaning, legal, default in _LIBRARIES
