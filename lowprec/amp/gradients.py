@@ -10,18 +10,18 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lowprec import plotting
 from lowprec.amp.arguments import FLOATS
 from lowprec.amp.containers import leaves
 from lowprec.arrays import library_name, library_of
 from lowprec.arrays.namespaces import dtype_name
-from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
+from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
-from lowprec.util.atomic import write_file, write_json
+from lowprec.util.atomic import write_json
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, html, plain_text
 from lowprec.util.tracing import uncompiled
@@ -105,29 +105,18 @@ class GradientReport:
         UnsupportedError
             matplotlib is not installed, or does not support the format.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError:
-            raise UnsupportedError(
-                'plot needs matplotlib, which is not installed: pip install "lowprec[plot]"'
-            ) from None
-        figure = Figure(figsize=(7.6, 3.6), layout="constrained")
-        suffix = Path(path).suffix.lower().removeprefix(".")
-        known = figure.canvas.get_supported_filetypes()
-        if suffix not in known:
-            raise UnsupportedError(
-                f"plot writes {', '.join(known)}, chosen by the suffix of the path, got {quoted(os.fspath(path))}"
-            )
-        axes = figure.subplots()
-        axes.bar(list(self.exponents), list(self.exponents.values()), width=0.9, color="#0072b2")
+        plotting.write(path, self._figure)
+
+    def _figure(self) -> Any:
+        figure, ((panel,),) = plotting.figure(3.6)
+        panel.bar(list(self.exponents), list(self.exponents.values()), width=0.9, color=plotting.COLOURS[0])
         shift = math.log2(self.suggested_scale)
-        for offset, colour, label in ((0, "#d55e00", "1"), (shift, "#009e73", f"2^{shift:g}")):
-            low = math.log2(FLOAT16.smallest_subnormal) - offset
-            high = FLOAT16.emax + 1 - offset
-            axes.axvspan(low, high, color=colour, alpha=0.15, label=f"float16, scale {label}")
-        axes.set(xlabel="exponent of the gradient", ylabel="elements", yscale="log")
-        axes.legend()
-        write_file(path, lambda file: figure.savefig(file, format=suffix))
+        for offset, colour, label in ((0, plotting.COLOURS[1], "1"), (shift, plotting.COLOURS[2], f"2^{shift:g}")):
+            low, high = math.log2(FLOAT16.smallest_subnormal) - offset, FLOAT16.emax + 1 - offset
+            panel.axvspan(low, high, color=colour, alpha=0.15, label=f"float16, scale {label}")
+        panel.set(xlabel="exponent of the gradient", ylabel="elements", yscale="log")
+        panel.legend()
+        return figure
 
 
 @uncompiled

@@ -1,6 +1,4 @@
-"""Reading and writing ``.npy`` files.
-
-Reading never unpickles: a pickle can run any code. A file is written completely or not at all.
+"""Operands in ``.npy`` files, which are never unpickled: a pickle can run any code. Files of results.
 
 The ``.npy`` format has no bfloat16: NumPy writes raw elements of 2 bytes (``|V2``), whose dtype the caller passes. The
 same holds for float8_e4m3fn, with 1 byte; NumPy cannot read the float8_e5m2 files that it writes.
@@ -12,10 +10,7 @@ import io
 import os
 import textwrap
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -93,34 +88,16 @@ def _converted(path: str, array: Array, dtype: DType | None) -> Array:
     return converted
 
 
-def _is_written_into(path: str) -> bool:
-    """Whether a path is a pipe, a device or an open file, to which data is appended."""
-    return path == "-" or path.startswith(("/dev/", "/proc/")) or Path(path).is_fifo()
-
-
-def is_standard_output(path: str | None) -> bool:
-    """Whether a path is the file of standard output."""
-    if not path or not _is_written_into(path):
-        return False
-    try:
-        return path == "-" or os.path.samestat(os.stat(path), os.fstat(1))
-    except OSError:
-        return False
-
-
 def check_output(path: str) -> None:
-    """Raise if the output cannot be written; called before the computation."""
+    """Raise if a file cannot be written; called before the computation."""
     target, reason = Path(path), ""
     try:
         if not path:
             reason = "the name is empty"
-        elif _is_written_into(path):
-            if path == "-":
-                os.fstat(1)
-            elif not os.access(path, os.W_OK):
-                reason = "it is not open, or not writable"
+        elif target.is_dir():
+            reason = "it is a folder"
         elif target.exists() and not target.is_file():
-            reason = "it is a folder" if target.is_dir() else "not a file, a pipe or a terminal"
+            reason = "" if os.access(path, os.W_OK) else "it is not writable"
         elif not (folder := target.resolve().parent).is_dir():
             reason = f"the folder {folder} does not exist"
         elif not os.access(folder, os.W_OK | os.X_OK):
@@ -131,26 +108,15 @@ def check_output(path: str) -> None:
         raise CommandError(f"cannot write {path or repr(path)}: {reason}")
 
 
-def write_array(path: str, array: Array) -> None:
-    """Write an ``.npy`` file, as :func:`write_output` does."""
-
-    def save(file: BinaryIO) -> None:
-        # For a real file, NumPy would report an error only as a number of elements written.
-        np.save(SimpleNamespace(write=file.write), array, allow_pickle=False)
-
-    write_output(path, save)
-
-
-def write_output(path: str, write: Callable[[BinaryIO], Any]) -> None:
-    """Write a file of exactly this name, completely or not at all, or append to a pipe, a device or an open file."""
-    check_output(path)
+def write_output(path: str, content: bytes) -> None:
+    """Write a file of exactly this name, completely or not at all, or write into a pipe or a device."""
     try:
-        if _is_written_into(path):
+        if Path(path).exists() and not Path(path).is_file():
             flush()  # keeps the order of the output
-            with open(os.dup(1) if path == "-" else path, "ab") as file:
-                write(file)
+            with open(path, "wb") as file:
+                file.write(content)
         else:
-            write_file(path, write)
+            write_file(path, lambda file: file.write(content))
     except BrokenPipeError:
         raise
     except OSError as error:

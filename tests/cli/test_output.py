@@ -15,7 +15,7 @@ import pytest
 import lowprec
 from lowprec.checking.comparison import seconds
 from lowprec.cli import main, output
-from lowprec.cli.commands import check, matmul
+from lowprec.cli.commands import check
 from lowprec.util.tables import Table, plain_text
 
 TABLE = Table("Sizes [of things]", ["name", ">n"], [["[bold]a", "8"], ["bc", "1024"]])
@@ -164,13 +164,12 @@ def test_optional_columns_give_way(monkeypatch: pytest.MonkeyPatch, request: pyt
         assert max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
-COMMANDS = ("info", "plan", "matmul", "check", "autotune", "run", "completion")
+COMMANDS = ("info", "plan", "check", "autotune", "run")
 OUTPUTS = (
     *((*name, "--help") for name in ((), *zip(COMMANDS, strict=True))),
     ("info", "--all"),
     ("plan", "--shapes", "1024x512", "512x2048", "--rtol", "1e-3"),
     ("plan", "--shapes", "1024x512", "512x2048", "--mode", "fp16_karatsuba", "--device", "h200"),
-    ("matmul", "A.npy", "B.npy", "-o", "C.npy", "--rtol", "1e-3"),
     ("check", "A.npy", "B.npy", "--rounds", "1"),
     ("check", "--mode", "tf32"),
     ("plan", "--shapes", "4x4", "4x4", "--mode", "tf23"),
@@ -187,7 +186,6 @@ def test_no_word_is_broken(
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "cache")
     np.save("A.npy", rng.standard_normal((24, 40), dtype=np.float32))
     np.save("B.npy", rng.standard_normal((40, 16), dtype=np.float32))
-    monkeypatch.setattr(matmul, "_timed", lambda a, b, chosen: (a @ b, 1.0))
     found = lowprec.check(np.load("A.npy"), np.load("B.npy"), rounds=1)
     monkeypatch.setattr(check, "compare", lambda *_, **__: found)
     shown = {}

@@ -92,9 +92,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw error and bound against speed, or with several sizes speed and error against size, as .png or .svg",
+        help="draw error and bound against speed, or with several sizes speed and error against size: .png, .svg, ...",
     )
-    parser.add_argument("--dark", action="store_true", help="draw on a dark background")
     add_shared(parser, "--json")
 
 
