@@ -80,5 +80,4 @@ def image(draw: Callable[[], Any], kind: str) -> bytes:
 
 def write(path: str | os.PathLike[str], draw: Callable[[], Any]) -> None:
     """Draw a figure and write it to a file, atomically; the suffix of the path is the image format."""
-    content = image(draw, image_format(path))
-    write_file(path, lambda file: file.write(content))
+    write_file(path, image(draw, image_format(path)))

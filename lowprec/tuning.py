@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from lowprec import policy
-from lowprec.arrays import library_of
+from lowprec.arrays import library_of_operand, view_of_b
 from lowprec.backends import AlgorithmTiming, Arguments, backend_of
 from lowprec.core import streams
 from lowprec.core.arguments import bind, name_argument
@@ -17,7 +17,6 @@ from lowprec.core.executors import look_up
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
 from lowprec.modes import ActivationName, MathMode, ModeName
 from lowprec.planning.rendering import title
-from lowprec.policy.variables import AUTOTUNE
 from lowprec.util.tables import Table, plain_text
 from lowprec.util.tracing import uncompiled
 
@@ -100,8 +99,6 @@ def autotune(
         As for ``matmul``; if no algorithm runs, the first one's error.
     UnsupportedError
         ``candidates`` is out of range.
-    EnvironmentVariableError
-        ``LOWPREC_AUTOTUNE`` has an illegal value.
     TypeError
         ``candidates`` is not an integer.
 
@@ -113,12 +110,11 @@ def autotune(
     >>> lowprec.autotune(a, a).speedup
     1.0
     """
-    AUTOTUNE.current()  # raises for an illegal value, as a product does
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
         raise UnsupportedError(f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}")
     try:
-        library = library_of(a)
-        x, y = library.view(a), library_of(b).view(b)
+        library = library_of_operand(a)
+        x, y = library.view(a), view_of_b(b)
         options = bind(x, y, out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
     except (ArrayError, DTypeError) as error:
         arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}

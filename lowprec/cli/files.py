@@ -116,7 +116,7 @@ def write_output(path: str, content: bytes) -> None:
             with open(path, "wb") as file:
                 file.write(content)
         else:
-            write_file(path, lambda file: file.write(content))
+            write_file(path, content)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -106,13 +106,6 @@ TF32_OVERRIDE = Variable(
 )
 
 
-AUTOTUNE = _switch_variable(
-    "LOWPREC_AUTOTUNE",
-    "1 measures cuBLASLt's algorithms at the first use of a product on a GPU, unless the result is in the cache; 0 "
-    "also ignores the cache.",
-    "cached choices are used",
-    ("the library's own choice", "choices are measured at first use"),
-)
 PEER_ACCESS = _switch_variable(
     "LOWPREC_PEER_ACCESS",
     "1 allocates results for JAX and DLPack such that other GPUs can access them, which takes longer.",
@@ -199,7 +192,6 @@ VARIABLES: tuple[Variable[Any], ...] = (
     FORCE_MATH_MODE,
     GUARD,
     TF32_OVERRIDE,
-    AUTOTUNE,
     PEER_ACCESS,
     CACHE_DIR,
     MAX_CPU_ISA,

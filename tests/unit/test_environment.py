@@ -31,7 +31,7 @@ def test_the_table_lists_the_variables_of_this_version() -> None:
         CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT
         OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS OPENBLAS_CORETYPE
     """
-    own = [*READ_ONCE, "LOWPREC_AUTOTUNE", "LOWPREC_PEER_ACCESS", "LOWPREC_CACHE_DIR", ISA, "LOWPREC_THREADS"]
+    own = [*READ_ONCE, "LOWPREC_PEER_ACCESS", "LOWPREC_CACHE_DIR", ISA, "LOWPREC_THREADS"]
     assert [v.name for v in environment.VARIABLES] == own + others.split()
     assert tuple(v.name for v in environment.VARIABLES if v.read_once) == (*READ_ONCE, ISA)
     assert all(v.meaning.endswith(".") and v.legal and v.default for v in environment.VARIABLES)
@@ -119,7 +119,7 @@ def test_the_guard_variable(text: str, on: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("name", "text", "read"),
-    [("LOWPREC_FP32_GUARD", "yes", environment.snapshot), ("LOWPREC_AUTOTUNE", "2", variables.AUTOTUNE.current)],
+    [("LOWPREC_FP32_GUARD", "yes", environment.snapshot), ("LOWPREC_PEER_ACCESS", "2", variables.PEER_ACCESS.current)],
 )
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(
     name: str, text: str, read: Any, monkeypatch: pytest.MonkeyPatch
@@ -184,15 +184,6 @@ def test_thread_variables_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch)
     assert row_of("OMP_NUM_THREADS").effect == "4,2"
     assert row_of("MKL_NUM_THREADS").effect == "the library's own choice"
     assert environment.problems() == ()
-
-
-@pytest.mark.parametrize(("text", "value"), [(None, None), ("0", False), ("1", True), (" 1 ", True)])
-def test_autotune(text: str | None, value: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if text is not None:
-        monkeypatch.setenv("LOWPREC_AUTOTUNE", text)
-    assert variables.AUTOTUNE.current() is value
-    effect = {None: "cached choices are used", False: "library's own", True: "at first use"}[value]
-    assert effect in row_of("LOWPREC_AUTOTUNE").effect
 
 
 def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:

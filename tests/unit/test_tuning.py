@@ -31,12 +31,6 @@ def test_candidates_are_counted() -> None:
             lowprec.autotune(A, A, candidates=wrong)
 
 
-def test_a_bad_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", "banana")
-    with pytest.raises(lowprec.EnvironmentVariableError, match="LOWPREC_AUTOTUNE"):
-        lowprec.autotune(A, A)
-
-
 def test_mistakes_are_those_of_matmul() -> None:
     with pytest.raises(lowprec.ShapeError, match="mismatch"):
         lowprec.autotune(A, A[:3])

@@ -23,7 +23,6 @@ from lowprec.cli.output import CommandError, print_json, print_tables, print_tex
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType
-from lowprec.policy.variables import AUTOTUNE
 from lowprec.report import info
 from lowprec.tuning import AutotuneResult
 from lowprec.util.tables import Table
@@ -71,7 +70,6 @@ def _candidates(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
-    AUTOTUNE.current()  # raises for an illegal value on every machine
     shapes, element = options.shapes, options.dtype
     if len(shapes) % 2:
         raise CommandError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")
