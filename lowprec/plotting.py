@@ -70,7 +70,6 @@ def image_format(path: str | os.PathLike[str]) -> str:
 
 
 def image(draw: Callable[[], Any], kind: str) -> bytes:
-    """Return the image of a figure, drawn in :data:`STYLE`."""
     matplotlib: Any = importlib.import_module("matplotlib")
     file = io.BytesIO()
     with matplotlib.rc_context(STYLE):

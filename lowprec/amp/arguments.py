@@ -32,7 +32,6 @@ class Operands:
     mode: MathMode | None = None  # of products, where the operands' type does not determine it
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which products have the mode."""
         return contextlib.nullcontext() if self.mode is None else math_mode(self.mode)
 
 
@@ -84,7 +83,6 @@ def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: b
 
 
 def is_operand(x: Any) -> bool:
-    """Whether a value is an array or a NumPy scalar; classes of element types are neither."""
     return is_array(x) or isinstance(x, np.generic)
 
 

@@ -79,7 +79,6 @@ class AutocastReport:
 
     @property
     def calls(self) -> int:
-        """Number of calls of all functions."""
         return sum(row.calls for row in self.rows)
 
     @property

@@ -90,7 +90,6 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def is_module(value: Any) -> bool:
-    """Whether a value is a PyTorch module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 

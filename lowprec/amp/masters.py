@@ -70,7 +70,6 @@ class MasterWeights:
 
     @property
     def policy(self) -> Policy:
-        """The policy of the copies."""
         return self._policy
 
     @staticmethod

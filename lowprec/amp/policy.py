@@ -252,7 +252,6 @@ class Policy:
         return mapped(lambda x: cast_float(x, self.params), inputs)
 
     def cast_output(self, output: Any) -> Any:
-        """Return the network's results in ``output``."""
         return mapped(lambda x: cast_float(x, self.output), output)
 
     def scaler(self, **keywords: Any) -> LossScaler:

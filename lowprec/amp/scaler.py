@@ -93,12 +93,10 @@ class LossScaler:
         return self._scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
-        """Whether the scaler is enabled."""
         return self._enabled
 
     @property
     def rule(self) -> ScaleRule:
-        """The update rule of the scale."""
         return self._rule
 
     @property

@@ -62,13 +62,11 @@ class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error as a mistake of the user."""
         command = self.prog.partition(" ")[2]
         where = f"{command}: " if command else ""
         raise CommandError(f"{where}{message} (see {self.prog} --help)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is not one of an action's choices, and suggest a similar one."""
         if action.choices is not None and value not in action.choices:
             choices = list(action.choices)
             similar = did_you_mean(value, choices) or f"; choose one of: {', '.join(choices)}"
@@ -100,7 +98,6 @@ def build_parser() -> Parser:
 
 
 def _help(parser: Parser) -> int:
-    """Show the help as an error: no command is given."""
     note(parser.format_help().rstrip("\n"))
     return USAGE
 

@@ -27,7 +27,6 @@ def check_exports(options: argparse.Namespace) -> None:
 
 
 def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
-    """Write the files of the options."""
     if options.csv is not None:
         rows = []
         for case in found:

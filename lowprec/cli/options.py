@@ -38,7 +38,6 @@ device: Callable[[str], str] = _named(
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """Read a shape."""
     words = text.lower().split("x")
     return tuple(_whole(word, text, "a shape; write one as 1024x512") for word in words)
 
@@ -53,7 +52,6 @@ def extents(text: str) -> tuple[int, ...]:
 
 
 def count(text: str) -> int:
-    """Read a number of at least one."""
     return _whole(text, text, "a whole number of at least 1", least=1)
 
 
@@ -67,7 +65,6 @@ def _whole(word: str, text: str, what: str, least: int = 0) -> int:
 
 
 def budget(text: str) -> float:
-    """Read a number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -127,7 +124,6 @@ def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def add_operands(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add ``A.npy B.npy``."""
     for name, role in (("a", "left"), ("b", "right")):
         parser.add_argument(
             name,

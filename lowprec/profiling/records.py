@@ -111,7 +111,6 @@ class ProductRecord:
     error: str | None  #: The error, if the product failed.
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
         return asdict(self)
 
 
@@ -139,7 +138,6 @@ class Measurement:
         self._start_ns = time.perf_counter_ns()
 
     def stop(self) -> None:
-        """Mark the end."""
         self._end_ns = time.perf_counter_ns()
         if self._stopwatch is not None:
             self._stopwatch.stop()

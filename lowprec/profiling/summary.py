@@ -46,7 +46,6 @@ def extents(m: int, n: int, k: int, batch_count: int) -> str:
 
 
 def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
-    """Return the sums that ``profile.totals`` documents."""
     everything = _Group(records)
     on_units = sum(r.flops for r in records if r.elapsed_ms is not None and r.units_used)
     return {

@@ -38,7 +38,6 @@ Shape = tuple[int, ...]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -69,7 +68,6 @@ def _candidates(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print."""
     shapes, element = options.shapes, options.dtype
     if len(shapes) % 2:
         raise CommandError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")

@@ -52,7 +52,6 @@ _SIZE = 1024
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     add_operands(parser, required=False)
     parser.add_argument(
         "--sizes",
@@ -142,7 +141,6 @@ def conditions(load: Load) -> dict[str, Any]:
 
 
 def describe(found: dict[str, Any]) -> str:
-    """Return the conditions as one line."""
     machine, versions = found["machine"], found["versions"]
     units = ", ".join(found["units"]) or "FP32 units alone"
     return (

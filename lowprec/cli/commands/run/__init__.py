@@ -51,7 +51,6 @@ _REPLACES = os.name != "nt"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     how = "[--mode MODE [--force] [--intercept] | --guard] [--profile]"
     parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE) ..."
     chosen = parser.add_mutually_exclusive_group()
@@ -82,7 +81,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replace this process by the program."""
     mode, guard = options.mode, options.guard
     if mode is None and not guard and not options.profile:
         raise CommandError("run: give --mode MODE, --guard or --profile, before the script or the module")
@@ -184,7 +182,6 @@ def start(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def wait_for(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run a command and return its exit code."""
     with subprocess.Popen(command, env=dict(variables)) as process:
         while True:
             try:
