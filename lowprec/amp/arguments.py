@@ -53,16 +53,14 @@ def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, A
         return _cast_all(args, kwargs, "float32")
     if compute != "tf32" and (xp is None or has_type(xp, compute)):
         return _cast_all(args, kwargs, compute)
-    found = _cast_all(args, kwargs, "float32")
-    acts = any(dtype_name(x) == "float32" for x in _arrays(found.args, found.kwargs))
-    return replace(found, to=compute, mode=mode) if acts else found
+    operands = _cast_all(args, kwargs, "float32")
+    acts = any(dtype_name(x) == "float32" for x in _arrays(operands.args, operands.kwargs))
+    return replace(operands, to=compute, mode=mode) if acts else operands
 
 
 def _arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    found = []
-    for x in (*args, *(x for name, x in kwargs.items() if name != "out")):
-        found += [y for y in (x if isinstance(x, list | tuple) else (x,)) if is_operand(y)]
-    return found
+    values = (*args, *(x for name, x in kwargs.items() if name != "out"))
+    return [y for x in values for y in (x if isinstance(x, list | tuple) else (x,)) if is_operand(y)]
 
 
 def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False) -> Operands:

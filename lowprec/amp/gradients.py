@@ -87,9 +87,8 @@ class GradientReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: None for NaN, exponents as text."""
-        found: dict[str, Any] = finite(asdict(self))
-        found["exponents"] = {str(e): n for e, n in self.exponents.items()}
-        return found
+        exponents = {str(e): n for e, n in self.exponents.items()}
+        return {**finite(asdict(self)), "exponents": exponents}
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file, atomically."""
@@ -175,16 +174,16 @@ def gradient_report(grads: Any) -> GradientReport:
     elements = sum(x.size for x in arrays)
     zeros = elements - sum(int(np.count_nonzero(x)) for x in arrays)
     scale = _scale(arrays)
-    questions = [(s, f) for s in dict.fromkeys((1.0, scale)) for f in FORMATS]
-    found = np.zeros((len(questions), 3), np.int64)
+    pairs = [(s, f) for s in dict.fromkeys((1.0, scale)) for f in FORMATS]
+    losses = np.zeros((len(pairs), 3), np.int64)
     histogram = np.zeros(2100, np.int64)
     smallest = largest = math.nan
     for magnitudes in _blocks(arrays):
         smallest = float(np.fmin(smallest, magnitudes.min()))
         largest = float(np.fmax(largest, magnitudes.max()))
         histogram += np.bincount(np.frexp(magnitudes)[1] - 1 - _LEAST, minlength=2100)
-        for i, (s, f) in enumerate(questions):
-            found[i] += _fates(magnitudes * s, f)
+        for i, (s, f) in enumerate(pairs):
+            losses[i] += _fates(magnitudes * s, f)
     counted = int(histogram.sum())
     return GradientReport(
         elements,
@@ -196,7 +195,7 @@ def gradient_report(grads: Any) -> GradientReport:
         {i + _LEAST: int(n) for i, n in enumerate(histogram) if n},
         tuple(
             FormatShares(f.name, s, *map(float, row))
-            for (s, f), row in zip(questions, found / max(counted, 1), strict=True)
+            for (s, f), row in zip(pairs, losses / max(counted, 1), strict=True)
         ),
     )
 

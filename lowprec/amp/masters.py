@@ -53,7 +53,7 @@ class MasterWeights:
         if self._norms is not None:
             params = dict(params.named_parameters())
         # One tuple, so that after an interrupt masters and copies are of the same step.
-        self._held = self._with_copies(mapped(_own, params))
+        self._weights = self._with_copies(mapped(_copied, params))
 
     def _with_copies(self, masters: Any) -> tuple[Any, Any]:
         return masters, self._policy._cast_params(masters, self._norms)
@@ -61,12 +61,12 @@ class MasterWeights:
     @property
     def masters(self) -> Any:
         """The float32 weights."""
-        return self._held[0]
+        return self._weights[0]
 
     @property
     def params(self) -> Any:
         """The copies; where their type is the masters', the masters themselves."""
-        return self._held[1]
+        return self._weights[1]
 
     @property
     def policy(self) -> Policy:
@@ -100,12 +100,12 @@ class MasterWeights:
         else:
             mapped(_check, self.masters, masters)
             masters = mapped(lambda old, new: cast(new, dtype_name(old)), self.masters, masters)
-        self._held = self._with_copies(masters)
+        self._weights = self._with_copies(masters)
         return self.params
 
     def state_dict(self, scaler: LossScaler | None = None) -> dict[str, Any]:
         """Return a checkpoint: masters (copied), policy (a dict) and a scaler's state."""
-        state = {"masters": mapped(_own, self.masters), "policy": asdict(self._policy)}
+        state = {"masters": mapped(_copied, self.masters), "policy": asdict(self._policy)}
         return state if scaler is None else {**state, "scaler": scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], scaler: LossScaler | None = None) -> None:
@@ -123,14 +123,14 @@ class MasterWeights:
         check_entries("the checkpoint", state, wanted, remedy)
         policy = as_policy(state["policy"])
         mapped(_check, self.masters, state["masters"])
-        masters = mapped(_own, state["masters"])
+        masters = mapped(_copied, state["masters"])
         if scaler is not None:
             scaler.load_state_dict(state["scaler"])
         self._policy = policy
-        self._held = self._with_copies(masters)
+        self._weights = self._with_copies(masters)
 
 
-def _own(x: Any) -> Any:
+def _copied(x: Any) -> Any:
     if is_float(x, wide=False) and dtype_name(x) != "float32":
         return cast(x, "float32")
     if hasattr(x, "detach"):

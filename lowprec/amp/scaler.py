@@ -235,8 +235,8 @@ class LossScaler:
 
     def _decide(self, state: _Optimizer) -> bool:
         if state.found_inf is None:
-            found = any(map(bool, state.flags))
-            state.found_inf = found if self._reduce is None else bool(self._reduce(found))
+            found_inf = any(map(bool, state.flags))
+            state.found_inf = found_inf if self._reduce is None else bool(self._reduce(found_inf))
         return state.found_inf
 
     def state_dict(self) -> dict[str, Any]:

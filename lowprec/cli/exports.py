@@ -6,13 +6,16 @@ import argparse
 import csv
 import io
 import math
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from lowprec import plotting
 from lowprec.checking import Comparison
 from lowprec.checking.comparison import Row
-from lowprec.cli.files import check_output, write_output
+from lowprec.cli.output import CommandError, flush
+from lowprec.util.atomic import write_file
 
 _ERROR = "error / (|A| |B|), Frobenius norms"
 
@@ -40,6 +43,41 @@ def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
     if options.plot is not None:
         draw = speeds_and_errors if len(options.sizes or ()) > 1 else errors_by_speed
         write_output(options.plot, plotting.image(lambda: draw(found), plotting.image_format(options.plot)))
+
+
+def check_output(path: str) -> None:
+    """Raise if a file cannot be written; called before the computation."""
+    target, reason = Path(path), ""
+    try:
+        if not path:
+            reason = "the name is empty"
+        elif target.is_dir():
+            reason = "it is a folder"
+        elif target.exists() and not target.is_file():
+            reason = "" if os.access(path, os.W_OK) else "it is not writable"
+        elif not (folder := target.resolve().parent).is_dir():
+            reason = f"the folder {folder} does not exist"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            reason = f"the folder {folder} is not writable"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise CommandError(f"cannot write {path or repr(path)}: {reason}")
+
+
+def write_output(path: str, content: bytes) -> None:
+    """Write a file of exactly this name, completely or not at all, or write into a pipe or a device."""
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            flush()  # keeps the order of the output
+            with open(path, "wb") as file:
+                file.write(content)
+        else:
+            write_file(path, content)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _drawn(row: Row) -> float:

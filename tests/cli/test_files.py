@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.cli import files
+from lowprec.cli import exports, operands
 from lowprec.cli.output import CommandError
 from lowprec.formats import DType
 
@@ -27,7 +27,7 @@ def test_read_gives_the_saved_values(
 ) -> None:
     saved = rng.integers(-100, 100, shape).astype(dtype)
     np.save(tmp_path / "a.npy", saved)
-    read = files.read_array(str(tmp_path / "a.npy"), mapped=mapped)
+    read = operands.read_array(str(tmp_path / "a.npy"), mapped=mapped)
     assert read.dtype.isnative
     assert read.dtype == saved.dtype.newbyteorder("=")
     np.testing.assert_array_equal(read, saved)
@@ -35,7 +35,7 @@ def test_read_gives_the_saved_values(
 
 def test_read_keeps_column_major_order(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.asfortranarray(np.arange(12.0).reshape(3, 4)))
-    assert files.read_array(str(tmp_path / "a.npy"), mapped=True).flags.f_contiguous
+    assert operands.read_array(str(tmp_path / "a.npy"), mapped=True).flags.f_contiguous
 
 
 @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3FN])
@@ -43,21 +43,21 @@ def test_raw_elements_need_a_dtype(tmp_path: Path, dtype: DType) -> None:
     saved = np.array([[1.0, -2.0], [0.5, 3.0]]).astype(NUMPY_DTYPES[dtype])
     path = str(tmp_path / "a.npy")
     np.save(path, saved)
-    read = files.read_array(path, dtype)
+    read = operands.read_array(path, dtype)
     assert read.dtype == saved.dtype
     np.testing.assert_array_equal(read, saved)
     with pytest.raises(CommandError, match=rf"raw {saved.itemsize}-byte elements.*{dtype}"):
-        files.read_array(path)
+        operands.read_array(path)
     with pytest.raises(CommandError, match="--dtype float32 does not fit"):
-        files.read_array(path, DType.FLOAT32)
+        operands.read_array(path, DType.FLOAT32)
 
 
 def test_other_elements_are_converted(tmp_path: Path) -> None:
     path = str(tmp_path / "a.npy")
     np.save(path, np.array([1.0, 1 + 2**-9, 1e300]))
-    np.testing.assert_array_equal(files.read_array(path, DType.BFLOAT16).astype(np.float64), [1.0, 1.0, np.inf])
+    np.testing.assert_array_equal(operands.read_array(path, DType.BFLOAT16).astype(np.float64), [1.0, 1.0, np.inf])
     np.save(path, np.array([-128, 0, 127]))
-    assert files.read_array(path, DType.INT8).tolist() == [-128, 0, 127]
+    assert operands.read_array(path, DType.INT8).tolist() == [-128, 0, 127]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_unusable_operands_are_refused(tmp_path: Path, array: np.ndarray, dtype:
         # The version that names beyond Latin-1 need; save would warn about it.
         np.lib.format.write_array(file, array, version=(3, 0) if "größe" in str(array.dtype) else None)
     with pytest.raises(CommandError, match=words):
-        files.read_array(path, dtype)
+        operands.read_array(path, dtype)
 
 
 class _Bomb:
@@ -91,10 +91,10 @@ def test_a_pickle_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     np.save("a.npy", np.array([_Bomb()], dtype=object), allow_pickle=True)
     with pytest.raises(CommandError, match="Object arrays cannot be loaded"):
-        files.read_array("a.npy")
+        operands.read_array("a.npy")
     Path("b.npy").write_bytes(pickle.dumps(_Bomb()))
     with pytest.raises(CommandError, match=r"as an \.npy file"):
-        files.read_array("b.npy")
+        operands.read_array("b.npy")
     assert not Path("unpickled").exists()
 
 
@@ -112,7 +112,7 @@ def test_other_content_is_refused(tmp_path: Path, content: bytes, words: str) ->
     path = tmp_path / "a.npy"
     path.write_bytes(content)
     with pytest.raises(CommandError, match=words):
-        files.read_array(str(path))
+        operands.read_array(str(path))
 
 
 def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
     for length in (*range(128), len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(CommandError, match=r"cannot read .*a\.npy"):
-            files.read_array(str(path))
+            operands.read_array(str(path))
 
 
 def _with_header(path: Path, header: str, version: bytes = b"\x01\x00") -> str:
@@ -165,13 +165,13 @@ _SHAPED = "{'descr': '<f4', 'fortran_order': False, 'shape': %s, }"
 def test_a_damaged_header_is_reported_in_a_few_words(tmp_path: Path, header: str, version: bytes, mapped: bool) -> None:
     path = _with_header(tmp_path / "a.npy", header, version)
     with pytest.raises(CommandError, match=r"cannot read .*a\.npy") as found:
-        files.read_array(path, mapped=mapped)
+        operands.read_array(path, mapped=mapped)
     assert len(str(found.value)) < len(path) + 150
 
 
 def test_a_header_of_python_2_is_read(tmp_path: Path) -> None:
     path = _with_header(tmp_path / "a.npy", _SHAPED % "(2L, 3L)")
-    np.testing.assert_array_equal(files.read_array(path), np.zeros((2, 3), np.float32), strict=True)
+    np.testing.assert_array_equal(operands.read_array(path), np.zeros((2, 3), np.float32), strict=True)
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -183,15 +183,15 @@ def test_a_header_of_python_2_is_read(tmp_path: Path) -> None:
 def test_an_impossible_output_is_refused_early(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "plain").touch()
     with pytest.raises(CommandError, match=words):
-        files.check_output(str(tmp_path / name))
+        exports.check_output(str(tmp_path / name))
 
 
 def test_a_pipe_is_written_into(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    files.check_output(str(pipe))
-    files.write_output(str(pipe), b"rows")
+    exports.check_output(str(pipe))
+    exports.write_output(str(pipe), b"rows")
     assert os.read(reader, 4096) == b"rows"
     os.close(reader)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
@@ -204,7 +204,7 @@ def test_a_pipe_is_read(mapped: bool) -> None:
     np.save(whole, np.arange(6.0).reshape(2, 3))
     os.write(writer, whole.getvalue())
     os.close(writer)
-    found = files.read_array(f"/dev/fd/{reader}", mapped=mapped)
+    found = operands.read_array(f"/dev/fd/{reader}", mapped=mapped)
     os.close(reader)
     assert found.tolist() == [[0, 1, 2], [3, 4, 5]]
 
@@ -213,17 +213,17 @@ def test_integers_are_refused_with_the_way_out(tmp_path: Path) -> None:
     path = tmp_path / "a.npy"
     np.save(path, np.ones((2, 2), np.int64))
     with pytest.raises(CommandError, match=r"a\.npy holds int64, .* by --dtype float32"):
-        files.read_array(str(path))
-    assert files.read_array(str(path), DType.FLOAT32).dtype == np.float32
+        operands.read_array(str(path))
+    assert operands.read_array(str(path), DType.FLOAT32).dtype == np.float32
 
 
 def test_a_full_device_is_reported() -> None:
     with pytest.raises(CommandError, match="cannot write /dev/full: No space left"):
-        files.write_output("/dev/full", b"rows")
+        exports.write_output("/dev/full", b"rows")
 
 
 def test_a_folder_without_write_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Asked of the system, so that it holds for root as well.
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     with pytest.raises(CommandError, match="not writable"):
-        files.check_output(str(tmp_path / "C.npy"))
+        exports.check_output(str(tmp_path / "C.npy"))

@@ -17,8 +17,7 @@ import numpy as np
 from lowprec.checking.comparison import Case, Comparison, compare, variants_of
 from lowprec.checking.measure import USUAL_ROUNDS, Load, load
 from lowprec.cli.exports import check_exports, export
-from lowprec.cli.files import read_array
-from lowprec.cli.operands import DISTRIBUTIONS, pairs
+from lowprec.cli.operands import DISTRIBUTIONS, pairs, read_array
 from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
 from lowprec.cli.output import CommandError, columns, note, print_json, print_tables, print_text, progress
 from lowprec.formats import DType

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lowprec.cli.files import read_array
+from lowprec.cli.operands import read_array
 from lowprec.cli.options import add_operands, add_shared, shape
 from lowprec.cli.output import CommandError, print_json, print_tables
 from lowprec.core import plan_call
