@@ -80,8 +80,8 @@ def info() -> Info:
     Examples
     --------
     >>> import lowprec
-    >>> found = lowprec.info()
-    >>> found["mode"]["name"], found["devices"][0]["device"]
+    >>> facts = lowprec.info()
+    >>> facts["mode"]["name"], facts["devices"][0]["device"]
     ('fp32', 'cpu')
     """
     cpu = backend_of(CPU).info()
@@ -131,10 +131,10 @@ def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         except OSError:
             return {**nothing, "reason": "no NVIDIA driver was found"}, []
     try:
-        found = importlib.import_module(module).info()
+        cuda = importlib.import_module(module).info()
     except LowprecError as error:
         return {**nothing, "reason": str(error)}, []
-    return {**nothing, **found["versions"], "used": True, "reason": None}, found["devices"]
+    return {**nothing, **cuda["versions"], "used": True, "reason": None}, cuda["devices"]
 
 
 def _library(name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]) -> dict[str, Any]:

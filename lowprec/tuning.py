@@ -49,7 +49,7 @@ class AutotuneResult:
             return f"{title}: nothing to choose, the device has one algorithm"
         first = self._first_choice.median_ms
         rows = [(str(entry.rank), f"{entry.median_ms / first:.3f}", entry.algorithm) for entry in self.timed]
-        rows[0] = (*rows[0][:2], f"{rows[0][2]}  (taken)")
+        rows[0] = (*rows[0][:2], f"{rows[0][2]}  (chosen)")
         return plain_text(Table(title, (">rank", ">time / first choice", "algorithm"), rows))
 
 
@@ -120,23 +120,23 @@ def autotune(
         arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}
         name_argument(error, {**arrays, "scale_a": scale_a, "scale_b": scale_b})
         raise
-    found = look_up(policy.resolve(math_mode), x, y, options, observed=False)
+    product = look_up(policy.resolve(math_mode), x, y, options, observed=False)
     backend = backend_of(x.device)
     timed: list[AlgorithmTiming] = []
 
     def measure(arguments: Arguments) -> None:
-        timed.extend(backend.tune(found.execute, arguments, candidates=candidates, progress=progress))
+        timed.extend(backend.tune(product.execute, arguments, candidates=candidates, progress=progress))
 
     stream = library.current_stream(x.device) or 0
     with ExitStack() as stack:
         target = options.out
         if target is None:
-            result = backend.temporary(found.out_shape, found.out_dtype, x.device, stream)
+            result = backend.temporary(product.out_shape, product.out_dtype, x.device, stream)
             target = stack.enter_context(result)
         arguments = options.arguments(x, y, target, stream)
         if x.device.is_host:
             measure(arguments)
         else:
             streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
-    capabilities = found.plan.capabilities
-    return AutotuneResult(title(found.plan), f"{capabilities.device}: {capabilities.name}", tuple(timed))
+    capabilities = product.plan.capabilities
+    return AutotuneResult(title(product.plan), f"{capabilities.device}: {capabilities.name}", tuple(timed))

@@ -176,7 +176,7 @@ class AutocastNamespace:
         product = _PRODUCTS.get(name)
         which = listed if policy.functions else None
         if product is not None and not policy.functions and not has_type(whole, policy.compute):
-            which = "allow"  # a 16-bit model in a library where 16 bits are only a math mode
+            which = "allow"  # the library lacks the 16-bit type, so a math mode rounds the operands
 
         inputs = getattr(function, "nin", None)  # NumPy's functions also accept a positional `out`
 

@@ -29,10 +29,10 @@ def check_exports(options: argparse.Namespace) -> None:
         plotting.image_format(options.plot)
 
 
-def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
+def export(options: argparse.Namespace, comparisons: Sequence[Comparison]) -> None:
     if options.csv is not None:
         rows = []
-        for case in found:
+        for case in comparisons:
             a, b = (f"{x.dtype} {'x'.join(map(str, x.shape))}" for x in (case.a, case.b))
             rows += [{"case": case.name, "a": a, "b": b, **row.to_dict()} for row in case.rows]
         text = io.StringIO(newline="")
@@ -42,7 +42,7 @@ def export(options: argparse.Namespace, found: Sequence[Comparison]) -> None:
         write_output(options.csv, text.getvalue().encode())
     if options.plot is not None:
         draw = speeds_and_errors if len(options.sizes or ()) > 1 else errors_by_speed
-        write_output(options.plot, plotting.image(lambda: draw(found), plotting.image_format(options.plot)))
+        write_output(options.plot, plotting.image(lambda: draw(comparisons), plotting.image_format(options.plot)))
 
 
 def check_output(path: str) -> None:
@@ -85,10 +85,10 @@ def _drawn(row: Row) -> float:
     return row.errors.normalised if 0 < row.errors.normalised < math.inf else math.nan
 
 
-def errors_by_speed(found: Sequence[Comparison]) -> Any:
+def errors_by_speed(comparisons: Sequence[Comparison]) -> Any:
     """Return a figure of the error of each mode, and its bound above it, over the mode's speed; one panel per case."""
-    figure, (panels,) = plotting.figure(5.0, 1, len(found), width=0.6 + 4.2 * len(found))
-    for panel, comparison in zip(panels, found, strict=True):
+    figure, (panels,) = plotting.figure(5.0, 1, len(comparisons), width=0.6 + 4.2 * len(comparisons))
+    for panel, comparison in zip(panels, comparisons, strict=True):
         rows = comparison.rows
         speeds, bounds = [row.speedup for row in rows], [row.errors.bound for row in rows]
         panel.vlines(speeds, list(map(_drawn, rows)), bounds, colors=plotting.GRID)
@@ -97,17 +97,17 @@ def errors_by_speed(found: Sequence[Comparison]) -> Any:
         panel.set_title(comparison.name)
         panel.set_xlabel(f"speed-up over {comparison.rows[0].name}")
     panels[0].set_ylabel(_ERROR)
-    plotting.legend(figure, panels[0], ncols=3 * len(found))
+    plotting.legend(figure, panels[0], ncols=3 * len(comparisons))
     return figure
 
 
-def speeds_and_errors(found: Sequence[Comparison]) -> Any:
+def speeds_and_errors(comparisons: Sequence[Comparison]) -> Any:
     """Return a figure of speed (above) and error (below) over the size, a column for each kind of data."""
     columns: dict[str, list[tuple[str, dict[str, Row]]]] = {}
-    for comparison in found:
+    for comparison in comparisons:
         kind, _, size = comparison.name.partition(" ")
         columns.setdefault(kind, []).append((size, {row.name: row for row in comparison.rows}))
-    names = [row.name for row in found[0].rows]
+    names = [row.name for row in comparisons[0].rows]
     figure, panels = plotting.figure(6.0, 2, len(columns), width=1.8 + 2.8 * len(columns))
     for (kind, cases), (above, below) in zip(columns.items(), panels.T, strict=True):
         sizes = [size for size, _ in cases]

@@ -44,11 +44,11 @@ def shape(text: str) -> tuple[int, ...]:
 
 def extents(text: str) -> tuple[int, ...]:
     """Read the extents of a product: N, or MxKxN."""
-    found = shape(text)
-    if len(found) not in (1, 3) or 0 in found:
+    extent = shape(text)
+    if len(extent) not in (1, 3) or 0 in extent:
         what = "one extent (1024) or three (MxKxN, as 512x4096x512), of at least 1"
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return found
+    return extent
 
 
 def count(text: str) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -90,45 +88,6 @@ def test_the_bar_reports_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         step("normal, fp32")
         step("normal, tf32")
     assert "check: normal, tf32" in terminal.getvalue()
-
-
-def test_the_whole_command_without_rich() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['rich'] = None\n"
-        "import os; os.getloadavg = lambda: (0.0, 0.0, 0.0)\n"
-        "from lowprec.cli import main\n"
-        "sys.exit(main(['check', '--sizes', '16', '--rounds', '1']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("normal: float32 16x16 @ float32 16x16")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminal on Windows")
-def test_on_a_real_terminal(tmp_path: Path) -> None:
-    pytest.importorskip("rich", reason="rich is not installed")
-    import pty
-
-    master, slave = pty.openpty()
-    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    words = ("info",)
-    with open(tmp_path / "err", "wb") as err, open(master, "rb", 0) as reader:
-        process = subprocess.Popen([sys.executable, "-m", "lowprec", *words], stdout=slave, stderr=err, env=variables)
-        os.close(slave)
-        chunks = []
-        while True:
-            try:
-                chunk = reader.read(4096)
-            except OSError:  # Linux, once the other side is closed
-                break
-            if not chunk:
-                break
-            chunks.append(chunk)
-        assert process.wait(60) == 0
-    text = b"".join(chunks).decode()
-    assert "\x1b[1mlibraries" in text
-    assert (tmp_path / "err").read_bytes() == b""
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,10 @@ def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
         "candidates": len(results),
         "time_over_first_choice": best.median_ms / first.median_ms,
     }
-    own = _stored()
-    own.setdefault(device_key(), {})[product_key(invocation)] = choice
+    ours = _stored()
+    ours.setdefault(device_key(), {})[product_key(invocation)] = choice
     _stored.cache_clear()
     stored = _stored()
-    for device, choices in own.items():
+    for device, choices in ours.items():
         stored.setdefault(device, {}).update(choices)
     disk.write(_FILE, json.dumps({"devices": stored}, indent=1, sort_keys=True).encode())

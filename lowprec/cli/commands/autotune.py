@@ -82,8 +82,8 @@ def run(options: argparse.Namespace) -> int:
             step(_product(a, b))
             rng = np.random.default_rng(options.seed)
             arrays = [make(x, element, rng) for x in (a, b)]
-            found = tuning.autotune(*arrays, math_mode=options.mode, candidates=options.candidates)
-            results.append((a, b, mode, found))
+            result = tuning.autotune(*arrays, math_mode=options.mode, candidates=options.candidates)
+            results.append((a, b, mode, result))
     if options.json:
         facts = [
             {
@@ -92,13 +92,13 @@ def run(options: argparse.Namespace) -> int:
             }
             for a, b, mode, result in results
         ]  # fmt: skip
-        print_json({"device": found.device, "reason": None, "results": facts})
+        print_json({"device": result.device, "reason": None, "results": facts})
     else:
         columns = (
-            "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
+            "product", "operands", "mode", ">measured", ">first choice", ">chosen", ">speed-up", "algorithm",
         )  # fmt: skip
         rows = [(_product(a, b), str(element), mode or "-", *_cells(result)) for a, b, mode, result in results]
-        print_tables([Table(f"products on {found.device}", columns, rows)])
+        print_tables([Table(f"products on {result.device}", columns, rows)])
     return 0
 
 
@@ -127,9 +127,9 @@ def _cells(result: AutotuneResult) -> tuple[str, ...]:
     timed = result.timed
     if not timed:
         return "0", "-", "-", "-", "nothing to choose"
-    taken, first = timed[0], min(timed, key=lambda x: x.rank)
-    times = (seconds(first.median_ms * 1e-3), seconds(taken.median_ms * 1e-3))
-    algorithm = f"choice {taken.rank + 1}: {taken.algorithm}"
+    best, first = timed[0], min(timed, key=lambda x: x.rank)
+    times = (seconds(first.median_ms * 1e-3), seconds(best.median_ms * 1e-3))
+    algorithm = f"choice {best.rank + 1}: {best.algorithm}"
     return str(len(timed)), *times, f"{result.speedup:.2f}x", algorithm
 
 

@@ -103,23 +103,23 @@ def run(options: argparse.Namespace) -> int:
     if before.remark:
         note(before.remark)
     chosen = [variants_of(case, options.modes) for case in cases]
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     with progress("check", sum(len(v) + (options.rounds or USUAL_ROUNDS) for v in chosen)) as step:
         for case, variants in zip(cases, chosen, strict=True):
             show = partial(step, case.name)
             timing = {"rounds": options.rounds, "budget": options.budget}
-            found.append(compare(case, variants, **timing, load=before, step=show))
-    export(options, found)
+            comparisons.append(compare(case, variants, **timing, load=before, step=show))
+    export(options, comparisons)
     where = conditions(before)
     if options.json:
         seed = None if options.a else options.seed
-        print_json({**where, "seed": seed, "cases": [c.to_dict() for c in found]})
+        print_json({**where, "seed": seed, "cases": [c.to_dict() for c in comparisons]})
     else:
-        print_tables(compared.table for compared in found)
+        print_tables(compared.table for compared in comparisons)
         print_text(f"\n{fill(describe(where), columns())}")
-    for remark in dict.fromkeys(remark for c in found for remark in c.remarks):
+    for remark in dict.fromkeys(remark for c in comparisons for remark in c.remarks):
         note(remark)
-    return int(not all(c.within for c in found))
+    return int(not all(c.within for c in comparisons))
 
 
 def conditions(load: Load) -> dict[str, Any]:
@@ -139,12 +139,12 @@ def conditions(load: Load) -> dict[str, Any]:
     }
 
 
-def describe(found: dict[str, Any]) -> str:
-    machine, versions = found["machine"], found["versions"]
-    units = ", ".join(found["units"]) or "FP32 units alone"
+def describe(facts: dict[str, Any]) -> str:
+    machine, versions = facts["machine"], facts["versions"]
+    units = ", ".join(facts["units"]) or "FP32 units alone"
     return (
-        f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
-        f"NumPy {versions['numpy']} ({found['blas']})"
+        f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {facts['lowprec']}, "
+        f"NumPy {versions['numpy']} ({facts['blas']})"
     )
 
 

@@ -122,11 +122,11 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
     """Return the mode (None: the guard) and whether to force it, after the environment of an outer ``lowprec run``."""
-    taken = environment.snapshot()
-    if taken.fp32_guard:
+    outer = environment.snapshot()
+    if outer.fp32_guard:
         note(f"lowprec run: LOWPREC_FP32_GUARD overrules --mode {asked}")
         return None, False
-    forced = taken.force_math_mode
+    forced = outer.force_math_mode
     if forced in (None, asked) or force:
         return asked, force
     note(f"lowprec run: LOWPREC_FORCE_MATH_MODE={forced} overrules --mode {asked}")
@@ -135,23 +135,23 @@ def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
 
 def interpreter_options(words: Sequence[str]) -> list[str]:
     """Return Python's own options from the words of ``sys.orig_argv``."""
-    found: list[str] = []
+    options: list[str] = []
     rest = iter(words[1:])
     for word in rest:
         if word == _LONG:
-            found += [word, next(rest, "")]
+            options += [word, next(rest, "")]
             continue
         option = _OPTION.fullmatch(word)
         if option is None:
             break
         flags, letter, value = option.groups()
         if flags:
-            found.append(f"-{flags}")
+            options.append(f"-{flags}")
         if letter in _PROGRAM:
             break
         if letter:
-            found += [f"-{letter}{value}"] if value else [f"-{letter}", next(rest, "")]
-    return found
+            options += [f"-{letter}{value}"] if value else [f"-{letter}", next(rest, "")]
+    return options
 
 
 def python_command(program: Sequence[str]) -> list[str]:
