@@ -131,6 +131,7 @@ OUTPUTS = (
     ("plan", "--shapes", "1024x512", "512x2048", "--mode", "fp16_karatsuba", "--device", "h200"),
     ("check", "A.npy", "B.npy", "--rounds", "1"),
     ("check", "--mode", "tf32"),
+    ("autotune", "--shapes", "8x8", "8x8"),
     ("plan", "--shapes", "4x4", "4x4", "--mode", "tf23"),
     ("plan", "--shapes", "4x4", "4x4", "--device", "h20"),
     ("run", "--force", "missing.py"),

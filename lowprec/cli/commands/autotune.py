@@ -19,13 +19,13 @@ from lowprec import tuning
 from lowprec.checking.comparison import seconds
 from lowprec.cli.operands import operand
 from lowprec.cli.options import add_shared, count, dtype, shape
-from lowprec.cli.output import CommandError, print_json, print_tables, print_text, progress
+from lowprec.cli.output import CommandError, columns, print_json, print_tables, print_text, progress
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType
 from lowprec.report import info
 from lowprec.tuning import AutotuneResult
-from lowprec.util.tables import Table
+from lowprec.util.tables import Table, fill
 
 EXAMPLES = """\
 examples:
@@ -94,11 +94,11 @@ def run(options: argparse.Namespace) -> int:
         ]  # fmt: skip
         print_json({"device": result.device, "reason": None, "results": facts})
     else:
-        columns = (
+        headings = (
             "product", "operands", "mode", ">measured", ">first choice", ">chosen", ">speed-up", "algorithm",
         )  # fmt: skip
         rows = [(_product(a, b), str(element), mode or "-", *_cells(result)) for a, b, mode, result in results]
-        print_tables([Table(f"products on {result.device}", columns, rows)])
+        print_tables([Table(f"products on {result.device}", headings, rows)])
     return 0
 
 
@@ -115,7 +115,7 @@ def _nothing(gpu: dict[str, Any], options: argparse.Namespace) -> int:
     if options.json:
         print_json({"device": None, "reason": gpu["reason"], "results": []})
     else:
-        print_text(f"nothing to tune: {gpu['reason']}")
+        print_text(fill(f"nothing to tune: {gpu['reason']}", columns()))
     return 0
 
 
