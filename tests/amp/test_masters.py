@@ -205,9 +205,6 @@ def test_a_loss_is_a_number(loss: Any) -> None:
         ({"modes": ["bf16", "fp32"], "at": [1.5]}, "a step of at must be an integer of at least 0, got 1.5"),
         ({"modes": [], "at": []}, "the modes of a schedule must be a list, got"),
         ({"modes": "bf16", "at": []}, "the modes of a schedule must be a list, got 'bf16'"),
-        ({"modes": 3, "at": []}, "the modes of a schedule must be a list, got 3"),
-        ({"modes": ["bf16", "fp32"], "at": 3}, "at must hold 1 increasing numbers .* got 3"),
-        ({"modes": ["bf16"], "at": ""}, "at must hold 0 increasing numbers .* got ''"),
     ],
 )
 def test_schedules_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
