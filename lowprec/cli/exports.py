@@ -66,11 +66,12 @@ def check_output(path: str) -> None:
 
 
 def write_output(path: str, content: bytes) -> None:
-    """Write a file of exactly this name, completely or not at all, or write into a pipe or a device."""
+    """Write a file of exactly this name, completely or not at all, or append to a pipe, a device or an open file."""
+    is_open = path.startswith(("/dev/fd/", "/dev/std"))
     try:
-        if Path(path).exists() and not Path(path).is_file():
+        if is_open or (Path(path).exists() and not Path(path).is_file()):
             flush()  # keeps the order of the output
-            with open(path, "wb") as file:
+            with open(path, "ab") as file:
                 file.write(content)
         else:
             write_file(path, content)

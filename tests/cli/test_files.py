@@ -217,6 +217,15 @@ def test_integers_are_refused_with_the_way_out(tmp_path: Path) -> None:
     assert operands.read_array(str(path), DType.FLOAT32).dtype == np.float32
 
 
+def test_an_open_file_is_written_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"before ")
+    with path.open("ab") as file:
+        exports.write_output(f"/dev/fd/{file.fileno()}", b"rows")
+        file.write(b" after")
+    assert path.read_bytes() == b"before rows after"
+
+
 def test_a_full_device_is_reported() -> None:
     with pytest.raises(CommandError, match="cannot write /dev/full: No space left"):
         exports.write_output("/dev/full", b"rows")
