@@ -12,9 +12,12 @@ import stat
 from pathlib import Path
 
 from lowprec.errors import warn
-from lowprec.policy.variables import CACHE_DIR
+from lowprec.policy.variables import CACHE_DIR, Variable
 from lowprec.util.atomic import write_file
 
+_CACHES = Variable(
+    "LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", "The user's caches.", "a folder", "~/.cache", str
+)
 _OWN_FOLDER = "set LOWPREC_CACHE_DIR to a folder of your own"
 
 
@@ -24,7 +27,7 @@ def cache_directory() -> Path | str:
     try:
         if chosen is not None:
             return Path(chosen).expanduser()
-        base = Path(os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME", ""))
+        base = Path(_CACHES.text() or "")
         return (base if base.is_absolute() else Path.home() / ".cache") / "lowprec"
     except RuntimeError as error:  # no home, or one unknown to the system
         reason = f"LOWPREC_CACHE_DIR={chosen}: {error}" if chosen else error
