@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from lowprec import contractions
-from lowprec.amp.arguments import Operands, by_list, has_type, is_operand
+from lowprec.amp.casting import Operands, by_list, has_type, is_operand
 from lowprec.amp.policy import Policy, as_policy
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.arrays.namespaces import dtype_name

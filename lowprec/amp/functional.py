@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from lowprec.amp.arguments import scaled_loss
+from lowprec.amp.casting import scaled_loss
 from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.rules import ScaleRule, check_scale
 from lowprec.amp.unscaling import check_gradient, divided

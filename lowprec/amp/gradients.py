@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lowprec import plotting
-from lowprec.amp.arguments import FLOATS
+from lowprec.amp.casting import FLOATS
 from lowprec.amp.containers import leaves
 from lowprec.arrays import library_name, library_of
 from lowprec.arrays.namespaces import dtype_name

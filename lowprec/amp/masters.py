@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lowprec.amp.arguments import cast_float, is_float
+from lowprec.amp.casting import cast_float, is_float
 from lowprec.amp.containers import is_module, mapped, norms_of
 from lowprec.amp.policy import Policy, as_policy
 from lowprec.amp.rules import check_entries

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowprec.amp.arguments import by_list, cast_float
+from lowprec.amp.casting import by_list, cast_float
 from lowprec.amp.containers import is_module, leaves, mapped, norms_by_name, norms_of, paths
 from lowprec.amp.rules import SettingError, check_scale
 from lowprec.amp.scaler import LossScaler

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowprec.amp.arguments import scaled_loss
+from lowprec.amp.casting import scaled_loss
 from lowprec.amp.containers import mapped
 from lowprec.amp.rules import ScalerStateError, ScaleRule, SettingError, check_count, check_entries, check_scale
 from lowprec.amp.unscaling import unscale

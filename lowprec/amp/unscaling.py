@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec.amp.arguments import times
+from lowprec.amp.casting import times
 from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.rules import GradientTypeError
 from lowprec.arrays import DLPackArray, library_name, library_of
