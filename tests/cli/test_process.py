@@ -82,6 +82,16 @@ def test_an_operand_from_standard_input(files: Files) -> None:
     assert (done.code, done.out.decode()) == (0, f"{lowprec.plan(*map(np.load, files))}\n")
 
 
+@fork
+@pytest.mark.parametrize("path", ["-", "/dev/stdout"])
+def test_a_table_on_standard_output_is_alone_there(path: str) -> None:
+    done = in_child("check", "--sizes", 8, "--rounds", 1, "--modes", "tf32", "--csv", path)
+    lines = done.out.decode().splitlines()
+    assert (done.code, len(lines)) == (0, 1 + 3 * 2)
+    assert lines[0].startswith("case,a,b,mode,")
+    assert b"verdict" in done.err
+
+
 #: Each writes to standard output.
 WRITES = [("info",), ("plan", "--shapes", "2x2", "2x2"), ("--help",), ("info", "-h"), ("--version",)]
 #: Buffered output fails at the end, unbuffered output at once.

@@ -7,6 +7,9 @@ different exponents. The error is measured against a float64 product of the stor
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -48,6 +51,7 @@ The modes take turns, with an untimed call before each timed one.
 """
 
 _SIZE = 1024
+_STDOUT = "/dev/stdout"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +90,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="begin no new round of samples of a case after this, once three are done (default: 1)",
     )
-    parser.add_argument("--csv", metavar="FILE", help="write the rows as comma-separated values")
+    parser.add_argument(
+        "--csv",
+        metavar="FILE",
+        type=lambda text: _STDOUT if text == "-" else text,
+        help="write the rows as comma-separated values (- is standard output, the tables go to standard error)",
+    )
     parser.add_argument(
         "--plot",
         metavar="FILE",
@@ -97,6 +106,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 1 if an error is above its bound."""
+    if options.csv != _STDOUT:
+        return _run(options)
+    with contextlib.redirect_stdout(sys.stderr or io.StringIO()):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     check_exports(options)
     before = load()
     cases = list(_cases(options))
