@@ -7,13 +7,14 @@ browser takes the twins.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import common
+
+from lowprec import plotting
 
 #: Each colour of the drawings beside the one that takes its place in a dark theme.
 DARK = {
@@ -30,7 +31,6 @@ DARK = {
     "#8a5a00": "#e3b341",
     "#a0468a": "#e39bd0",
 }
-PAPER, INK, GRID, *_ = DARK
 #: From the smallest product to the largest, and the marker that goes with it.
 BY_SIZE = (("#6ca6d9", "o"), ("#2f78b7", "s"), ("#0b3c6f", "D"))
 #: tf32 and fp16 have the same errors on most data: one is a wide band with hollow markers, the other a thin line on it.
@@ -51,24 +51,13 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "scaled": {"color": "#a0468a", "marker": "D"},
     "scaled, chunks of 256": {"color": "#a0468a", "marker": "+", "linestyle": (0, (2, 1))},
 }
-#: Of speed against error: a colour for each format.
-_FORMATS = {"fp32": "#4c4c4d", "fp64": "#8a5a00", "tf32": "#0072b2", "bf16": "#d55e00", "fp16": "#009e73"}
-
 Rows = Sequence[Mapping[str, Any]]
 
 
 def _figure(height: float, panels: int = 1) -> tuple[Any, Sequence[Any]]:
     """Return an empty figure as wide as the page, and its panels, side by side."""
-    figure, (row,) = _grid(height, 1, panels)
+    figure, (row,) = plotting.figure(height, 1, panels)
     return figure, row
-
-
-def _grid(height: float, rows: int, columns: int) -> tuple[Any, Any]:
-    """Return an empty figure as wide as the page, and its rows of panels; those of a row have one scale."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.6, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, sharex=True, sharey="row", squeeze=False)
 
 
 def accuracy(rows: Rows) -> Any:
@@ -79,7 +68,7 @@ def accuracy(rows: Rows) -> Any:
         for mode in dict.fromkeys(r["mode"] for r in rows):
             own = [r for r in rows if r["mode"] == mode and r["distribution"] == distribution]
             sizes = [r["n"] for r in own]
-            style = {"linewidth": 1, "markersize": 5, "fillstyle": "none", **MODES.get(mode, {})}
+            style = {"fillstyle": "none", **MODES.get(mode, {})}
             panel.plot(sizes, [r["normalised"] for r in own], label=f"{mode}, error", **style)
             style |= {"marker": "", "linestyle": (0, (2, 1) if mode == "tf32" else (5, 2))}
             panel.plot(sizes, [r["bound"] for r in own], label=f"{mode}, bound", **style)
@@ -91,8 +80,7 @@ def accuracy(rows: Rows) -> Any:
         panel.grid()
     panels[0].set_ylabel("|C - AB| / (|A| |B|), Frobenius norms")
     title = "full lines: the error that was measured; broken lines: the bound that it never exceeds"
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, title=title, frameon=False)
+    plotting.legend(figure, panels[0], title=title)
     return figure
 
 
@@ -102,13 +90,13 @@ def recovery(rows: Rows) -> Any:
     intervals = list(dict.fromkeys(r["interval"] for r in rows))
     measures = {"largest_error": "largest error", "affected_digit": "digits before it"}
     wanted = [(measure, arithmetic) for measure in measures for arithmetic in arithmetics]
-    figure, grid = _grid(1.2 + 1.9 * len(wanted), len(wanted), len(intervals))
+    figure, grid = plotting.figure(1.2 + 1.9 * len(wanted), len(wanted), len(intervals))
     for (measure, arithmetic), panels in zip(wanted, grid, strict=True):
         for panel, interval in zip(panels, intervals, strict=True):
             own = [r for r in rows if (r["arithmetic"], r["interval"]) == (arithmetic, interval)]
             for scheme in dict.fromkeys(r["scheme"] for r in own):
                 points = [(r["n"], r[measure]) for r in own if r["scheme"] == scheme and r[measure]]
-                style = {"linewidth": 1, "markersize": 5, "fillstyle": "none"} | SCHEMES[scheme]
+                style = {"fillstyle": "none"} | SCHEMES[scheme]
                 panel.plot(*zip(*points, strict=True), label=scheme, **style)
             panel.set_xscale("log", base=2)
             if measure == "largest_error":
@@ -120,8 +108,7 @@ def recovery(rows: Rows) -> Any:
         panel.set_title(interval)
     for panel in grid[-1]:
         panel.set_xlabel("n")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+    plotting.legend(figure, grid[0][0], loc="outside upper center")
     return figure
 
 
@@ -129,66 +116,14 @@ def tradeoff(rows: Rows) -> Any:
     """Draw error against speed of the largest matrices, and a line through the modes that no other one beats."""
     n = max(r["n"] for r in rows)
     own = [r for r in rows if r["n"] == n]
-    figure, (panel,) = _figure(4.2)
+    figure, (panel,) = _figure(4.6)
     best = sorted((r["speed"]["median"], r["normalised"]) for r in own if r["on_front"])
-    panel.plot(*zip(*best, strict=True), color=INK, linewidth=1, alpha=0.5, zorder=1)
-    for r in own:
-        at = r["speed"]["median"], r["normalised"]
-        panel.plot(*at, marker="o", markersize=7, linestyle="", color=_FORMATS[r["mode"][:4]])
-    panel.set_xscale("log", base=2)
-    panel.set_yscale("log")
-    panel.margins(0.16, 0.1)
-    panel.xaxis.set_major_formatter(lambda x, _: f"{x:g} x")
-    panel.minorticks_off()
+    panel.plot(*zip(*best, strict=True), color=plotting.INK, alpha=0.5, zorder=1)
+    plotting.points(panel, {r["mode"]: (r["speed"]["median"], r["normalised"]) for r in own}, markersize=7)
     panel.set_xlabel(f"speed over fp32, n = {n} (faster to the right)")
     panel.set_ylabel("|C - AB| / (|A| |B|)")
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid()
-    _label_points(figure, panel, {r["mode"]: (r["speed"]["median"], r["normalised"]) for r in own})
+    plotting.legend(figure, panel, ncols=5)
     return figure
-
-
-#: Where a label may be, in points from its point; the first free one is taken.
-_OFFSETS = tuple(
-    (dx, dy, side)
-    for reach in (0, 12, 24, 36, 48, 60)
-    for dy in ((0,) if not reach else (reach, -reach))
-    for dx, side in ((9, "left"), (-9, "right"), (24, "left"), (-24, "right"), (48, "left"))
-)
-
-
-def _label_points(figure: Any, panel: Any, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write the name of each point next to it, those of one place in one label, without overlap."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
-
-    FigureCanvasAgg(figure)
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    places: dict[tuple[int, int], list[str]] = {}
-    pixels = {name: panel.transData.transform(at) for name, at in points.items()}
-    for name, (x, y) in sorted(pixels.items(), key=lambda item: tuple(item[1])):
-        near = (key for key in places if abs(key[0] - x) < 20 and abs(key[1] - y) < 6)
-        places.setdefault(next(near, (round(x), round(y))), []).append(name)
-    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in pixels.values()]
-    frame = panel.get_window_extent()
-    for (x, y), names in sorted(places.items(), key=lambda item: -item[0][1]):
-        at = panel.transData.inverted().transform((x, y))
-        for dx, dy, side in _OFFSETS:
-            far = abs(dx) > 9 or dy
-            label = panel.annotate(
-                ", ".join(names), at, (dx, dy), textcoords="offset points", ha=side, va="center", fontsize=8,
-                arrowprops={"arrowstyle": "-", "color": GRID, "shrinkA": 0, "shrinkB": 4} if far else None,
-            )  # fmt: skip
-            label.update_positions(figure.canvas.get_renderer())
-            box = Text.get_window_extent(label)  # without the line to the point
-            if frame.contains(box.x0, box.y0) and frame.contains(box.x1, box.y1) and not box.count_overlaps(taken):
-                taken.append(box)
-                break
-            label.remove()
-        else:
-            raise ValueError(f"the label of {names} has no free place")
 
 
 def speed(rows: Rows) -> Any:
@@ -198,7 +133,7 @@ def speed(rows: Rows) -> Any:
     square = [r for r in rows if common.is_square(r)]
     variants = [v for v in dict.fromkeys(r["variant"] for r in square) if v != "numpy float32"]
     figure, (panel,) = _figure(1.3 + 0.27 * len(variants))
-    panel.axvline(1, color=INK, linewidth=1)
+    panel.axvline(1, color=plotting.INK)
     for n, (colour, marker) in zip(sorted({r["n"] for r in square}), BY_SIZE, strict=False):
         own = {r["variant"]: r["speed"]["numpy float32"] for r in square if r["n"] == n}
         at = [y for y, variant in enumerate(variants) if variant in own]
@@ -215,7 +150,7 @@ def speed(rows: Rows) -> Any:
     panel.invert_yaxis()
     panel.grid()
     panel.set_xlabel("times as fast as numpy.matmul on float32: median and quartiles")
-    figure.legend(loc="outside upper center", ncols=len(BY_SIZE), frameon=False)
+    plotting.legend(figure, panel, loc="outside upper center")
     return figure
 
 
@@ -233,7 +168,7 @@ def calls(rows: Rows) -> Any:
     panel.margins(x=0.08)
     panel.grid(axis="x")
     panel.set_xlabel("microseconds per call on 8 x 8 float32")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    plotting.legend(figure, panel, loc="outside upper center")
     return figure
 
 
@@ -247,18 +182,23 @@ def digits(rows: Rows) -> Any:
 def solve(rows: Rows) -> Any:
     """Draw speed over the best library and steps of refinement against the condition number, by mode of the factor."""
     own = [r for r in rows if r["kind"] == "condition"]
-    figure, grid = _grid(4.6, 2, 1)
+    figure, grid = plotting.figure(4.6, 2, 1)
     panels = [row[0] for row in grid]
     for mode in dict.fromkeys(r["mode"] for r in own):
         points = [r for r in own if r["mode"] == mode]
-        style = {"linewidth": 1, "markersize": 5, **MODES[mode]}
+        style = MODES[mode]
         at = [r["condition"] for r in points]
         panels[0].plot(at, [r["speed"]["median"] for r in points], label=f"factor in {mode}", **style)
         panels[1].plot(at, [r["steps"] for r in points], **style)
         failed = [(r["condition"], r["steps"]) for r in points if r["method"] == "direct"]
         if failed:
             panels[1].plot(
-                *zip(*failed, strict=True), linestyle="", marker="o", markersize=10, fillstyle="none", color=INK
+                *zip(*failed, strict=True),
+                linestyle="",
+                marker="o",
+                markersize=10,
+                fillstyle="none",
+                color=plotting.INK,
             )
     for panel, title in zip(
         panels, ("speed over the best library", "steps (circles: direct solve after all)"), strict=True
@@ -268,8 +208,8 @@ def solve(rows: Rows) -> Any:
         panel.set_title(title)
         panel.grid()
     panels[1].set_xlabel("condition number")
-    panels[0].axhline(1, color=INK, linewidth=1)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    panels[0].axhline(1, color=plotting.INK)
+    plotting.legend(figure, panels[0])
     return figure
 
 
@@ -292,7 +232,7 @@ def chart_path(result: Path) -> Path:
 
 def _digest(result: Path) -> str:
     # matplotlib of another version draws another file; what must agree is what it was drawn from, and how.
-    sources = (result, Path(__file__))
+    sources = (result, Path(__file__), Path(plotting.__file__))
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
     return f"<!-- drawn from {hashlib.sha256(text.encode()).hexdigest()} -->"
 
@@ -305,26 +245,10 @@ def is_current(result: Path) -> bool:
 
 def write(result: Path) -> None:
     """Draw the chart of a result file."""
-    import matplotlib
-
     content = json.loads(result.read_text(encoding="utf-8"))
     draw, _ = CHARTS[content["benchmark"]]
-    style = {
-        # Text as text and fixed identifiers: the same figures give the same file.
-        "svg.fonttype": "none",
-        "svg.hashsalt": "lowprec",
-        "font.size": 9,
-        "axes.axisbelow": True,
-        "grid.color": GRID,
-        "legend.fontsize": 9,
-        **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), PAPER),
-        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
-        **dict.fromkeys(("xtick.color", "ytick.color"), INK),
-    }
-    with matplotlib.rc_context(style):
-        drawn = io.StringIO()
-        draw(content["results"]).savefig(drawn, format="svg", metadata={"Date": None})
-    common.write_text(chart_path(result), _with_twins(drawn.getvalue(), _digest(result)))
+    svg = plotting.image(lambda: draw(content["results"]), "svg").decode()
+    common.write_text(chart_path(result), _with_twins(svg, _digest(result)))
 
 
 def _with_twins(svg: str, digest: str) -> str:

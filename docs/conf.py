@@ -25,7 +25,6 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_design",
     "_extension",
-    "_results",
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build", "_generated"]

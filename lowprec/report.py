@@ -80,15 +80,15 @@ def info() -> Info:
     Examples
     --------
     >>> import lowprec
-    >>> found = lowprec.info()
-    >>> found["mode"]["name"], found["devices"][0]["device"]
+    >>> facts = lowprec.info()
+    >>> facts["mode"]["name"], facts["devices"][0]["device"]
     ('fp32', 'cpu')
     """
     cpu = backend_of(CPU).info()
     mode = _mode()  # first: it reads the variables that are read once
     gpu, gpus = _gpus()
-    switches, absence, unused = switch_rows(), disk.absence(), ""
-    without_cache = {"LOWPREC_CACHE_DIR"} if absence else set()
+    switches, cache, unused = switch_rows(), disk.cache_directory(), ""
+    absence = cache if isinstance(cache, str) else ""
     if gpu["driver"] is not None and not gpu["used"]:
         unused = f"this machine has an NVIDIA driver, but its GPU is not used: {gpu['reason']}"
     return Info(
@@ -101,10 +101,10 @@ def info() -> Info:
             "libraries": [_library(*entry, cpu["versions"]) for entry in _LIBRARIES],
             "blas": cpu["blas"],
             "mode": mode,
-            "cache": None if absence else str(disk.cache_directory()),
+            "cache": None if absence else str(cache),
             "available_modes": [str(m) for m in available_modes()],
             "environment": [
-                (row._replace(effect="no cache") if row.name in without_cache else row)._asdict()
+                (row._replace(effect="no cache") if absence and row.name == "LOWPREC_CACHE_DIR" else row)._asdict()
                 for row in environment.rows()
             ],
             "frameworks": [dataclasses.asdict(row) for row in switches],
@@ -130,10 +130,10 @@ def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
         except OSError:
             return {**nothing, "reason": "no NVIDIA driver was found"}, []
     try:
-        found = importlib.import_module(module).info()
+        cuda = importlib.import_module(module).info()
     except LowprecError as error:
         return {**nothing, "reason": str(error)}, []
-    return {**nothing, **found["versions"], "used": True, "reason": None}, found["devices"]
+    return {**nothing, **cuda["versions"], "used": True, "reason": None}, cuda["devices"]
 
 
 def _library(name: str, distributions: tuple[str, ...], role: str, opened: dict[str, str | None]) -> dict[str, Any]:

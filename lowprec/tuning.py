@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from lowprec import policy
-from lowprec.arrays import library_of
+from lowprec.arrays import library_of_operand, view_of_b
 from lowprec.backends import AlgorithmTiming, Arguments, backend_of
 from lowprec.core import streams
 from lowprec.core.arguments import bind, name_argument
@@ -17,7 +17,6 @@ from lowprec.core.executors import look_up
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
 from lowprec.modes import ActivationName, MathMode, ModeName
 from lowprec.planning.rendering import title
-from lowprec.policy.variables import AUTOTUNE
 from lowprec.util.tables import Table, plain_text
 from lowprec.util.tracing import uncompiled
 
@@ -50,7 +49,7 @@ class AutotuneResult:
             return f"{title}: nothing to choose, the device has one algorithm"
         first = self._first_choice.median_ms
         rows = [(str(entry.rank), f"{entry.median_ms / first:.3f}", entry.algorithm) for entry in self.timed]
-        rows[0] = (*rows[0][:2], f"{rows[0][2]}  (taken)")
+        rows[0] = (*rows[0][:2], f"{rows[0][2]}  (chosen)")
         return plain_text(Table(title, (">rank", ">time / first choice", "algorithm"), rows))
 
 
@@ -100,8 +99,6 @@ def autotune(
         As for ``matmul``; if no algorithm runs, the first one's error.
     UnsupportedError
         ``candidates`` is out of range.
-    EnvironmentVariableError
-        ``LOWPREC_AUTOTUNE`` has an illegal value.
     TypeError
         ``candidates`` is not an integer.
 
@@ -113,34 +110,33 @@ def autotune(
     >>> lowprec.autotune(a, a).speedup
     1.0
     """
-    AUTOTUNE.current()  # raises for an illegal value, as a product does
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
         raise UnsupportedError(f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}")
     try:
-        library = library_of(a)
-        x, y = library.view(a), library_of(b).view(b)
+        library = library_of_operand(a)
+        x, y = library.view(a), view_of_b(b)
         options = bind(x, y, out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
     except (ArrayError, DTypeError) as error:
         arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}
         name_argument(error, {**arrays, "scale_a": scale_a, "scale_b": scale_b})
         raise
-    found = look_up(policy.resolve(math_mode), x, y, options, observed=False)
+    product = look_up(policy.resolve(math_mode), x, y, options, observed=False)
     backend = backend_of(x.device)
     timed: list[AlgorithmTiming] = []
 
     def measure(arguments: Arguments) -> None:
-        timed.extend(backend.tune(found.execute, arguments, candidates=candidates, progress=progress))
+        timed.extend(backend.tune(product.execute, arguments, candidates=candidates, progress=progress))
 
     stream = library.current_stream(x.device) or 0
     with ExitStack() as stack:
         target = options.out
         if target is None:
-            result = backend.temporary(found.out_shape, found.out_dtype, x.device, stream)
+            result = backend.temporary(product.out_shape, product.out_dtype, x.device, stream)
             target = stack.enter_context(result)
         arguments = options.arguments(x, y, target, stream)
         if x.device.is_host:
             measure(arguments)
         else:
             streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
-    capabilities = found.plan.capabilities
-    return AutotuneResult(title(found.plan), f"{capabilities.device}: {capabilities.name}", tuple(timed))
+    capabilities = product.plan.capabilities
+    return AutotuneResult(title(product.plan), f"{capabilities.device}: {capabilities.name}", tuple(timed))

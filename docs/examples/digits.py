@@ -40,25 +40,27 @@ class Variant:
     """One line of the table."""
 
     name: str
-    policy: str
+    policy: amp.Policy
     loss_weight: float = 1.0
 
+
+_UNSCALED = amp.Policy.preset("O1", loss_scale=1.0)
 
 #: The others of each group are compared with the first.
 GROUPS = {
     "digits": (
-        Variant("FP32 (O0)", "O0"),
-        Variant("TF32 (O1)", "O1,compute=tf32"),
-        Variant("BF16 (O1)", "O1,compute=bfloat16"),
-        Variant("FP16 without scaling", "params=float32,compute=float16,output=float32,loss_scale=1"),
-        Variant("FP16 with scaling (O1)", "O1"),
-        Variant("FP16 with masters (O2)", "O2"),
-        Variant("FP16 alone (O3)", "O3"),
+        Variant("FP32 (O0)", amp.Policy.preset("O0")),
+        Variant("TF32 (O1)", amp.Policy.preset("O1", half="tf32")),
+        Variant("BF16 (O1)", amp.Policy.preset("O1", half="bfloat16")),
+        Variant("FP16 without scaling", _UNSCALED),
+        Variant("FP16 with scaling (O1)", amp.Policy.preset("O1")),
+        Variant("FP16 with masters (O2)", amp.Policy.preset("O2")),
+        Variant("FP16 alone (O3)", amp.Policy.preset("O3")),
     ),
     "digits, tiny gradients": (
-        Variant("tiny: FP32", "O0", TINY),
-        Variant("tiny: FP16 without scaling", "params=float32,compute=float16,output=float32,loss_scale=1", TINY),
-        Variant("tiny: FP16 with scaling", "O1", TINY),
+        Variant("tiny: FP32", amp.Policy.preset("O0"), TINY),
+        Variant("tiny: FP16 without scaling", _UNSCALED, TINY),
+        Variant("tiny: FP16 with scaling", amp.Policy.preset("O1"), TINY),
     ),
 }
 
@@ -124,7 +126,7 @@ def train(
     base: Any, variant: Variant, data: Sequence[Any], seed: int, epochs: int, batch: int = 64
 ) -> tuple[float, int, float]:
     """Return the share of test digits that is recognised, how many steps were skipped, and the last scale."""
-    policy = amp.Policy.parse(variant.policy)
+    policy = variant.policy
     xp = amp.autocast(base, policy)
     rng = np.random.default_rng(seed)
     x, y, test_x, test_y = data

@@ -14,8 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from lowprec import contractions
-from lowprec.amp.arguments import Operands, by_list, has_type, is_operand
-from lowprec.amp.policy import Policy
+from lowprec.amp.casting import Operands, by_list, has_type, is_operand
+from lowprec.amp.policy import Policy, as_policy
 from lowprec.arrays import DLPackArray, library_name, library_of
 from lowprec.arrays.namespaces import dtype_name
 from lowprec.core import dispatch
@@ -70,16 +70,15 @@ class AutocastRow:
 class AutocastReport:
     """The calls through a namespace, one row per function; ``print`` shows a table.
 
-    >>> AutocastReport("compute=bfloat16", (AutocastRow("matmul", "allow", 2, 2, 2, "bfloat16"),)).calls
+    >>> AutocastReport(Policy.preset("O1"), (AutocastRow("matmul", "allow", 2, 2, 2, "float16"),)).calls
     2
     """
 
-    policy: str
+    policy: Policy
     rows: tuple[AutocastRow, ...]
 
     @property
     def calls(self) -> int:
-        """Number of calls of all functions."""
         return sum(row.calls for row in self.rows)
 
     @property
@@ -88,7 +87,7 @@ class AutocastReport:
         return sum(row.cast for row in self.rows)
 
     def _table(self) -> Table:
-        title = f"converted {self.cast} of {self.calls} calls ({self.policy})"
+        title = f"converted {self.cast} of {self.calls} calls (compute={self.policy.compute})"
         rows = [[r.function, r.list, str(r.calls), str(r.cast), str(r.by_lowprec), r.to] for r in self.rows]
         return Table(title, ["function", "list", ">calls", ">cast", ">by lowprec", "to"], rows)
 
@@ -125,8 +124,8 @@ class AutocastNamespace:
     """The functions of a namespace, by a policy; see :func:`autocast`.
 
     >>> import numpy as np
-    >>> autocast(np, "params=float32,compute=bfloat16,output=float32").policy.compute
-    'bfloat16'
+    >>> autocast(np, "O1").policy.compute
+    'float16'
     """
 
     def __init__(self, xp: Any, policy: Policy, record: _Record, whole: Any = None) -> None:
@@ -142,7 +141,7 @@ class AutocastNamespace:
         return self._policy
 
     def __repr__(self) -> str:
-        return f"autocast({getattr(self._whole, '__name__', self._whole)}, {str(self._policy)!r})"
+        return f"autocast({getattr(self._whole, '__name__', self._whole)}, {self._policy})"
 
     def __dir__(self) -> list[str]:
         return dir(self._base)
@@ -155,7 +154,7 @@ class AutocastNamespace:
 
     def report(self) -> AutocastReport:
         """Return the calls so far, and log their casts (``lowprec.amp``, level INFO)."""
-        report = AutocastReport(str(self._policy), self._record.rows())
+        report = AutocastReport(self._policy, self._record.rows())
         _log.info("converted %d of %d calls", report.cast, report.calls)
         return report
 
@@ -177,7 +176,7 @@ class AutocastNamespace:
         product = _PRODUCTS.get(name)
         which = listed if policy.functions else None
         if product is not None and not policy.functions and not has_type(whole, policy.compute):
-            which = "allow"  # a 16-bit model in a library where 16 bits are only a math mode
+            which = "allow"  # the library lacks the 16-bit type, so a math mode rounds the operands
 
         inputs = getattr(function, "nin", None)  # NumPy's functions also accept a positional `out`
 
@@ -232,8 +231,7 @@ def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
     xp : module
         NumPy, PyTorch, ``jax.numpy``, CuPy, array_api_strict or another namespace. The policy replaces that of a
         namespace returned by :func:`autocast`.
-    policy : Policy or str
-        As for :meth:`Policy.parse`.
+    policy : Policy or {"O0", "O1", "O2", "O3"}
 
     Returns
     -------
@@ -250,12 +248,12 @@ def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
     Examples
     --------
     >>> import numpy as np
-    >>> xp = autocast(np, "params=float32,compute=bfloat16,output=float32")
+    >>> xp = autocast(np, Policy.preset("O1", half="bfloat16"))
     >>> x = xp.ones((2, 2), dtype=xp.float32)
     >>> xp.matmul(x, x).dtype.name, xp.exp(xp.matmul(x, x)).dtype.name
     ('bfloat16', 'float32')
     >>> print(xp.report())
-    converted 3 of 4 calls (params=float32,compute=bfloat16,output=float32)
+    converted 3 of 4 calls (compute=bfloat16)
       function  list   calls  cast  by lowprec  to
       matmul    allow      2     2           2  bfloat16
       exp       deny       1     1           0  float32
@@ -264,4 +262,4 @@ def autocast(xp: Any, policy: Policy | str = "O1") -> AutocastNamespace:
     base = xp._base if isinstance(xp, AutocastNamespace) else xp
     if not hasattr(base, "matmul"):
         raise ArrayError(f"autocast takes a namespace of arrays, such as numpy, got {quoted(base)}")
-    return AutocastNamespace(base, Policy.parse(policy), _Record())
+    return AutocastNamespace(base, as_policy(policy), _Record())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,17 @@ from lowprec.errors import ArrayError, ShapeError, quoted
 
 def leaves(tree: Any) -> list[Any]:
     """Return the arrays of a container, in its order."""
-    found: list[Any] = []
-    mapped(found.append, tree)
-    return found
+    arrays: list[Any] = []
+    mapped(arrays.append, tree)
+    return arrays
 
 
 def paths(tree: Any, above: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     """Return each array's path of keys, in the order of :func:`leaves`; for lists and tuples, indices."""
-    if isinstance(tree, list | tuple):
-        tree = dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True))
-    if not isinstance(tree, Mapping):
-        return [] if tree is None else [above]
-    return [path for key, item in tree.items() for path in paths(item, (*above, str(key)))]
+    items = _items(tree)
+    if items is None:
+        return [above]
+    return [path for key, item in items.items() for path in paths(item, (*above, str(key)))]
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool = False) -> Any:
@@ -38,49 +37,47 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
     """
     if hasattr(tree, "__dlpack__"):  # first, since it is the usual case
         return function(tree, *others)
+    items = _items(tree)
+    if items is None:
+        if isinstance(tree, np.generic):  # a result of NumPy's reductions
+            tree = np.asarray(tree)
+        if is_array(tree) or (numbers and isinstance(tree, int | float)):
+            return function(tree, *others)
+        raise ArrayError(
+            f"expected arrays in lists, tuples or dicts, got {quoted(tree)} of type {type(tree).__name__}; "
+            "None may replace an array"
+        )
+    parts = [_items(other) for other in others]
+    for other, part in zip(others, parts, strict=True):
+        if part is None or part.keys() != items.keys():
+            raise ShapeError(
+                f"containers of different structures: {quoted(type(tree).__name__)} of {len(items)} and "
+                f"{quoted(type(other).__name__)}; give both the same keys and lengths"
+            )
+    results = {}
+    for key, item in items.items():
+        results[key] = mapped(function, item, *(part[key] for part in parts if part is not None), numbers=numbers)
+    return _like(tree, results)
+
+
+def _items(tree: Any) -> dict[Any, Any] | None:
+    """Return the items of a container, None for a leaf."""
     if tree is None:
-        _check(all(other is None for other in others), tree, others)
-        return None
-    if isinstance(tree, Mapping):
-        _check(all(isinstance(o, Mapping) and o.keys() == tree.keys() for o in others), tree, others)
-        items = {key: mapped(function, item, *(o[key] for o in others), numbers=numbers) for key, item in tree.items()}
-        return items if type(tree) is dict else _like(tree, items)
+        return {}
     if isinstance(tree, list | tuple):
-        same = all(isinstance(o, list | tuple) and len(o) == len(tree) for o in others)
-        _check(same, tree, others)
-        row = [mapped(function, *item, numbers=numbers) for item in zip(tree, *others, strict=True)]
-        if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-            return type(tree)(*row)
-        return type(tree)(row)
-    if isinstance(tree, np.generic):  # a result of NumPy's reductions
-        tree = np.asarray(tree)
-    if is_array(tree) or (numbers and isinstance(tree, int | float)):
-        return function(tree, *others)
-    raise ArrayError(
-        f"expected arrays in lists, tuples or dicts, got {quoted(tree)} of type {type(tree).__name__}; "
-        "None may replace an array"
-    )
+        return dict(zip(getattr(tree, "_fields", range(len(tree))), tree, strict=True))
+    return dict(tree) if isinstance(tree, Mapping) else None
 
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class, including its state (``defaultdict``)."""
-    try:
-        made = copy.copy(tree)
-        for key, item in items.items():
-            made[key] = item
-    except TypeError:  # a read-only mapping
-        return items
-    return made
-
-
-def _check(same: bool, tree: Any, others: Any) -> None:
-    if not same:
-        kinds = " and ".join(quoted(type(other).__name__) for other in others)
-        size = "nothing" if tree is None else len(tree)
-        raise ShapeError(
-            f"containers of different structures: {quoted(type(tree).__name__)} of {size} and {kinds}; give both "
-            "the same keys and lengths"
-        )
+    """Return a container of the same class; a dict for a read-only mapping."""
+    if isinstance(tree, list | tuple):
+        return type(tree)(*items.values()) if hasattr(tree, "_fields") else type(tree)(items.values())
+    if not isinstance(tree, MutableMapping):
+        return None if tree is None else items
+    same = copy.copy(tree)  # with its state: defaultdict
+    same.update(items)
+    return same
 
 
 #: Names of normalization classes, PyTorch's and others; not those of parametrizations (``_WeightNorm``).
@@ -93,7 +90,6 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 def is_module(value: Any) -> bool:
-    """Whether a value is a PyTorch module."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
@@ -102,12 +98,12 @@ def norms_of(model: Any) -> frozenset[str]:
     """Return the names of the parameters and buffers of a model's normalizations."""
     if not is_module(model):
         raise ArrayError(f"model must be a torch.nn.Module, got {quoted(model)}")
-    found: list[str] = []
+    names: list[str] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         if any(_NORM.fullmatch(c.__name__) for c in type(module).__mro__):
-            for own in (module.named_parameters, module.named_buffers):
-                found += dict(own(prefix, recurse=False))
-    return frozenset(found)
+            for tensors in (module.named_parameters, module.named_buffers):
+                names += dict(tensors(prefix, recurse=False))
+    return frozenset(names)
 
 
 def norms_by_name(all_names: list[str]) -> frozenset[str]:

@@ -1,18 +1,17 @@
-"""Loss scaling as functions, state in and state out, for programs that are traced: ``jax.jit``, ``jax.lax.scan``.
+"""Loss scaling as functions for traced programs (``jax.jit``, ``jax.lax.scan``): the state is an argument and a result.
 
-They compute the same as :class:`~lowprec.amp.LossScaler`, without a branch on an array's value, also in NumPy and
-PyTorch. One difference: factors are rounded to float32 here; the scaler rounds only their product with the scale.
+No function branches on the value of an array. The arithmetic is that of :class:`~lowprec.amp.LossScaler`, except that
+factors are rounded to float32, whereas the scaler rounds only their product with the scale.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-from lowprec.amp.arguments import scaled_loss, times
+from lowprec.amp.casting import scaled_loss
 from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.rules import ScaleRule, check_scale
-from lowprec.amp.unscaling import check_gradient
+from lowprec.amp.unscaling import check_gradient, divided
 from lowprec.arrays.namespaces import array_module
 from lowprec.errors import ArrayError
 
@@ -59,10 +58,9 @@ def unscale(grads: Any, state: ScalerState) -> tuple[Any, Any]:
         raise ArrayError("no gradients to unscale; pass a container with at least one array")
     for x in arrays:
         check_gradient(x)
-    xp = array_module(arrays[0])
-    found = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
-    inverse = 1 / state.scale
-    return mapped(lambda x: times(x, inverse), grads), found
+    quotients, found_inf = divided(array_module(arrays[0]), arrays, 1 / state.scale)
+    following = iter(quotients)
+    return mapped(lambda _: next(following), grads), found_inf
 
 
 def update(state: ScalerState, found_inf: Any, rule: ScaleRule = _DEFAULT) -> ScalerState:

@@ -10,18 +10,18 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lowprec.amp.arguments import FLOATS
+from lowprec import plotting
+from lowprec.amp.casting import FLOATS
 from lowprec.amp.containers import leaves
 from lowprec.arrays import library_name, library_of
 from lowprec.arrays.namespaces import dtype_name
-from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
+from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
-from lowprec.util.atomic import write_file, write_json
+from lowprec.util.atomic import write_json
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, html, plain_text
 from lowprec.util.tracing import uncompiled
@@ -87,9 +87,8 @@ class GradientReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: None for NaN, exponents as text."""
-        found: dict[str, Any] = finite(asdict(self))
-        found["exponents"] = {str(e): n for e, n in self.exponents.items()}
-        return found
+        exponents = {str(e): n for e, n in self.exponents.items()}
+        return {**finite(asdict(self)), "exponents": exponents}
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
         """Write the report to a file, atomically."""
@@ -105,29 +104,18 @@ class GradientReport:
         UnsupportedError
             matplotlib is not installed, or does not support the format.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ModuleNotFoundError:
-            raise UnsupportedError(
-                'plot needs matplotlib, which is not installed: pip install "lowprec[plot]"'
-            ) from None
-        figure = Figure(figsize=(7.6, 3.6), layout="constrained")
-        suffix = Path(path).suffix.lower().removeprefix(".")
-        known = figure.canvas.get_supported_filetypes()
-        if suffix not in known:
-            raise UnsupportedError(
-                f"plot writes {', '.join(known)}, chosen by the suffix of the path, got {quoted(os.fspath(path))}"
-            )
-        axes = figure.subplots()
-        axes.bar(list(self.exponents), list(self.exponents.values()), width=0.9, color="#0072b2")
+        plotting.write(path, self._figure)
+
+    def _figure(self) -> Any:
+        figure, ((panel,),) = plotting.figure(3.6)
+        panel.bar(list(self.exponents), list(self.exponents.values()), width=0.9, color=plotting.COLOURS[0])
         shift = math.log2(self.suggested_scale)
-        for offset, colour, label in ((0, "#d55e00", "1"), (shift, "#009e73", f"2^{shift:g}")):
-            low = math.log2(FLOAT16.smallest_subnormal) - offset
-            high = FLOAT16.emax + 1 - offset
-            axes.axvspan(low, high, color=colour, alpha=0.15, label=f"float16, scale {label}")
-        axes.set(xlabel="exponent of the gradient", ylabel="elements", yscale="log")
-        axes.legend()
-        write_file(path, lambda file: figure.savefig(file, format=suffix))
+        for offset, colour, label in ((0, plotting.COLOURS[1], "1"), (shift, plotting.COLOURS[2], f"2^{shift:g}")):
+            low, high = math.log2(FLOAT16.smallest_subnormal) - offset, FLOAT16.emax + 1 - offset
+            panel.axvspan(low, high, color=colour, alpha=0.15, label=f"float16, scale {label}")
+        panel.set(xlabel="exponent of the gradient", ylabel="elements", yscale="log")
+        panel.legend()
+        return figure
 
 
 @uncompiled
@@ -186,16 +174,16 @@ def gradient_report(grads: Any) -> GradientReport:
     elements = sum(x.size for x in arrays)
     zeros = elements - sum(int(np.count_nonzero(x)) for x in arrays)
     scale = _scale(arrays)
-    questions = [(s, f) for s in dict.fromkeys((1.0, scale)) for f in FORMATS]
-    found = np.zeros((len(questions), 3), np.int64)
+    pairs = [(s, f) for s in dict.fromkeys((1.0, scale)) for f in FORMATS]
+    losses = np.zeros((len(pairs), 3), np.int64)
     histogram = np.zeros(2100, np.int64)
     smallest = largest = math.nan
     for magnitudes in _blocks(arrays):
         smallest = float(np.fmin(smallest, magnitudes.min()))
         largest = float(np.fmax(largest, magnitudes.max()))
         histogram += np.bincount(np.frexp(magnitudes)[1] - 1 - _LEAST, minlength=2100)
-        for i, (s, f) in enumerate(questions):
-            found[i] += _fates(magnitudes * s, f)
+        for i, (s, f) in enumerate(pairs):
+            losses[i] += _fates(magnitudes * s, f)
     counted = int(histogram.sum())
     return GradientReport(
         elements,
@@ -207,7 +195,7 @@ def gradient_report(grads: Any) -> GradientReport:
         {i + _LEAST: int(n) for i, n in enumerate(histogram) if n},
         tuple(
             FormatShares(f.name, s, *map(float, row))
-            for (s, f), row in zip(questions, found / max(counted, 1), strict=True)
+            for (s, f), row in zip(pairs, losses / max(counted, 1), strict=True)
         ),
     )
 

@@ -7,11 +7,12 @@ in the last place of a weight is lost where the weight has 11 bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
-from lowprec.amp.arguments import cast_float, is_float
+from lowprec.amp.casting import cast_float, is_float
 from lowprec.amp.containers import is_module, mapped, norms_of
-from lowprec.amp.policy import Policy
+from lowprec.amp.policy import Policy, as_policy
 from lowprec.amp.rules import check_entries
 from lowprec.amp.scaler import LossScaler
 from lowprec.arrays.namespaces import array_module, cast, dtype_name, shape_of
@@ -26,7 +27,7 @@ class MasterWeights:
     params : container of arrays or torch.nn.Module
         Arrays of any library, which are copied; float64 and non-float arrays keep their types. For a module: its
         parameters by name, of which the types of its submodules determine the normalizations.
-    policy : Policy or str
+    policy : Policy or {"O0", "O1", "O2", "O3"}
         Determines the types of the copies: ``params``, and float32 for normalizations with ``norms_float32``.
 
     Raises
@@ -47,12 +48,12 @@ class MasterWeights:
     """
 
     def __init__(self, params: Any, policy: Policy | str = "O2") -> None:
-        self._policy = Policy.parse(policy)
+        self._policy = as_policy(policy)
         self._norms = norms_of(params) if is_module(params) else None
         if self._norms is not None:
             params = dict(params.named_parameters())
         # One tuple, so that after an interrupt masters and copies are of the same step.
-        self._held = self._with_copies(mapped(_own, params))
+        self._weights = self._with_copies(mapped(_copied, params))
 
     def _with_copies(self, masters: Any) -> tuple[Any, Any]:
         return masters, self._policy._cast_params(masters, self._norms)
@@ -60,16 +61,15 @@ class MasterWeights:
     @property
     def masters(self) -> Any:
         """The float32 weights."""
-        return self._held[0]
+        return self._weights[0]
 
     @property
     def params(self) -> Any:
         """The copies; where their type is the masters', the masters themselves."""
-        return self._held[1]
+        return self._weights[1]
 
     @property
     def policy(self) -> Policy:
-        """The policy of the copies."""
         return self._policy
 
     @staticmethod
@@ -100,12 +100,12 @@ class MasterWeights:
         else:
             mapped(_check, self.masters, masters)
             masters = mapped(lambda old, new: cast(new, dtype_name(old)), self.masters, masters)
-        self._held = self._with_copies(masters)
+        self._weights = self._with_copies(masters)
         return self.params
 
     def state_dict(self, scaler: LossScaler | None = None) -> dict[str, Any]:
-        """Return a checkpoint: masters (copied), policy (text) and a scaler's state."""
-        state = {"masters": mapped(_own, self.masters), "policy": str(self._policy)}
+        """Return a checkpoint: masters (copied), policy (a dict) and a scaler's state."""
+        state = {"masters": mapped(_copied, self.masters), "policy": asdict(self._policy)}
         return state if scaler is None else {**state, "scaler": scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any], scaler: LossScaler | None = None) -> None:
@@ -121,16 +121,16 @@ class MasterWeights:
         wanted = ["masters", "policy", *(["scaler"] if scaler is not None else [])]
         remedy = "save it with state_dict(), which takes the scaler"
         check_entries("the checkpoint", state, wanted, remedy)
-        policy = Policy.parse(state["policy"])
+        policy = as_policy(state["policy"])
         mapped(_check, self.masters, state["masters"])
-        masters = mapped(_own, state["masters"])
+        masters = mapped(_copied, state["masters"])
         if scaler is not None:
             scaler.load_state_dict(state["scaler"])
         self._policy = policy
-        self._held = self._with_copies(masters)
+        self._weights = self._with_copies(masters)
 
 
-def _own(x: Any) -> Any:
+def _copied(x: Any) -> Any:
     if is_float(x, wide=False) and dtype_name(x) != "float32":
         return cast(x, "float32")
     if hasattr(x, "detach"):

@@ -173,10 +173,10 @@ def check_entries(what: str, state: Any, names: Iterable[str], remedy: str) -> N
 def check_scale(name: str, value: Any, *, zero: bool = False) -> float:
     """Return a scale rounded to float32; SettingError unless it is finite and positive (``zero``: or 0)."""
     try:
-        found = _rounded(float(value))
+        scale = _rounded(float(value))
     except (TypeError, ValueError, OverflowError):
-        found = math.nan
-    if not (0 < found < math.inf or (zero and found == 0)):
+        scale = math.nan
+    if not (0 < scale < math.inf or (zero and scale == 0)):
         words = "number from 0 on" if zero else "positive number"
         raise SettingError(f"{name} must be a {words} that float32 holds, got {quoted(value)}")
-    return found
+    return scale

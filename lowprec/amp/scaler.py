@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowprec.amp.arguments import scaled_loss
+from lowprec.amp.casting import scaled_loss
 from lowprec.amp.containers import mapped
 from lowprec.amp.rules import ScalerStateError, ScaleRule, SettingError, check_count, check_entries, check_scale
 from lowprec.amp.unscaling import unscale
@@ -93,12 +93,10 @@ class LossScaler:
         return self._scale if self._enabled else 1.0
 
     def is_enabled(self) -> bool:
-        """Whether the scaler is enabled."""
         return self._enabled
 
     @property
     def rule(self) -> ScaleRule:
-        """The update rule of the scale."""
         return self._rule
 
     @property
@@ -237,8 +235,8 @@ class LossScaler:
 
     def _decide(self, state: _Optimizer) -> bool:
         if state.found_inf is None:
-            found = any(map(bool, state.flags))
-            state.found_inf = found if self._reduce is None else bool(self._reduce(found))
+            found_inf = any(map(bool, state.flags))
+            state.found_inf = found_inf if self._reduce is None else bool(self._reduce(found_inf))
         return state.found_inf
 
     def state_dict(self) -> dict[str, Any]:

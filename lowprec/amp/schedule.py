@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lowprec.amp.rules import SettingError, check_count, check_entries, check_number
@@ -64,10 +64,9 @@ class PrecisionSchedule:
         patience: int | None = None,
         threshold: float = 1e-4,
     ) -> None:
-        named = _listed(modes)
-        if not named:
+        if isinstance(modes, str) or not modes:
             raise SettingError(f"the modes of a schedule must be a list, got {quoted(modes)}")
-        self._modes = tuple(parse_mode(mode) for mode in named)
+        self._modes = tuple(map(parse_mode, modes))
         if (at is None) is (patience is None):
             raise SettingError("a schedule needs either at= or patience=; pass one of them")
         self._at = None if at is None else self._steps(at)
@@ -76,11 +75,10 @@ class PrecisionSchedule:
         self._threshold = threshold
         self._state = _State()
 
-    def _steps(self, at: Any) -> tuple[int, ...]:
-        listed = _listed(at)
-        steps = tuple(check_count("a step of at", step, 0) for step in listed or ())
+    def _steps(self, at: Sequence[int]) -> tuple[int, ...]:
+        steps = tuple(check_count("a step of at", step, 0) for step in at)
         rises = all(a < b for a, b in zip((0, *steps), steps, strict=False))
-        if listed is None or len(steps) != len(self._modes) - 1 or not rises:
+        if len(steps) != len(self._modes) - 1 or not rises:
             raise SettingError(
                 f"at must hold {len(self._modes) - 1} increasing numbers of steps for {len(self._modes)} modes, got "
                 f"{quoted(at)}"
@@ -152,10 +150,6 @@ class PrecisionSchedule:
         if math.isnan(lowest):
             raise SettingError("lowest is NaN; load a state that state_dict() returned")
         self._state = _State(**counts, lowest=lowest)
-
-
-def _listed(items: Any) -> list[Any] | None:
-    return list(items) if isinstance(items, Iterable) and not isinstance(items, str) else None
 
 
 def _number(name: str, value: Any) -> float:

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from lowprec.amp.casting import times
 from lowprec.amp.containers import leaves, mapped
 from lowprec.amp.rules import GradientTypeError
 from lowprec.arrays import DLPackArray, library_name, library_of
-from lowprec.arrays.namespaces import array_module, cast, dtype_name, shape_of
+from lowprec.arrays.namespaces import array_module, dtype_name, shape_of
 from lowprec.arrays.view import data_pointer
 from lowprec.backends.cpu import unscaling as host_unscaling
 from lowprec.errors import ArrayError, DTypeError, ShapeError
@@ -53,19 +54,17 @@ def unscale(grads: Any, scale: float, out: Any = None) -> tuple[Any, list[Any]]:
                 continue  # tied weights: one gradient, twice in the container
         device = str(getattr(x, "device", "")) if name in ("torch", "cupy") else ""
         groups.setdefault((name, device), []).append(i)
-    results: list[Any] = [None] * len(arrays)
+    results: dict[int, Any] = {}
     flags = []
     for (library, _), members in groups.items():
         work = _WORK.get(library, _by_namespace)
-        own = [targets[i] for i in members]
-        found, flag = work([arrays[i] for i in members], own, inverse)
+        quotients, flag = work([arrays[i] for i in members], [targets[i] for i in members], inverse)
         flags.append(flag)
-        for i, result in zip(members, found, strict=True):
-            results[i] = result
+        results.update(zip(members, quotients, strict=True))
     if out is not None:
         return out, flags
-    following = iter(results)
-    return mapped(lambda _: next(following), grads), flags
+    following = iter(range(len(arrays)))
+    return mapped(lambda _: results[next(following)], grads), flags
 
 
 def _elements(array: Any, library: str) -> Any:
@@ -141,8 +140,8 @@ def _by_dlpack(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> t
             "gradients that are known only by DLPack are unscaled in host memory; pass arrays of PyTorch, JAX or "
             "CuPy, for example by their from_dlpack"
         )
-    own = [None if out is None else library_of(out).view(out).ndarray() for out in targets]
-    results, flag = _by_numpy([view.ndarray() for view in views], own, inverse)
+    outs = [None if out is None else library_of(out).view(out).ndarray() for out in targets]
+    results, flag = _by_numpy([view.ndarray() for view in views], outs, inverse)
     return [DLPackArray(x) for x in results], flag
 
 
@@ -157,11 +156,11 @@ def _by_torch(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tu
             # One kernel each for all tensors of an element type.
             pairs = [(x, out) for x, out in zip(arrays, results, strict=True) if x.dtype == dtype]
             # A detached sparse tensor has its own indices.
-            apart = [(x.detach(), out if out.is_sparse else out.detach()) for x, out in pairs if out is not x]
-            if apart:
-                torch._foreach_copy_([out for _, out in apart], [x for x, _ in apart])
-            own = [_values(out.detach()) for _, out in pairs]
-            torch._amp_foreach_non_finite_check_and_unscale_(own, flag, factor)
+            copies = [(x.detach(), out if out.is_sparse else out.detach()) for x, out in pairs if out is not x]
+            if copies:
+                torch._foreach_copy_([out for _, out in copies], [x for x, _ in copies])
+            values = [_values(out.detach()) for _, out in pairs]
+            torch._amp_foreach_non_finite_check_and_unscale_(values, flag, factor)
     return results, flag
 
 
@@ -180,33 +179,27 @@ def _by_jax(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tupl
         )
     if any(out is not None for out in targets):
         raise ArrayError("JAX's arrays cannot be written: omit out= and use the result")
-    return _jax_program(jax)(list(arrays), inverse)  # type: ignore[no-any-return]
+    return _jax_program(jax)(arrays, inverse)  # type: ignore[no-any-return]
 
 
 @functools.cache
 def _jax_program(jax: Any) -> Any:
-    @jax.jit  # type: ignore[untyped-decorator]
-    def program(arrays: list[Any], inverse: Any) -> tuple[list[Any], Any]:
-        found = functools.reduce(jax.numpy.logical_or, [~jax.numpy.isfinite(x).all() for x in arrays])
-        # A bfloat16 is multiplied in float32 and rounded once.
-        return [(x * inverse).astype(x.dtype) for x in arrays], found
-
-    return program
+    return jax.jit(functools.partial(divided, jax.numpy))
 
 
 def _by_namespace(arrays: Sequence[Any], targets: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
-    xp = array_module(arrays[0])
-    flag = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
-    results = []
-    for x, out in zip(arrays, targets, strict=True):
-        # A bfloat16 is multiplied in float32 and rounded once.
-        narrow = dtype_name(x) == "bfloat16"
-        result = cast(cast(x, "float32") * float(inverse), "bfloat16") if narrow else x * float(inverse)
+    results, flag = divided(array_module(arrays[0]), arrays, float(inverse))
+    for i, (result, out) in enumerate(zip(results, targets, strict=True)):
         if out is not None:
             out[...] = result
-            result = out
-        results.append(result)
+            results[i] = out
     return results, flag
+
+
+def divided(xp: Any, arrays: Sequence[Any], inverse: Any) -> tuple[list[Any], Any]:
+    """Return arrays multiplied by the inverse of the scale, and whether any has Inf or NaN, without a branch."""
+    flag = functools.reduce(xp.logical_or, [xp.any(~xp.isfinite(x)) for x in arrays])
+    return [times(x, inverse) for x in arrays], flag
 
 
 _WORK = {"numpy": _by_numpy, "dlpack": _by_dlpack, "torch": _by_torch, "cupy": _by_cupy, "jax": _by_jax}

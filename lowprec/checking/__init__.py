@@ -66,8 +66,8 @@ def check(
     >>> import numpy as np
     >>> import lowprec
     >>> a = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
-    >>> found = lowprec.check(a, a, modes=["bf16"], rounds=3)
-    >>> [row.name for row in found.rows], found.within
+    >>> comparison = lowprec.check(a, a, modes=["bf16"], rounds=3)
+    >>> [row.name for row in comparison.rows], comparison.within
     (['fp32', 'bf16'], True)
     """
     before = load()

@@ -62,7 +62,6 @@ class Reference:
         self._norm_ab = float(np.sqrt(np.sum((self._norms_a * self._norms_b) ** 2)))
 
     def compare(self, result: Array, plan: GemmPlan) -> Errors:
-        """Return the errors of a result of this plan."""
         pairs = zip(self._norms_a.flat, self._norms_b.flat, strict=True)
         guaranteed = plan.bound
         squares = sum(guaranteed.frobenius(float(a), float(b), self._m, self._n) ** 2 for a, b in pairs)

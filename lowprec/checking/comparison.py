@@ -60,7 +60,6 @@ class Variant:
         return result
 
     def plan(self) -> GemmPlan:
-        """Return the plan of the product."""
         return plan_call.plan(*self.sets[0], math_mode=self.mode)
 
 
@@ -90,7 +89,6 @@ class Row:
         return f"{self.name}, ran {self.plan.mode}" if overruled else self.name
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values; a number that is not finite is None."""
         errors = self.errors
         return {
             "mode": self.name,
@@ -153,7 +151,6 @@ class Comparison:
 
     @property
     def table(self) -> Table:
-        """The rows as a text table."""
         title = f"{self.name}: {_spec(self.a)} @ {_spec(self.b)}"
         columns = (
             "mode", "kernel", ">time", ">spread", ">speed-up", ">error", ">scaled", ">bound", "verdict",
@@ -174,7 +171,6 @@ class Comparison:
         return Table(described, columns, cells, _OPTIONAL)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
         operands = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in (("a", self.a), ("b", self.b))}
         return {
             "name": self.name,

@@ -110,7 +110,7 @@ def take_turns(
     begin = time.perf_counter()
     while True:
         number = len(samples[names[0]])
-        timings = {name: Timing(tuple(taken)) for name, taken in samples.items()}
+        timings = {name: Timing(tuple(values)) for name, values in samples.items()}
         repeats = rounds is None and any(timing.is_noisy for timing in timings.values())
         is_late = number >= MIN_ROUNDS and time.perf_counter() - begin > budget
         if is_late or (number >= planned and not repeats):

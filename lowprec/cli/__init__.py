@@ -1,4 +1,4 @@
-"""The command line: ``lowprec info``, ``plan``, ``matmul``, ``check`` and the other modules of ``commands``.
+"""The command line: ``lowprec info``, ``plan``, ``check`` and the other modules of ``commands``.
 
 Results go to standard output. A mistake of the user (a missing file, shapes that do not match, an unknown mode, an
 illegal environment variable) is one line on standard error and exit code 2, without a traceback. Any other exception is
@@ -11,17 +11,13 @@ import argparse
 import contextlib
 import io
 import re
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from types import FrameType
 from typing import Any, NoReturn
 
 from lowprec._version import __version__
-from lowprec.cli.commands import autotune, check, completion, info, matmul, plan, run
-from lowprec.cli.files import is_standard_output
+from lowprec.cli.commands import autotune, check, info, plan, run
 from lowprec.cli.output import USAGE, CommandError, flush, in_terminal, note, print_text
 from lowprec.errors import LowprecError, LowprecWarning, did_you_mean
 from lowprec.util.tables import fill
@@ -33,17 +29,16 @@ examples:
   lowprec info
   lowprec check
   lowprec plan --shapes 1024x512 512x2048 --mode tf32
-  lowprec matmul A.npy B.npy -o C.npy --mode bf16
   lowprec run --mode tf32 train.py
 
 "lowprec COMMAND --help" has the options of a command. Exit codes: 0; 1 if check found an error above its bound;
-2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C. SIGTERM and SIGHUP
-end a command by the signal, with nothing half-written left. After run: those of the program.
+2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C. After run: those of
+the program.
 """
 
 
 #: Commands in the order of the help.
-COMMANDS = (info, plan, matmul, check, autotune, run, completion)
+COMMANDS = (info, plan, check, autotune, run)
 
 
 class Help(argparse.HelpFormatter):
@@ -67,13 +62,11 @@ class Parser(argparse.ArgumentParser):
     """An ``ArgumentParser`` whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error as a mistake of the user."""
         command = self.prog.partition(" ")[2]
         where = f"{command}: " if command else ""
         raise CommandError(f"{where}{message} (see {self.prog} --help)")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is not one of an action's choices, and suggest a similar one."""
         if action.choices is not None and value not in action.choices:
             choices = list(action.choices)
             similar = did_you_mean(value, choices) or f"; choose one of: {', '.join(choices)}"
@@ -89,7 +82,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="lowprec", description=_DESCRIPTION, epilog=_EPILOG, **shared)
     parser.add_argument("--version", action="version", version=f"lowprec {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", parser_class=Parser)
-    parser.set_defaults(run=lambda _: _help(parser), parser=parser)
+    parser.set_defaults(run=lambda _: _help(parser))
     for command in COMMANDS:
         summary, _, text = (command.__doc__ or "").partition("\n\n")
         sub = commands.add_parser(
@@ -105,16 +98,11 @@ def build_parser() -> Parser:
 
 
 def _help(parser: Parser) -> int:
-    """Show the help as an error: no command is given."""
     note(parser.format_help().rstrip("\n"))
     return USAGE
 
 
 _INTERRUPTED, _BROKEN_PIPE = 130, 141
-
-
-class _Terminated(BaseException):
-    """A signal that ends the process; the argument is its number."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,9 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     -------
     int
         0; 1 if ``lowprec check`` found an error above its bound; 2 after a mistake of the user; 130 after Ctrl-C;
-        141 if the reader of the output closed it. SIGTERM and SIGHUP end the process by the signal, once partial files
-        are removed. ``lowprec run`` returns the exit code of the program, or, where the system can replace a process
-        by a program, does not return.
+        141 if the reader of the output closed it. ``lowprec run`` returns the exit code of the program, or, where the
+        system can replace a process by a program, does not return.
 
     Examples
     --------
@@ -137,25 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # The stream's encoding may lack characters of a file's name.
             stream.reconfigure(errors="backslashreplace")
-    try:
-        with _signals_raised(), _warnings_in_a_line():
-            return _run(argv)
-    except _Terminated as stop:
-        signal.raise_signal(stop.args[0])  # the parent process sees the reason
-        return 128 + int(stop.args[0])
+    with _warnings_in_a_line():
+        return _run(argv)
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    """Run one command and return its exit code; only defects and signals are raised."""
+    """Run one command and return its exit code; only defects are raised."""
     try:
         try:
             options = build_parser().parse_args(argv)
-            written = (getattr(options, name, None) for name in ("output", "csv", "plot"))
-            # Where a file is written to standard output, results go to standard error (None where it is closed).
-            messages = sys.stderr or io.StringIO()
-            is_taken = any(map(is_standard_output, written))
-            with contextlib.redirect_stdout(messages) if is_taken else contextlib.nullcontext():
-                code = int(options.run(options))
+            code = int(options.run(options))
         except SystemExit as stop:  # argparse, after --help and --version
             code = int(stop.code or 0)
         flush()
@@ -169,28 +147,6 @@ def _run(argv: Sequence[str] | None) -> int:
         return _refuse(f"not enough memory: {error}" if str(error) else "not enough memory")
     except LowprecError as error:
         return _refuse(str(error))
-
-
-@contextlib.contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Raise `_Terminated` in the block at the first signal that would end the process, unless it has a handler."""
-    taken: list[int] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in taken:  # the removal of partial files must not be interrupted
-            signal.signal(each, signal.SIG_IGN)
-        raise _Terminated(number)
-
-    if threading.current_thread() is threading.main_thread():
-        known = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))  # not on Windows
-        taken += [n for n in known if n and signal.getsignal(n) is signal.SIG_DFL]
-    try:
-        for number in taken:
-            signal.signal(number, stop)
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -38,22 +38,20 @@ device: Callable[[str], str] = _named(
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """Read a shape."""
     words = text.lower().split("x")
     return tuple(_whole(word, text, "a shape; write one as 1024x512") for word in words)
 
 
 def extents(text: str) -> tuple[int, ...]:
     """Read the extents of a product: N, or MxKxN."""
-    found = shape(text)
-    if len(found) not in (1, 3) or 0 in found:
+    extent = shape(text)
+    if len(extent) not in (1, 3) or 0 in extent:
         what = "one extent (1024) or three (MxKxN, as 512x4096x512), of at least 1"
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-    return found
+    return extent
 
 
 def count(text: str) -> int:
-    """Read a number of at least one."""
     return _whole(text, text, "a whole number of at least 1", least=1)
 
 
@@ -67,7 +65,6 @@ def _whole(word: str, text: str, what: str, least: int = 0) -> int:
 
 
 def budget(text: str) -> float:
-    """Read a number of seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -127,7 +124,6 @@ def add_shared(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def add_operands(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    """Add ``A.npy B.npy``."""
     for name, role in (("a", "left"), ("b", "right")):
         parser.add_argument(
             name,

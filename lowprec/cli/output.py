@@ -32,7 +32,6 @@ _PIPE_WIDTH = 120
 
 
 def columns() -> int:
-    """Return the width of the terminal."""
     return shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns
 
 
@@ -55,7 +54,6 @@ def print_tables(tables: Iterable[Table], most: int = sys.maxsize) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print lines to standard output."""
     with _standard_output():
         print(text)
 

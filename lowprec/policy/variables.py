@@ -106,13 +106,6 @@ TF32_OVERRIDE = Variable(
 )
 
 
-AUTOTUNE = _switch_variable(
-    "LOWPREC_AUTOTUNE",
-    "1 measures cuBLASLt's algorithms at the first use of a product on a GPU, unless the result is in the cache; 0 "
-    "also ignores the cache.",
-    "cached choices are used",
-    ("the library's own choice", "choices are measured at first use"),
-)
 PEER_ACCESS = _switch_variable(
     "LOWPREC_PEER_ACCESS",
     "1 allocates results for JAX and DLPack such that other GPUs can access them, which takes longer.",
@@ -134,37 +127,6 @@ THREADS = Variable(
     _one_of("LOWPREC_THREADS", ("own", "openmp")),
     lambda word: "lowprec's own workers" if word == "own" else "PyTorch's threads if it is loaded",
 )
-
-
-def _list_variable(which: str, action: str) -> Variable[tuple[str, ...]]:
-    name = f"LOWPREC_AMP_{which.upper()}LIST_{action}"
-    words = {"ADD": "added to", "REMOVE": "taken from"}[action]
-
-    def parse(text: str) -> tuple[str, ...]:
-        found = tuple(part.strip() for part in text.split(",") if part.strip())
-        for x in found:
-            if not x.replace(".", "_").isidentifier():
-                raise EnvironmentVariableError(
-                    f"environment variable {name}: {quoted(x)} is not the name of a function; or unset the variable"
-                )
-        return found
-
-    return Variable(
-        name,
-        f"Functions {words} the {which} list of lowprec.amp's policies; read when a policy is created.",
-        "names of functions, separated by commas",
-        "none",
-        parse,
-        ", ".join,
-    )
-
-
-#: By list and action.
-AMP_LISTS = {
-    (which, action): _list_variable(which, action)
-    for which in ("allow", "deny", "infer")
-    for action in ("ADD", "REMOVE")
-}
 
 #: Instruction sets of x86-64 and the CPU flags that each adds; a limit hides the flags of later rows.
 ISAS: dict[str, frozenset[str]] = {
@@ -230,12 +192,10 @@ VARIABLES: tuple[Variable[Any], ...] = (
     FORCE_MATH_MODE,
     GUARD,
     TF32_OVERRIDE,
-    AUTOTUNE,
     PEER_ACCESS,
     CACHE_DIR,
     MAX_CPU_ISA,
     THREADS,
-    *AMP_LISTS.values(),
     *(
         Variable(name, f"{meaning}; read by the library itself.", legal, default, str)
         for name, meaning, legal, default in _LIBRARIES

@@ -1,6 +1,6 @@
 """Profiles: the products that ran, their times and the units used."""
 
 from lowprec.profiling.recorder import profile
-from lowprec.profiling.records import ProductRecord, RangeRecord
+from lowprec.profiling.records import ProductRecord
 
-__all__ = ["ProductRecord", "RangeRecord", "profile"]
+__all__ = ["ProductRecord", "profile"]

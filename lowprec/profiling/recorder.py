@@ -1,6 +1,4 @@
-"""``profile``: the open profiles, the recording of a product, and profiles as files (JSON, Trace Event Format).
-
-Source of the time line: *Trace Event Format*, Google (complete events ``X``, metadata events ``M``; microseconds).
+"""``profile``: the open profiles and the recording of a product.
 
 Lists and dictionaries change by atomic operations, without a lock: a signal handler or a forked child could find a lock
 held.
@@ -10,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -24,65 +20,12 @@ from lowprec.arrays import ArrayView
 from lowprec.core.executors import CachedExecutor, observe
 from lowprec.errors import UnsupportedError, quoted
 from lowprec.modes import ResolvedMode
-from lowprec.planning import GemmPlan
-from lowprec.profiling.records import Measurement, ProductRecord, RangeRecord
-from lowprec.profiling.summary import extents, to_text, totals
+from lowprec.profiling.records import Measurement, ProductRecord
+from lowprec.profiling.summary import to_text, totals
 from lowprec.util.atomic import write_json
 
 if TYPE_CHECKING:
     from lowprec.backends import Arguments
-
-#: Rows of the time line that are streams: above the numbers of threads, and within the 31 bits that viewers read.
-_FIRST_STREAM_ROW = 0x7FFF0000
-
-
-def trace(label: str, records: Sequence[ProductRecord], ranges: Sequence[RangeRecord]) -> dict[str, Any]:
-    """Return a profile in the Trace Event Format."""
-    rows = {r.thread_id: r.thread for r in records} | {r.thread_id: r.thread for r in ranges}
-    events = [
-        _event("M", 0, "process_name", {"name": f"lowprec {label}".rstrip()}),
-        *(_row_name(row, name) for row, name in rows.items()),
-        *map(_range, ranges),
-        *(_product(r.thread_id, r.start_ms, r.host_ms, r) for r in records),
-        *_on_streams(records),
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _event(phase: str, row: int, name: str, args: Any, **fields: Any) -> dict[str, Any]:
-    return {"ph": phase, "pid": os.getpid(), "tid": row, "name": name, **fields, "args": args}
-
-
-def _row_name(row: int, name: str) -> dict[str, Any]:
-    return _event("M", row, "thread_name", {"name": name})
-
-
-def _range(r: RangeRecord) -> dict[str, Any]:
-    *_, name = r.name.rpartition("/")
-    ts, dur = 1e3 * r.start_ms, 1e3 * r.elapsed_ms
-    return _event("X", r.thread_id, name, {"name": r.name}, cat="range", ts=ts, dur=dur)
-
-
-def _product(row: int, start_ms: float, elapsed_ms: float, r: ProductRecord) -> dict[str, Any]:
-    numbers = r.mode if r.mode_has_effect else r.number_format
-    name = f"{numbers} {extents(r.m, r.n, r.k, r.batch_count)}"
-    ts, dur = 1e3 * start_ms, 1e3 * elapsed_ms
-    return _event("X", row, name, r.to_dict(), cat="product", ts=ts, dur=dur)
-
-
-def _on_streams(records: Sequence[ProductRecord]) -> Iterator[dict[str, Any]]:
-    rows: dict[tuple[str, int], int] = {}
-    ends: dict[int, float] = {}
-    for r in sorted(records, key=lambda record: record.start_ms):
-        if r.stream is None or r.elapsed_ms is None:
-            continue
-        row = rows.setdefault((r.device, r.stream), _FIRST_STREAM_ROW + len(rows))
-        if row not in ends:
-            yield _row_name(row, f"{r.device}, stream {r.stream:#x}")
-        start_ms = max(r.start_ms, ends.get(row, 0.0))
-        ends[row] = start_ms + r.elapsed_ms
-        yield _product(row, start_ms, r.elapsed_ms, r)
-
 
 Threads = Literal["all", "current"]
 
@@ -140,7 +83,6 @@ class profile:
         self._left: list[tuple[int, int]] = []  # start and end of the closed entries, in ns
         self._measured: list[tuple[Measurement, str]] = []
         self._records: dict[int, ProductRecord] = {}
-        self._ranges: list[RangeRecord] = []
 
     def __enter__(self) -> profile:
         now = time.perf_counter_ns()
@@ -162,29 +104,20 @@ class profile:
     def range(self, name: str) -> Iterator[None]:
         """Name a part of the program; its products carry the names of nested ranges.
 
-        The name holds for this thread and task. It is an NVTX range too, where the ``nvtx`` package is installed.
+        The name holds for this thread and task.
 
         Parameters
         ----------
         name : str
             Shown in ``ProductRecord.label`` after the names of the enclosing ranges, separated by ``/``.
         """
-        name = str(name)
-        token = _ranges.set((*_ranges.get(), (self, name)))
-        start_ns = time.perf_counter_ns()
+        token = _ranges.set((*_ranges.get(), (self, str(name))))
         try:
-            with _annotate(lambda: name):
-                yield
+            yield
         finally:
-            end_ns = time.perf_counter_ns()
-            whole = self._label_here()
             _ranges.reset(token)
-            if self._entered:
-                start_ms, elapsed_ms = (start_ns - self._origin_ns) / 1e6, (end_ns - start_ns) / 1e6
-                thread = threading.current_thread()
-                self._ranges.append(RangeRecord(whole, start_ms, elapsed_ms, thread.name, thread.native_id or 0))
 
-    def _label_here(self) -> str:
+    def _label(self) -> str:
         return "/".join(name for owner, name in _ranges.get() if owner is self)
 
     @property
@@ -193,13 +126,8 @@ class profile:
         known = self._records
         for index in range(len(known), len(self._measured)):
             measurement, label = self._measured[index]
-            known.setdefault(index, measurement.record(index, label, self._origin_ns))
+            known.setdefault(index, measurement.record(label, self._origin_ns))
         return tuple(known[index] for index in range(len(known)))
-
-    @property
-    def ranges(self) -> tuple[RangeRecord, ...]:
-        """The named ranges that have ended."""
-        return tuple(self._ranges)
 
     @property
     def wall_ms(self) -> float:
@@ -243,28 +171,18 @@ class profile:
         return to_text(self.label, self.records, self.wall_ms, by, width)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values: totals, products, ranges."""
+        """Return totals and products as plain values."""
         records = self.records
         return {
             "lowprec": __version__,
             "label": self.label,
             "totals": totals(records, self.wall_ms),
             "products": [record.to_dict() for record in records],
-            "ranges": [record.to_dict() for record in self.ranges],
         }
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_dict` to a file, atomically."""
         write_json(path, self.to_dict())
-
-    def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a timeline in the Trace Event Format (Perfetto, ``chrome://tracing``).
-
-        Products and ranges are on the rows of their threads by the host's clock. Products on a GPU are also on the
-        row of their stream, each after the one before it and not before it was submitted; the gaps between them are
-        not measured. The file is written atomically.
-        """
-        write_json(path, trace(self.label, self.records, self.ranges))
 
     def __len__(self) -> int:
         return len(self._measured)
@@ -305,33 +223,13 @@ def _execute(product: CachedExecutor, resolved: ResolvedMode, listeners: list[pr
     backend = product.backend
     measurement = Measurement(product.plan, resolved, arguments.a, arguments.b)
     try:
-        with _annotate(lambda: _name(product.plan)):
-            measurement.start(backend.stopwatch(arguments))
-            product.execute(arguments)
-            measurement.stop()
+        measurement.start(backend.stopwatch(arguments))
+        product.execute(arguments)
+        measurement.stop()
         measurement.ran = backend.execution_info(product.plan, product.execute)
     except BaseException as error:
         measurement.fail(error)
         raise
     finally:
         for listener in listeners:
-            listener._measured.append((measurement, listener._label_here()))
-
-
-@functools.cache
-def _nvtx() -> Any | None:
-    try:
-        return importlib.import_module("nvtx")
-    except ImportError:
-        return None
-
-
-def _annotate(name: Callable[[], str]) -> AbstractContextManager[Any]:
-    package: Any = _nvtx()
-    return contextlib.nullcontext() if package is None else package.annotate(name(), domain="lowprec")
-
-
-def _name(plan: GemmPlan) -> str:
-    numbers = plan.mode if plan.mode_has_effect else plan.compute_dtype
-    layout = plan.layout
-    return f"lowprec {numbers} {extents(layout.m, layout.n, layout.k, layout.batch_count)}"
+            listener._measured.append((measurement, listener._label()))

@@ -1,4 +1,4 @@
-"""Records of products and ranges in a profile, as plain values."""
+"""Records of the products in a profile, as plain values."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ class ProductRecord:
     (128, 'float64')
     """
 
-    index: int  #: Position in the profile, from 0, in the order in which the calls returned.
     label: str  #: The enclosing ranges, ``"step/layer 1"``; empty without any.
     start_ms: float  #: Start of execution on the host, since the profile was first entered.
     host_ms: float  #: Time of the execution call on the host.
@@ -109,33 +108,9 @@ class ProductRecord:
     units_reason: str  #: The units, or the reason why none were used.
     copies: tuple[str, ...]  #: Operands that were copied or rewritten before the product, with the reason.
     thread: str  #: Name of the calling thread.
-    thread_id: int
     error: str | None  #: The error, if the product failed.
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class RangeRecord:
-    """A named range of a program: times in ms, by the host's clock.
-
-    >>> import lowprec
-    >>> with lowprec.profile() as prof, prof.range("step"), prof.range("layer 1"):
-    ...     pass
-    >>> [x.name for x in prof.ranges]
-    ['step/layer 1', 'step']
-    """
-
-    name: str  #: With the enclosing names, ``"step/layer 1"``.
-    start_ms: float  #: Start, since the profile was first entered.
-    elapsed_ms: float  #: Duration.
-    thread: str
-    thread_id: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values."""
         return asdict(self)
 
 
@@ -147,7 +122,7 @@ class Measurement:
         # The views would keep the caller's arrays alive.
         copied = (f"{name}: {view.copied}" for name, view in (("a", a), ("b", b)) if view.copied)
         self._copies = (*(f"{c.operand}: {c.reason}" for c in plan.copies), *copied)
-        self._thread = threading.current_thread().name, threading.get_native_id()
+        self._thread = threading.current_thread().name
         self._start_ns = self._end_ns = time.perf_counter_ns()
         self._stopwatch: Stopwatch | None = None
         self._stream: int | None = None
@@ -163,7 +138,6 @@ class Measurement:
         self._start_ns = time.perf_counter_ns()
 
     def stop(self) -> None:
-        """Mark the end."""
         self._end_ns = time.perf_counter_ns()
         if self._stopwatch is not None:
             self._stopwatch.stop()
@@ -190,7 +164,7 @@ class Measurement:
             self._stopwatch = None
         return self._elapsed_ms
 
-    def record(self, index: int, label: str, origin_ns: int) -> ProductRecord:
+    def record(self, label: str, origin_ns: int) -> ProductRecord:
         """Return the record in a profile that began at ``origin_ns``."""
         plan, problem, layout = self._plan, self._plan.problem, self._plan.layout
         elapsed_ms = self._read_ms()
@@ -199,7 +173,7 @@ class Measurement:
         peak = dict(plan.capabilities.peak_tflops).get(number_format)
         eligible, used, reason = units_of(plan, self.ran.units if self.ran else None)
         return ProductRecord(
-            index=index, label=label, start_ms=(self._start_ns - origin_ns) / 1e6,
+            label=label, start_ms=(self._start_ns - origin_ns) / 1e6,
             host_ms=(self._end_ns - self._start_ns) / 1e6, elapsed_ms=elapsed_ms,
             a_shape=problem.a.shape, b_shape=problem.b.shape, out_shape=plan.out_shape,
             a_dtype=problem.a.dtype.label, b_dtype=problem.b.dtype.label, out_dtype=plan.out_dtype.label,
@@ -209,5 +183,5 @@ class Measurement:
             device=str(self._device), stream=self._stream, flops=plan.flops, tflops=tflops,
             peak_share=None if tflops is None or not peak else tflops / peak,
             units_eligible=eligible, units_used=used, units_reason=reason, copies=self._copies,
-            thread=self._thread[0], thread_id=self._thread[1], error=self._error,
+            thread=self._thread, error=self._error,
         )  # fmt: skip

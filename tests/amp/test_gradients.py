@@ -121,7 +121,7 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
 
 
 def test_a_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backend_bases", None)
     with pytest.raises(UnsupportedError, match=r"lowprec\[plot\]"):
         gradient_report(np.float32([1.0])).plot(tmp_path / "x.svg")
 

@@ -81,7 +81,9 @@ def test_a_batch_is_bounded_as_a_whole(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(("shape_a", "shape_b"), [((5,), (5,)), ((3, 5), (5,)), ((5,), (5, 4))])
-def test_vectors(rng: np.random.Generator, shape_a: tuple[int, ...], shape_b: tuple[int, ...]) -> None:
+def test_vectors_are_rows_and_columns(
+    rng: np.random.Generator, shape_a: tuple[int, ...], shape_b: tuple[int, ...]
+) -> None:
     a = rng.standard_normal(shape_a, dtype=np.float32)
     b = rng.standard_normal(shape_b, dtype=np.float32)
     result = np.asarray(lowprec.matmul(a, b))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,8 +16,6 @@ from lowprec.modes import available_modes
 
 Files = tuple[Path, Path]
 Command = Callable[..., Any]
-
-MACHINE_KEYS = {"lowprec", "python", "machine", "load_average", "tile_units", "units", "blas", "versions"}
 
 
 def _json(outcome: Any) -> Any:
@@ -83,78 +80,9 @@ def test_plan_within_rtol_lists_the_candidates(command: Command) -> None:
     assert found["mode"] in command(*words).out
 
 
-# -- matmul ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [str(m) for m in available_modes()])
-def test_matmul_writes_the_product(command: Command, tmp_path: Path, files: Files, mode: str) -> None:
-    a, b = map(np.load, files)
-    c = tmp_path / "C.npy"
-    done = command("matmul", *files, "-o", c, "--mode", mode)
-    assert (done.code, done.err) == (0, "")
-    written = np.load(c)
-    assert written.dtype == np.float32
-    np.testing.assert_array_equal(written, lowprec.matmul(a, b, math_mode=mode))
-    plan = lowprec.plan(a, b, math_mode=mode)
-    assert done.out.startswith(f"{plan}\n{c}: ")
-
-
-def test_matmul_as_json(command: Command, tmp_path: Path, files: Files) -> None:
-    c = tmp_path / "C.npy"
-    found = _json(command("matmul", *files, "-o", c, "--rtol", "1e-2", "--json"))
-    assert set(found) == {"output", "shape", "dtype", "elapsed_ms", "first_call_ms", "plan"}
-    assert (found["output"], found["shape"], found["dtype"]) == (str(c), [24, 16], "float32")
-    assert found["elapsed_ms"] > 0
-    assert found["first_call_ms"] > 0
-    assert found["plan"]["resolved"]["source"] == "rtol= argument"
-
-
-def test_matmul_of_converted_operands(command: Command, tmp_path: Path, files: Files) -> None:
-    a, b = (np.load(f).astype(ml_dtypes.bfloat16) for f in files)
-    c = tmp_path / "C.npy"
-    words = ("matmul", *files, "-o", c, "--dtype", "bfloat16", "--out-dtype", "float32")
-    done = command(*words)
-    assert (done.code, done.err) == (0, "")
-    assert "has no effect" in done.out
-    np.testing.assert_array_equal(np.load(c), lowprec.matmul(a, b, out_dtype="float32"))
-
-
-def test_a_bfloat16_result_can_be_an_operand(command: Command, tmp_path: Path, files: Files) -> None:
-    c, d = tmp_path / "C.npy", tmp_path / "D.npy"
-    done = command("matmul", *files, "-o", c, "--dtype", "bfloat16")
-    assert done.code == 0
-    assert done.err == f"{c} holds bfloat16 as raw 2-byte elements\n"
-    stored = np.load(c)
-    assert stored.dtype == np.dtype("V2")
-    again = command("matmul", c, c, "-o", d)
-    assert again.code == 2
-    assert "--dtype bfloat16" in again.err
-    np.save(tmp_path / "E.npy", np.eye(16, dtype=np.float32))
-    done = command("matmul", c, tmp_path / "E.npy", "-o", d, "--dtype", "bfloat16")
-    assert done.code == 0
-    np.testing.assert_array_equal(np.load(d).view(np.uint16), stored.view(np.uint16))
-
-
-def test_a_product_may_replace_its_operand(command: Command, files: Files) -> None:
-    a, b = map(np.load, files)
-    assert command("matmul", *files, "-o", files[0]).code == 0
-    np.testing.assert_array_equal(np.load(files[0]), lowprec.matmul(a, b))
-
-
-@pytest.mark.parametrize(("m", "k", "n"), [(0, 4, 3), (2, 0, 3)])
-def test_matmul_without_elements(command: Command, tmp_path: Path, m: int, k: int, n: int) -> None:
-    a, b, c = (tmp_path / f"{x}.npy" for x in "abc")
-    np.save(a, np.ones((m, k), np.float32))
-    np.save(b, np.ones((k, n), np.float32))
-    assert command("matmul", a, b, "-o", c).code == 0
-    np.testing.assert_array_equal(np.load(c), np.zeros((m, n), np.float32))
-
-
-def test_a_forced_mode_is_reported(
-    command: Command, tmp_path: Path, files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forced_mode_is_reported(command: Command, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "bf16")
-    done = command("matmul", *files, "-o", tmp_path / "C.npy", "--mode", "fp32")
+    done = command("plan", *files, "--mode", "fp32")
     assert done.code == 0
     assert "bf16, from LOWPREC_FORCE_MATH_MODE" in done.out
     assert "LOWPREC_FORCE_MATH_MODE=bf16 overrules fp32" in done.out
@@ -165,21 +93,7 @@ def test_a_forced_mode_is_reported(
 
 def test_info_as_json_is_info(command: Command) -> None:
     found = _json(command("info", "--json"))
-    assert set(found) == {
-        "version",
-        "python",
-        "platform",
-        "devices",
-        "gpu",
-        "libraries",
-        "blas",
-        "mode",
-        "cache",
-        "available_modes",
-        "environment",
-        "frameworks",
-        "warnings",
-    }
+    assert set(found) == set(lowprec.info())
     assert found["version"] == lowprec.__version__
 
 
@@ -211,36 +125,18 @@ def test_info_lists_the_variables_that_are_set(command: Command, monkeypatch: py
 # -- check ----------------------------------------------------------------------------------------
 
 CHECK = ("check", "--sizes", "24x40x16", "--rounds", "1")
-ROW_KEYS = {
-    "mode",
-    "mode_in_force",
-    "mode_has_effect",
-    "kernel",
-    "median_ms",
-    "spread",
-    "samples",
-    "speedup",
-    "noisy",
-    "error",
-    "scaled_error",
-    "bound",
-    "verdict",
-}
 
 
 def test_check_as_json(command: Command) -> None:
     done = command(*CHECK, "--json")
     assert done.code == 0
     found = json.loads(done.out)
-    assert set(found) == MACHINE_KEYS | {"seed", "cases"}
-    assert set(found["machine"]) == {"name", "cores", "threads"}
+    assert found["lowprec"] == lowprec.__version__
     assert [case["name"] for case in found["cases"]] == ["normal", "positive", "wide"]
     for case in found["cases"]:
-        assert set(case) == {"name", "description", "a", "b", "rows"}
         assert (case["a"]["shape"], case["b"]["shape"]) == ([24, 40], [40, 16])
         assert [row["mode"] for row in case["rows"]] == [str(m) for m in available_modes() if m != "fp64_emulated"]
         for row in case["rows"]:
-            assert set(row) == ROW_KEYS
             assert row["samples"] == 1
         assert case["rows"][0]["speedup"] == 1
 

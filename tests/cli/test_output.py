@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 import lowprec
 from lowprec.checking.comparison import seconds
 from lowprec.cli import main, output
-from lowprec.cli.commands import check, matmul
+from lowprec.cli.commands import check
 from lowprec.util.tables import Table, plain_text
 
 TABLE = Table("Sizes [of things]", ["name", ">n"], [["[bold]a", "8"], ["bc", "1024"]])
@@ -92,45 +90,6 @@ def test_the_bar_reports_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "check: normal, tf32" in terminal.getvalue()
 
 
-def test_the_whole_command_without_rich() -> None:
-    code = (
-        "import sys\n"
-        "sys.modules['rich'] = None\n"
-        "import os; os.getloadavg = lambda: (0.0, 0.0, 0.0)\n"
-        "from lowprec.cli import main\n"
-        "sys.exit(main(['check', '--sizes', '16', '--rounds', '1']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("normal: float32 16x16 @ float32 16x16")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminal on Windows")
-def test_on_a_real_terminal(tmp_path: Path) -> None:
-    pytest.importorskip("rich", reason="rich is not installed")
-    import pty
-
-    master, slave = pty.openpty()
-    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    words = ("info",)
-    with open(tmp_path / "err", "wb") as err, open(master, "rb", 0) as reader:
-        process = subprocess.Popen([sys.executable, "-m", "lowprec", *words], stdout=slave, stderr=err, env=variables)
-        os.close(slave)
-        chunks = []
-        while True:
-            try:
-                chunk = reader.read(4096)
-            except OSError:  # Linux, once the other side is closed
-                break
-            if not chunk:
-                break
-            chunks.append(chunk)
-        assert process.wait(60) == 0
-    text = b"".join(chunks).decode()
-    assert "\x1b[1mlibraries" in text
-    assert (tmp_path / "err").read_bytes() == b""
-
-
 @pytest.mark.parametrize(
     ("value", "shown"), [(0.0, "0.00 us"), (2.5e-6, "2.50 us"), (1e-3, "1.00 ms"), (0.1234, "123 ms"), (250.0, "250 s")]
 )
@@ -164,15 +123,15 @@ def test_optional_columns_give_way(monkeypatch: pytest.MonkeyPatch, request: pyt
         assert max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
-COMMANDS = ("info", "plan", "matmul", "check", "autotune", "run", "completion")
+COMMANDS = ("info", "plan", "check", "autotune", "run")
 OUTPUTS = (
     *((*name, "--help") for name in ((), *zip(COMMANDS, strict=True))),
     ("info", "--all"),
     ("plan", "--shapes", "1024x512", "512x2048", "--rtol", "1e-3"),
     ("plan", "--shapes", "1024x512", "512x2048", "--mode", "fp16_karatsuba", "--device", "h200"),
-    ("matmul", "A.npy", "B.npy", "-o", "C.npy", "--rtol", "1e-3"),
     ("check", "A.npy", "B.npy", "--rounds", "1"),
     ("check", "--mode", "tf32"),
+    ("autotune", "--shapes", "8x8", "8x8"),
     ("plan", "--shapes", "4x4", "4x4", "--mode", "tf23"),
     ("plan", "--shapes", "4x4", "4x4", "--device", "h20"),
     ("run", "--force", "missing.py"),
@@ -187,7 +146,6 @@ def test_no_word_is_broken(
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "cache")
     np.save("A.npy", rng.standard_normal((24, 40), dtype=np.float32))
     np.save("B.npy", rng.standard_normal((40, 16), dtype=np.float32))
-    monkeypatch.setattr(matmul, "_timed", lambda a, b, chosen: (a @ b, 1.0))
     found = lowprec.check(np.load("A.npy"), np.load("B.npy"), rounds=1)
     monkeypatch.setattr(check, "compare", lambda *_, **__: found)
     shown = {}

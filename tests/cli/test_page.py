@@ -33,7 +33,6 @@ def _operands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     monkeypatch.chdir(tmp_path)
     np.save("A.npy", rng.standard_normal((1024, 512), dtype=np.float32))
     np.save("B.npy", rng.standard_normal((512, 2048), dtype=np.float32))
-    np.save("E.npy", np.ones((2048, 4), np.float32))
 
 
 def test_the_programs_print_the_output_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +54,7 @@ def _listed(heading: str) -> set[str]:
 
 @pytest.mark.usefixtures("_operands")
 def test_the_commands_run(command: Callable[..., Any]) -> None:
-    # In order: one writes what another reads.
-    assert {words[0] for words in COMMANDS} == {"info", "plan", "matmul", "check", "autotune"}
+    assert {words[0] for words in COMMANDS} == {"info", "plan", "check", "autotune"}
     codes = [command(*words, *QUICK.get(words[0], [])).code for words in COMMANDS]
     # The page begins with two mistakes.
     assert codes == [2, 2] + [0] * (len(COMMANDS) - 2)
@@ -73,7 +71,6 @@ def test_the_mistakes_give_the_errors_of_the_page(command: Callable[..., Any]) -
     ("heading", "words", "inner"),
     [
         ("info", ["info"], None),
-        ("matmul", ["matmul", "A.npy", "B.npy", "-o", "C.npy"], None),
         ("check", ["check", "--sizes", "8", "--rounds", "1"], "cases"),
         ("autotune", ["autotune", "--shapes", "8x8", "8x8"], "results"),
     ],

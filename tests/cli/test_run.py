@@ -5,9 +5,7 @@ Each program runs twice, under ``python`` and under ``lowprec run``; what can be
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
-import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.programs import GUARD, TF32, Seen, posix, same, without_note, write
+from support.programs import GUARD, TF32, same, write
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -47,34 +45,6 @@ ENDS = {
 @pytest.mark.sampled(2)
 def test_a_program_ends_as_it_does(text: str, code: int, under: Sequence[str]) -> None:
     assert same(write(text), under=under).code == code
-
-
-@posix
-def test_a_killed_program() -> None:
-    script = write("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    assert same(script).code == -signal.SIGKILL
-
-
-@posix
-def test_ctrl_c() -> None:
-    # It is ready once its main thread sleeps, so another thread says so, a while later.
-    script = write(
-        "import threading, time\nthreading.Timer(0.2, print, ['ready'], {'flush': True}).start()\ntime.sleep(60)"
-    )
-
-    def interrupted(*words: str) -> Seen:
-        with subprocess.Popen(
-            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
-        return Seen(process.returncode, out, err)
-
-    plain = interrupted(script)
-    assert without_note(interrupted("-m", "lowprec", "run", *TF32, script)) == plain
-    assert plain.code == -signal.SIGINT
 
 
 FACTS = """
@@ -133,40 +103,3 @@ def test_a_script_that_looks_like_an_option() -> None:
     script = write("import sys\nprint(sys.argv, __file__)", "-x.py")
     plain = same("--", script, "-y")
     assert plain.out.startswith("['-x.py', '-y']")
-
-
-@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("--size=x", 2), ("--size=3", 0)])
-def test_argparse_names_the_script(argument: str, code: int) -> None:
-    script = write("""
-        import argparse
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--size", type=int)
-        print(parser.parse_args())
-    """)
-    seen = same(script, argument)
-    assert seen.code == code
-    assert code == 0 or seen.err.startswith("usage: script.py ")
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_classes_of_main_travel_to_children(method: str) -> None:
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"this system does not {method}")
-    script = write(f"""
-        import multiprocessing, pickle
-        from concurrent.futures import ProcessPoolExecutor
-
-        class Point:
-            def __init__(self, x):
-                self.x = x
-
-        def double(point):
-            return Point(2 * point.x)
-
-        if __name__ == "__main__":
-            context = multiprocessing.get_context({method!r})
-            print(pickle.loads(pickle.dumps(Point(1))).x, Point.__module__)
-            with ProcessPoolExecutor(1, mp_context=context) as pool:
-                print(pool.submit(double, Point(21)).result().x)
-    """)
-    assert same(script, options=["-W", "ignore"]).out == "1 __main__\n42\n"

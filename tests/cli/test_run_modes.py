@@ -176,55 +176,6 @@ def test_children_are_under_the_mode(under: Sequence[str], shown: str) -> None:
     assert seen == (0, "".join(f"{place} {shown}\n" for place in places), "")
 
 
-@pytest.mark.parametrize("cuts", ["-I", "LOWPREC_RUN", "PYTHONPATH"])
-def test_a_child_can_be_left_on_its_own(cuts: str) -> None:
-    write(LIBRARY, "tensorflow.py")
-    script = write(f"""
-        import os, subprocess, sys
-        cuts = {cuts!r}
-        options = [cuts] if cuts.startswith("-") else []
-        if not options:
-            del os.environ[cuts]
-        code = "import sys; sys.path.insert(0, '.'); import tensorflow; print(tensorflow.switch.tf32)"
-        subprocess.run([sys.executable, *options, "-c", code], check=True)
-    """)
-    assert start(script, under=TF32) == (0, "its own\n", "")
-
-
-def test_a_program_under_the_guard_starts_none_below_it() -> None:
-    write(LIBRARY, "tensorflow.py")
-    write(LATE, "inner.py")
-    script = write("""
-        import subprocess, sys
-        command = [sys.executable, "-m", "lowprec", "run", "--mode", "tf32", "--force", "inner.py"]
-        sys.exit(subprocess.call(command))
-    """)
-    note = "lowprec run: LOWPREC_FP32_GUARD overrules --mode tf32\n"
-    assert start(script, under=GUARD) == (0, 2 * "fp32 False\n", note)
-    # Under a mode, the inner one is another choice.
-    assert start(script, under=("--mode", "fp32")) == (0, 2 * "tf32 True\n", "")
-
-
-@pytest.mark.parametrize(
-    ("under", "modes"),
-    [(TF32, "tf32 bf16 fp16 fp32"), ((*TF32, "--force"), "tf32 tf32 tf32 fp32"), (GUARD, "fp32 fp32 fp32 fp32")],
-    ids=["mode", "force", "guard"],
-)
-def test_choices_of_the_program(under: Sequence[str], modes: str) -> None:
-    script = write("""
-        import lowprec
-        from lowprec.policy import resolve
-        found = [lowprec.get_math_mode()]
-        with lowprec.math_mode("bf16"):
-            found.append(lowprec.get_math_mode())
-        found.append(resolve("fp16").mode)
-        with lowprec.fp32_guard():
-            found.append(lowprec.get_math_mode())
-        print(*found)
-    """)
-    assert without_note(start(script, under=under)) == (0, f"{modes}\n", "")
-
-
 SETS = """
 import lowprec, tensorflow
 tensorflow.switch.enable_tensor_float_32_execution(True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -75,9 +74,8 @@ def test_a_choice_for_fp8_is_one_with_scales(software: Gpu, cache: Path) -> None
     assert {"float8" in key: key.endswith(", scales") for key in entries(cache)} == {True: True, False: False}
 
 
-def _no_platformdirs(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.delenv("LOWPREC_CACHE_DIR")
-    monkeypatch.setitem(sys.modules, "platformdirs", None)
+def _no_folder(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", "~nosuchuser/cache")
 
 
 def _a_file_in_its_place(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -92,7 +90,7 @@ def _a_full_disk(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(os, "fsync", refuse)
 
 
-@pytest.mark.parametrize("hindrance", [_no_platformdirs, _a_file_in_its_place, _a_full_disk])
+@pytest.mark.parametrize("hindrance", [_no_folder, _a_file_in_its_place, _a_full_disk])
 def test_without_a_cache_a_choice_lasts_for_the_process(
     software: Gpu, cache: Path, monkeypatch: pytest.MonkeyPatch, hindrance: Callable[..., None]
 ) -> None:
@@ -144,29 +142,6 @@ def test_progress_and_the_number_of_candidates(software: Gpu) -> None:
     assert seen[-1][0] == seen[-1][1]
 
 
-def test_the_variable_zero_disables_the_cache(software: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = software.put(A)
-    first = chosen(x)
-    lowprec.autotune(x, x)
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", "0")
-    restart()
-    assert chosen(x) == first
-
-
-def test_the_variable_one_measures_at_the_first_use(
-    software: Gpu, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
-    x = software.put(A)
-    np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
-    (entry,) = entries(cache).values()
-    assert entry["rank"] != 0
-    before = (cache / "autotune.json").read_text()
-    restart()
-    software.get(lowprec.matmul(x, x))
-    assert (cache / "autotune.json").read_text() == before
-
-
 def change(cache: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     """Edit the choices in the file, by device and product, and restart."""
     path = cache / "autotune.json"
@@ -205,7 +180,7 @@ def test_a_damaged_entry_counts_as_none(software: Gpu, cache: Path, damage: Any)
     assert found.timed
 
 
-@pytest.mark.parametrize("damage", [5, [], None, "text"], ids=str)
+@pytest.mark.parametrize("damage", [5, None, "text"], ids=str)
 def test_damaged_choices_of_a_device_count_as_none(software: Gpu, cache: Path, damage: Any) -> None:
     x = software.put(A)
     lowprec.autotune(x, x, candidates=2)
@@ -216,7 +191,7 @@ def test_damaged_choices_of_a_device_count_as_none(software: Gpu, cache: Path, d
     assert set(entries(cache)[product]) > {"algorithm", "rank"}
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": 99, "devices": {}}', '{"format": 1, "devices": []}'])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"devices": []}', "[" * 100_000])
 def test_a_damaged_file_is_never_fatal(software: Gpu, cache: Path, text: str) -> None:
     (cache / "autotune.json").write_text(text)
     restart()
@@ -262,26 +237,22 @@ def test_the_first_choice_is_passed_over_if_it_fails(software: Any) -> None:
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
 
 
-@pytest.mark.parametrize("setting", ["0", "1"])
-def test_if_no_candidate_runs_cublas_multiplies(software: Any, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+def test_if_no_candidate_runs_cublas_multiplies(software: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise SoftwareLtError(INTERNAL_ERROR)
 
     software.expects_cublas = True
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", setting)
     monkeypatch.setattr(software.software.cublas_lt, "matmul", fail, raising=False)
     x = software.put(A)
-    if setting == "0":
-        ill = r"none of the measured algorithms runs: .*INTERNAL_ERROR \(14\)"
-        with pytest.raises(lowprec.BackendError, match=ill):
-            lowprec.autotune(x, x, candidates=1)
-        assert "fallback" not in dict(lowprec.plan(x, x).algorithm)  # other algorithms may run
+    ill = r"none of the measured algorithms runs: .*INTERNAL_ERROR \(14\)"
+    with pytest.raises(lowprec.BackendError, match=ill):
+        lowprec.autotune(x, x, candidates=1)
+    assert "fallback" not in dict(lowprec.plan(x, x).algorithm)  # other algorithms may run
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, x)), TRUE)
     assert "INTERNAL_ERROR (14)" in dict(lowprec.plan(x, x).algorithm)["fallback"]
 
 
-@pytest.mark.parametrize("setting", ["0", "1"])
-def test_a_lost_device_ends_the_measurements(software: Any, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+def test_a_lost_device_ends_the_measurements(software: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every later call of CUDA fails, whichever algorithm is next."""
     runtime, tried = software.software.runtime, []
 
@@ -290,7 +261,6 @@ def test_a_lost_device_ends_the_measurements(software: Any, monkeypatch: pytest.
         runtime.sticky[0] = runtime.cudaError_t.cudaErrorIllegalAddress
         raise SoftwareLtError(EXECUTION_FAILED)
 
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", setting)
     monkeypatch.setattr(software.software.cublas_lt, "matmul", lose_the_device, raising=False)
     x = software.put(A)
     with pytest.raises(lowprec.BackendError, match="cudaStreamIsCapturing failed with cudaErrorIllegalAddress"):

@@ -267,12 +267,12 @@ def test_special_values(install: Any) -> None:
 def test_algorithms_are_measured(install: Any, rng: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On copies of the codes, which are half as many bytes as elements where they have 4 bits."""
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
     gpu = install((10, 0))
     reset()
     for name in FORMATS:
         a, b = quantised(rng, (160, 64), name, 1), quantised(rng, (64, 32), name, 0)
         x, y = gpu.quantized(a), gpu.quantized(b)
+        assert lowprec.autotune(x, y).timed
         check(gpu.get(lowprec.matmul(x, y)), a, b, lowprec.plan(x, y))
     stored = (tmp_path / "autotune.json").read_text()
     assert all(f"{name} 64x160 ld 64" in stored for name in FORMATS)

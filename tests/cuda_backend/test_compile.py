@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from lowprec import errors
-from lowprec.backends import disk
 from lowprec.backends.cuda import compiling, libraries
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.packing import Packing, prepare_packing
@@ -188,20 +187,20 @@ def test_the_compilers_version_is_known_where_it_reports(
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "flipped"])
-def test_a_damaged_kernel_is_renamed(damage: str, core: RecordingCompiler, cache: Path) -> None:
+def test_a_damaged_kernel_is_compiled_again(damage: str, core: RecordingCompiler, cache: Path) -> None:
     kernel(A=1)
     (path,) = files(cache)
     data = path.read_bytes()
     path.write_bytes({"cut": data[:-1], "empty": b"", "flipped": data[:-1] + b"?"}[damage])
     forget()
-    with pytest.warns(LowprecWarning, match="epilogue_sm_90.*it is damaged; it is kept as"):
+    with pytest.warns(LowprecWarning, match="epilogue_sm_90.*it is damaged; it is written again"):
         kernel(A=1)
     assert len(core.compiled) == 2
-    assert files(cache) == [path, path.with_name(path.name + ".damaged")]
+    assert files(cache) == [path]
     assert path.read_bytes() == data
 
 
-def test_a_kernel_that_the_driver_refuses_is_renamed(core: RecordingCompiler, cache: Path) -> None:
+def test_a_kernel_that_the_driver_refuses_is_compiled_again(core: RecordingCompiler, cache: Path) -> None:
     code = kernel(A=1).code
     (path,) = files(cache)
     old = code + b"old"
@@ -222,11 +221,3 @@ def test_new_code_that_the_driver_refuses_is_an_error_and_is_not_kept(core: Reco
     with pytest.raises(BackendError, match=r"cannot load kernel epilogue for sm_90: CUDA_ERROR_INVALID"):
         kernel(A=1)
     assert files(cache) == []
-
-
-def test_the_folder_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("platformdirs", reason="platformdirs is not installed")
-    monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
-    assert disk.cache_directory().name.lower() == "lowprec"
-    monkeypatch.setenv("LOWPREC_CACHE_DIR", "~/here")
-    assert disk.cache_directory() == Path.home() / "here"

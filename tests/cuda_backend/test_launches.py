@@ -145,8 +145,8 @@ def test_a_measured_algorithm_has_its_workspace_from_the_first_call(software: So
 
 
 @pytest.mark.usefixtures("cache")
-def test_measuring_at_the_first_use_keeps_a_fused_bias(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWPREC_AUTOTUNE", "1")
+def test_measuring_keeps_a_fused_bias(software: SoftwareGpu) -> None:
     x, y, bias = software.put(A), software.put(B), software.put(BIAS)
+    assert lowprec.autotune(x, y, bias=bias).timed
     np.testing.assert_array_equal(software.get(lowprec.matmul(x, y, bias=bias)), TRUE + BIAS)
     assert "fallback" not in dict(lowprec.plan(x, y, bias=bias).algorithm)

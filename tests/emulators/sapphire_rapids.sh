@@ -71,7 +71,7 @@ install_lowprec() {
     mkdir "$guest/opt/lowprec"
     git -c safe.directory="$repository" -C "$repository" archive HEAD | tar -x -C "$guest/opt/lowprec"
     env -u VIRTUAL_ENV chroot "$guest" /opt/venv/bin/pip install -q -e "/opt/lowprec[cpu,cli]" \
-        pytest hypothesis threadpoolctl opt_einsum array-api-strict platformdirs
+        pytest hypothesis threadpoolctl opt_einsum array-api-strict
 }
 
 make_disks() { # PYTEST-ARGUMENT...

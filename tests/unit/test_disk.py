@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -33,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def kept(cache: Path) -> Path:
     """The file that ``kernels/x`` is kept in."""
-    disk.write_bytes("kernels/x", b"good")
+    disk.write("kernels/x", b"good")
     return cache / "kernels" / "x"
 
 
@@ -47,10 +45,10 @@ def _another_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_that_others_can_write_is_not_read(kept: Path, mode: int) -> None:
     kept.chmod(mode)
     with pytest.warns(LowprecWarning, match=r"does not use .*x: other users can write to it"):
-        assert disk.read_bytes("kernels/x") is None
+        assert disk.read("kernels/x") is None
     # A new one replaces it, in a folder of the user's own.
-    disk.write_bytes("kernels/x", b"new")
-    assert disk.read_bytes("kernels/x") == b"new"
+    disk.write("kernels/x", b"new")
+    assert disk.read("kernels/x") == b"new"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
 
 
@@ -60,10 +58,10 @@ def test_a_file_that_others_can_write_is_not_read(kept: Path, mode: int) -> None
 def test_a_folder_that_others_can_write_is_not_used(kept: Path, tmp_path: Path, name: str, mode: int) -> None:
     (tmp_path / name).chmod(mode)
     with pytest.warns(LowprecWarning, match=rf"{name}: other users can write to it"):
-        assert disk.read_bytes("kernels/x") is None
+        assert disk.read("kernels/x") is None
     # Once: a second warning would be an error here.
-    disk.write_bytes("kernels/x", b"new")
-    assert disk.read_bytes("kernels/x") is None
+    disk.write("kernels/x", b"new")
+    assert disk.read("kernels/x") is None
     assert kept.read_bytes() == b"good"
 
 
@@ -72,54 +70,33 @@ def test_a_sticky_folder_is_used_as_far_as_its_files_are_ours(kept: Path, cache:
     # As /tmp is: no user can remove or replace another user's files.
     cache.chmod(0o1777)
     (cache / "kernels").chmod(0o1777)
-    assert disk.read_bytes("kernels/x") == b"good"
+    assert disk.read("kernels/x") == b"good"
     kept.chmod(0o666)
     with pytest.warns(LowprecWarning, match="other users can write to it"):
-        assert disk.read_bytes("kernels/x") is None
+        assert disk.read("kernels/x") is None
 
 
 @posix
 def test_another_user_s_file_or_folder_is_not_used(kept: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _another_user(monkeypatch)
     with pytest.warns(LowprecWarning, match="it belongs to another user"):
-        assert disk.read_bytes("kernels/x") is None
+        assert disk.read("kernels/x") is None
     kept.unlink()
     kept.parent.rmdir()
     errors._given.clear()
     with pytest.warns(LowprecWarning, match="cache: it belongs to another user"):
-        disk.write_bytes("kernels/x", b"new")
-    disk.write_json("x.json", {})
-    assert disk.read_json("x.json") == {}
+        disk.write("kernels/x", b"new")
     assert list(cache.iterdir()) == []
-
-
-def _link(kept: Path) -> None:
-    kept.rename(kept.parents[2] / "moved")
-    kept.symlink_to(kept.parents[2] / "moved")
-
-
-def _pipe(kept: Path) -> None:
-    kept.unlink()
-    os.mkfifo(kept, 0o600)
-
-
-@posix
-@pytest.mark.parametrize(("replace", "words"), [(_link, "a symbolic link"), (_pipe, "not a regular file")])
-def test_only_a_regular_file_is_read(kept: Path, replace: Callable[[Path], None], words: str) -> None:
-    """A pipe would be waited for."""
-    replace(kept)
-    with pytest.warns(LowprecWarning, match=f"it is {words}"):
-        assert disk.read_bytes("kernels/x") is None
 
 
 @posix
 def test_a_link_to_a_folder_is_judged_by_the_folder(kept: Path, cache: Path, tmp_path: Path) -> None:
     cache.rename(tmp_path / "scratch")
     cache.symlink_to(tmp_path / "scratch")
-    assert disk.read_bytes("kernels/x") == b"good"
+    assert disk.read("kernels/x") == b"good"
     (tmp_path / "scratch").chmod(0o777)
     with pytest.warns(LowprecWarning, match="other users can write"):
-        assert disk.read_bytes("kernels/x") is None
+        assert disk.read("kernels/x") is None
 
 
 @posix
@@ -127,78 +104,19 @@ def test_created_files_are_the_user_s_alone(cache: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("LOWPREC_CACHE_DIR", str(cache / "deep"))
     before = os.umask(0)
     try:
-        disk.write_bytes("kernels/x", b"good")
+        disk.write("kernels/x", b"good")
     finally:
         os.umask(before)
-    assert disk.read_bytes("kernels/x") == b"good"
-    modes = {stat.S_IMODE(p.stat().st_mode) for p in (cache, *cache.rglob("*"))}
+    assert disk.read("kernels/x") == b"good"
+    modes = {stat.S_IMODE(p.stat().st_mode) for p in cache.rglob("*")}
     assert modes == {0o700, 0o600}
-
-
-@pytest.mark.parametrize("text", ["{", "", "[1]", "\xff", "[" * 100_000, '{"a":' * 100_000, "9" * 10_000])
-def test_damaged_json_is_renamed(text: str, cache: Path) -> None:
-    disk.write_bytes("x.json", text.encode("latin-1"))
-    with pytest.warns(LowprecWarning, match=r"does not use .*x\.json: .*kept as x\.json\.damaged"):
-        assert disk.read_json("x.json") == {}
-    assert [path.name for path in cache.iterdir()] == ["x.json.damaged"]
-    disk.write_json("x.json", {"b": [1, 2], "a": {"c": None}})
-    assert disk.read_json("x.json") == {"b": [1, 2], "a": {"c": None}}
 
 
 def _no_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWPREC_CACHE_DIR", "~nosuchuser/cache")
 
 
-def _no_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
-    monkeypatch.setitem(sys.modules, "platformdirs", None)
-
-
-def _folder_of_the_system(found: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
-    monkeypatch.setitem(sys.modules, "platformdirs", SimpleNamespace(user_cache_dir=found))
-
-
 def _no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> str:
-        raise RuntimeError("could not determine the home directory for '~/.cache'")
-
-    _folder_of_the_system(refuse, monkeypatch)
-
-
-def _no_home_for_an_older_platformdirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    _folder_of_the_system(lambda *_, **__: "~/.cache/lowprec", monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("absent", "words"),
-    [
-        (_no_user, "LOWPREC_CACHE_DIR"),
-        (_no_platformdirs, "pip install platformdirs"),
-        (_no_home, "could not determine the home directory.*; set LOWPREC_CACHE_DIR to a folder"),
-        (_no_home_for_an_older_platformdirs, "~/.cache/lowprec, is relative to the current folder"),
-    ],
-)
-def test_without_a_folder_there_is_one_warning_and_no_cache(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, absent: Callable[[pytest.MonkeyPatch], None], words: str
-) -> None:
-    absent(monkeypatch)
-    with pytest.warns(LowprecWarning, match=words):
-        assert disk.read_bytes("kernels/x") is None
-    disk.write_bytes("kernels/x", b"new")
-    assert disk.read_json("x.json") == {}
-    disk.write_json("x.json", {})
-    disk.set_aside("x.json", "it is damaged")
-    assert not Path("~").exists()
-    found = lowprec.info()
-    assert found["cache"] is None
-    assert not any("cache" in text for text in found["warnings"])  # no GPU needs it
-    (effect,) = (x["effect"] for x in found["environment"] if x["name"] == "LOWPREC_CACHE_DIR")
-    assert effect == "no cache"
-
-
-def test_the_real_platformdirs_without_a_home(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("platformdirs", reason="platformdirs is not installed")
     pwd = pytest.importorskip("pwd", reason="homes of users are those of POSIX")
 
     def unknown(user: int) -> None:
@@ -207,11 +125,40 @@ def test_the_real_platformdirs_without_a_home(cache: Path, monkeypatch: pytest.M
     for name in ("LOWPREC_CACHE_DIR", "HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.parametrize(
+    ("absent", "words"),
+    [
+        (_no_user, "LOWPREC_CACHE_DIR=~nosuchuser/cache: "),
+        (_no_home, "no cache on disk: .*home directory.*; set LOWPREC_CACHE_DIR to a folder"),
+    ],
+)
+def test_without_a_folder_there_is_one_warning_and_no_cache(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, absent: Callable[..., None], words: str
+) -> None:
+    absent(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    with pytest.warns(LowprecWarning, match="has no cache on disk"):
-        assert disk.read_bytes("kernels/x") is None
-    disk.write_bytes("kernels/x", b"new")
+    with pytest.warns(LowprecWarning, match=words):
+        assert disk.read("kernels/x") is None
+    disk.write("kernels/x", b"new")
     assert list(tmp_path.iterdir()) == []
+    found = lowprec.info()
+    assert found["cache"] is None
+    assert not any("cache" in text for text in found["warnings"])  # no GPU needs it
+    (effect,) = (x["effect"] for x in found["environment"] if x["name"] == "LOWPREC_CACHE_DIR")
+    assert effect == "no cache"
+
+
+@posix
+def test_the_folder_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LOWPREC_CACHE_DIR", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for base, folder in (("", ".cache/lowprec"), ("relative", ".cache/lowprec"), (str(tmp_path / "x"), "x/lowprec")):
+        monkeypatch.setenv("XDG_CACHE_HOME", base)
+        assert disk.cache_directory() == tmp_path / folder
+    monkeypatch.setenv("LOWPREC_CACHE_DIR", "~/here")
+    assert disk.cache_directory() == tmp_path / "here"
 
 
 def _full(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,9 +184,9 @@ def test_unwritable_files_cost_only_warnings(
 ) -> None:
     hindrance(cache, monkeypatch)
     with pytest.warns(LowprecWarning, match="cannot write to its cache .*lost with this process"):
-        disk.write_bytes("kernels/x", b"new")
+        disk.write("kernels/x", b"new")
     # Once: a second warning would be an error here.
-    disk.write_bytes("kernels/x", b"new")
+    disk.write("kernels/x", b"new")
     assert not [p for p in cache.rglob("*") if p.is_file()]
 
 
@@ -248,13 +195,12 @@ def test_unwritable_files_cost_only_warnings(
 def test_a_link_to_itself_instead_of_a_file_stops_nothing(cache: Path) -> None:
     cache.joinpath("kernels").mkdir(mode=0o700, parents=True)
     cache.joinpath("kernels", "x").symlink_to("x")
-    assert disk.read_bytes("kernels/x") is None
-    disk.write_bytes("kernels/x", b"new")  # newer Pythons put the file in its place
-    assert disk.read_bytes("kernels/x") in (None, b"new")
+    assert disk.read("kernels/x") is None
+    disk.write("kernels/x", b"new")  # newer Pythons put the file in its place
+    assert disk.read("kernels/x") in (None, b"new")
 
 
 def test_an_absent_file_is_no_reason_to_warn(cache: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert disk.read_bytes("kernels/x") is None
-        assert disk.read_json("x.json") == {}
+        assert disk.read("kernels/x") is None

@@ -25,14 +25,13 @@ def row_of(name: str) -> environment.VariableRow:
 
 
 def test_the_table_lists_the_variables_of_this_version() -> None:
-    amp = [f"LOWPREC_AMP_{name}LIST_{verb}" for name in ("ALLOW", "DENY", "INFER") for verb in ("ADD", "REMOVE")]
     others = """
         TORCH_ALLOW_TF32_CUBLAS_OVERRIDE JAX_DEFAULT_MATMUL_PRECISION CUPY_TF32 MLX_ENABLE_TF32
         CUBLAS_EMULATE_SINGLE_PRECISION CUBLAS_EMULATE_DOUBLE_PRECISION CUBLAS_EMULATION_STRATEGY
         CUBLAS_FIXEDPOINT_EMULATION_MANTISSA_BIT_COUNT
         OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS OPENBLAS_CORETYPE
     """
-    own = [*READ_ONCE, "LOWPREC_AUTOTUNE", "LOWPREC_PEER_ACCESS", "LOWPREC_CACHE_DIR", ISA, "LOWPREC_THREADS", *amp]
+    own = [*READ_ONCE, "LOWPREC_PEER_ACCESS", "LOWPREC_CACHE_DIR", ISA, "LOWPREC_THREADS"]
     assert [v.name for v in environment.VARIABLES] == own + others.split()
     assert tuple(v.name for v in environment.VARIABLES if v.read_once) == (*READ_ONCE, ISA)
     assert all(v.meaning.endswith(".") and v.legal and v.default for v in environment.VARIABLES)
@@ -120,7 +119,7 @@ def test_the_guard_variable(text: str, on: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("name", "text", "read"),
-    [("LOWPREC_FP32_GUARD", "yes", environment.snapshot), ("LOWPREC_AUTOTUNE", "2", variables.AUTOTUNE.current)],
+    [("LOWPREC_FP32_GUARD", "yes", environment.snapshot), ("LOWPREC_PEER_ACCESS", "2", variables.PEER_ACCESS.current)],
 )
 def test_a_switch_that_is_neither_on_nor_off_is_an_error(
     name: str, text: str, read: Any, monkeypatch: pytest.MonkeyPatch
@@ -185,15 +184,6 @@ def test_thread_variables_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch)
     assert row_of("OMP_NUM_THREADS").effect == "4,2"
     assert row_of("MKL_NUM_THREADS").effect == "the library's own choice"
     assert environment.problems() == ()
-
-
-@pytest.mark.parametrize(("text", "value"), [(None, None), ("0", False), ("1", True), (" 1 ", True)])
-def test_autotune(text: str | None, value: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if text is not None:
-        monkeypatch.setenv("LOWPREC_AUTOTUNE", text)
-    assert variables.AUTOTUNE.current() is value
-    effect = {None: "cached choices are used", False: "library's own", True: "at first use"}[value]
-    assert effect in row_of("LOWPREC_AUTOTUNE").effect
 
 
 def test_the_cache_directory_is_read_at_every_use(monkeypatch: pytest.MonkeyPatch) -> None:

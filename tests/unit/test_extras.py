@@ -29,7 +29,7 @@ PACKAGES = {
     "cusparselt": {"12": "nvidia-cusparselt-cu12", "13": "nvidia-cusparselt-cu13"},
 }
 #: Not pinned by PyTorch.
-FREE = {"nvmath-python", "cuda-core", "platformdirs"}
+FREE = {"nvmath-python", "cuda-core"}
 
 
 def requirements(extra: str) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from lowprec.backends import disk
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import cached, libraries
-from lowprec.errors import BackendError
+from lowprec.errors import BackendError, warn
 from lowprec.formats import DType
 from lowprec.util.lock import locked
 
@@ -157,7 +157,7 @@ def _load(arch: str, name: str, file: str, definitions: tuple[tuple[str, str | i
     maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"
     words = "\0".join([maker, arch, repr(sorted(_OPTIONS.items())), source])
     path = f"kernels/{name}_{arch}_{hashlib.sha256(words.encode()).hexdigest()[:32]}.cubin"
-    data = disk.read_bytes(path)
+    data = disk.read(path)
     if data is not None:
         digest, code = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
         reason = "it is damaged"
@@ -166,7 +166,7 @@ def _load(arch: str, name: str, file: str, definitions: tuple[tuple[str, str | i
                 return core.ObjectCode.from_cubin(code).get_kernel(name)
         except Exception as error:  # noqa: BLE001 - the driver raises several classes
             reason = f"the driver does not load it: {error}"
-        disk.set_aside(path, reason)
+        warn(f"lowprec does not use {path} of its cache: {reason}; it is written again")
     code = _compiled(core, arch, name, source)
     try:
         loaded = core.ObjectCode.from_cubin(code).get_kernel(name)
@@ -175,7 +175,7 @@ def _load(arch: str, name: str, file: str, definitions: tuple[tuple[str, str | i
             f"the driver cannot load kernel {name} for {arch}: {error}; NVRTC, CUDA's run-time compiler, must not be "
             "of a later version of CUDA than the driver supports"
         ) from error
-    disk.write_bytes(path, hashlib.sha256(code).digest() + code)
+    disk.write(path, hashlib.sha256(code).digest() + code)
     return loaded
 
 

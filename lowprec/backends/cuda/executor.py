@@ -364,7 +364,7 @@ class _LoweredPlan:
             # Concurrent threads each prepare one and use the first.
             call, product = term.call, f"{title(plan)}, {plan.compute_type}"
             workspace_bytes = max(plan.capabilities.workspace_bytes, call.emulation_bytes)
-            choose = partial(autotune.choose, handle=handle, stream=stream, operands=operands)
+            choose = partial(autotune.choose, handle=handle)
             made = (
                 GemmEx(call, workspace_bytes, product) if call.gemm_ex
                 else Invocation(call, alignment, workspace_bytes, operands, choose, product)

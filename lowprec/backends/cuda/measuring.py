@@ -114,10 +114,6 @@ class Measured:
         return statistics.median(self.times_ms)
 
 
-class NoneRunsError(BackendError):
-    """None of the measured algorithms runs; another one may."""
-
-
 class Contest:
     """Measures algorithms of one product in turns; ``turns`` yields the operands of each run."""
 
@@ -130,7 +126,7 @@ class Contest:
         self._host_ms = _HOST_MS
 
     def results(self, found: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
-        """Return the algorithms that run, the chosen one first; raise NoneRunsError if none runs."""
+        """Return the algorithms that run, the chosen one first; raise BackendError if none runs."""
         self._spin(self._stream, 0)  # compile the kernel here, so that an error is not attributed to a candidate
         candidates: list[Measured] = []
         errors: list[LowprecError] = []
@@ -147,7 +143,7 @@ class Contest:
             candidate.repeats = max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
             candidates.append(candidate)
         if not candidates:
-            raise NoneRunsError(f"none of the measured algorithms runs: {errors[0]}") from errors[0]
+            raise BackendError(f"none of the measured algorithms runs: {errors[0]}") from errors[0]
         total = len(candidates) * _ROUNDS + 2 * _FINAL_ROUNDS
         for done, candidate in enumerate(candidates * _ROUNDS, 1):
             candidate.times_ms.append(self._measure(candidate))

@@ -19,14 +19,13 @@ from lowprec import tuning
 from lowprec.checking.comparison import seconds
 from lowprec.cli.operands import operand
 from lowprec.cli.options import add_shared, count, dtype, shape
-from lowprec.cli.output import CommandError, print_json, print_tables, print_text, progress
+from lowprec.cli.output import CommandError, columns, print_json, print_tables, print_text, progress
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType
-from lowprec.policy.variables import AUTOTUNE
 from lowprec.report import info
 from lowprec.tuning import AutotuneResult
-from lowprec.util.tables import Table
+from lowprec.util.tables import Table, fill
 
 EXAMPLES = """\
 examples:
@@ -39,7 +38,6 @@ Shape = tuple[int, ...]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -70,8 +68,6 @@ def _candidates(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print."""
-    AUTOTUNE.current()  # raises for an illegal value on every machine
     shapes, element = options.shapes, options.dtype
     if len(shapes) % 2:
         raise CommandError(f"autotune: --shapes takes pairs of shapes, got {len(shapes)}")
@@ -86,8 +82,8 @@ def run(options: argparse.Namespace) -> int:
             step(_product(a, b))
             rng = np.random.default_rng(options.seed)
             arrays = [make(x, element, rng) for x in (a, b)]
-            found = tuning.autotune(*arrays, math_mode=options.mode, candidates=options.candidates)
-            results.append((a, b, mode, found))
+            result = tuning.autotune(*arrays, math_mode=options.mode, candidates=options.candidates)
+            results.append((a, b, mode, result))
     if options.json:
         facts = [
             {
@@ -96,13 +92,13 @@ def run(options: argparse.Namespace) -> int:
             }
             for a, b, mode, result in results
         ]  # fmt: skip
-        print_json({"device": found.device, "reason": None, "results": facts})
+        print_json({"device": result.device, "reason": None, "results": facts})
     else:
-        columns = (
-            "product", "operands", "mode", ">measured", ">first choice", ">taken", ">speed-up", "algorithm",
+        headings = (
+            "product", "operands", "mode", ">measured", ">first choice", ">chosen", ">speed-up", "algorithm",
         )  # fmt: skip
         rows = [(_product(a, b), str(element), mode or "-", *_cells(result)) for a, b, mode, result in results]
-        print_tables([Table(f"products on {found.device}", columns, rows)])
+        print_tables([Table(f"products on {result.device}", headings, rows)])
     return 0
 
 
@@ -119,7 +115,7 @@ def _nothing(gpu: dict[str, Any], options: argparse.Namespace) -> int:
     if options.json:
         print_json({"device": None, "reason": gpu["reason"], "results": []})
     else:
-        print_text(f"nothing to tune: {gpu['reason']}")
+        print_text(fill(f"nothing to tune: {gpu['reason']}", columns()))
     return 0
 
 
@@ -131,9 +127,9 @@ def _cells(result: AutotuneResult) -> tuple[str, ...]:
     timed = result.timed
     if not timed:
         return "0", "-", "-", "-", "nothing to choose"
-    taken, first = timed[0], min(timed, key=lambda x: x.rank)
-    times = (seconds(first.median_ms * 1e-3), seconds(taken.median_ms * 1e-3))
-    algorithm = f"choice {taken.rank + 1}: {taken.algorithm}"
+    best, first = timed[0], min(timed, key=lambda x: x.rank)
+    times = (seconds(first.median_ms * 1e-3), seconds(best.median_ms * 1e-3))
+    algorithm = f"choice {best.rank + 1}: {best.algorithm}"
     return str(len(timed)), *times, f"{result.speedup:.2f}x", algorithm
 
 

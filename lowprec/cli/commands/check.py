@@ -7,6 +7,9 @@ different exponents. The error is measured against a float64 product of the stor
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -17,8 +20,7 @@ import numpy as np
 from lowprec.checking.comparison import Case, Comparison, compare, variants_of
 from lowprec.checking.measure import USUAL_ROUNDS, Load, load
 from lowprec.cli.exports import check_exports, export
-from lowprec.cli.files import read_array
-from lowprec.cli.operands import DISTRIBUTIONS, pairs
+from lowprec.cli.operands import DISTRIBUTIONS, pairs, read_array
 from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
 from lowprec.cli.output import CommandError, columns, note, print_json, print_tables, print_text, progress
 from lowprec.formats import DType
@@ -49,10 +51,10 @@ The modes take turns, with an untimed call before each timed one.
 """
 
 _SIZE = 1024
+_STDOUT = "/dev/stdout"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     add_operands(parser, required=False)
     parser.add_argument(
         "--sizes",
@@ -88,41 +90,52 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="begin no new round of samples of a case after this, once three are done (default: 1)",
     )
-    parser.add_argument("--csv", metavar="FILE", help="write the rows as comma-separated values")
+    parser.add_argument(
+        "--csv",
+        metavar="FILE",
+        type=lambda text: _STDOUT if text == "-" else text,
+        help="write the rows as comma-separated values (- is standard output, the tables go to standard error)",
+    )
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="draw error and bound against speed, or with several sizes speed and error against size, as .png or .svg",
+        help="draw error and bound against speed, or with several sizes speed and error against size: .png, .svg, ...",
     )
-    parser.add_argument("--dark", action="store_true", help="draw on a dark background")
     add_shared(parser, "--json")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure and print; 1 if an error is above its bound."""
+    if options.csv != _STDOUT:
+        return _run(options)
+    with contextlib.redirect_stdout(sys.stderr or io.StringIO()):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     check_exports(options)
     before = load()
     cases = list(_cases(options))
     if before.remark:
         note(before.remark)
     chosen = [variants_of(case, options.modes) for case in cases]
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     with progress("check", sum(len(v) + (options.rounds or USUAL_ROUNDS) for v in chosen)) as step:
         for case, variants in zip(cases, chosen, strict=True):
             show = partial(step, case.name)
             timing = {"rounds": options.rounds, "budget": options.budget}
-            found.append(compare(case, variants, **timing, load=before, step=show))
-    export(options, found)
+            comparisons.append(compare(case, variants, **timing, load=before, step=show))
+    export(options, comparisons)
     where = conditions(before)
     if options.json:
         seed = None if options.a else options.seed
-        print_json({**where, "seed": seed, "cases": [c.to_dict() for c in found]})
+        print_json({**where, "seed": seed, "cases": [c.to_dict() for c in comparisons]})
     else:
-        print_tables(compared.table for compared in found)
+        print_tables(compared.table for compared in comparisons)
         print_text(f"\n{fill(describe(where), columns())}")
-    for remark in dict.fromkeys(remark for c in found for remark in c.remarks):
+    for remark in dict.fromkeys(remark for c in comparisons for remark in c.remarks):
         note(remark)
-    return int(not all(c.within for c in found))
+    return int(not all(c.within for c in comparisons))
 
 
 def conditions(load: Load) -> dict[str, Any]:
@@ -142,13 +155,12 @@ def conditions(load: Load) -> dict[str, Any]:
     }
 
 
-def describe(found: dict[str, Any]) -> str:
-    """Return the conditions as one line."""
-    machine, versions = found["machine"], found["versions"]
-    units = ", ".join(found["units"]) or "FP32 units alone"
+def describe(facts: dict[str, Any]) -> str:
+    machine, versions = facts["machine"], facts["versions"]
+    units = ", ".join(facts["units"]) or "FP32 units alone"
     return (
-        f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {found['lowprec']}, "
-        f"NumPy {versions['numpy']} ({found['blas']})"
+        f"{machine['name']}, {units}, {machine['threads']} threads; lowprec {facts['lowprec']}, "
+        f"NumPy {versions['numpy']} ({facts['blas']})"
     )
 
 

@@ -21,13 +21,11 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("--all", action="store_true", help="list the variables that are not set, too")
     add_shared(parser, "--json")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the facts."""
     facts = info()
     if options.json:
         print_json(facts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lowprec.cli.files import read_array
+from lowprec.cli.operands import read_array
 from lowprec.cli.options import add_operands, add_shared, shape
 from lowprec.cli.output import CommandError, print_json, print_tables
 from lowprec.core import plan_call
@@ -28,7 +28,6 @@ examples:
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     add_operands(parser, required=False)
     parser.add_argument(
         "--shapes",
@@ -42,7 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan."""
     a, b = _operands(options)
     plan = plan_call.plan(
         a, b, out_dtype=options.out_dtype, math_mode=options.mode, rtol=options.rtol,

@@ -51,7 +51,6 @@ _REPLACES = os.name != "nt"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     how = "[--mode MODE [--force] [--intercept] | --guard] [--profile]"
     parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE) ..."
     chosen = parser.add_mutually_exclusive_group()
@@ -82,7 +81,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replace this process by the program."""
     mode, guard = options.mode, options.guard
     if mode is None and not guard and not options.profile:
         raise CommandError("run: give --mode MODE, --guard or --profile, before the script or the module")
@@ -124,11 +122,11 @@ def _program(options: argparse.Namespace) -> list[str]:
 
 def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
     """Return the mode (None: the guard) and whether to force it, after the environment of an outer ``lowprec run``."""
-    taken = environment.snapshot()
-    if taken.fp32_guard:
+    outer = environment.snapshot()
+    if outer.fp32_guard:
         note(f"lowprec run: LOWPREC_FP32_GUARD overrules --mode {asked}")
         return None, False
-    forced = taken.force_math_mode
+    forced = outer.force_math_mode
     if forced in (None, asked) or force:
         return asked, force
     note(f"lowprec run: LOWPREC_FORCE_MATH_MODE={forced} overrules --mode {asked}")
@@ -137,23 +135,23 @@ def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
 
 def interpreter_options(words: Sequence[str]) -> list[str]:
     """Return Python's own options from the words of ``sys.orig_argv``."""
-    found: list[str] = []
+    options: list[str] = []
     rest = iter(words[1:])
     for word in rest:
         if word == _LONG:
-            found += [word, next(rest, "")]
+            options += [word, next(rest, "")]
             continue
         option = _OPTION.fullmatch(word)
         if option is None:
             break
         flags, letter, value = option.groups()
         if flags:
-            found.append(f"-{flags}")
+            options.append(f"-{flags}")
         if letter in _PROGRAM:
             break
         if letter:
-            found += [f"-{letter}{value}"] if value else [f"-{letter}", next(rest, "")]
-    return found
+            options += [f"-{letter}{value}"] if value else [f"-{letter}", next(rest, "")]
+    return options
 
 
 def python_command(program: Sequence[str]) -> list[str]:
@@ -184,7 +182,6 @@ def start(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def wait_for(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run a command and return its exit code."""
     with subprocess.Popen(command, env=dict(variables)) as process:
         while True:
             try:

@@ -136,18 +136,18 @@ class _Loader:
     """A loader that is replaced by the module's own loader once the module is executed."""
 
     #: For `copy`, which reads attributes before `__init__` has run.
-    _own = None  # type: Any
+    _loader = None  # type: Any
 
-    def __init__(self, own: "Any", watcher: _Watcher) -> None:
-        self._own = own
+    def __init__(self, loader: "Any", watcher: _Watcher) -> None:
+        self._loader = loader
         self._watcher = watcher
 
     def __getattr__(self, name: str) -> "Any":
-        return getattr(self._own, name)
+        return getattr(self._loader, name)
 
     def exec_module(self, module: "Any") -> None:
-        module.__loader__ = module.__spec__.loader = self._own
-        self._own.exec_module(module)
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
         self._watcher.library_is_loaded(module.__name__)
 
     # Python omits its import machinery from tracebacks by file name; with this name it also omits this frame.
@@ -179,14 +179,14 @@ def _print_changes(changes: "Any") -> None:
 
 
 def _start() -> None:
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if path != here]
-    sys.path_importer_cache.pop(here, None)
+    folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path != folder]
+    sys.path_importer_cache.pop(folder, None)
     # A program may remove the variable for its children.
     order = os.environ.get("LOWPREC_RUN")
     intercepts, profiles = map(os.environ.get, ("LOWPREC_RUN_INTERCEPT", "LOWPREC_RUN_PROFILE"))
     if order or profiles:
-        home = here
+        home = folder
         for _ in ("lowprec", "cli", "commands", "run", "startup"):
             home = os.path.dirname(home)
         watcher = _Watcher(order or "", home, bool(intercepts), bool(profiles))

@@ -32,7 +32,6 @@ class Operands:
     mode: MathMode | None = None  # of products, where the operands' type does not determine it
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which products have the mode."""
         return contextlib.nullcontext() if self.mode is None else math_mode(self.mode)
 
 
@@ -54,16 +53,14 @@ def by_list(compute: str, which: str, args: tuple[Any, ...], kwargs: dict[str, A
         return _cast_all(args, kwargs, "float32")
     if compute != "tf32" and (xp is None or has_type(xp, compute)):
         return _cast_all(args, kwargs, compute)
-    found = _cast_all(args, kwargs, "float32")
-    acts = any(dtype_name(x) == "float32" for x in _arrays(found.args, found.kwargs))
-    return replace(found, to=compute, mode=mode) if acts else found
+    operands = _cast_all(args, kwargs, "float32")
+    acts = any(dtype_name(x) == "float32" for x in _arrays(operands.args, operands.kwargs))
+    return replace(operands, to=compute, mode=mode) if acts else operands
 
 
 def _arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    found = []
-    for x in (*args, *(x for name, x in kwargs.items() if name != "out")):
-        found += [y for y in (x if isinstance(x, list | tuple) else (x,)) if is_operand(y)]
-    return found
+    values = (*args, *(x for name, x in kwargs.items() if name != "out"))
+    return [y for x in values for y in (x if isinstance(x, list | tuple) else (x,)) if is_operand(y)]
 
 
 def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: bool = False) -> Operands:
@@ -84,7 +81,6 @@ def _cast_all(args: tuple[Any, ...], kwargs: dict[str, Any], to: str, *, wide: b
 
 
 def is_operand(x: Any) -> bool:
-    """Whether a value is an array or a NumPy scalar; classes of element types are neither."""
     return is_array(x) or isinstance(x, np.generic)
 
 

@@ -1,0 +1,82 @@
+"""Figures by matplotlib in one look: those of ``lowprec check``, of gradient reports and of the benchmarks."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lowprec.errors import UnsupportedError, quoted
+from lowprec.util.atomic import write_file
+
+PAPER, INK, GRID = "#ffffff", "#1f2328", "#d7dbe0"
+
+#: Distinct with every kind of colour vision.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#8a5a00", "#a0468a", "#6ca6d9", "#4c4c4d")
+_MARKERS = "os^Dv"
+
+#: matplotlib's settings. Fixed identifiers, and text as text: equal figures give equal SVG files.
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "lowprec", "font.size": 9, "legend.fontsize": 9, "legend.frameon": False,
+    "axes.axisbelow": True, "grid.color": GRID, "lines.linewidth": 1, "lines.markersize": 5,
+    **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), PAPER),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}  # fmt: skip
+
+
+def figure(height: float, rows: int = 1, columns: int = 1, width: float = 7.6) -> tuple[Any, Any]:
+    """Return an empty figure of this size in inches, and its rows of panels; those of a row have one scale."""
+    module: Any = importlib.import_module("matplotlib.figure")
+    empty = module.Figure(figsize=(width, height), layout="constrained")
+    return empty, empty.subplots(rows, columns, sharex=True, sharey="row", squeeze=False)
+
+
+def marked(number: int) -> dict[str, Any]:
+    """Return colour and marker of one of at most 35 series."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": _MARKERS[number % len(_MARKERS)]}
+
+
+def points(panel: Any, places: Mapping[str, tuple[float, float]], **style: Any) -> None:
+    """Draw named points, each with a colour and a marker for the legend, on logarithmic scales."""
+    for number, (name, (x, y)) in enumerate(places.items()):
+        panel.plot([x], [y], linestyle="", label=name, **marked(number), **style)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
+    panel.minorticks_off()
+    panel.grid()
+
+
+def legend(of: Any, panel: Any, **how: Any) -> None:
+    """Add the legend of one panel to a figure, outside of the panels."""
+    of.legend(*panel.get_legend_handles_labels(), **{"loc": "outside lower center", "ncols": 4, **how})
+
+
+def image_format(path: str | os.PathLike[str]) -> str:
+    """Return the image format of a path, by its suffix; raise UnsupportedError if it cannot be drawn."""
+    try:
+        bases: Any = importlib.import_module("matplotlib.backend_bases")
+    except ModuleNotFoundError:
+        raise UnsupportedError('plot needs matplotlib, which is not installed: pip install "lowprec[plot]"') from None
+    suffix, known = Path(path).suffix.lower().removeprefix("."), bases.FigureCanvasBase.get_supported_filetypes()
+    if suffix not in known:
+        raise UnsupportedError(
+            f"plot writes {', '.join(known)}, chosen by the suffix of the path, got {quoted(os.fspath(path))}"
+        )
+    return suffix
+
+
+def image(draw: Callable[[], Any], kind: str) -> bytes:
+    matplotlib: Any = importlib.import_module("matplotlib")
+    file = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        draw().savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return file.getvalue()
+
+
+def write(path: str | os.PathLike[str], draw: Callable[[], Any]) -> None:
+    """Draw a figure and write it to a file, atomically; the suffix of the path is the image format."""
+    write_file(path, image(draw, image_format(path)))
