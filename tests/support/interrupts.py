@@ -89,7 +89,7 @@ def leave() -> int:
 def count(call: Callable[[], Any], check: Callable[[], Any], error: type[BaseException], **where: Any) -> int:
     """Return at how many places a call was interrupted.
 
-    The exception must arrive, and the check must hold once the blocks that stayed open are left: at most a quarter of them.
+    The exception must arrive, and the check must hold once the open blocks are left, at most a quarter of them.
     """
     places = left = 0
     for raised in interrupted(call, error, **where):
