@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
-import machine
 import ml_dtypes
 import numpy as np
 import timing
 
 import lowprec
 
-sys.path.insert(0, str(machine.ROOT / "docs" / "examples"))
+sys.path.insert(0, str(common.ROOT / "docs" / "examples"))
 import embeddings
 
 

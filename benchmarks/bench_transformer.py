@@ -1,6 +1,6 @@
 """Speed of a transformer's products in blocks of calls, inside PyTorch programs, and in a training step.
 
-usage: python benchmarks/bench_transformer.py [--quick] [--output DIR] [--seed N] [--only {products,programs,steps}]
+usage: python benchmarks/bench_transformer.py [--quick] [--output DIR] [--seed N]
 
 A block is a sequence of calls of one library, as in a program; libraries take turns by block. Figures are the time of
 the fastest other library over lowprec's: medians of the ratios by round.
@@ -250,38 +250,6 @@ def steps(arguments: Any) -> Iterator[dict[str, Any]]:
         yield row | {"relative_time": timing.speed_ratio(taken, seconds["torch"])}
 
 
-PARTS = {"products": products, "programs": programs, "steps": steps}
-
-
-def main() -> None:
-    """Measure, print and write."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--only", choices=PARTS, help="one part; writes no file")
-    parser.add_argument("--threads", type=int, help="threads of all libraries; by default all")
-    arguments = parser.parse_args()
-    if arguments.threads:
-        import threadpoolctl
-
-        torch.set_num_threads(arguments.threads)
-        threadpoolctl.threadpool_limits(arguments.threads)
-    rows: list[dict[str, Any]] = []
-    for name, part in PARTS.items():
-        if arguments.only in (None, name):
-            for row in part(arguments):
-                rows.append(row)
-                if arguments.only:
-                    print(_line(row), flush=True)
-    if arguments.only is None:
-        common.report("transformer", arguments, rows, claims(rows), threads=arguments.threads)
-
-
-def _line(row: dict[str, Any]) -> str:
-    shape = "x".join(str(row[x]) for x in ("m", "k", "n") if x in row)
-    figures = (f"{x} {row[x]['median']:.2f}" for x in ("speed", "slower_after", "relative_time") if x in row)
-    ms = f"{1e3 * row['time']['median']:9.3f} ms"
-    return f"{shape:16} {row.get('what', '') + ' ' + row.get('variant', ''):48} {ms} {', '.join(figures)}"
-
-
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the claims about a run."""
     speeds = [row["speed"]["median"] for row in rows if row["kind"] == "product"]
@@ -296,6 +264,13 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         common.claim("training step in fp32, relative time", step["fp32"], 1.1, at_most=True),
         common.claim("training step in bf16, relative time", step["bf16"], 0.65, at_most=True),
     ]
+
+
+def main() -> None:
+    """Measure, print and write."""
+    arguments = common.parser(__doc__).parse_args()
+    rows = [row for part in (products, programs, steps) for row in part(arguments)]
+    common.report("transformer", arguments, rows, claims(rows))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import common  # noqa: E402 - after the path
-import machine  # noqa: E402
 from gpu import parts, reportlog, tests, verdicts  # noqa: E402
 
 Result = dict[str, Any]
@@ -167,7 +166,7 @@ def _run(
 def merge(results: Mapping[str, Result], options: argparse.Namespace) -> Result:
     """Return the report: results, and the claims about them."""
     found = {"name": "unknown", "gpu": None, **results.get("device", {}).get("facts", {})}
-    found["date"] = machine.today()
+    found["date"] = common.today()
     found["commit"] = found.get("commit") or options.commit
     try:
         claims = verdicts.claims(results)

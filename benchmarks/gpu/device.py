@@ -11,7 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
-import machine
+import common
 
 from gpu.parts import Options, Part, short
 
@@ -32,8 +32,8 @@ def run(part: Part, options: Options) -> None:
     """Describe the machine: first without imports, then with lowprec's, then with everybody's."""
     part.fact("nvidia_files", len(list(Path("/dev").glob("nvidia[0-9]*"))))
     part.fact("nvidia_smi", nvidia_smi())
-    part.fact("load_before", machine.load_average())
-    part.fact("versions", machine.versions(PACKAGES))
+    part.fact("load_before", common.load_average())
+    part.fact("versions", common.versions(PACKAGES))
     part.fact("name", slug(part.facts["nvidia_smi"].get("name") or "none"))
     part.fact("gpu", None)
     for look in (_machine, _gpu, _runtime, _first_use, _info, _torch):
@@ -46,7 +46,7 @@ def run(part: Part, options: Options) -> None:
 
 
 def _machine(part: Part) -> None:
-    described = machine.describe()
+    described = common.describe()
     described["versions"] |= part.facts["versions"]
     name = part.facts["name"]
     part.facts |= described | {"name": f"none-{described['name']}" if name == "none" else name}

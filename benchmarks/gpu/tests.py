@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import machine
+import common
 
 #: Where the tests are that bear the marker `feature`.
-FOLDER = machine.ROOT / "tests" / "cuda_backend"
+FOLDER = common.ROOT / "tests" / "cuda_backend"
 #: What they run on; their fixtures read it.
 VARIABLE = "LOWPREC_TEST_DEVICE"
 

@@ -40,7 +40,7 @@ def load(software: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         bindings.destroy_handle(raw.handle())
     # They keep what belongs to this software.
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("gpu", "common", "machine", "timing"):
+        if name.partition(".")[0] in ("gpu", "common", "generated", "timing"):
             del sys.modules[name]
             package, _, module = name.rpartition(".")
             if package in sys.modules:  # of a run by the report itself, which has imported it before

@@ -24,7 +24,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     before = set(sys.modules)
     yield importlib.import_module("_verified")
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("_verified", "common", "gpu", "machine"):
+        if name.partition(".")[0] in ("_verified", "common", "generated", "gpu"):
             del sys.modules[name]
 
 
