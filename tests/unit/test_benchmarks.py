@@ -50,7 +50,7 @@ def test_ratio_is_taken_within_each_round(load: Load) -> None:
         load("timing").speed_ratio([1.0], [1.0, 2.0])
 
 
-EXAMPLES = "bench_accuracy common generated timing gpu.device gpu.override gpu.speed gpu.verdicts"
+EXAMPLES = "bench_accuracy common generated timing gpu.device gpu.numerics gpu.speed gpu.verdicts"
 
 
 @pytest.mark.parametrize("name", EXAMPLES.split())
