@@ -296,8 +296,9 @@ def front(points: Mapping[str, tuple[float, float]]) -> set[str]:
 
     Examples
     --------
-    >>> sorted(front({"a": (1.0, 1e-7), "b": (2.0, 1e-3), "c": (1.5, 1e-2), "d": (0.5, 1e-7)}))
-    ['a', 'b']
+    >>> points = {"a": (1.0, 1e-7), "b": (2.0, 1e-3), "c": (1.5, 1e-2), "d": (0.5, 1e-7), "same as a": (1.0, 1e-7)}
+    >>> sorted(front(points))
+    ['a', 'b', 'same as a']
     """
     return {
         name

@@ -29,7 +29,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | 
 
     Examples
     --------
-    >>> print(table(["a", "n"], [["x | y", "1"]], words=1), end="")
+    >>> print(table(["a", "n"], [["x |\n y", "1"]], words=1), end="")
     | a | n |
     | --- | ---: |
     | x \| y | 1 |
