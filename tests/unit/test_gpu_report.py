@@ -304,7 +304,7 @@ def _flags(mode: str, tensor_cores: bool | None) -> dict[str, Any]:
     [
         ("speed", [_speed("float32 bf16", 8192, 1.29, other="lowprec tf32")],
          "float32 in mode bf16, conversion included, over mode tf32 at 8192", 1.29, False),
-        ("host", [{"device": "gpu", "name": n, "over_torch": t, "ok": None} for n, t in (("lowprec", 1.6), ("nvmath", 90.0))],
+        ("host", [{"name": n, "over_torch": t, "ok": None} for n, t in (("lowprec", 1.6), ("nvmath", 90.0))],
          "host time of a small product over torch.matmul's, worst type", 1.6, False),
         ("accuracy", [_flags("tf32", True), _flags("tf32", False), _flags("fp32", False), _flags("fp32", None)],
          "tf32: algorithms on tensor cores, share", 0.5, False),
