@@ -77,7 +77,7 @@ def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, An
             distributed.wait(product)
             seconds = time.perf_counter() - start
         rows = np.linspace(0, n - 1, ROWS).astype(int)
-        found, a = dask.compute(product[rows], x[rows])
+        sampled, a = dask.compute(product[rows], x[rows])
         exact = np.zeros((ROWS, n))
         for k in range(0, n, chunk):
             exact += a[:, k : k + chunk].astype(np.float64) @ y[k : k + chunk].compute().astype(np.float64)
@@ -90,7 +90,7 @@ def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, An
             "seconds": seconds,
             "peak_bytes": peak.bytes,
             "spilled_bytes": sum(w["metrics"]["spilled_bytes"]["disk"] for w in metrics),
-            "error": float(np.linalg.norm(found - exact) / np.linalg.norm(exact)),
+            "error": float(np.linalg.norm(sampled - exact) / np.linalg.norm(exact)),
         }
 
 

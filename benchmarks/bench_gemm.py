@@ -128,18 +128,18 @@ def variants(shape: Shape, schemes: bool) -> list[Variant]:
     """Return the variants available in this process; PyTorch's only where it is installed."""
     if not schemes:
         is_small = shape[0] > 1 or min(shape[1:]) < 17
-        found = [
+        ways = [
             *(Variant(f"numpy {dtype}", "numpy", dtype, np.matmul) for dtype in ("float32", "float64")),
             *(_lowprec("float32", mode) for mode in ("fp32", "tf32", "bf16", "fp16")),
             *(_lowprec(dtype) for dtype in ("bfloat16", "float16", "int8", "float64")),
             *(_torch_variants() if importlib.util.find_spec("torch") else ()),
         ]
-        return [v for v in found if v.small or not is_small]
-    found = [Variant(NUMPY, "numpy", "float32", np.matmul), *(_lowprec("float32", mode) for mode in ("fp32", *SCHEMES))]
+        return [v for v in ways if v.small or not is_small]
+    ways = [Variant(NUMPY, "numpy", "float32", np.matmul), *(_lowprec("float32", mode) for mode in ("fp32", *SCHEMES))]
     if shape[1] < shape[2]:
         multiply = functools.partial(lowprec.matmul, math_mode="bf16x3")
-        found.append(Variant("lowprec float32 bf16x3, prepared", "lowprec", PREPARED, multiply, "bf16x3"))
-    return found
+        ways.append(Variant("lowprec float32 bf16x3, prepared", "lowprec", PREPARED, multiply, "bf16x3"))
+    return ways
 
 
 # -- measuring ------------------------------------------------------------------------------------

@@ -64,20 +64,20 @@ def libraries(seed: int) -> dict[str, Names]:
     """Return per library two operands `a` and `b`, and its own matmul as `own`."""
     rng = np.random.default_rng(seed)
     a, b = rng.standard_normal((2, SIZE, SIZE), dtype=np.float32)
-    found: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {}
-    found["numpy"] = np.asarray, np.matmul
+    functions: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {}
+    functions["numpy"] = np.asarray, np.matmul
     if importlib.util.find_spec("torch"):
         import torch
 
-        found["torch"] = torch.from_numpy, torch.matmul
+        functions["torch"] = torch.from_numpy, torch.matmul
     if importlib.util.find_spec("jax"):
         import jax
 
         # JAX returns before the result is computed, lowprec after.
-        found["jax"] = jax.numpy.asarray, _wait(jax.numpy.matmul)
+        functions["jax"] = jax.numpy.asarray, _wait(jax.numpy.matmul)
     # The code of a user of such arrays without lowprec.
-    found["dlpack"] = OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))
-    return {name: {"a": make(a), "b": make(b), "own": own} for name, (make, own) in found.items()}
+    functions["dlpack"] = OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))
+    return {name: {"a": make(a), "b": make(b), "own": own} for name, (make, own) in functions.items()}
 
 
 def _measure(timers: Mapping[Any, tuple[Any, ...]], rounds: int, calls: int, seed: int) -> dict[Any, Row]:
@@ -195,12 +195,12 @@ STAGES = {
 
 def measure_stages(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
     """Return one row per stage of a call, with the time in each library that lowprec knows by name."""
-    found = {name: names for name, names in libraries(seed).items() if name in ("numpy", "torch")}
-    for names in found.values():
+    names_of = {name: names for name, names in libraries(seed).items() if name in ("numpy", "torch")}
+    for names in names_of.values():
         exec(SETUP, names)
     timers = {
         f"{library}: {stage}": timeit.Timer(text, globals=names)
-        for library, names in found.items()
+        for library, names in names_of.items()
         for stage, text in STAGES.items()
     }
     seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
@@ -208,8 +208,8 @@ def measure_stages(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
         {
             "measured": "station",
             "station": stage,
-            "libraries": list(found),
-            **{library: timing.summary(seconds[f"{library}: {stage}"]) for library in found},
+            "libraries": list(names_of),
+            **{library: timing.summary(seconds[f"{library}: {stage}"]) for library in names_of},
         }
         for stage in STAGES
     ]

@@ -53,8 +53,8 @@ def _ridge(n: int, rng: np.random.Generator) -> Any:
 def _poisson(n: int, rng: np.random.Generator) -> Any:
     """Return the five-point Laplacian on the most nearly square grid with 2^k columns."""
     columns = 1 << (n.bit_length() // 2)
-    own, other = (2 * np.eye(m) - np.eye(m, k=1) - np.eye(m, k=-1) for m in (columns, n // columns))
-    return np.kron(np.eye(n // columns), own) + np.kron(other, np.eye(columns))
+    family_rows, other = (2 * np.eye(m) - np.eye(m, k=1) - np.eye(m, k=-1) for m in (columns, n // columns))
+    return np.kron(np.eye(n // columns), family_rows) + np.kron(other, np.eye(columns))
 
 
 FAMILIES: dict[str, Callable[[int, np.random.Generator], Any]] = {
@@ -67,17 +67,17 @@ FAMILIES: dict[str, Callable[[int, np.random.Generator], Any]] = {
 
 def others(a: Any, b: Any) -> dict[str, Solver]:
     """Return the solvers of the libraries that are installed."""
-    found: dict[str, Solver] = {NUMPY: lambda: np.linalg.solve(a, b)}
+    solvers: dict[str, Solver] = {NUMPY: lambda: np.linalg.solve(a, b)}
     if importlib.util.find_spec("scipy"):
         import scipy.linalg
 
-        found["scipy.linalg.solve"] = lambda: scipy.linalg.solve(a, b, assume_a="gen")
+        solvers["scipy.linalg.solve"] = lambda: scipy.linalg.solve(a, b, assume_a="gen")
     if importlib.util.find_spec("torch"):
         import torch
 
         tensors = torch.from_numpy(a), torch.from_numpy(b)
-        found["torch.linalg.solve"] = lambda: torch.linalg.solve(*tensors)
-    return found
+        solvers["torch.linalg.solve"] = lambda: torch.linalg.solve(*tensors)
+    return solvers
 
 
 def backward_error(a: Any, b: Any, x: Any) -> float:
@@ -152,19 +152,19 @@ def conditions(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
 
 def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the claims of the first part."""
-    own = [r for r in rows if r["kind"] == "family"]
-    errors = {(r["family"], r["n"], r["variant"]): r["backward_error"] for r in own}
+    family_rows = [r for r in rows if r["kind"] == "family"]
+    errors = {(r["family"], r["n"], r["variant"]): r["backward_error"] for r in family_rows}
     ratios = [e / errors[family, n, NUMPY] for (family, n, name), e in errors.items() if name in (REFINE, AUTO)]
-    automatic = [r["over_numpy"]["median"] for r in own if r["variant"] == AUTO]
-    made = [
+    automatic = [r["over_numpy"]["median"] for r in family_rows if r["variant"] == AUTO]
+    claims = [
         common.claim("backward error over numpy.linalg.solve's, the largest", max(ratios), 2.0, at_most=True),
         common.claim("auto: speed over numpy.linalg.solve, the least", min(automatic), 0.95),
     ]
     for n, limit in LIMITS.items():
-        speeds = [r["speed"]["median"] for r in own if r["n"] == n and r["variant"] == REFINE]
+        speeds = [r["speed"]["median"] for r in family_rows if r["n"] == n and r["variant"] == REFINE]
         what = f"refine: speed over the best of NumPy, SciPy and PyTorch at n = {n}, the least"
-        made.append(common.claim(what, min(speeds) if speeds else None, limit))
-    return made
+        claims.append(common.claim(what, min(speeds) if speeds else None, limit))
+    return claims
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call
         return lambda i: torch.matmul(xs[i % SETS], ys[i % SETS])
 
     fp32 = {"numpy": lambda i: np.matmul(a[i % SETS], b[i % SETS]), "torch": by_torch(of_a, of_b)}
-    found: dict[str, dict[str, Call]] = {
+    products: dict[str, dict[str, Call]] = {
         "fp32": fp32 | {"lowprec": by_lowprec(a, b, "fp32")},
         "tf32": fp32 | {"lowprec": by_lowprec(a, b, "tf32")},
         "bf16 storage": {"torch": by_torch(half_a, half_b), "lowprec": by_lowprec(low_a, low_b, "bf16")},
@@ -100,11 +100,11 @@ def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call
         "prepared weight": {"torch": by_torch(half_a, half_b), "lowprec": by_lowprec(low_a, prepared, "bf16")},
     }
     if m > 16:
-        found["int8"] = {
+        products["int8"] = {
             "torch": lambda i: torch._int_mm(of_int_a[i % SETS], of_int_b[i % SETS]),
             "lowprec": lambda i: lowprec.matmul(int_a[i % SETS], int_b[i % SETS]),
         }
-    return found
+    return products
 
 
 def products(arguments: Any) -> Iterator[dict[str, Any]]:
@@ -152,23 +152,23 @@ def programs(arguments: Any) -> Iterator[dict[str, Any]]:
         def sample(name: str, _: int, calls: Any = calls) -> float:
             """Return seconds of a call, after one of the same or after an operation of PyTorch."""
             call, after = calls[name.split()[0]], name.endswith("after")
-            taken = []
+            samples = []
             for _i in range(4 if arguments.quick else 12):
                 call()
                 if after:
                     torch.add(other, 1.0, out=other)
                 start = time.perf_counter()
                 call()
-                taken.append(time.perf_counter() - start)
-            return statistics.median(taken)
+                samples.append(time.perf_counter() - start)
+            return statistics.median(samples)
 
         names = [f"{name}{then}" for name in calls for then in ("", " after")]
         rounds = 3 if arguments.quick else 9
         seconds = timing.take_turns(names, sample, rounds=rounds, seed=arguments.seed)
-        for name, taken in seconds.items():
-            row = {"kind": "program", "what": what, "variant": name, "time": timing.summary(taken)}
-            row["speed"] = timing.speed_ratio(seconds["torch"], taken)
-            row["slower_after"] = timing.speed_ratio(taken, seconds[name.split()[0]])
+        for name, samples in seconds.items():
+            row = {"kind": "program", "what": what, "variant": name, "time": timing.summary(samples)}
+            row["speed"] = timing.speed_ratio(seconds["torch"], samples)
+            row["slower_after"] = timing.speed_ratio(samples, seconds[name.split()[0]])
             yield row
 
 
@@ -235,19 +235,19 @@ def steps(arguments: Any) -> Iterator[dict[str, Any]]:
     }
 
     def sample(name: str, _: int) -> float:
-        taken = []
+        samples = []
         with ways[name]():
             step()
             for _i in range(1 if arguments.quick else 4):
                 start = time.perf_counter()
                 step()
-                taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
+                samples.append(time.perf_counter() - start)
+        return statistics.median(samples)
 
     seconds = timing.take_turns(list(ways), sample, rounds=3 if arguments.quick else 9, seed=arguments.seed)
-    for name, taken in seconds.items():
-        row = {"kind": "step", "variant": name, "time": timing.summary(taken)}
-        yield row | {"relative_time": timing.speed_ratio(taken, seconds["torch"])}
+    for name, samples in seconds.items():
+        row = {"kind": "step", "variant": name, "time": timing.summary(samples)}
+        yield row | {"relative_time": timing.speed_ratio(samples, seconds["torch"])}
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

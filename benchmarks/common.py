@@ -50,14 +50,14 @@ Row = Mapping[str, Any]
 
 def parser(doc: str) -> argparse.ArgumentParser:
     """Return the command line that every benchmark has, described by the first line of the script's docstring."""
-    made = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
+    command_line = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
     quick = "tiny sizes: does it run? No figure of it means anything"
-    made.add_argument("--quick", action="store_true", help=quick)
+    command_line.add_argument("--quick", action="store_true", help=quick)
     where = {"type": Path, "default": RESULTS, "metavar": "DIR"}
-    made.add_argument("--output", "--out", help="folder of the result file", **where)
+    command_line.add_argument("--output", "--out", help="folder of the result file", **where)
     seed = "of the operands and of the order of the variants"
-    made.add_argument("--seed", type=int, default=0, help=seed)
-    return made
+    command_line.add_argument("--seed", type=int, default=0, help=seed)
+    return command_line
 
 
 # -- the machine ----------------------------------------------------------------------------------
@@ -106,13 +106,13 @@ def cores() -> int:
 
 def caches() -> dict[str, int]:
     """Return the bytes of the data caches by level, where the system reports them."""
-    found = {}
+    sizes = {}
     for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
         with contextlib.suppress(OSError):
             level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
             if kind != "Instruction":
-                found[f"l{level}"] = int(size.rstrip("K")) * 1024
-    return found
+                sizes[f"l{level}"] = int(size.rstrip("K")) * 1024
+    return sizes
 
 
 def memory_bytes() -> int | None:
@@ -136,11 +136,11 @@ def slug() -> str:
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of those distributions that are installed."""
-    found = {}
+    installed = {}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def _git(*arguments: str) -> str | None:
@@ -153,17 +153,17 @@ def _git(*arguments: str) -> str | None:
 
 def threads() -> dict[str, int]:
     """Return how many threads each loaded library uses, by the library's name."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     if importlib.util.find_spec("threadpoolctl"):
         import threadpoolctl
 
         # The path distinguishes two OpenMP runtimes of a process; result files do not include it.
         for pool in threadpoolctl.threadpool_info():
             stem = re.match(r"(?:lib)?[a-z_]+", Path(pool["filepath"]).name)
-            found[stem.group() if stem else pool["internal_api"]] = pool["num_threads"]
+            counts[stem.group() if stem else pool["internal_api"]] = pool["num_threads"]
     if torch := sys.modules.get("torch"):
-        found["torch"] = torch.get_num_threads()
-    return found
+        counts["torch"] = torch.get_num_threads()
+    return counts
 
 
 def describe() -> dict[str, Any]:

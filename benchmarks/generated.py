@@ -70,11 +70,11 @@ def check(files: Mapping[Path, str]) -> int:
     """Report the files that are not current; return their number."""
     stale = 0
     for path, text in files.items():
-        found = path.read_text(encoding="utf-8") if path.exists() else ""
-        if found != text:
+        current = path.read_text(encoding="utf-8") if path.exists() else ""
+        if current != text:
             stale += 1
             name = path.relative_to(ROOT).as_posix()
-            old, new = found.splitlines(keepends=True), text.splitlines(keepends=True)
+            old, new = current.splitlines(keepends=True), text.splitlines(keepends=True)
             sys.stderr.writelines(difflib.unified_diff(old, new, name, f"{name} (generated)"))
     return stale
 

@@ -36,15 +36,15 @@ table = functools.partial(generated.table, words=1)
 
 def load(folder: Path, benchmark: str) -> dict[Path, Result]:
     """Return the results of one benchmark, one per machine, those with AMX first; quick runs are refused."""
-    found = {}
+    results = {}
     for path in sorted(folder.glob(f"{benchmark}-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if result["benchmark"] != benchmark:
             continue
         if result["settings"]["quick"]:
             raise ValueError(f"{path.name} is from a quick run; measure again without --quick")
-        found[path] = result
-    return dict(sorted(found.items(), key=lambda item: not _has_amx(item[1])))
+        results[path] = result
+    return dict(sorted(results.items(), key=lambda item: not _has_amx(item[1])))
 
 
 def _has_amx(result: Result) -> bool:
@@ -104,13 +104,13 @@ Tables = dict[str, dict[tuple[str, str], str]]
 
 def _tables(parts: Tables) -> list[str]:
     """Return the tables that have cells, rows and columns in order of first occurrence."""
-    made = []
+    tables = []
     for corner, cells in parts.items():
         if cells:
             names, columns = (list(dict.fromkeys(name)) for name in zip(*cells, strict=True))
             lines = [[name, *(cells.get((name, column), "-") for column in columns)] for name in names]
-            made.append(table([corner, *columns], lines))
-    return made
+            tables.append(table([corner, *columns], lines))
+    return tables
 
 
 def _us(time: Mapping[str, float]) -> str:
@@ -359,17 +359,17 @@ def readme_table(results: Iterable[Result]) -> str:
 
 def snippets(results: Path = common.RESULTS) -> dict[Path, str]:
     """Return the text of every generated file, the README's table included."""
-    made = {}
+    files = {}
     for benchmark in _PARTS:
         parts = [_part(benchmark, p, r) for p, r in load(results, benchmark).items()]
         name = f"bench_{benchmark.replace('-', '_')}.md"
-        made[GENERATED / name] = "\n".join(parts) or MISSING
+        files[GENERATED / name] = "\n".join(parts) or MISSING
     # Results on a CPU with AMX are older than the present kernels.
     of_cpus = [x for x in load(results, "gemm").values() if not _has_amx(x)]
     newest = max((_version(x) for x in of_cpus), default=())
     speed = readme_table(x for x in of_cpus if _version(x) == newest)
-    made[README] = generated.filled(README, "speed", speed)
-    return made
+    files[README] = generated.filled(README, "speed", speed)
+    return files
 
 
 def charted(results: Path = common.RESULTS) -> list[Path]:

@@ -134,34 +134,34 @@ def contest(
     seed: int = 0,
 ) -> Contest:
     """Time variants by turns on operand sets that take turns; rounds, budget and seed as for `timing.take_turns`."""
-    found = Contest()
+    measured = Contest()
     ready: dict[str, _Warm] = {}
     for name, variant in variants.items():
         try:
             ready[name] = _warm(variant if isinstance(variant, Variant) else Variant(variant), clock, sets)
         except Exception as error:  # noqa: BLE001 - a library that fails is not compared
-            found.errors[name] = short(error)
-    found.host_s = {name: entry.host_s for name, entry in ready.items()}
+            measured.errors[name] = short(error)
+    measured.host_s = {name: entry.host_s for name, entry in ready.items()}
     at = 0
 
     def sample(name: str, _: int) -> tuple[float, float]:
         nonlocal at
         entry = ready[name]
-        if name not in found.errors:
+        if name not in measured.errors:
             try:
                 device = entry.sample(clock, at, sets, entry.behind_s)
                 eager = entry.sample(clock, at, sets, 0.0) if entry.behind_s else device
                 at += entry.repeats
                 return device, eager
             except Exception as error:  # noqa: BLE001 - a late failure leaves the others
-                found.errors[name] = short(error)
+                measured.errors[name] = short(error)
         return math.nan, math.nan
 
     samples = timing.take_turns(list(ready), sample, rounds=rounds, seed=seed, budget_s=budget_s)
     for name, pairs in samples.items():
-        if name not in found.errors:
-            found.device_s[name], found.eager_s[name] = (list(times) for times in zip(*pairs, strict=True))
-    return found
+        if name not in measured.errors:
+            measured.device_s[name], measured.eager_s[name] = (list(times) for times in zip(*pairs, strict=True))
+    return measured
 
 
 def _warm(variant: Variant, clock: Clock, sets: int) -> _Warm:

@@ -57,10 +57,10 @@ def _gpu(part: Part) -> None:
     """Describe the devices as lowprec's backend sees them."""
     from lowprec.backends.cuda.backend import info
 
-    found = info()
-    if found["devices"]:
-        part.fact("gpu", {"devices": found["devices"], **found["versions"]})
-        part.fact("name", slug(found["devices"][0]["name"]))
+    described = info()
+    if described["devices"]:
+        part.fact("gpu", {"devices": described["devices"], **described["versions"]})
+        part.fact("name", slug(described["devices"][0]["name"]))
 
 
 def _runtime(part: Part) -> None:

@@ -90,14 +90,14 @@ def _measure(part: Part, given: Small, group: tuple[Callable[[Small], Calls], ..
             errors[make.__name__.strip("_")] = short(error)
     counts = {"calls": 20, "rounds": 3} if options.quick else {"calls": 200, "rounds": 15}
     # The device is waited for before each sample and not inside: the host is timed.
-    found = timing.repeat(timers, seed=options.seed, before=wait, **counts)
+    seconds = timing.repeat(timers, seed=options.seed, before=wait, **counts)
     words = {"dtype": given.dtype, "mode": given.mode}
     known = {(row["name"], row["dtype"], row["mode"]) for row in part.rows}
     for name, why in errors.items():
         part.row(ok=False if name == "lowprec" else None, name=name, **words, error=why)
-    for name, samples in found.items():
+    for name, samples in seconds.items():
         if (name, *words.values()) not in known:
-            over = timing.speed_ratio(samples, found["torch"])["median"] if "torch" in found else None
+            over = timing.speed_ratio(samples, seconds["torch"])["median"] if "torch" in seconds else None
             part.row(name=name, **words, seconds=timing.summary(samples), over_torch=over)
 
 

@@ -80,10 +80,10 @@ def rounding(part: Part, options: Options) -> None:
             bare = LtProduct(*((x, ones) if side == "a" else (ones.T, x.T)), compute=compute)
             (algorithm,) = bare.algorithms(1)
             result = bare.run(algorithm)
-            found = classify(values, np.ascontiguousarray(result[:, 0] if side == "a" else result[0]))
+            verdict = classify(values, np.ascontiguousarray(result[:, 0] if side == "a" else result[0]))
             # COMPUTE_32F rounds nothing; FAST_TF32's rule is the question.
-            ok = found["rule"] == "not rounded" if compute == "COMPUTE_32F" else None
-            part.row(ok=ok, **words, **found, **described(algorithm))
+            ok = verdict["rule"] == "not rounded" if compute == "COMPUTE_32F" else None
+            part.row(ok=ok, **words, **verdict, **described(algorithm))
 
 
 # -- sums -----------------------------------------------------------------------------------------
@@ -195,10 +195,10 @@ def _with_c(part: Part, options: Options, dtype: str) -> None:
     bare, offered = _offered(part, words, 4 if options.quick else 32, a, b)
     for rank in part.in_time(range(len(offered)), options):
         with part.attempt(**words, rank=rank):
-            found = classify_sum(a, b, c, bare.run(offered[rank], beta=1.0, c=c))
+            verdict = classify_sum(a, b, c, bare.run(offered[rank], beta=1.0, c=c))
             # The first choice is the one that lowprec runs.
-            ok = found["rule"] == "to nearest" if rank == 0 else None
-            part.row(ok=ok, **words, rank=rank, **found, **described(offered[rank]))
+            ok = verdict["rule"] == "to nearest" if rank == 0 else None
+            part.row(ok=ok, **words, rank=rank, **verdict, **described(offered[rank]))
 
 
 def _split(part: Part, options: Options, dtype: str, out: str, schemes: tuple[str, ...]) -> None:

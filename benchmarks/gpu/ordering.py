@@ -114,10 +114,10 @@ def _memory_freed(work: Work, a: Any, b: Any) -> dict[str, Any]:
         return (device.memory_stats() or {}).get("bytes_in_use")
 
     before = in_use()
-    found = judge(lowprec.matmul(work.put(a), work.put(b)), a, b)
+    verdict = judge(lowprec.matmul(work.put(a), work.put(b)), a, b)
     after = in_use()
     remaining = None if before is None or after is None else after - before
-    return {**found, "bytes_remaining": remaining, "bytes_of_each": a.nbytes}
+    return {**verdict, "bytes_remaining": remaining, "bytes_of_each": a.nbytes}
 
 
 QUESTIONS: dict[str, Callable[[Work, Any, Any], dict[str, Any]]] = {

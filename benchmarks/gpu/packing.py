@@ -39,12 +39,12 @@ def packed(ticks: clock.Clock, side: int, seed: int) -> Iterator[dict[str, Any]]
         pack = prepare_packing(described, 0)
         variants[name] = lambda _, pack=pack: pack(source, target, exponents, raw.STREAM)
         nbytes[name] = side * side * (first.itemsize + second.itemsize * described.parts)
-    found = clock.contest(variants, ticks, rounds=7, budget_s=10.0, seed=seed)
-    rates = {name: nbytes[name] / seconds for name, seconds in found.seconds.items()}
+    contest = clock.contest(variants, ticks, rounds=7, budget_s=10.0, seed=seed)
+    rates = {name: nbytes[name] / seconds for name, seconds in contest.seconds.items()}
     for name in variants:
         words = {"question": "packing", "name": name}
-        if name in found.errors:
-            yield {**words, "ok": False, "error": found.errors[name]}
+        if name in contest.errors:
+            yield {**words, "ok": False, "error": contest.errors[name]}
         else:
             share = rates[name] / rates["copy"] if "copy" in rates else None
             yield {**words, "gigabytes_per_s": rates[name] / 1e9, "share_of_copy": share}
@@ -63,10 +63,10 @@ def fused(torch: Any, dtype: str, side: int, ticks: clock.Clock, seed: int) -> d
         "separate": lambda _: gelu(lowprec.matmul(a, b) + bias, approximate="tanh"),
         "torch": lambda _: gelu(torch.addmm(bias, a, b), approximate="tanh"),
     }
-    found = clock.contest(variants, ticks, rounds=7, budget_s=5.0, seed=seed)
-    ok = False if "fused" in found.errors else None
+    contest = clock.contest(variants, ticks, rounds=7, budget_s=5.0, seed=seed)
+    ok = False if "fused" in contest.errors else None
     words = {"question": "fused", "dtype": dtype, "side": side, "ok": ok}
-    return {**words, "speed": found.speed("fused"), "errors": found.errors}
+    return {**words, "speed": contest.speed("fused"), "errors": contest.errors}
 
 
 def packing(part: Part, options: Options) -> None:

@@ -67,12 +67,12 @@ Result = dict[str, Any]
 
 def limits(tests: Iterable[str]) -> dict[str, float]:
     """Return the seconds of each part, those of these modules of tests included, in the order in which they run."""
-    found: dict[str, float] = {}
+    seconds_of: dict[str, float] = {}
     for name, (seconds, *_) in MEASUREMENTS.items():
         if name == TESTS_BEFORE:
-            found |= {test: TESTS_S for test in tests if test != LAST_TESTS}
-        found[name] = seconds
-    return found | ({LAST_TESTS: LAST_TESTS_S} if LAST_TESTS in tests else {})
+            seconds_of |= {test: TESTS_S for test in tests if test != LAST_TESTS}
+        seconds_of[name] = seconds
+    return seconds_of | ({LAST_TESTS: LAST_TESTS_S} if LAST_TESTS in tests else {})
 
 
 def question(name: str) -> str:
@@ -146,8 +146,8 @@ class Part:
 
     def save(self) -> None:
         """Write the file."""
-        found = {name: getattr(self, name) for name in ("complete", "facts", "rows")}
-        common.write_json(self.path, common.plain(found))
+        content = {name: getattr(self, name) for name in ("complete", "facts", "rows")}
+        common.write_json(self.path, common.plain(content))
 
 
 def short(error: BaseException) -> str:
@@ -163,14 +163,14 @@ def opened(path: Path) -> Part:
 def read(path: Path) -> Result:
     """Return the results in the file of a part; a ValueError if there are none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError("it wrote nothing") from None
     except ValueError:
         raise ValueError("its file is no JSON") from None
-    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
+    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         raise ValueError("its file is no part of a report")
-    return found
+    return content
 
 
 def not_run(why: str) -> Result:

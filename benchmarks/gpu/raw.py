@@ -171,5 +171,5 @@ def described(algorithm: Algorithm) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - the row shows it
         return {"description_error": short(error)}
     names = ("id", "tile", "stages", "split_k", "reduction", "units", "accumulator")
-    found = {name: getattr(info, name) for name in names}
-    return {**found, "input": info.input_type, "tensor_cores": info.uses_tensor_cores}
+    values = {name: getattr(info, name) for name in names}
+    return {**values, "input": info.input_type, "tensor_cores": info.uses_tensor_cores}

@@ -31,8 +31,8 @@ def _each(part: Part, options: Options, measure: Callable[..., Any], **choices: 
     for case in part.in_time(product(*choices.values()), options):
         words = dict(zip(choices, case, strict=True))
         with part.attempt(**words):
-            found = measure(torch, *case, options, ticks)
-            for values in [found] if isinstance(found, dict) else found:
+            rows = measure(torch, *case, options, ticks)
+            for values in [rows] if isinstance(rows, dict) else rows:
                 part.row(**{**words, **values})
         torch.cuda.empty_cache()
 
@@ -102,7 +102,7 @@ def measure_splits(torch: Any, n: int, distribution: str, options: Options, tick
             errors[way] = relative_error(torch, lowprec.matmul(*pairs[0], **way.arguments(n)), *pairs[0])
         except Exception as error:  # noqa: BLE001 - a way that fails is one row
             yield {"name": str(way), **way._asdict(), "error": short(error)}
-    found, parts = clock.Contest(), _Parts(torch, pairs[0][0])
+    contest, parts = clock.Contest(), _Parts(torch, pairs[0][0])
     if timed:
         variants: dict[str, Any] = {
             name: clock.Variant(
@@ -113,8 +113,8 @@ def measure_splits(torch: Any, n: int, distribution: str, options: Options, tick
         for way, plan in plans.items():
             variants[str(way)] = lambda i, way=way: lowprec.matmul(*pairs[i], **way.arguments(n))
             variants[f"{way}: products"] = lambda _, plan=plan: parts.multiply(plan)
-        found = clock.contest(variants, ticks, sets=sets, rounds=3, budget_s=0.0, seed=options.seed)
-    seconds = found.seconds
+        contest = clock.contest(variants, ticks, sets=sets, rounds=3, budget_s=0.0, seed=options.seed)
+    seconds = contest.seconds
     for name, (multiply, precision) in TORCH_PRODUCTS.items():
         with torch_switches(torch, precision, True):
             error = relative_error(torch, multiply(torch, *pairs[0]), *pairs[0])
@@ -128,10 +128,10 @@ def measure_splits(torch: Any, n: int, distribution: str, options: Options, tick
                 "seconds": seconds[name],
                 "seconds_of_products": alone,
                 "share_of_splitting": alone and 1 - alone / seconds[name],
-                "speed": {other: ratio for other, ratio in found.speed(name).items() if other in TORCH_PRODUCTS},
+                "speed": {other: ratio for other, ratio in contest.speed(name).items() if other in TORCH_PRODUCTS},
             }
-        elif name in found.errors:
-            values["error"] = found.errors[name]
+        elif name in contest.errors:
+            values["error"] = contest.errors[name]
         yield values
 
 
@@ -165,7 +165,7 @@ def measure_emulation(torch: Any, n: int, dtype: str, options: Options, ticks: c
     sets = _sets(ticks, n, 8 if dtype == "float64" else 4)
     pairs = [[arrays.normal(torch, generator, (n, n), dtype) for _ in range(2)] for _ in range(sets)]
     variants = {name: lambda i, asked=asked: lowprec.matmul(*pairs[i], **asked) for name, asked in ways.items()}
-    found = clock.contest(variants, ticks, sets=sets, rounds=5, budget_s=0.0, seed=options.seed)
+    contest = clock.contest(variants, ticks, sets=sets, rounds=5, budget_s=0.0, seed=options.seed)
     for name, asked in ways.items():
         try:
             plan = lowprec.plan(*pairs[0], **asked)
@@ -181,8 +181,8 @@ def measure_emulation(torch: Any, n: int, dtype: str, options: Options, ticks: c
             "relative_error": error,
             "ok": error <= tolerance,
         }
-        if seconds := found.seconds.get(name):
-            values |= {"seconds": seconds, "tflops": 2 * n**3 / seconds / 1e12, "speed": found.speed(name)}
+        if seconds := contest.seconds.get(name):
+            values |= {"seconds": seconds, "tflops": 2 * n**3 / seconds / 1e12, "speed": contest.speed(name)}
         yield values
 
 
@@ -211,11 +211,11 @@ def measure_blocks(torch: Any, shape: tuple[int, int, int], name: str, options: 
     error = float(torch.linalg.norm(lowprec.matmul(x, y).double() - left @ right))
     limit = plan.bound.frobenius(*(float(torch.linalg.norm(z)) for z in (left, right)), m, n)
     variants = {name: lambda i: lowprec.matmul(*quantised[i]), "bfloat16": lambda i: lowprec.matmul(*wide[i])}
-    found = clock.contest(variants, ticks, sets=len(wide), rounds=5, budget_s=0.0, seed=options.seed)
+    contest = clock.contest(variants, ticks, sets=len(wide), rounds=5, budget_s=0.0, seed=options.seed)
     return {
         "compute_type": plan.compute_type, "kernel": plan.kernel_reason, "algorithm": dict(plan.algorithm),
-        "error_over_bound": error / limit, "seconds": found.seconds,
-        "speed_over_bfloat16": found.speed(name).get("bfloat16"), "errors": found.errors, "ok": error <= limit,
+        "error_over_bound": error / limit, "seconds": contest.seconds,
+        "speed_over_bfloat16": contest.speed(name).get("bfloat16"), "errors": contest.errors, "ok": error <= limit,
     }  # fmt: skip
 
 
@@ -253,21 +253,21 @@ def measure_sparse(torch: Any, extents: tuple[int, int, int], dtype: str, option
         "dense": lambda _: lowprec.matmul(a, dense),
         "torch": lambda _: torch.matmul(a, dense),
     }
-    found = clock.contest(variants, ticks, rounds=3 if options.quick else 15, seed=options.seed)
+    contest = clock.contest(variants, ticks, rounds=3 if options.quick else 15, seed=options.seed)
     error = (lowprec.matmul(a, sparse).double() - lowprec.matmul(a, dense).double()).norm()
     plan = lowprec.plan(a, sparse)
     relative = float(error / (a.double().norm() * dense.double().norm()))
     return {
         # Both products are within the bound of the plan.
-        "ok": not found.errors and relative <= 2 * plan.bound.relative,
-        "seconds": found.seconds,
-        "speed": found.speed("sparse"),
+        "ok": not contest.errors and relative <= 2 * plan.bound.relative,
+        "seconds": contest.seconds,
+        "speed": contest.speed("sparse"),
         "first_s": first_s,
         "relative_difference": relative,
         "sparsity": str(plan.sparsity),
         "algorithm": [list(entry) for entry in plan.algorithm],
         "bytes": {"dense": b.numel() * b.element_size(), "compressed": sparse.packed_bytes},
-        "errors": found.errors,
+        "errors": contest.errors,
     }
 
 

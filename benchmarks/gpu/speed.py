@@ -127,25 +127,25 @@ def variants(torch: Any, kind: Kind, operands: Operands) -> dict[str, Variant]:
     def switches(reduced: bool = False) -> AbstractContextManager[None]:
         return torch_switches(torch, kind.precision, reduced)
 
-    found = {
+    products = {
         "lowprec": Variant(bind(lambda a, b: lowprec.matmul(a, b, math_mode=kind.mode))),
         "torch": Variant(bind(torch.matmul), switches),
     }
     if kind.dtype in ("bfloat16", "float16"):
-        found["torch, reduced sums"] = Variant(bind(torch.matmul), lambda: switches(reduced=True))
+        products["torch, reduced sums"] = Variant(bind(torch.matmul), lambda: switches(reduced=True))
     if kind.mode in ("bf16", "fp16"):
         to = torch.bfloat16 if kind.mode == "bf16" else torch.float16
-        found["lowprec tf32"] = Variant(bind(lambda a, b: lowprec.matmul(a, b, math_mode="tf32")))
-        found["torch, converted"] = Variant(bind(lambda a, b: (a.to(to) @ b.to(to)).float()))
-        return found
+        products["lowprec tf32"] = Variant(bind(lambda a, b: lowprec.matmul(a, b, math_mode="tf32")))
+        products["torch, converted"] = Variant(bind(lambda a, b: (a.to(to) @ b.to(to)).float()))
+        return products
     for name, make in (("cupy", _cupy), ("nvmath", _nvmath)):
         try:
-            found[name] = make(kind, operands)
+            products[name] = make(kind, operands)
         except ImportError:
             continue
         except Exception as error:  # noqa: BLE001 - its first call raises the error, which the contest reports
-            found[name] = Variant(functools.partial(_fail, error))
-    return found
+            products[name] = Variant(functools.partial(_fail, error))
+    return products
 
 
 def _fail(error: Exception, _: int) -> None:
@@ -172,21 +172,21 @@ def _cupy(kind: Kind, operands: Operands) -> Variant:
     return Variant(call, lambda: _switched(core.get_compute_type, core.set_compute_type, wanted))
 
 
-def _row(kind_name: str, n: int, tuned: bool, found: Contest) -> dict[str, Any]:
+def _row(kind_name: str, n: int, tuned: bool, contest: Contest) -> dict[str, Any]:
     """Return a contest as a row of the report."""
     kind = KINDS[kind_name]
     flops = (8 if kind.dtype.startswith("complex") else 2) * n ** (2 if kind.vector else 3)
-    seconds = {name: timing.summary(samples) for name, samples in found.device_s.items()}
+    seconds = {name: timing.summary(samples) for name, samples in contest.device_s.items()}
     return {
         "kind": kind_name,
         "n": n,
         "tuned": tuned,
         "seconds": seconds,
-        "eager_s": {name: timing.summary(samples)["median"] for name, samples in found.eager_s.items()},
-        "host_s": found.host_s,
-        "speed": found.speed("lowprec"),
+        "eager_s": {name: timing.summary(samples)["median"] for name, samples in contest.eager_s.items()},
+        "host_s": contest.host_s,
+        "speed": contest.speed("lowprec"),
         "tflops": flops / seconds["lowprec"]["median"] / 1e12 if "lowprec" in seconds else None,
-        "errors": found.errors,
+        "errors": contest.errors,
     }
 
 
@@ -197,10 +197,10 @@ def measure(torch: Any, kind_name: str, n: int, seed: int, ticks: clock.Clock) -
     operands = Operands(torch, kind, n, sets, seed, ticks.device)
     a, b = operands.a[0], operands.b[0]
     error = relative_error(torch, lowprec.matmul(a, b, math_mode=kind.mode), a, b)
-    found = clock.contest(variants(torch, kind, operands), ticks, sets=sets, budget_s=0.6, seed=seed)
+    contest = clock.contest(variants(torch, kind, operands), ticks, sets=sets, budget_s=0.6, seed=seed)
     # False for NaN, too.
-    ok = bool(error <= kind.tolerance) and "lowprec" not in found.errors
-    return {**_row(kind_name, n, False, found), "relative_error": error, "sets": sets, "ok": ok}, operands
+    ok = bool(error <= kind.tolerance) and "lowprec" not in contest.errors
+    return {**_row(kind_name, n, False, contest), "relative_error": error, "sets": sets, "ok": ok}, operands
 
 
 def candidates_of(median_ms: float) -> int:
@@ -221,15 +221,15 @@ def _tune(torch: Any, first: dict[str, Any], operands: Operands, ticks: clock.Cl
     tuning = lowprec.autotune(operands.a[0], operands.b[0], math_mode=kind.mode, candidates=candidates)
     compared = variants(torch, kind, operands)
     both = {name: compared[name] for name in ("lowprec", "torch")}
-    found = clock.contest(both, ticks, sets=operands.sets, budget_s=0.5)
+    contest = clock.contest(both, ticks, sets=operands.sets, budget_s=0.5)
     chosen = tuning.timed[0] if tuning.timed else None
     return {
-        **_row(first["kind"], first["n"], True, found),
+        **_row(first["kind"], first["n"], True, contest),
         "candidates": candidates,
         "found": len(tuning.timed),
         "chosen": None if chosen is None else {"rank": chosen.rank, "algorithm": chosen.algorithm},
         "over_first_choice": tuning.speedup,
-        "ok": "lowprec" not in found.errors,
+        "ok": "lowprec" not in contest.errors,
     }
 
 

@@ -26,8 +26,8 @@ LARGE = 8192
 
 def rows(results: Results, part: str, **where: Any) -> list[Mapping[str, Any]]:
     """Return the rows of a part that have these values."""
-    found = results.get(part, {}).get("rows", [])
-    return [r for r in found if all(r.get(name) == value for name, value in where.items())]
+    part_rows = results.get(part, {}).get("rows", [])
+    return [r for r in part_rows if all(r.get(name) == value for name, value in where.items())]
 
 
 def claims(results: Results) -> Iterator[dict[str, Any]]:
