@@ -1,21 +1,22 @@
 """A product of two large Dask arrays in two processes: `dask.array.matmul` against lowprec's sum over the chunks of k.
 
-usage: python benchmarks/bench_dask.py [--quick] [--output DIR] [--seed N] [--limit BYTES]
+usage: python benchmarks/bench_dask.py [--quick] [--output DIR] [--seed N]
 
 Each run has new workers, warmed up by a small product. Time and resident memory of the workers are those of the product
 alone: the operands are computed before. The two products alternate in order. The error is that of a few rows, against
-float64. With `--limit`, both also run with workers that spill to disk above so many bytes.
+float64. Both also run with
+workers of so little memory that they spill to disk.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
@@ -29,23 +30,15 @@ import lowprec
 VARIANTS = {"dask.array.matmul": da.matmul, "lowprec.matmul": lowprec.matmul}
 #: Number of rows of the result that are compared with float64.
 ROWS = 3
-
-
-@contextmanager
-def cluster(limit: str) -> Iterator[Any]:
-    """A cluster of two processes of one thread each."""
-    with (
-        distributed.LocalCluster(n_workers=2, threads_per_worker=1, memory_limit=limit, dashboard_address=None) as made,
-        distributed.Client(made) as client,
-    ):
-        yield client
+#: Memory of a worker, and in the runs that spill.
+FREE, TIGHT = "6GB", "1.5GB"
 
 
 class Peak:
     """The largest memory of all workers together, in bytes, sampled every 50 ms."""
 
     def __init__(self, client: Any) -> None:
-        self._pids = list(client.run(_pid).values())
+        self._pids = list(client.run(os.getpid).values())
         self.bytes = 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -60,24 +53,18 @@ class Peak:
 
     def _sample(self) -> None:
         while not self._end.wait(0.05):
-            self.bytes = max(self.bytes, sum(map(resident, self._pids)))
+            self.bytes = max(self.bytes, sum(map(_resident, self._pids)))
 
 
-def _pid() -> int:
-    import os
-
-    return os.getpid()
-
-
-def resident(pid: int) -> int:
+def _resident(pid: int) -> int:
     """Return the resident memory of a process, in bytes."""
-    with open(f"/proc/{pid}/statm") as file:
-        return int(file.read().split()[1]) * 4096
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, Any]:
     """Return the time, the memory and the error of one product."""
-    with cluster(limit) as client:
+    workers = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": limit, "dashboard_address": None}
+    with distributed.LocalCluster(**workers) as cluster, distributed.Client(cluster) as client:
         rng = da.random.default_rng(seed)
         x, y = (rng.standard_normal((n, n), chunks=chunk, dtype=np.float32).persist() for _ in range(2))
         distributed.wait([x, y])
@@ -90,7 +77,7 @@ def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, An
             distributed.wait(product)
             seconds = time.perf_counter() - start
         rows = np.linspace(0, n - 1, ROWS).astype(int)
-        found, a = dask.compute(product[rows], x[rows])
+        sampled, a = dask.compute(product[rows], x[rows])
         exact = np.zeros((ROWS, n))
         for k in range(0, n, chunk):
             exact += a[:, k : k + chunk].astype(np.float64) @ y[k : k + chunk].compute().astype(np.float64)
@@ -103,7 +90,7 @@ def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, An
             "seconds": seconds,
             "peak_bytes": peak.bytes,
             "spilled_bytes": sum(w["metrics"]["spilled_bytes"]["disk"] for w in metrics),
-            "error": float(np.linalg.norm(found - exact) / np.linalg.norm(exact)),
+            "error": float(np.linalg.norm(sampled - exact) / np.linalg.norm(exact)),
         }
 
 
@@ -125,14 +112,9 @@ def dask_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return claims
 
 
-FREE = "6GB"
-
-
 def main() -> None:
     """Measure, print and write."""
-    made = common.parser(__doc__)
-    made.add_argument("--limit", default="1.5GB", help="memory of a worker in the runs that spill")
-    arguments = made.parse_args()
+    arguments = common.parser(__doc__).parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # of workers that are closed
     n, chunk, rounds = (400, 100, 1) if arguments.quick else (12_000, 3_000, 7)
@@ -141,8 +123,8 @@ def main() -> None:
         for variant in list(VARIANTS)[:: 1 - 2 * (round_ % 2)]:
             rows.append(run(variant, n, chunk, arguments.seed + round_, FREE))
             print(rows[-1], flush=True)
-    rows += [run(variant, n, chunk, arguments.seed, arguments.limit) for variant in VARIANTS]
-    common.report("dask", arguments, rows, dask_claims(rows), limit=arguments.limit)
+    rows += [run(variant, n, chunk, arguments.seed, TIGHT) for variant in VARIANTS]
+    common.report("dask", arguments, rows, dask_claims(rows), limit=TIGHT)
 
 
 if __name__ == "__main__":

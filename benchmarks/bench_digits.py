@@ -11,9 +11,8 @@ from __future__ import annotations
 import sys
 
 import common  # isort: skip - sets a variable that must come before NumPy
-import machine
 
-sys.path.insert(0, str(machine.ROOT / "docs" / "examples"))
+sys.path.insert(0, str(common.ROOT / "docs" / "examples"))
 import digits
 
 #: Precisions that should train as well as FP32, and those that should not.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import timeit
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
@@ -20,8 +20,6 @@ import lowprec
 
 #: Upper limits, in seconds, by stage.
 LIMITS = {"none": 2e-6, "torch": 15e-6}
-#: The library that each stage loads.
-STAGES = ("none", "torch", "jax")
 
 #: The timed statements by name; `timers` defines the names in them.
 STATEMENTS = {
@@ -33,8 +31,6 @@ STATEMENTS = {
     "threadpoolctl, found anew": "with threadpool_limits(1): pass",
     "threadpoolctl, found once": "with found.limit(limits=1): pass",
 }
-#: Half a millisecond each, and repeated less often than the others.
-SLOW = ("threadpoolctl, found anew",)
 
 
 class _Inside(timeit.Timer):
@@ -47,12 +43,8 @@ class _Inside(timeit.Timer):
 
 def timers() -> dict[str, timeit.Timer]:
     """Return the statements; without threadpoolctl only lowprec's."""
-    names: dict[str, Any] = {
-        "lowprec": lowprec,
-        "guard": lowprec.fp32_guard(),
-        "own": lowprec.fp32_guard(frameworks=False),
-        "mode": lowprec.math_mode("bf16"),
-    }
+    guards = {"guard": lowprec.fp32_guard(), "own": lowprec.fp32_guard(frameworks=False)}
+    names: dict[str, Any] = {"lowprec": lowprec, **guards, "mode": lowprec.math_mode("bf16")}
     has_threadpoolctl = importlib.util.find_spec("threadpoolctl") is not None
     if has_threadpoolctl:
         import threadpoolctl
@@ -66,13 +58,12 @@ def timers() -> dict[str, timeit.Timer]:
     }
 
 
-def guard_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the claims: limits and measurements."""
-    found = {r["loaded"]: 1e6 * r["time"]["median"] for r in rows if r["block"] == "fp32_guard"}
-    what = "enter and leave fp32_guard, loaded: {}, us"
-    return [
-        common.claim(what.format(stage), found.get(stage), 1e6 * limit, at_most=True) for stage, limit in LIMITS.items()
-    ]
+def guard_claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the limits and measurements."""
+    medians = {r["loaded"]: 1e6 * r["time"]["median"] for r in rows if r["block"] == "fp32_guard"}
+    for stage, limit in LIMITS.items():
+        what = f"enter and leave fp32_guard, loaded: {stage}, us"
+        yield common.claim(what, medians.get(stage), 1e6 * limit, at_most=True)
 
 
 def main() -> None:
@@ -80,16 +71,14 @@ def main() -> None:
     arguments = common.parser(__doc__).parse_args()
     counts = {"rounds": 3, "calls": 20} if arguments.quick else {"rounds": 31, "calls": 2000}
     rows: list[dict[str, Any]] = []
-    for stage in STAGES:
+    for stage in ("none", "torch", "jax"):
         if stage != "none":
             if importlib.util.find_spec(stage) is None:
                 continue
             importlib.import_module(stage)
-        seconds = timing.repeat(timers(), seed=arguments.seed, slow=SLOW, **counts)
-        rows += [
-            {"measured": "block", "loaded": stage, "block": name, "time": timing.summary(taken)}
-            for name, taken in seconds.items()
-        ]
+        # Half a millisecond each, and repeated less often than the others.
+        seconds = timing.repeat(timers(), seed=arguments.seed, slow=("threadpoolctl, found anew",), **counts)
+        rows += [{"loaded": stage, "block": name, "time": timing.summary(s)} for name, s in seconds.items()]
     common.report("guard", arguments, rows, guard_claims(rows), **counts)
 
 

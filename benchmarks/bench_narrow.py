@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
-import machine
 import ml_dtypes
 import numpy as np
 import timing
 
 import lowprec
 
-sys.path.insert(0, str(machine.ROOT / "docs" / "examples"))
+sys.path.insert(0, str(common.ROOT / "docs" / "examples"))
 import embeddings
 
 
@@ -47,7 +46,7 @@ def _speeds(calls: dict[str, Callable[[int], Any]], rounds: int, seed: int) -> d
     """Return the speed of each call relative to the first."""
     times = timing.interleave(calls, rounds=rounds, sets=SETS, seed=seed)
     base = next(iter(calls))
-    return {name: timing.speed_ratio(times[base], found) for name, found in times.items() if name != base}
+    return {name: timing.speed_ratio(times[base], seconds) for name, seconds in times.items() if name != base}
 
 
 def storage(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -59,8 +58,8 @@ def storage(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
         stored = [[x.astype(dtype) for x in pair] for pair in sets]
         return lambda i: lowprec.matmul(*stored[i])
 
-    found = _speeds({np.dtype(x).name: calls(x) for x in (BFLOAT16, E4M3, E5M2)}, rounds, seed)
-    for name, speed in found.items():
+    speeds = _speeds({np.dtype(x).name: calls(x) for x in (BFLOAT16, E4M3, E5M2)}, rounds, seed)
+    for name, speed in speeds.items():
         yield {"kind": "storage", "format": name, "n": n, "speed": speed}
 
 
@@ -103,8 +102,8 @@ def main() -> None:
     model = embeddings.weights()
     if model is not None:
         sentences, layers = (4, 1) if arguments.quick else (len(embeddings.SENTENCES), embeddings.LAYERS)
-        found = embeddings.compare(model, embeddings.SENTENCES[:sentences], layers)
-        rows += [{"kind": "embeddings", **row} for row in found]
+        compared = embeddings.compare(model, embeddings.SENTENCES[:sentences], layers)
+        rows += [{"kind": "embeddings", **row} for row in compared]
     sizes, extent, rounds = ((64,), 128, 3) if arguments.quick else ((1024, 2048, 4096), 4096, 21)
     for n in sizes:
         rows += storage(n, max(5, rounds * 1024 // n) if rounds > 3 else rounds, arguments.seed)

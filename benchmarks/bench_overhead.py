@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import common
@@ -23,10 +23,15 @@ import lowprec
 
 SIZE = 8
 
-#: Limits of a warm call, and of the import in addition to NumPy's, in seconds.
-CALL_LIMITS = {"numpy": 8e-6, "torch": 10e-6}
-#: Limits in seconds of a call with more than a product, of one in a lower mode, and of one with a gradient.
-BESIDE_LIMIT, MODE_LIMIT, RECORDED_LIMIT = 12e-6, 15e-6, 14e-6
+Row, Names = dict[str, Any], dict[str, Any]
+
+#: Limits of a warm call in microseconds, and of the import beyond NumPy's in seconds.
+CALL_LIMITS = {"numpy": 8.0, "torch": 10.0}
+VARIANT_LIMITS = {
+    **dict.fromkeys(("bias=", "alpha=", "c=, beta="), 12.0),
+    **dict.fromkeys(("in tf32", "in bf16", "in fp16"), 15.0),
+    "recorded by autograd": 14.0,
+}
 IMPORT_LIMIT = 0.05
 
 #: Modules that `import lowprec` must not load: frameworks and CUDA libraries.
@@ -55,59 +60,61 @@ def _wait(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda a, b: function(a, b).block_until_ready()
 
 
-def libraries(seed: int) -> dict[str, dict[str, Any]]:
+def libraries(seed: int) -> dict[str, Names]:
     """Return per library two operands `a` and `b`, and its own matmul as `own`."""
     rng = np.random.default_rng(seed)
     a, b = rng.standard_normal((2, SIZE, SIZE), dtype=np.float32)
-    found: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {}
-    found["numpy"] = np.asarray, np.matmul
+    functions: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {}
+    functions["numpy"] = np.asarray, np.matmul
     if importlib.util.find_spec("torch"):
         import torch
 
-        found["torch"] = torch.from_numpy, torch.matmul
+        functions["torch"] = torch.from_numpy, torch.matmul
     if importlib.util.find_spec("jax"):
         import jax
 
         # JAX returns before the result is computed, lowprec after.
-        found["jax"] = jax.numpy.asarray, _wait(jax.numpy.matmul)
+        functions["jax"] = jax.numpy.asarray, _wait(jax.numpy.matmul)
     # The code of a user of such arrays without lowprec.
-    found["dlpack"] = OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))
-    return {name: {"a": make(a), "b": make(b), "own": own} for name, (make, own) in found.items()}
+    functions["dlpack"] = OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))
+    return {name: {"a": make(a), "b": make(b), "own": own} for name, (make, own) in functions.items()}
 
 
-def measure_calls(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
-    """Return one row per library: a warm call of lowprec and of the library itself."""
-    found = libraries(seed)
-    timers = {
-        f"{function} {name}": timeit.Timer(f"{function}(a, b)", globals={**names, "lowprec": lowprec.matmul})
-        for name, names in found.items()
-        for function in ("lowprec", "own")
+def _measure(timers: Mapping[Any, tuple[Any, ...]], rounds: int, calls: int, seed: int) -> dict[Any, Row]:
+    """Time pairs of statements, lowprec's and the library's own, each pair with its names; return both times by key."""
+    statements = {
+        (key, function): timeit.Timer(text, globals=names)
+        for key, (*texts, names) in timers.items()
+        for function, text in zip(("lowprec", "own"), texts, strict=True)
     }
-    seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
-    return [
-        {
-            "measured": "call",
-            "library": name,
-            "lowprec": timing.summary(seconds[f"lowprec {name}"]),
-            "own": timing.summary(seconds[f"own {name}"]),
-            "speed": timing.speed_ratio(seconds[f"own {name}"], seconds[f"lowprec {name}"]),
-        }
-        for name in found
-    ]
+    seconds = timing.repeat(statements, calls=calls, rounds=rounds, seed=seed)
+    return {
+        key: {function: timing.summary(seconds[key, function]) for function in ("lowprec", "own")}
+        | {"speed": timing.speed_ratio(seconds[key, "own"], seconds[key, "lowprec"])}
+        for key in timers
+    }
+
+
+def measure_calls(rounds: int, calls: int, seed: int) -> list[Row]:
+    """Return one row per library: a warm call of lowprec and of the library itself."""
+    timers = {
+        name: ("lowprec(a, b)", "own(a, b)", {**names, "lowprec": lowprec.matmul})
+        for name, names in libraries(seed).items()
+    }
+    times = _measure(timers, rounds, calls, seed)
+    return [{"measured": "call", "library": name, **row} for name, row in times.items()]
 
 
 # -- other calls ----------------------------------------------------------------------------------
 
-#: Modes that round each operand once; the others split it.
-LOWER_MODES = ("tf32", "bf16", "fp16")
-
 #: Calls with more than a product, or in another mode: by lowprec, and by the library's own functions.
-ARGUMENTS = {
+ARGUMENTS: dict[str, tuple[str, str]] = {
     "bias=": ("lowprec(a, b, bias=bias)", "own(a, b) + bias"),
     "alpha=": ("lowprec(a, b, alpha=0.5)", "0.5 * own(a, b)"),
     "c=, beta=": ("lowprec(a, b, c=c, beta=1.0)", "own(a, b) + c"),
     **{
-        f"in {mode}": (f"lowprec(a, b, math_mode={mode!r})", "own(a, b)") for mode in (*LOWER_MODES, "bf16x3", "fp16x3")
+        f"in {mode}": (f"lowprec(a, b, math_mode={mode!r})", "own(a, b)")
+        for mode in ("tf32", "bf16", "fp16", "bf16x3", "fp16x3")
     },
 }
 
@@ -140,25 +147,21 @@ def _transforms(library: str, names: dict[str, Any], quick: bool) -> dict[str, t
     }
 
 
-def measure_variants(rounds: int, calls: int, seed: int, quick: bool) -> list[dict[str, Any]]:
+def measure_variants(rounds: int, calls: int, seed: int, quick: bool) -> list[Row]:
     """Return one row per library and kind of call: times of lowprec and of the library."""
-    rows, timers = [], {}
+    timers = {}
     for library, names in libraries(seed).items():
         if library == "dlpack":
             continue
         names |= {"lowprec": lowprec.matmul, "bias": names["b"][0], "c": names["b"]}
-        found = {} if library == "jax" else ARGUMENTS
-        for variant, texts in {**found, **_transforms(library, names, quick)}.items():
-            row = {"measured": "variant", "variant": variant, "library": library}
-            rows.append(row)
-            for function, text in zip(("lowprec", "own"), texts, strict=True):
-                timers[f"{function} {library} {variant}"] = timeit.Timer(text, globals=names)
-    seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
-    for row in rows:
-        for function in ("lowprec", "own"):
-            taken = seconds[f"{function} {row['library']} {row['variant']}"]
-            row[function] = timing.summary(taken)
-    return rows
+        with_arguments = {} if library == "jax" else ARGUMENTS
+        for variant, texts in {**with_arguments, **_transforms(library, names, quick)}.items():
+            timers[library, variant] = (*texts, names)
+    times = _measure(timers, rounds, calls, seed)
+    return [
+        {"measured": "variant", "variant": variant, "library": library, **row}
+        for (library, variant), row in times.items()
+    ]
 
 
 # -- stages of a call -----------------------------------------------------------------------------
@@ -192,12 +195,12 @@ STAGES = {
 
 def measure_stages(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
     """Return one row per stage of a call, with the time in each library that lowprec knows by name."""
-    found = {name: names for name, names in libraries(seed).items() if name in ("numpy", "torch")}
-    for names in found.values():
+    names_of = {name: names for name, names in libraries(seed).items() if name in ("numpy", "torch")}
+    for names in names_of.values():
         exec(SETUP, names)
     timers = {
         f"{library}: {stage}": timeit.Timer(text, globals=names)
-        for library, names in found.items()
+        for library, names in names_of.items()
         for stage, text in STAGES.items()
     }
     seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
@@ -205,8 +208,8 @@ def measure_stages(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
         {
             "measured": "station",
             "station": stage,
-            "libraries": list(found),
-            **{library: timing.summary(seconds[f"{library}: {stage}"]) for library in found},
+            "libraries": list(names_of),
+            **{library: timing.summary(seconds[f"{library}: {stage}"]) for library in names_of},
         }
         for stage in STAGES
     ]
@@ -258,25 +261,15 @@ def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if r["measured"] == "variant":
             others.setdefault(r["variant"], []).append(1e6 * r["lowprec"]["median"])
     imported = next(r for r in rows if r["measured"] == "import")
-    added, loaded = imported["added"]["median"], len(imported["frameworks"])
-    limits = [
-        *(
-            (f"call on {SIZE} x {SIZE} float32, {library}, us", calls.get(library), 1e6 * limit)
-            for library, limit in CALL_LIMITS.items()
-        ),
-        *(
-            (f"{variant}, slowest library, us", max(others[variant]), 1e6 * limit)
-            for variant, limit in (
-                *((name, BESIDE_LIMIT) for name in ("bias=", "alpha=", "c=, beta=")),
-                *((f"in {mode}", MODE_LIMIT) for mode in LOWER_MODES),
-                ("recorded by autograd", RECORDED_LIMIT),
-            )
-            if variant in others
-        ),
-        ("import lowprec over import numpy, s", added, IMPORT_LIMIT),
-        ("frameworks that import lowprec loads", loaded, 0),
-    ]
-    return [common.claim(what, value, limit, at_most=True) for what, value, limit in limits]
+    limits = {f"call on {SIZE} x {SIZE} float32, {x}, us": (calls.get(x), limit) for x, limit in CALL_LIMITS.items()}
+    limits |= {
+        f"{variant}, slowest library, us": (max(others[variant]), limit)
+        for variant, limit in VARIANT_LIMITS.items()
+        if variant in others
+    }
+    limits["import lowprec over import numpy, s"] = imported["added"]["median"], IMPORT_LIMIT
+    limits["frameworks that import lowprec loads"] = len(imported["frameworks"]), 0
+    return [common.claim(what, value, limit, at_most=True) for what, (value, limit) in limits.items()]
 
 
 def main() -> None:

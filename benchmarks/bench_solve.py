@@ -1,6 +1,6 @@
 """Speed of float64 solves by a factor in lower precision and refinement, against the libraries' solvers.
 
-usage: python benchmarks/bench_solve.py [--quick] [--output DIR] [--seed N] [--sizes N ...]
+usage: python benchmarks/bench_solve.py [--quick] [--output DIR] [--seed N]
 
 Matrices by family and size, one right-hand side; three rounds, one from n = 8192 on. The second part has one size,
 condition numbers from 1 to 1e14 and two modes of the factor.
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
@@ -27,8 +27,6 @@ LIMITS = {4096: 1.4, 8192: 1.6}
 
 #: Size from which one round is measured.
 LONG = 8192
-
-MODES = ("fp32", "bf16")
 
 Solver = Callable[[], Any]
 
@@ -55,8 +53,8 @@ def _ridge(n: int, rng: np.random.Generator) -> Any:
 def _poisson(n: int, rng: np.random.Generator) -> Any:
     """Return the five-point Laplacian on the most nearly square grid with 2^k columns."""
     columns = 1 << (n.bit_length() // 2)
-    own, other = (2 * np.eye(m) - np.eye(m, k=1) - np.eye(m, k=-1) for m in (columns, n // columns))
-    return np.kron(np.eye(n // columns), own) + np.kron(other, np.eye(columns))
+    family_rows, other = (2 * np.eye(m) - np.eye(m, k=1) - np.eye(m, k=-1) for m in (columns, n // columns))
+    return np.kron(np.eye(n // columns), family_rows) + np.kron(other, np.eye(columns))
 
 
 FAMILIES: dict[str, Callable[[int, np.random.Generator], Any]] = {
@@ -69,17 +67,17 @@ FAMILIES: dict[str, Callable[[int, np.random.Generator], Any]] = {
 
 def others(a: Any, b: Any) -> dict[str, Solver]:
     """Return the solvers of the libraries that are installed."""
-    found: dict[str, Solver] = {NUMPY: lambda: np.linalg.solve(a, b)}
+    solvers: dict[str, Solver] = {NUMPY: lambda: np.linalg.solve(a, b)}
     if importlib.util.find_spec("scipy"):
         import scipy.linalg
 
-        found["scipy.linalg.solve"] = lambda: scipy.linalg.solve(a, b, assume_a="gen")
+        solvers["scipy.linalg.solve"] = lambda: scipy.linalg.solve(a, b, assume_a="gen")
     if importlib.util.find_spec("torch"):
         import torch
 
         tensors = torch.from_numpy(a), torch.from_numpy(b)
-        found["torch.linalg.solve"] = lambda: torch.linalg.solve(*tensors)
-    return found
+        solvers["torch.linalg.solve"] = lambda: torch.linalg.solve(*tensors)
+    return solvers
 
 
 def backward_error(a: Any, b: Any, x: Any) -> float:
@@ -88,102 +86,92 @@ def backward_error(a: Any, b: Any, x: Any) -> float:
     return float(np.linalg.norm(b - a @ np.asarray(x)) / size)
 
 
-def measure(variants: dict[str, Solver], rounds: int, seed: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
-    """Return seconds and result by variant; they take turns, and the first of several rounds is omitted."""
-    results = {}
+def measure(
+    a: Any, b: Any, solvers: dict[str, Solver], rounds: int, seed: int
+) -> tuple[dict[str, list[float]], list[float], dict[str, Any]]:
+    """Return the seconds of these solvers and the libraries', the best library's by round, and the results.
+
+    Solvers take turns, and the first of several rounds is omitted.
+    """
+    library, results = others(a, b), {}
+    solvers = library | solvers
 
     def sample(name: str, _: int) -> float:
         time.sleep(timing.SPIN_SECONDS)
         begin = time.perf_counter()
-        results[name] = variants[name]()
+        results[name] = solvers[name]()
         return time.perf_counter() - begin
 
     omitted = int(rounds > 1)
-    taken = timing.take_turns(list(variants), sample, rounds=rounds + omitted, seed=seed)
-    return {name: seconds[omitted:] for name, seconds in taken.items()}, results
+    samples = timing.take_turns(list(solvers), sample, rounds=rounds + omitted, seed=seed)
+    seconds = {name: samples[name][omitted:] for name in solvers}
+    return seconds, [min(each) for each in zip(*(seconds[name] for name in library), strict=True)], results
 
 
-def families(sizes: list[int], rounds: int, seed: int) -> list[dict[str, Any]]:
-    """Return a row for each family, size and solver."""
-    rows = []
-    for n in sizes:
-        for family, make in FAMILIES.items():
-            rng = np.random.default_rng(seed)
-            a, b = make(n, rng), rng.standard_normal(n)
-            library = others(a, b)
-            own: dict[str, Solver] = {
-                REFINE: lambda a=a, b=b: lowprec.linalg.solve(a, b, method="refine"),
-                AUTO: lambda a=a, b=b: lowprec.linalg.solve(a, b, method="auto"),
-            }
-            seconds, results = measure(library | own, rounds if n < LONG else 1, seed)
-            best = [min(round_) for round_ in zip(*(seconds[name] for name in library), strict=True)]
-            for name in library | own:
-                rows.append(
-                    {
-                        "kind": "family", "family": family, "n": n, "variant": name,
-                        "time": timing.summary(seconds[name]),
-                        "speed": timing.speed_ratio(best, seconds[name]),
-                        "over_numpy": timing.speed_ratio(seconds[NUMPY], seconds[name]),
-                        "backward_error": backward_error(a, b, results[name]),
-                    }
-                )  # fmt: skip
-            if n < LONG:
-                for row, method in zip(rows[-2:], ("refine", "auto"), strict=True):
-                    report = lowprec.linalg.solve(a, b, method=method, full_output=True)[1]
-                    row["report"] = asdict(report) | {"seconds": dict(report.seconds)}
-    return rows
+def families(sizes: list[int], rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each family, size and solver."""
+    for n, (family, make) in product(sizes, FAMILIES.items()):
+        rng = np.random.default_rng(seed)
+        a, b = make(n, rng), rng.standard_normal(n)
+        solvers = {
+            f"lowprec, {method}": lambda a=a, b=b, method=method: lowprec.linalg.solve(a, b, method=method)
+            for method in ("refine", "auto")
+        }
+        seconds, best, results = measure(a, b, solvers, rounds if n < LONG else 1, seed)
+        for name in seconds:
+            yield {
+                "kind": "family", "family": family, "n": n, "variant": name,
+                "time": timing.summary(seconds[name]),
+                "speed": timing.speed_ratio(best, seconds[name]),
+                "over_numpy": timing.speed_ratio(seconds[NUMPY], seconds[name]),
+                "backward_error": backward_error(a, b, results[name]),
+            }  # fmt: skip
 
 
-def conditions(n: int, rounds: int, seed: int) -> list[dict[str, Any]]:
-    """Return a row for each condition number and mode of the factor."""
-    rows = []
+def conditions(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each condition number and mode of the factor."""
     for exponent in range(0, 15, 2):
         rng = np.random.default_rng(seed)
         a, b = _reflected(np.geomspace(1, 10.0**-exponent, n), rng), rng.standard_normal(n)
-        own = {
-            mode: lambda a=a, b=b, mode=mode: lowprec.linalg.solve(a, b, method="refine", factor_mode=mode)
-            for mode in MODES
+        solvers = {
+            mode: lambda a=a, b=b, mode=mode: lowprec.linalg.solve(
+                a, b, method="refine", factor_mode=mode, full_output=True
+            )
+            for mode in ("fp32", "bf16")
         }
-        seconds, _ = measure(others(a, b) | own, rounds, seed)
-        library = [taken for name, taken in seconds.items() if name not in MODES]
-        best = [min(round_) for round_ in zip(*library, strict=True)]
-        for mode in MODES:
-            x, report = lowprec.linalg.solve(a, b, method="refine", factor_mode=mode, full_output=True)
-            rows.append(
-                {
-                    "kind": "condition", "condition": 10.0**exponent, "n": n, "mode": mode,
-                    "speed": timing.speed_ratio(best, seconds[mode]),
-                    "steps": report.steps + report.gmres_steps, "method": report.method, "gmres": report.gmres_steps,
-                    "backward_error": backward_error(a, b, x), "estimate": report.condition,
-                }
-            )  # fmt: skip
-    return rows
+        seconds, best, results = measure(a, b, solvers, rounds, seed)
+        for mode in solvers:
+            x, report = results[mode]
+            yield {
+                "kind": "condition", "condition": 10.0**exponent, "n": n, "mode": mode,
+                "speed": timing.speed_ratio(best, seconds[mode]),
+                "steps": report.steps + report.gmres_steps, "method": report.method, "gmres": report.gmres_steps,
+                "backward_error": backward_error(a, b, x), "estimate": report.condition,
+            }  # fmt: skip
 
 
 def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the claims of the first part."""
-    own = [r for r in rows if r["kind"] == "family"]
-    errors = {(r["family"], r["n"], r["variant"]): r["backward_error"] for r in own}
+    family_rows = [r for r in rows if r["kind"] == "family"]
+    errors = {(r["family"], r["n"], r["variant"]): r["backward_error"] for r in family_rows}
     ratios = [e / errors[family, n, NUMPY] for (family, n, name), e in errors.items() if name in (REFINE, AUTO)]
-    automatic = [r["over_numpy"]["median"] for r in own if r["variant"] == AUTO]
-    made = [
+    automatic = [r["over_numpy"]["median"] for r in family_rows if r["variant"] == AUTO]
+    claims = [
         common.claim("backward error over numpy.linalg.solve's, the largest", max(ratios), 2.0, at_most=True),
         common.claim("auto: speed over numpy.linalg.solve, the least", min(automatic), 0.95),
     ]
     for n, limit in LIMITS.items():
-        speeds = [r["speed"]["median"] for r in own if r["n"] == n and r["variant"] == REFINE]
+        speeds = [r["speed"]["median"] for r in family_rows if r["n"] == n and r["variant"] == REFINE]
         what = f"refine: speed over the best of NumPy, SciPy and PyTorch at n = {n}, the least"
-        made.append(common.claim(what, min(speeds) if speeds else None, limit))
-    return made
+        claims.append(common.claim(what, min(speeds) if speeds else None, limit))
+    return claims
 
 
 def main() -> None:
     """Measure, print and write."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 4096, 8192], metavar="N")
-    arguments = parser.parse_args()
-    rounds, sizes, n = (1, [64, 128], 128) if arguments.quick else (3, arguments.sizes, 2048)
-    rows = families(sizes, rounds, arguments.seed) + conditions(min(n, max(sizes)), rounds, arguments.seed)
+    arguments = common.parser(__doc__).parse_args()
+    rounds, sizes, n = (1, [64, 128], 128) if arguments.quick else (3, [2048, 4096, 8192], 2048)
+    rows = [*families(sizes, rounds, arguments.seed), *conditions(n, rounds, arguments.seed)]
     common.report("solve", arguments, rows, claims_of(rows), rounds=rounds, sizes=sizes)
 
 

@@ -1,6 +1,6 @@
 """Speed of a transformer's products in blocks of calls, inside PyTorch programs, and in a training step.
 
-usage: python benchmarks/bench_transformer.py [--quick] [--output DIR] [--seed N] [--only {products,programs,steps}]
+usage: python benchmarks/bench_transformer.py [--quick] [--output DIR] [--seed N]
 
 A block is a sequence of calls of one library, as in a program; libraries take turns by block. Figures are the time of
 the fastest other library over lowprec's: medians of the ratios by round.
@@ -68,43 +68,34 @@ def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call
     """Return the calls of lowprec ("lowprec") and of others, by what is multiplied."""
     rng = np.random.default_rng(seed)
     a, b = ([rng.standard_normal(shape, np.float32) for _ in range(SETS)] for shape in ((m, k), (k, n)))
-    low_a, low_b, turned = (
-        [np.ascontiguousarray(x).astype(ml_dtypes.bfloat16) for x in xs] for xs in (a, b, [x.T for x in b])
-    )
-    int_a, int_b = ([rng.integers(-99, 99, x.shape, np.int8) for x in xs[:SETS]] for xs in (a, b))
-
-    def tensors(arrays: list[Any], dtype: Any = None) -> list[Any]:
-        return [torch.from_numpy(x) if dtype is None else torch.from_numpy(x).to(dtype) for x in arrays]
-
-    of_a, of_b = tensors(a), tensors(b)
-    half_a, half_b = tensors(a, torch.bfloat16), tensors(b, torch.bfloat16)
+    low_a, low_b, turned = ([x.astype(ml_dtypes.bfloat16, order="C") for x in xs] for xs in (a, b, [x.T for x in b]))
+    int_a, int_b = ([rng.integers(-99, 99, x.shape, np.int8) for x in xs] for xs in (a, b))
+    of_a, of_b, of_int_a, of_int_b = ([torch.from_numpy(x) for x in xs] for xs in (a, b, int_a, int_b))
+    half_a, half_b = ([x.to(torch.bfloat16) for x in xs] for xs in (of_a, of_b))
     half_turned = [x.T.contiguous().T for x in half_b]
-    of_int_a, of_int_b = tensors(int_a), tensors(int_b)
     prepared = [lowprec.prepare(x, math_mode="bf16") for x in low_b]
 
-    def by_lowprec(xs: list[Any], ys: list[Any], mode: str) -> Call:
-        return lambda i: lowprec.matmul(xs[i % SETS], ys[i % SETS], math_mode=mode)
+    def call(function: Callable[..., Any], xs: list[Any], ys: list[Any], **options: Any) -> Call:
+        return lambda i: function(xs[i % SETS], ys[i % SETS], **options)
 
-    def by_torch(xs: list[Any], ys: list[Any]) -> Call:
-        return lambda i: torch.matmul(xs[i % SETS], ys[i % SETS])
+    def by_lowprec(xs: list[Any], ys: list[Any], mode: str | None) -> dict[str, Call]:
+        return {"lowprec": call(lowprec.matmul, xs, ys, math_mode=mode)}
 
-    fp32 = {"numpy": lambda i: np.matmul(a[i % SETS], b[i % SETS]), "torch": by_torch(of_a, of_b)}
-    found: dict[str, dict[str, Call]] = {
-        "fp32": fp32 | {"lowprec": by_lowprec(a, b, "fp32")},
-        "tf32": fp32 | {"lowprec": by_lowprec(a, b, "tf32")},
-        "bf16 storage": {"torch": by_torch(half_a, half_b), "lowprec": by_lowprec(low_a, low_b, "bf16")},
+    fp32 = {"numpy": call(np.matmul, a, b), "torch": call(torch.matmul, of_a, of_b)}
+    half = {"torch": call(torch.matmul, half_a, half_b)}
+    calls = {
+        "fp32": fp32 | by_lowprec(a, b, "fp32"),
+        "tf32": fp32 | by_lowprec(a, b, "tf32"),
+        "bf16 storage": half | by_lowprec(low_a, low_b, "bf16"),
         "bf16 storage, b transposed": {
-            "torch": by_torch(half_a, half_turned),
-            "lowprec": by_lowprec(low_a, [x.T for x in turned], "bf16"),
+            "torch": call(torch.matmul, half_a, half_turned),
+            **by_lowprec(low_a, [x.T for x in turned], "bf16"),
         },
-        "prepared weight": {"torch": by_torch(half_a, half_b), "lowprec": by_lowprec(low_a, prepared, "bf16")},
+        "prepared weight": half | by_lowprec(low_a, prepared, "bf16"),
     }
     if m > 16:
-        found["int8"] = {
-            "torch": lambda i: torch._int_mm(of_int_a[i % SETS], of_int_b[i % SETS]),
-            "lowprec": lambda i: lowprec.matmul(int_a[i % SETS], int_b[i % SETS]),
-        }
-    return found
+        calls["int8"] = {"torch": call(torch._int_mm, of_int_a, of_int_b), **by_lowprec(int_a, int_b, None)}
+    return calls
 
 
 def products(arguments: Any) -> Iterator[dict[str, Any]]:
@@ -119,6 +110,17 @@ def products(arguments: Any) -> Iterator[dict[str, Any]]:
 
 
 # --- inside programs of PyTorch ---------------------------------------------------------------
+
+
+def _median(call: Callable[[], Any], count: int, before: Callable[[], Any]) -> float:
+    """Return the median time of so many calls, each after an untimed action."""
+    samples = []
+    for _ in range(count):
+        before()
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
 
 
 def _transposed(rows: int, cols: int, batch: tuple[int, ...] = ()) -> Any:
@@ -152,23 +154,20 @@ def programs(arguments: Any) -> Iterator[dict[str, Any]]:
         def sample(name: str, _: int, calls: Any = calls) -> float:
             """Return seconds of a call, after one of the same or after an operation of PyTorch."""
             call, after = calls[name.split()[0]], name.endswith("after")
-            taken = []
-            for _i in range(4 if arguments.quick else 12):
+
+            def before() -> None:
                 call()
                 if after:
                     torch.add(other, 1.0, out=other)
-                start = time.perf_counter()
-                call()
-                taken.append(time.perf_counter() - start)
-            return statistics.median(taken)
+
+            return _median(call, 4 if arguments.quick else 12, before)
 
         names = [f"{name}{then}" for name in calls for then in ("", " after")]
         rounds = 3 if arguments.quick else 9
         seconds = timing.take_turns(names, sample, rounds=rounds, seed=arguments.seed)
-        for name, taken in seconds.items():
-            row = {"kind": "program", "what": what, "variant": name, "time": timing.summary(taken)}
-            row["speed"] = timing.speed_ratio(seconds["torch"], taken)
-            row["slower_after"] = timing.speed_ratio(taken, seconds[name.split()[0]])
+        for name, samples in seconds.items():
+            row = {"kind": "program", "what": what, "variant": name, "time": timing.summary(samples)}
+            row["slower_after"] = timing.speed_ratio(samples, seconds[name.split()[0]])
             yield row
 
 
@@ -235,51 +234,14 @@ def steps(arguments: Any) -> Iterator[dict[str, Any]]:
     }
 
     def sample(name: str, _: int) -> float:
-        taken = []
         with ways[name]():
             step()
-            for _i in range(1 if arguments.quick else 4):
-                start = time.perf_counter()
-                step()
-                taken.append(time.perf_counter() - start)
-        return statistics.median(taken)
+            return _median(step, 1 if arguments.quick else 4, lambda: None)
 
     seconds = timing.take_turns(list(ways), sample, rounds=3 if arguments.quick else 9, seed=arguments.seed)
-    for name, taken in seconds.items():
-        row = {"kind": "step", "variant": name, "time": timing.summary(taken)}
-        yield row | {"relative_time": timing.speed_ratio(taken, seconds["torch"])}
-
-
-PARTS = {"products": products, "programs": programs, "steps": steps}
-
-
-def main() -> None:
-    """Measure, print and write."""
-    parser = common.parser(__doc__)
-    parser.add_argument("--only", choices=PARTS, help="one part; writes no file")
-    parser.add_argument("--threads", type=int, help="threads of all libraries; by default all")
-    arguments = parser.parse_args()
-    if arguments.threads:
-        import threadpoolctl
-
-        torch.set_num_threads(arguments.threads)
-        threadpoolctl.threadpool_limits(arguments.threads)
-    rows: list[dict[str, Any]] = []
-    for name, part in PARTS.items():
-        if arguments.only in (None, name):
-            for row in part(arguments):
-                rows.append(row)
-                if arguments.only:
-                    print(_line(row), flush=True)
-    if arguments.only is None:
-        common.report("transformer", arguments, rows, claims(rows), threads=arguments.threads)
-
-
-def _line(row: dict[str, Any]) -> str:
-    shape = "x".join(str(row[x]) for x in ("m", "k", "n") if x in row)
-    figures = (f"{x} {row[x]['median']:.2f}" for x in ("speed", "slower_after", "relative_time") if x in row)
-    ms = f"{1e3 * row['time']['median']:9.3f} ms"
-    return f"{shape:16} {row.get('what', '') + ' ' + row.get('variant', ''):48} {ms} {', '.join(figures)}"
+    for name, samples in seconds.items():
+        row = {"kind": "step", "variant": name, "time": timing.summary(samples)}
+        yield row | {"relative_time": timing.speed_ratio(samples, seconds["torch"])}
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -296,6 +258,13 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         common.claim("training step in fp32, relative time", step["fp32"], 1.1, at_most=True),
         common.claim("training step in bf16, relative time", step["bf16"], 0.65, at_most=True),
     ]
+
+
+def main() -> None:
+    """Measure, print and write."""
+    arguments = common.parser(__doc__).parse_args()
+    rows = [row for part in (products, programs, steps) for row in part(arguments)]
+    common.report("transformer", arguments, rows, claims(rows))
 
 
 if __name__ == "__main__":

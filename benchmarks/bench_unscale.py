@@ -22,12 +22,7 @@ from lowprec.backends.cpu import library
 #: Its reciprocal is not a power of two, but near 1: passes can be repeated without overflow.
 SCALE = 1 + 2.0**-20
 
-OURS, WITHOUT_KERNELS, TORCH, ON_TENSORS = (
-    "lowprec",
-    "lowprec without kernels",
-    "torch._amp_foreach_non_finite_check_and_unscale_",
-    "lowprec on torch tensors",
-)
+OURS, TORCH = "lowprec", "torch._amp_foreach_non_finite_check_and_unscale_"
 
 
 def unscale(scaler: LossScaler, grads: Any) -> bool:
@@ -39,24 +34,20 @@ def unscale(scaler: LossScaler, grads: Any) -> bool:
 
 
 def variants(arrays: int, n: int, seed: int) -> dict[str, Callable[[int], Any]]:
-    """Return what is timed, each on numbers of its own; PyTorch's tensors are those of both variants on them."""
+    """Return the passes, each over arrays of its own but for the two on PyTorch's tensors."""
     rng = np.random.default_rng(seed)
-
-    def drawn() -> list[Any]:
-        return list(rng.standard_normal(arrays * n, dtype=np.float32).reshape(arrays, n))
-
-    ours, plain = drawn(), drawn()
+    ours, plain, shared = (list(rng.standard_normal(arrays * n, dtype=np.float32).reshape(arrays, n)) for _ in range(3))
     scaler = LossScaler(SCALE, dynamic=False)
 
     def without_kernels(_: int) -> bool:
         with mock.patch.object(library, "library", return_value=None):
             return unscale(scaler, plain)
 
-    found: dict[str, Callable[[int], Any]] = {OURS: lambda _: unscale(scaler, ours), WITHOUT_KERNELS: without_kernels}
+    passes = {OURS: lambda _: unscale(scaler, ours), "lowprec without kernels": without_kernels}
     if importlib.util.find_spec("torch"):
         import torch
 
-        tensors = [torch.from_numpy(x) for x in drawn()]
+        tensors = [torch.from_numpy(x) for x in shared]
         inverse = torch.full((), 1 / SCALE, dtype=torch.float32)
 
         def by_torch(_: int) -> bool:
@@ -64,8 +55,8 @@ def variants(arrays: int, n: int, seed: int) -> dict[str, Callable[[int], Any]]:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, inverse)
             return bool(flag)
 
-        found |= {TORCH: by_torch, ON_TENSORS: lambda _: unscale(scaler, tensors)}
-    return found
+        passes |= {TORCH: by_torch, "lowprec on torch tensors": lambda _: unscale(scaler, tensors)}
+    return passes
 
 
 def main() -> None:
@@ -74,28 +65,19 @@ def main() -> None:
     rounds, sizes = 15, [(1, 1_000_000), (1, 100_000_000), (1000, 100_000)]
     if arguments.quick:
         rounds, sizes = 3, [(1, 10_000), (10, 1000)]
-    rows: list[dict[str, Any]] = []
-    claims = []
+    rows, claims = [], []
     for arrays, n in sizes:
-        own = variants(arrays, n, arguments.seed)
-        seconds = timing.interleave(own, rounds=rounds, seed=arguments.seed)
-        rows += [
-            {
-                "variant": name,
-                "arrays": arrays,
-                "n": n,
-                "time": timing.summary(taken),
-                # Each number is read and written once.
-                "gb_per_s": 8e-9 * arrays * n / timing.summary(taken)["median"],
-                "speed": timing.speed_ratio(seconds[TORCH], taken) if TORCH in seconds else None,
-            }
-            for name, taken in seconds.items()
-        ]
-    for arrays, n in sizes[1:]:
-        speed = next(r["speed"] for r in rows if (r["variant"], r["arrays"], r["n"]) == (OURS, arrays, n))
-        spread = f"{arrays:,} arrays" if arrays > 1 else "one array"
-        what = f"unscale and check {arrays * n:,} float32 in {spread}, times as fast as PyTorch"
-        claims.append(common.claim(what, speed and speed["median"], 1.0))
+        seconds = timing.interleave(variants(arrays, n, arguments.seed), rounds=rounds, seed=arguments.seed)
+        for name, samples in seconds.items():
+            time = timing.summary(samples)
+            speed = timing.speed_ratio(seconds[TORCH], samples) if TORCH in seconds else None
+            row = {"variant": name, "arrays": arrays, "n": n, "time": time, "speed": speed}
+            # Each number is read and written once.
+            rows.append(row | {"gb_per_s": 8e-9 * arrays * n / time["median"]})
+            if name == OURS and (arrays, n) in sizes[1:]:
+                spread = f"{arrays:,} arrays" if arrays > 1 else "one array"
+                what = f"unscale and check {arrays * n:,} float32 in {spread}, times as fast as PyTorch"
+                claims.append(common.claim(what, speed and speed["median"], 1.0))
     common.report("unscale", arguments, rows, claims, rounds=rounds)
 
 

@@ -1,25 +1,40 @@
-"""Common parts of all benchmarks: the environment before NumPy, the command line, claims and result files.
+"""Common parts of all benchmarks: the environment before NumPy, command line, machine, claims and result files.
 
 Import this module before NumPy: it sets `OPENBLAS_THREAD_TIMEOUT`, which NumPy's OpenBLAS reads once, when it loads.
+lowprec, which loads NumPy, is imported inside functions.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import importlib.util
 import json
 import math
 import os
+import platform
+import re
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import machine
-from generated import table, write_text
+from generated import ROOT, table, write_text
+
+
+def load_average() -> float | None:
+    """Return the load average of the last minute; on a quiet machine well below 1."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
 
 #: The load before this process adds to it.
-LOAD_BEFORE = machine.load_average()
+LOAD_BEFORE = load_average()
 
 #: Whether the variable below still reaches OpenBLAS.
 CAME_BEFORE_NUMPY = "numpy" not in sys.modules
@@ -28,21 +43,158 @@ CAME_BEFORE_NUMPY = "numpy" not in sys.modules
 # three times slower. 2^4 cycles is the shortest time that OpenBLAS accepts.
 os.environ["OPENBLAS_THREAD_TIMEOUT"] = "4"
 
-RESULTS = machine.ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 Row = Mapping[str, Any]
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
     """Return the command line that every benchmark has, described by the first line of the script's docstring."""
-    made = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
+    command_line = argparse.ArgumentParser(description=doc.strip().splitlines()[0])
     quick = "tiny sizes: does it run? No figure of it means anything"
-    made.add_argument("--quick", action="store_true", help=quick)
+    command_line.add_argument("--quick", action="store_true", help=quick)
     where = {"type": Path, "default": RESULTS, "metavar": "DIR"}
-    made.add_argument("--output", "--out", help="folder of the result file", **where)
+    command_line.add_argument("--output", "--out", help="folder of the result file", **where)
     seed = "of the operands and of the order of the variants"
-    made.add_argument("--seed", type=int, default=0, help=seed)
-    return made
+    command_line.add_argument("--seed", type=int, default=0, help=seed)
+    return command_line
+
+
+# -- the machine ----------------------------------------------------------------------------------
+
+#: Instruction sets that determine the speed of a product, the most important first.
+FLAGS = (
+    "amx_tile", "amx_bf16", "amx_int8", "amx_fp16", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni",
+    "avx2", "fma", "f16c",
+)  # fmt: skip
+
+#: Variables that set the number of threads or the instruction set of a library.
+VARIABLES = (
+    "JAX_PLATFORMS", "LOWPREC_MAX_CPU_ISA", "MKL_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+    "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE", "OPENBLAS_NUM_THREADS",
+)  # fmt: skip
+
+
+def cpu_model() -> str:
+    """Return the processor's name, as it reports it."""
+    from lowprec.backends.cpu import cpuinfo
+
+    return cpuinfo.cpu_name()
+
+
+def cpu_flags() -> list[str]:
+    """Return those of `FLAGS` that the processor has."""
+    from lowprec.backends.cpu import cpuinfo
+
+    return [flag for flag in FLAGS if flag in cpuinfo.cpu_flags()]
+
+
+def generation() -> str:
+    """Return AMD's generation with AVX-512, which names may not show; empty for other processors."""
+    from lowprec.backends.cpu import cpuinfo
+
+    is_amd = "amd" in cpu_model().lower() and "avx512f" in cpuinfo.system_flags()
+    return {"25": "Zen 4", "26": "Zen 5"}.get(cpuinfo._cpuinfo().get("cpu family", ""), "") if is_amd else ""
+
+
+def cores() -> int:
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def caches() -> dict[str, int]:
+    """Return the bytes of the data caches by level, where the system reports them."""
+    sizes = {}
+    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        with contextlib.suppress(OSError):
+            level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+            if kind != "Instruction":
+                sizes[f"l{level}"] = int(size.rstrip("K")) * 1024
+    return sizes
+
+
+def memory_bytes() -> int | None:
+    """Return the size of the memory, None where the system does not report it."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def slug() -> str:
+    """Return a short name for machines of this kind, such as `xeon-amx-2core` or `epyc-zen5-avx512-2core`."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(.*?\)", " ", cpu_model().lower()))
+    dull = {"amd", "cpu", "gen", "genuine", "intel", "processor"}
+    family = next((w for w in words if w not in dull and not w[0].isdigit()), platform.machine().lower())
+    known = {"amx_bf16": "amx", "avx512f": "avx512", "avx2": "avx2"}
+    units = next((name for flag, name in known.items() if flag in cpu_flags()), None)
+    zen = generation().replace(" ", "").lower()
+    return "-".join(filter(None, (family, zen, units, f"{cores()}core")))
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those distributions that are installed."""
+    installed = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
+    try:
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def threads() -> dict[str, int]:
+    """Return how many threads each loaded library uses, by the library's name."""
+    counts: dict[str, int] = {}
+    if importlib.util.find_spec("threadpoolctl"):
+        import threadpoolctl
+
+        # The path distinguishes two OpenMP runtimes of a process; result files do not include it.
+        for pool in threadpoolctl.threadpool_info():
+            stem = re.match(r"(?:lib)?[a-z_]+", Path(pool["filepath"]).name)
+            counts[stem.group() if stem else pool["internal_api"]] = pool["num_threads"]
+    if torch := sys.modules.get("torch"):
+        counts["torch"] = torch.get_num_threads()
+    return counts
+
+
+def describe() -> dict[str, Any]:
+    """Return the machine's description. Call it after the measurement, when the libraries are loaded."""
+    import lowprec
+
+    # Uncommitted results and documentation do not change what was measured.
+    changes = _git("status", "--porcelain", "--", "lowprec", "benchmarks/*.py")
+    names = ("numpy", "ml_dtypes", "torch", "jax", "jaxlib", "threadpoolctl")
+    return {
+        "name": slug(),
+        "cpu": cpu_model(),
+        "generation": generation(),
+        "flags": cpu_flags(),
+        "cores": cores(),
+        "threads": threads(),
+        "cache_bytes": caches(),
+        "memory_bytes": memory_bytes(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "versions": {"lowprec": lowprec.__version__, **versions(names)},
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "commit": _git("rev-parse", "--verify", "-q", "HEAD"),
+        "dirty": None if changes is None else bool(changes),
+        "date": today(),
+    }
+
+
+def today() -> str:
+    """Return the date, in UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
 # -- result files ---------------------------------------------------------------------------------
@@ -50,24 +202,11 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def result_path(folder: Path, benchmark: str) -> Path:
     """Return the path of a benchmark's result on this machine."""
-    return folder / f"{benchmark}-{machine.slug()}.json"
-
-
-def document(benchmark: str, settings: Row, results: Sequence[Row], claims: Sequence[Row] = ()) -> dict[str, Any]:
-    """Return the content of a result file: measurements, settings and machine."""
-    timeout = 4 if CAME_BEFORE_NUMPY else None
-    before = {"load_before": LOAD_BEFORE, "openblas_thread_timeout": timeout}
-    return {
-        "benchmark": benchmark,
-        "machine": machine.describe() | before,
-        "settings": dict(settings),
-        "claims": list(claims),
-        "results": list(results),
-    }
+    return folder / f"{benchmark}-{slug()}.json"
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: an infinity or NaN becomes None, what is no plain value its text.
+    """Return a value as JSON can hold it: an infinity or NaN becomes None, an object without a number its text.
 
     Examples
     --------
@@ -91,40 +230,40 @@ def write_json(path: Path, content: Row) -> None:
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def finish(path: Path, content: Row) -> None:
-    """Print a result as in the documentation, write its file and print the path."""
+def report(
+    benchmark: str, arguments: argparse.Namespace, results: Sequence[Row], claims: Iterable[Row], **settings: Any
+) -> None:
+    """Print the result of a run and write its file; `settings` are those beyond what every command line has."""
     import render
 
     from lowprec.checking.measure import Load
 
+    before = {"load_before": LOAD_BEFORE, "openblas_thread_timeout": 4 if CAME_BEFORE_NUMPY else None}
+    content = {
+        "benchmark": benchmark,
+        "machine": describe() | before,
+        "settings": {"quick": arguments.quick, "seed": arguments.seed, **settings},
+        "claims": list(claims),
+        "results": list(results),
+    }
+    path = result_path(arguments.output, benchmark)
     write_json(path, content)
-    show(f"\n{render.PAGES[content['benchmark']](content)}")
+    show(f"\n{render.page(benchmark, content)}")
     print(f"wrote {path.name} to {path.parent}")
-    if remark := Load(LOAD_BEFORE, machine.cores()).remark:
+    if remark := Load(LOAD_BEFORE, cores()).remark:
         print(remark)
-
-
-def report(
-    benchmark: str, arguments: argparse.Namespace, results: Sequence[Row], claims: Sequence[Row], **settings: Any
-) -> None:
-    """Print the result of a run and write its file; `settings` are those beyond what every command line has."""
-    settings = {"quick": arguments.quick, "seed": arguments.seed, **settings}
-    made = document(benchmark, settings, results, claims)
-    finish(result_path(arguments.output, benchmark), made)
 
 
 # -- claims ---------------------------------------------------------------------------------------
 
 
 def claim(what: str, value: float | None, limit: float, *, at_most: bool = False, **details: Any) -> dict[str, Any]:
-    """Return a measured value (None where it could not be measured) beside its limit, a lower one unless `at_most`."""
+    """Return a measured value (None where it could not be measured) and its limit, a lower one unless `at_most`."""
     met = None if value is None else (value <= limit if at_most else value >= limit)
     relation = "<=" if at_most else ">="
-    judged = {"what": what, "value": value, "relation": relation, "limit": limit, "met": met}
-    return judged | details
+    return {"what": what, "value": value, "relation": relation, "limit": limit, "met": met, **details}
 
 
-VERDICTS = {True: "met", False: "MISSED", None: "not measured"}
 CLAIM_HEADER = ("claim", "by size", "measured", "limit", "")
 
 
@@ -136,7 +275,7 @@ def claim_rows(claims: Iterable[Row]) -> list[list[str]]:
             ", ".join(f"{n}: {value:.2f}" for n, value in c.get("by_size", {}).items()) or "-",
             "-" if c["value"] is None else f"{c['value']:.3g}",
             f"{c['relation']} {c['limit']:g}",
-            VERDICTS[c["met"]],
+            {True: "met", False: "MISSED", None: "not measured"}[c["met"]],
         ]
         for c in claims
     ]
@@ -149,8 +288,8 @@ def is_square(row: Row) -> bool:
 
 def square_speeds(rows: Iterable[Row], variant: str, baseline: str) -> dict[str, float]:
     """Return how many times as fast as the baseline a variant is on square products, by size."""
-    own = (r for r in rows if r["variant"] == variant and baseline in r["speed"] and is_square(r))
-    return {str(r["n"]): r["speed"][baseline]["median"] for r in own}
+    squares = (r for r in rows if r["variant"] == variant and baseline in r["speed"] and is_square(r))
+    return {str(r["n"]): r["speed"][baseline]["median"] for r in squares}
 
 
 # -- printing -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from machine import ROOT
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def write_text(path: Path, text: str) -> None:
@@ -29,7 +29,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | 
 
     Examples
     --------
-    >>> print(table(["a", "n"], [["x | y", "1"]], words=1), end="")
+    >>> print(table(["a", "n"], [["x |\n y", "1"]], words=1), end="")
     | a | n |
     | --- | ---: |
     | x \| y | 1 |
@@ -40,7 +40,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | 
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
 
 
-def filled(path: Path, name: str, made: str) -> str:
+def filled(path: Path, name: str, section: str) -> str:
     """Return a file's text with the generated text between the markers of this name.
 
     Raises
@@ -52,7 +52,7 @@ def filled(path: Path, name: str, made: str) -> str:
     if path.suffix == ".py":
         begin, end = f"# generated: {name}\n", "# end of generated\n"
     text, count = re.subn(
-        f"{begin}.*?{end}", lambda _: f"{begin}{made}{end}", path.read_text(encoding="utf-8"), flags=re.DOTALL
+        f"{begin}.*?{end}", lambda _: f"{begin}{section}{end}", path.read_text(encoding="utf-8"), flags=re.DOTALL
     )
     if count != 1:
         raise ValueError(f"{path.name} has {count} places for the table of {name}, not 1")
@@ -70,11 +70,11 @@ def check(files: Mapping[Path, str]) -> int:
     """Report the files that are not current; return their number."""
     stale = 0
     for path, text in files.items():
-        found = path.read_text(encoding="utf-8") if path.exists() else ""
-        if found != text:
+        current = path.read_text(encoding="utf-8") if path.exists() else ""
+        if current != text:
             stale += 1
             name = path.relative_to(ROOT).as_posix()
-            old, new = found.splitlines(keepends=True), text.splitlines(keepends=True)
+            old, new = current.splitlines(keepends=True), text.splitlines(keepends=True)
             sys.stderr.writelines(difflib.unified_diff(old, new, name, f"{name} (generated)"))
     return stale
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import math
 import os
 import signal
@@ -22,17 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import common  # noqa: E402 - after the path
-import machine  # noqa: E402
-from gpu import parts, reportlog, tests, verdicts  # noqa: E402
-
-Result = dict[str, Any]
-Execute = Callable[..., Result]
+from gpu import parts, tests, verdicts  # noqa: E402
+from gpu.parts import Result  # noqa: E402
 
 
 def limits() -> dict[str, float]:
@@ -44,65 +39,65 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts and print their results; as a child process, run one part."""
     options = _parser().parse_args(arguments)
     if options.child:
-        return measure(options)
+        part = parts.opened(options.file)
+        part.save()
+        deadline = time.monotonic() + options.limit * parts.GRACE
+        parts.runner(options.child)(part, parts.Options(options.quick, options.seed, deadline))
+        part.finish()
+        return 0
     begin = time.monotonic()
     # An external time limit ends the report, which keeps the finished parts.
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: parts.INTERRUPTED.set())
     with tempfile.TemporaryDirectory(prefix="lowprec-gpu-", ignore_cleanup_errors=True) as folder:
         path, content = run_all(options, Path(folder), begin=begin)
-    _print(content)
+    rows = [[name, f"{r['elapsed_s']:.1f}", parts.state(r)[:100]] for name, r in content["results"].items()]
+    common.print_table("parts", ("part", "s", "state"), rows)
+    if not content["machine"]["gpu"]:
+        print("\nno GPU was used: the tests ran against the software CUDA")
+    common.print_table("claims", common.CLAIM_HEADER, common.claim_rows(content["claims"]))
     print(f"{time.monotonic() - begin:.0f} s; wrote {path.name} to {path.parent}")
     return 0
 
 
-def _interrupt(_number: int, _frame: object) -> None:
-    parts.INTERRUPTED.set()
-
-
 def _parser() -> argparse.ArgumentParser:
-    made = common.parser(__doc__ or "")
-    names, total = [*limits()], parts.TOTAL_S
-    made.add_argument("--parts", type=_names, default=names, metavar="A,B", help="some of them")
-    made.add_argument("--limit", type=float, default=total, metavar="SECONDS", help="for all of it")
-    made.add_argument("--commit", help="of the checkout, where it was copied without its history")
-    made.add_argument("--child", help=argparse.SUPPRESS)
-    made.add_argument("--file", type=Path, help=argparse.SUPPRESS)
-    return made
+    parser = common.parser(__doc__ or "")
+    parser.add_argument("--parts", type=_names, default=[*limits()], metavar="A,B", help="some of them")
+    parser.add_argument("--limit", type=float, default=parts.TOTAL_S, metavar="SECONDS", help="for all of it")
+    parser.add_argument("--commit", help="of the checkout, where it was copied without its history")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    return parser
 
 
 def _names(text: str) -> list[str]:
     names, known = text.replace(" ", "").split(","), limits()
     if not set(names) <= set(known):
-        choices = ", ".join(known)
-        raise argparse.ArgumentTypeError(f"{text!r}: choose of {choices}, with commas between")
+        raise argparse.ArgumentTypeError(f"{text!r}: choose of {', '.join(known)}, with commas between")
     # The report is named after the machine, which this part describes.
     return list(dict.fromkeys(["device", *names]))
 
 
-# -- the parent -----------------------------------------------------------------------------------
-
-
 def run_all(
-    options: argparse.Namespace, folder: Path, *, begin: float, execute: Execute = parts.execute
+    options: argparse.Namespace, folder: Path, *, begin: float, execute: Callable[..., Result] = parts.execute
 ) -> tuple[Path, Result]:
     """Run the parts in order, and rewrite the report after each; return its path and the report."""
     results: dict[str, Result] = {}
     log = ""
     for name in options.parts:
-        left = options.limit - (time.monotonic() - begin)
         print(f"{time.monotonic() - begin:6.1f} s  {name}", flush=True)
         try:
+            left = options.limit - (time.monotonic() - begin)
             limit = min(limits()[name], left, _left_for_tests(name, results))
-            found = _run(name, limit, options, folder, results, execute)
-        except Exception as error:  # noqa: BLE001 - one part that cannot be started does not end the report
-            found = parts.not_run(parts.short(error))
-        results[name] = {"question": parts.question(name), **found}
+            result = _run(name, limit, options, folder, results, execute)
+        except Exception as error:  # noqa: BLE001 - a part that cannot be started does not end the report
+            result = parts.not_run(parts.short(error))
+        results[name] = {"question": parts.question(name), **result}
         print(f"{time.monotonic() - begin:6.1f} s    {parts.state(results[name])}", flush=True)
-        own = folder / f"{name}.log"
-        if own.exists():
-            log += f"== {name}\n{own.read_text(encoding='utf-8', errors='replace')}\n"
-        content = merge(results, options)
+        part_log = folder / f"{name}.log"
+        if part_log.exists():
+            log += f"== {name}\n{part_log.read_text(encoding='utf-8', errors='replace')}\n"
+        content = _merged(results, options)
         path = options.output / f"gpu-{content['machine']['name']}.json"
         common.write_json(path, content)
         common.write_text(path.with_suffix(".log"), log)
@@ -113,8 +108,7 @@ def _left_for_tests(name: str, results: Mapping[str, Result]) -> float:
     """Return the seconds left for all test modules together; the measurements keep their share."""
     if name in parts.MEASUREMENTS or name == parts.LAST_TESTS:
         return math.inf
-    spent = (r["elapsed_s"] for n, r in results.items() if n not in parts.MEASUREMENTS)
-    return parts.ALL_TESTS_S - sum(spent)
+    return parts.ALL_TESTS_S - sum(r["elapsed_s"] for n, r in results.items() if n not in parts.MEASUREMENTS)
 
 
 def _run(
@@ -123,12 +117,12 @@ def _run(
     options: argparse.Namespace,
     folder: Path,
     results: Mapping[str, Result],
-    execute: Execute,
+    execute: Callable[..., Result],
 ) -> Result:
     """Return the result of one part."""
     facts = results.get("device", {}).get("facts", {})
     # If lowprec cannot describe the GPU, the driver's tool and files decide; the parts then show the error.
-    has_gpu = any(facts.get(name) for name in ("gpu", "nvidia_smi", "nvidia_files"))
+    has_gpu = any(facts.get(key) for key in ("gpu", "nvidia_smi", "nvidia_files"))
     is_test = name not in parts.MEASUREMENTS
     if parts.INTERRUPTED.is_set():
         return parts.not_run("the report was interrupted")
@@ -137,74 +131,46 @@ def _run(
     if not (is_test or has_gpu or name == "device"):
         return parts.not_run(facts.get("why_no_gpu") or "no GPU was found")
     path, log = folder / f"{name}.json", folder / f"{name}.log"
-    module, _, override = name.partition("-")
     search = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH")]
-    environment = {
-        **os.environ,
+    environment = {key: value for key, value in os.environ.items() if key != parts.OVERRIDE} | {
         "PYTHONPATH": os.pathsep.join(filter(None, search)),
         "PYTHONUNBUFFERED": "1",
         # Results tuned by an earlier run must not affect this one.
         "LOWPREC_CACHE_DIR": str(folder / "cache"),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        parts.OVERRIDE: override,
     }
-    if not override:
-        del environment[parts.OVERRIDE]
+    if "-" in name:
+        environment[parts.OVERRIDE] = name.partition("-")[2]
     if is_test:
         environment[tests.VARIABLE] = "gpu" if has_gpu else "software"
-        environment[reportlog.PATH] = str(path)
-        environment[reportlog.DEADLINE] = str(time.time() + limit_s * parts.GRACE)
+        environment[tests.PATH] = str(path)
+        environment[tests.DEADLINE] = str(time.time() + limit_s * parts.GRACE)
         command, reader = tests.command(name, quick=options.quick), tests.read
     else:
         command = [
-            sys.executable, str(HERE / "gpu_report.py"), "--child", module, "--file", str(path),
+            sys.executable, str(HERE / "gpu_report.py"), "--child", name, "--file", str(path),
             "--seed", str(options.seed), "--limit", f"{limit_s:.1f}", *(["--quick"] if options.quick else []),
         ]  # fmt: skip
         reader = parts.read
     return execute(command, log, limit_s, environment, functools.partial(reader, path))
 
 
-def merge(results: Mapping[str, Result], options: argparse.Namespace) -> Result:
+def _merged(results: Mapping[str, Result], options: argparse.Namespace) -> Result:
     """Return the report: results, and the claims about them."""
-    found = {"name": "unknown", "gpu": None, **results.get("device", {}).get("facts", {})}
-    found["date"] = machine.today()
-    found["commit"] = found.get("commit") or options.commit
+    machine = {"name": "unknown", "gpu": None, **results.get("device", {}).get("facts", {})}
+    machine |= {"date": common.today(), "commit": machine.get("commit") or options.commit}
     try:
-        claims = verdicts.claims(results)
-    except Exception as error:  # noqa: BLE001 - what was measured matters more than what it says
+        claims = list(verdicts.claims(results))
+    except Exception as error:  # noqa: BLE001 - the measurements are kept without claims
         claims = []
-        found["claims_error"] = parts.short(error)
+        machine["claims_error"] = parts.short(error)
     return {
         "benchmark": "gpu",
-        "machine": found,
+        "machine": machine,
         "settings": {"quick": options.quick, "seed": options.seed, "limit_s": options.limit},
         "claims": claims,
         "results": dict(results),
     }
-
-
-def _print(content: Mapping[str, Any]) -> None:
-    rows = [
-        [name, f"{result['elapsed_s']:.1f}", parts.state(result)[:100]] for name, result in content["results"].items()
-    ]
-    common.print_table("parts", ("part", "s", "state"), rows)
-    if not content["machine"]["gpu"]:
-        print("\nno GPU was used: the tests ran against the software CUDA")
-    common.print_table("claims", common.CLAIM_HEADER, common.claim_rows(content["claims"]))
-
-
-# -- the child ------------------------------------------------------------------------------------
-
-
-def measure(options: argparse.Namespace) -> int:
-    """Make one measurement in this process."""
-    part = parts.opened(options.file)
-    part.save()
-    deadline = time.monotonic() + options.limit * parts.GRACE
-    wishes = parts.Options(options.quick, options.seed, deadline)
-    importlib.import_module(f"gpu.{options.child}").run(part, wishes)
-    part.finish()
-    return 0
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ import common
 import generated
 import plot
 
-GENERATED = generated.ROOT / "docs" / "_generated"
-README = generated.ROOT / "README.md"
+GENERATED = common.ROOT / "docs" / "_generated"
+README = common.ROOT / "README.md"
 MISSING = "Not measured yet: run `python benchmarks/run_all.py`.\n"
 
 Result = Mapping[str, Any]
@@ -36,15 +36,15 @@ table = functools.partial(generated.table, words=1)
 
 def load(folder: Path, benchmark: str) -> dict[Path, Result]:
     """Return the results of one benchmark, one per machine, those with AMX first; quick runs are refused."""
-    found = {}
+    results = {}
     for path in sorted(folder.glob(f"{benchmark}-*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if result["benchmark"] != benchmark:
             continue
         if result["settings"]["quick"]:
             raise ValueError(f"{path.name} is from a quick run; measure again without --quick")
-        found[path] = result
-    return dict(sorted(found.items(), key=lambda item: not _has_amx(item[1])))
+        results[path] = result
+    return dict(sorted(results.items(), key=lambda item: not _has_amx(item[1])))
 
 
 def _has_amx(result: Result) -> bool:
@@ -98,16 +98,27 @@ def _claims(result: Result) -> str:
 
 # -- one page part per benchmark ------------------------------------------------------------------
 
+#: Cells by row and column, under the words in the corner of their table.
+Tables = dict[str, dict[tuple[str, str], str]]
 
-def _by_row_and_column(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
-    """Return a table of cells by row and column, both in order of first occurrence."""
-    names, columns = (list(dict.fromkeys(name)) for name in zip(*cells, strict=True))
-    lines = [[name, *(cells.get((name, column), "-") for column in columns)] for name in names]
-    return table([corner, *columns], lines)
+
+def _tables(parts: Tables) -> list[str]:
+    """Return the tables that have cells, rows and columns in order of first occurrence."""
+    tables = []
+    for corner, cells in parts.items():
+        if cells:
+            names, columns = (list(dict.fromkeys(name)) for name in zip(*cells, strict=True))
+            lines = [[name, *(cells.get((name, column), "-") for column in columns)] for name in names]
+            tables.append(table([corner, *columns], lines))
+    return tables
 
 
 def _us(time: Mapping[str, float]) -> str:
     return f"{1e6 * time['median']:.2f}"
+
+
+def _ratio(row: Mapping[str, Any], key: str = "speed") -> str:
+    return f"{row[key]['median']:.2f}"
 
 
 def _size(row: Mapping[str, Any]) -> str:
@@ -117,22 +128,21 @@ def _size(row: Mapping[str, Any]) -> str:
     return f"{batch}{row['m']} x {row['k']} x {row['n']}"
 
 
-def gemm(result: Result) -> str:
+def gemm(result: Result) -> list[str]:
     """Return speed by variant and size: GFLOP/s, and in brackets relative to numpy.matmul in float32."""
-    square: dict[tuple[str, str], str] = {}
+    squares: dict[tuple[str, str], str] = {}
     others: dict[tuple[str, str], str] = {}
     for r in result["results"]:
-        speed = r["speed"]["numpy float32"]["median"]
-        cells = square if common.is_square(r) else others
-        cells[r["variant"], _size(r)] = f"{r['gflops']:.0f} ({speed:.2f})"
+        cells = squares if common.is_square(r) else others
+        cells[r["variant"], _size(r)] = f"{r['gflops']:.0f} ({r['speed']['numpy float32']['median']:.2f})"
     corner = "GFLOP/s (x numpy float32)"
-    parts = [_by_row_and_column(corner, cells) for cells in (square, others) if cells]
+    parts = [part for cells in (squares, others) for part in _tables({corner: cells})]
     if left_out := ", ".join(result["settings"].get("left_out", ())):
         parts.append(f"Left out, more than 20 times slower than numpy float32: {left_out}.\n")
-    return "\n".join([*parts, _claims(result)])
+    return parts
 
 
-def overhead(result: Result) -> str:
+def overhead(result: Result) -> list[str]:
     """Return the times of a small call, of its stages, and of the import."""
     calls, variants, stages = {}, {}, {}
     for r in result["results"]:
@@ -140,188 +150,152 @@ def overhead(result: Result) -> str:
             calls[r["library"], "lowprec.matmul"] = _us(r["lowprec"])
             calls[r["library"], "the library's own matmul"] = _us(r["own"])
         elif r["measured"] == "variant":
-            both = f"{_us(r['lowprec'])} ({_us(r['own'])})"
-            variants[r["variant"], r["library"]] = both
+            variants[r["variant"], r["library"]] = f"{_us(r['lowprec'])} ({_us(r['own'])})"
         elif r["measured"] == "station":
             stages |= {(r["station"], library): _us(r[library]) for library in r["libraries"]}
-    parts = {
-        "8 x 8 float32, us per call": calls,
-        "us per call (with the library's own functions)": variants,
-        "stage, us": stages,
-    }
-    tables = [_by_row_and_column(*part) for part in parts.items() if part[1]]
-    return "\n".join([*tables, _claims(result)])
+    parts = {"8 x 8 float32, us per call": calls, "us per call (with the library's own functions)": variants}
+    return _tables({**parts, "stage, us": stages})
 
 
-def accuracy(result: Result) -> str:
+def accuracy(result: Result) -> list[str]:
     """Return error by distribution, mode and size, and the bound, which is independent of the distribution."""
-    errors: dict[str, dict[tuple[str, str], str]] = {}
+    parts: Tables = {}
     bounds: dict[tuple[str, str], float] = {}
     for r in result["results"]:
         at = r["mode"], f"n = {r['n']}"
-        errors.setdefault(f"{r['distribution']}: error", {})[at] = f"{r['normalised']:.1e}"
+        parts.setdefault(f"{r['distribution']}: error", {})[at] = f"{r['normalised']:.1e}"
         bounds[at] = max(bounds.get(at, 0.0), r["bound"])
-    parts = {**errors, "bound": {at: f"{bound:.1e}" for at, bound in bounds.items()}}
-    return "\n".join([*(_by_row_and_column(*part) for part in parts.items()), _claims(result)])
+    return _tables({**parts, "bound": {at: f"{bound:.1e}" for at, bound in bounds.items()}})
 
 
-def guard(result: Result) -> str:
+def guard(result: Result) -> list[str]:
     """Return the time of a guard by loaded libraries."""
-    header = {"none": "loaded: none", "torch": "loaded: torch", "jax": "loaded: + jax"}
-    cells = {(r["block"], header[r["loaded"]]): _us(r["time"]) for r in result["results"]}
-    return f"{_by_row_and_column('us', cells)}\n{_claims(result)}"
+    loaded = {"jax": "+ jax"}
+    cells = {(r["block"], f"loaded: {loaded.get(r['loaded'], r['loaded'])}"): _us(r["time"]) for r in result["results"]}
+    return _tables({"us": cells})
 
 
-def unscale(result: Result) -> str:
+def unscale(result: Result) -> list[str]:
     """Return the speed of dividing and checking gradients: GB/s, and in brackets relative to PyTorch's own pass."""
     cells = {}
     for r in result["results"]:
-        speed = f" ({r['speed']['median']:.2f})" if r["speed"] else ""
         size = f"{r['arrays']:,} x {r['n']:,}" if r["arrays"] > 1 else f"{r['n']:,}"
-        cells[r["variant"], size] = f"{r['gb_per_s']:.1f}{speed}"
-    return f"{_by_row_and_column('GB/s (x PyTorch)', cells)}\n{_claims(result)}"
+        cells[r["variant"], size] = f"{r['gb_per_s']:.1f}" + (f" ({_ratio(r)})" if r["speed"] else "")
+    return _tables({"GB/s (x PyTorch)": cells})
 
 
-def transformer(result: Result) -> str:
+def transformer(result: Result) -> list[str]:
     """Return the fastest other library's time over lowprec's: by shape, inside programs, in a training step."""
-    rows = result["results"]
-    products = {
-        ("x".join(str(r[x]) for x in "mkn"), r["what"]): f"{r['speed']['median']:.2f}"
-        for r in rows
-        if r["kind"] == "product"
-    }
-    programs = {
-        (r["what"], r["variant"]): f"{1e3 * r['time']['median']:.2f} ({r['slower_after']['median']:.2f})"
-        for r in rows
-        if r["kind"] == "program"
-    }
-    steps = [
-        [r["variant"], f"{1e3 * r['time']['median']:.0f}", f"{r['relative_time']['median']:.2f}"]
-        for r in rows
-        if r["kind"] == "step"
-    ]
-    header = ("training step", "ms", "relative time")
-    parts = [_by_row_and_column("m x k x n", products), _by_row_and_column("ms (relative)", programs)]
-    return "\n".join([*parts, table(header, steps), _claims(result)])
+    products, programs, steps = {}, {}, []
+    for r in result["results"]:
+        ms = 1e3 * r["time"]["median"]
+        if r["kind"] == "product":
+            products["x".join(str(r[x]) for x in "mkn"), r["what"]] = _ratio(r)
+        elif r["kind"] == "program":
+            programs[r["what"], r["variant"]] = f"{ms:.2f} ({_ratio(r, 'slower_after')})"
+        else:
+            steps.append([r["variant"], f"{ms:.0f}", _ratio(r, "relative_time")])
+    tables = _tables({"m x k x n": products, "ms (relative)": programs})
+    return [*tables, table(("training step", "ms", "relative time"), steps)]
 
 
-def digits(result: Result) -> str:
+def digits(result: Result) -> list[str]:
     """Return accuracies by library and precision, and tests of equal means."""
     import bench_digits
 
-    return f"{bench_digits.digits.table(result['results'])}\n{_claims(result)}"
+    return [bench_digits.digits.table(result["results"])]
 
 
-def dask(result: Result) -> str:
-    """Return the medians of the runs of a chunked product, and their ratios."""
-    header = ("product", "limit of a worker", "runs", "seconds", "GiB", "spilled", "relative error")
+def dask(result: Result) -> list[str]:
+    """Return the medians of the runs of a chunked product."""
     runs: dict[tuple[str, str], list[Result]] = {}
     for r in result["results"]:
         product = f"{r['variant']}, n = {r['n']:,}, chunks of {r['chunk']:,}"
         runs.setdefault((product, r["memory_limit"]), []).append(r)
-
-    def median(of: list[Result], what: str) -> float:
-        return statistics.median(r[what] for r in of)
-
-    rows = [
-        (
-            *key,
-            str(len(of)),
-            f"{median(of, 'seconds'):.1f}",
-            f"{median(of, 'peak_bytes') / 2**30:.2f}",
-            f"{median(of, 'spilled_bytes') / 2**30:.2f}",
-            f"{median(of, 'error'):.1e}",
-        )
-        for key, of in runs.items()
-    ]
-    return f"{generated.table(header, rows)}\n{_claims(result)}"
+    rows = []
+    for key, of in runs.items():
+        names = ("seconds", "peak_bytes", "spilled_bytes", "error")
+        seconds, peak, spilled, error = (statistics.median(r[name] for r in of) for name in names)
+        figures = f"{seconds:.1f}", f"{peak / 2**30:.2f}", f"{spilled / 2**30:.2f}", f"{error:.1e}"
+        rows.append((*key, str(len(of)), *figures))
+    header = ("product", "limit of a worker", "runs", "seconds", "GiB", "spilled", "relative error")
+    return [generated.table(header, rows)]
 
 
-def recovery(result: Result) -> str:
+def recovery(result: Result) -> list[str]:
     """Return the unaffected digits by scheme, for the largest matrices of each interval."""
     rows = result["results"]
     largest = max(r["n"] for r in rows)
-    parts: dict[str, dict[tuple[str, str], str]] = {}
+    parts: Tables = {}
     for r in rows:
         if r["n"] == largest:
-            cells = parts.setdefault(f"{r['arithmetic']}, n = {largest}: digits", {})
-            digit = r["affected_digit"]
-            cells[r["scheme"], r["interval"]] = "all" if digit is None else f"{digit:.1f}"
-    return "\n".join([*(_by_row_and_column(*part) for part in parts.items()), _claims(result)])
+            digit = "all" if r["affected_digit"] is None else f"{r['affected_digit']:.1f}"
+            parts.setdefault(f"{r['arithmetic']}, n = {largest}: digits", {})[r["scheme"], r["interval"]] = digit
+    return _tables(parts)
 
 
-def real(result: Result) -> str:
+def real(result: Result) -> list[str]:
     """Return the error by mode and input, and below it the extents of each input."""
-    parts: dict[str, dict[tuple[str, str], str]] = {}
-    extents: dict[str, str] = {}
+    parts: Tables = {}
     for r in result["results"]:
-        cells = parts.setdefault(f"{r['arithmetic']}: error", {})
-        cells[f"`{r['mode']}`", r["input"]] = f"{r['normalised']:.1e}"
-        extents[r["input"]] = f"{r['m']} x {r['k']} x {r['n']}"
-    text = "; ".join(f"{name} {size}" for name, size in extents.items())
-    tables = (_by_row_and_column(*part) for part in parts.items())
-    return "\n".join([*tables, f"m x k x n: {text}.\n", _claims(result)])
+        cell = f"{r['normalised']:.1e}"
+        parts.setdefault(f"{r['arithmetic']}: error", {})[f"`{r['mode']}`", r["input"]] = cell
+    extents = dict.fromkeys(f"{r['input']} {r['m']} x {r['k']} x {r['n']}" for r in result["results"])
+    return [*_tables(parts), f"m x k x n: {'; '.join(extents)}.\n"]
 
 
-def narrow(result: Result) -> str:
-    """Return the errors of a transformer's weights, embeddings and similarities by format of the weights."""
-    rows = [
-        [
-            f"`{r['format']}`",
-            f"{r['nbytes'] / 1e6:.2f}",
-            f"{100 * r['relative_error']:.2f} %",
-            f"{r['cosine_mean']:.5f} ({r['cosine_min']:.5f})",
-            f"{r['change_mean']:.5f} ({r['change_max']:.5f})",
-            f"{r['same_neighbour']} of {r['sentences']}",
-        ]
-        for r in result["results"]
-        if r["kind"] == "embeddings"
-    ]
-    header = ["weights", "MB", "error of a matrix, at most", "cosine, mean (least)"]
-    errors = table([*header, "change of a similarity, mean (largest)", "same neighbour"], rows)
-    speeds: dict[str, dict[tuple[str, str], str]] = {"storage": {}, "weight": {}}
+def narrow(result: Result) -> list[str]:
+    """Return the errors of a transformer by format of its weights, and speeds."""
+    titles = {
+        kind: f"{of}: speed over bfloat16" for kind, of in (("storage", "both operands"), ("weight", "the weight"))
+    }
+    speeds: Tables = {title: {} for title in titles.values()}
+    errors = []
     for r in result["results"]:
-        if r["kind"] in speeds:
+        if r["kind"] == "embeddings":
+            errors.append(
+                [
+                    f"`{r['format']}`",
+                    f"{r['nbytes'] / 1e6:.2f}",
+                    f"{100 * r['relative_error']:.2f} %",
+                    f"{r['cosine_mean']:.5f} ({r['cosine_min']:.5f})",
+                    f"{r['change_mean']:.5f} ({r['change_max']:.5f})",
+                    f"{r['same_neighbour']} of {r['sentences']}",
+                ]
+            )
+        elif r["kind"] in titles:
             where = f"{r['m']} x {r['n']} x {r['n']}" if "m" in r else f"n = {r['n']}"
-            speeds[r["kind"]][f"`{r['format']}`", where] = f"{r['speed']['median']:.2f}"
-    titles = ("both operands: speed over bfloat16", "the weight: speed over bfloat16")
-    tables = (_by_row_and_column(*part) for part in zip(titles, speeds.values(), strict=True))
-    return "\n".join([errors, *tables, _claims(result)])
+            speeds[titles[r["kind"]]][f"`{r['format']}`", where] = _ratio(r)
+    header = ["weights", "MB", "error of a matrix, at most", "cosine, mean (least)"]
+    header += ["change of a similarity, mean (largest)", "same neighbour"]
+    return [table(header, errors), *_tables(speeds)]
 
 
-def tradeoff(result: Result) -> str:
+def tradeoff(result: Result) -> list[str]:
     """Return speed and error by mode and size; a star marks those that no other mode beats in both."""
-    cells: dict[tuple[str, str], str] = {}
-    for r in result["results"]:
-        star = " *" if r["on_front"] else ""
-        at = f"`{r['mode']}`", f"n = {r['n']}"
-        cells[at] = f"{r['speed']['median']:.2f} x, {r['normalised']:.1e}{star}"
-    return f"{_by_row_and_column('speed over fp32, error', cells)}\n{_claims(result)}"
-
-
-def solve(result: Result) -> str:
-    """Return speed over the best library by family and size, backward errors, and both by condition number."""
-    own = [r for r in result["results"] if r["kind"] == "family"]
-    speeds = {
-        (f"{r['family']}, n = {r['n']}", r["variant"]): f"{r['time']['median']:.2f} ({r['speed']['median']:.2f})"
-        for r in own
-    }
-    errors = {(f"{r['family']}, n = {r['n']}", r["variant"]): f"{r['backward_error']:.1e}" for r in own}
-    by_condition = {
-        (f"{r['condition']:.0e}", r["mode"]): f"{r['speed']['median']:.2f}, {r['steps']} steps, {r['method']}"
+    cells = {
+        (f"`{r['mode']}`", f"n = {r['n']}"): f"{_ratio(r)} x, {r['normalised']:.1e}{' *' if r['on_front'] else ''}"
         for r in result["results"]
-        if r["kind"] == "condition"
     }
-    parts = {
-        "seconds (speed over the best library)": speeds,
-        "backward error": errors,
-        "condition (speed, steps, method), by mode of the factor": by_condition,
-    }
-    return "\n".join([*(_by_row_and_column(*part) for part in parts.items()), _claims(result)])
+    return _tables({"speed over fp32, error": cells})
 
 
-#: The renderer of each benchmark's result.
-PAGES: dict[str, Callable[[Result], str]] = {
+def solve(result: Result) -> list[str]:
+    """Return speed over the best library by family and size, backward errors, and both by condition number."""
+    speeds, errors, by_condition = {}, {}, {}
+    for r in result["results"]:
+        if r["kind"] == "condition":
+            cell = f"{_ratio(r)}, {r['steps']} steps, {r['method']}"
+            by_condition[f"{r['condition']:.0e}", r["mode"]] = cell
+        else:
+            at = f"{r['family']}, n = {r['n']}", r["variant"]
+            speeds[at] = f"{_ratio(r, 'time')} ({_ratio(r)})"
+            errors[at] = f"{r['backward_error']:.1e}"
+    parts = {"seconds (speed over the best library)": speeds, "backward error": errors}
+    return _tables({**parts, "condition (speed, steps, method), by mode of the factor": by_condition})
+
+
+_PARTS: dict[str, Callable[[Result], list[str]]] = {
     "gemm": gemm,
     "gemm-schemes": gemm,
     "overhead": overhead,
@@ -335,9 +309,14 @@ PAGES: dict[str, Callable[[Result], str]] = {
     "narrow": narrow,
     "tradeoff": tradeoff,
     "solve": solve,
-    "stress": _claims,
+    "stress": lambda _: [],
     "dask": dask,
 }
+
+
+def page(benchmark: str, result: Result) -> str:
+    """Return the tables of a result, claims included."""
+    return "\n".join([*_PARTS[benchmark](result), _claims(result)])
 
 
 def _part(benchmark: str, path: Path, result: Result) -> str:
@@ -346,7 +325,7 @@ def _part(benchmark: str, path: Path, result: Result) -> str:
         _, shows = plot.CHARTS[benchmark]
         link = os.path.relpath(plot.chart_path(path), GENERATED).replace(os.sep, "/")
         parts.append(f"![{shows}]({link})\n")
-    return "\n".join([*parts, PAGES[benchmark](result), _machine_line(result)])
+    return "\n".join([*parts, page(benchmark, result), _machine_line(result)])
 
 
 #: The README's rows: label, variant, baseline.
@@ -380,17 +359,17 @@ def readme_table(results: Iterable[Result]) -> str:
 
 def snippets(results: Path = common.RESULTS) -> dict[Path, str]:
     """Return the text of every generated file, the README's table included."""
-    made = {}
-    for benchmark in PAGES:
+    files = {}
+    for benchmark in _PARTS:
         parts = [_part(benchmark, p, r) for p, r in load(results, benchmark).items()]
         name = f"bench_{benchmark.replace('-', '_')}.md"
-        made[GENERATED / name] = "\n".join(parts) or MISSING
+        files[GENERATED / name] = "\n".join(parts) or MISSING
     # Results on a CPU with AMX are older than the present kernels.
     of_cpus = [x for x in load(results, "gemm").values() if not _has_amx(x)]
     newest = max((_version(x) for x in of_cpus), default=())
     speed = readme_table(x for x in of_cpus if _version(x) == newest)
-    made[README] = generated.filled(README, "speed", speed)
-    return made
+    files[README] = generated.filled(README, "speed", speed)
+    return files
 
 
 def charted(results: Path = common.RESULTS) -> list[Path]:

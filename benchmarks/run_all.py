@@ -1,6 +1,6 @@
 """Run every benchmark, one after the other, and write all results and the tables made from them.
 
-usage: python benchmarks/run_all.py [--quick] [--output DIR] [--seed N] [--shapes {square,more}]
+usage: python benchmarks/run_all.py [--quick] [--output DIR] [--seed N]
 
 The machine should be otherwise idle. The exit status is nonzero if a benchmark failed; unmet claims are listed at the
 end.
@@ -14,13 +14,12 @@ import sys
 import time
 
 import common
-import machine
 import render
 
 COMMANDS = {
     "overhead": ["bench_overhead.py"],
     "guard": ["bench_guard.py"],
-    "gemm": ["bench_gemm.py"],
+    "gemm": ["bench_gemm.py", "--shapes", "more"],
     "gemm-schemes": ["bench_gemm.py", "--schemes"],
     "accuracy": ["bench_accuracy.py"],
     "unscale": ["bench_unscale.py"],
@@ -35,18 +34,14 @@ COMMANDS = {
 
 def main() -> int:
     """Run all, list unmet claims, and render unless the results are from a trial run."""
-    parser = common.parser(__doc__)
-    shapes = ("square", "more")
-    parser.add_argument("--shapes", choices=shapes, default="square", help="as in bench_gemm.py")
-    arguments = parser.parse_args()
+    arguments = common.parser(__doc__ or "").parse_args()
     shared = ["--output", str(arguments.output), "--seed", str(arguments.seed)]
     shared += ["--quick"] if arguments.quick else []
     failed, claims = [], []
-    for name, (script, *own) in COMMANDS.items():
-        own += ["--shapes", arguments.shapes] if name == "gemm" else []
-        print(f"\n== {' '.join([script, *own, *shared])}", flush=True)
+    for name, (script, *options) in COMMANDS.items():
+        command = [sys.executable, str(common.ROOT / "benchmarks" / script), *options, *shared]
+        print(f"\n== {' '.join(command[1:])}", flush=True)
         begin = time.perf_counter()
-        command = [sys.executable, str(machine.ROOT / "benchmarks" / script), *own, *shared]
         status = subprocess.run(command, check=False).returncode
         print(f"-- {name}: {time.perf_counter() - begin:.0f} s", flush=True)
         if status:
@@ -54,8 +49,7 @@ def main() -> int:
         else:
             text = common.result_path(arguments.output, name).read_text(encoding="utf-8")
             claims += [c for c in json.loads(text)["claims"] if c["met"] is not True]
-    rows = common.claim_rows(claims)
-    common.print_table("claims that were missed or not measured", common.CLAIM_HEADER, rows)
+    common.print_table("claims that were missed or not measured", common.CLAIM_HEADER, common.claim_rows(claims))
     if not arguments.quick and arguments.output.resolve() == common.RESULTS:
         render.write()
     print(f"failed: {', '.join(failed)}" if failed else "everything ran")

@@ -71,9 +71,9 @@ def interleave(
         variant((number - 1) % sets)
         start = time.perf_counter()
         # The name keeps the result: freeing its memory is not part of the product.
-        kept = variant(number % sets)
+        result = variant(number % sets)
         elapsed = time.perf_counter() - start
-        del kept
+        del result
         return elapsed
 
     for variant in variants.values():

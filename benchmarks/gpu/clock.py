@@ -1,7 +1,7 @@
-"""The time of calls on a GPU, by turns: with the host out of the way, and as a caller meets it.
+"""The time of calls on a GPU, by turns: with the host out of the way, and as a caller observes it.
 
-A small product takes the GPU less time than its call takes the host. So the GPU's own time is taken with the calls
-queued behind a kernel that waits: when that ends, all are there. Medians and ratios are those of `timing`.
+A small product takes the GPU less time than its call takes the host. The GPU's time is therefore measured with the
+calls queued behind a kernel that waits. Medians and ratios are those of `timing`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from gpu.parts import short
 
 #: Seconds of one sample, and the most calls in it.
 _SAMPLE_S, _MOST_REPEATS = 2e-3, 100
-#: Where the GPU takes this many times as long as the host, the host is never in the way.
+#: Where the GPU takes this many times as long as the host, the host's time is hidden without a pause.
 _HOST_MARGIN = 3.0
-_CLOCK_HZ = 2e9
+
+Call = Callable[[int], Any]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to do a thing: a call by the number of the operand set, and switches, set outside of what is timed."""
+    """A call by the number of the operand set, and switches, which are set outside of the timed part."""
 
-    call: Callable[[int], Any]
+    call: Call
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 class EventClock:
-    """Takes the time of a GPU by CUDA events of torch's on its current stream."""
+    """Measures the time of a GPU by CUDA events of PyTorch's on its current stream."""
 
     device = "cuda"
 
@@ -50,7 +51,7 @@ class EventClock:
         """Return the seconds that the device takes for the work, queued behind a pause of the device."""
         start, end = self._events
         if behind_s > 0:
-            self._cuda._sleep(int(behind_s * _CLOCK_HZ))
+            self._cuda._sleep(int(behind_s * 2e9))
         start.record()
         work()
         end.record()
@@ -78,10 +79,10 @@ Clock = EventClock | HostClock
 
 @dataclass
 class Contest:
-    """What was measured, by variant.
+    """The measurements, by variant.
 
     Seconds per call, one per round, of the device alone and with the host's share where that is the longer one
-    (`eager_s`); seconds for which a call keeps the host busy; what does not run, and why.
+    (`eager_s`); seconds for which a call keeps the host busy; errors of variants that do not run.
     """
 
     device_s: dict[str, list[float]] = field(default_factory=dict)
@@ -89,19 +90,23 @@ class Contest:
     host_s: dict[str, float] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The median of the device's time by variant."""
+        return {name: timing.summary(samples)["median"] for name, samples in self.device_s.items()}
+
     def speed(self, name: str) -> dict[str, dict[str, float]]:
         """Return how many times as fast as each other variant one is, by the device's time."""
-        mine = self.device_s.get(name)
-        return {
-            other: timing.speed_ratio(theirs, mine)
-            for other, theirs in self.device_s.items()
-            if mine is not None and other != name
-        }
+        if name not in self.device_s:
+            return {}
+        mine = self.device_s[name]
+        others = {other: samples for other, samples in self.device_s.items() if other != name}
+        return {other: timing.speed_ratio(theirs, mine) for other, theirs in others.items()}
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """A variant that is warm: calls per sample, the pause of the device that hides the host, and the host's time."""
+class _Warm:
+    """A variant that has run: calls per sample, the pause of the device that hides the host, and the host's time."""
 
     variant: Variant
     repeats: int
@@ -120,42 +125,47 @@ class _Prepared:
 
 
 def contest(
-    variants: Mapping[str, Variant], clock: Clock, *, sets: int, rounds: int = 15, budget_s: float = 1.0, seed: int = 0
+    variants: Mapping[str, Variant | Call],
+    clock: Clock,
+    *,
+    sets: int = 1,
+    rounds: int = 15,
+    budget_s: float = 1.0,
+    seed: int = 0,
 ) -> Contest:
     """Time variants by turns on operand sets that take turns; rounds, budget and seed as for `timing.take_turns`."""
-    made = Contest()
-    ready: dict[str, _Prepared] = {}
+    measured = Contest()
+    ready: dict[str, _Warm] = {}
     for name, variant in variants.items():
         try:
-            ready[name] = _prepare(variant, clock, sets)
-        except Exception as error:  # noqa: BLE001 - a library that cannot do it is not compared
-            made.errors[name] = short(error)
-    made.host_s = {name: entry.host_s for name, entry in ready.items()}
+            ready[name] = _warm(variant if isinstance(variant, Variant) else Variant(variant), clock, sets)
+        except Exception as error:  # noqa: BLE001 - a library that fails is not compared
+            measured.errors[name] = short(error)
+    measured.host_s = {name: entry.host_s for name, entry in ready.items()}
     at = 0
 
     def sample(name: str, _: int) -> tuple[float, float]:
         nonlocal at
-        if name in made.errors:
-            return math.nan, math.nan
         entry = ready[name]
-        try:
-            taken = entry.sample(clock, at, sets, entry.behind_s)
-            eager = entry.sample(clock, at, sets, 0.0) if entry.behind_s else taken
-        except Exception as error:  # noqa: BLE001 - one that fails on its way does not spoil the others
-            made.errors[name] = short(error)
-            return math.nan, math.nan
-        at += entry.repeats
-        return taken, eager
+        if name not in measured.errors:
+            try:
+                device = entry.sample(clock, at, sets, entry.behind_s)
+                eager = entry.sample(clock, at, sets, 0.0) if entry.behind_s else device
+                at += entry.repeats
+                return device, eager
+            except Exception as error:  # noqa: BLE001 - a late failure leaves the others
+                measured.errors[name] = short(error)
+        return math.nan, math.nan
 
-    every = timing.take_turns(list(ready), sample, rounds=rounds, seed=seed, budget_s=budget_s)
-    samples = {name: taken for name, taken in every.items() if name not in made.errors}
-    made.device_s = {name: [device for device, _ in taken] for name, taken in samples.items()}
-    made.eager_s = {name: [eager for _, eager in taken] for name, taken in samples.items()}
-    return made
+    samples = timing.take_turns(list(ready), sample, rounds=rounds, seed=seed, budget_s=budget_s)
+    for name, pairs in samples.items():
+        if name not in measured.errors:
+            measured.device_s[name], measured.eager_s[name] = (list(times) for times in zip(*pairs, strict=True))
+    return measured
 
 
-def _prepare(variant: Variant, clock: Clock, sets: int) -> _Prepared:
-    """Warm a variant up and find out how to time it."""
+def _warm(variant: Variant, clock: Clock, sets: int) -> _Warm:
+    """Run a variant, and determine how to time it."""
     with variant.around():
         for number in range(2):
             variant.call(number % sets)
@@ -166,5 +176,5 @@ def _prepare(variant: Variant, clock: Clock, sets: int) -> _Prepared:
         clock.wait()
         once = clock.time(lambda: variant.call(1 % sets), 0.0)
     repeats = max(1, min(_MOST_REPEATS, int(_SAMPLE_S / max(once, 1e-6))))
-    hidden = once < _HOST_MARGIN * host
-    return _Prepared(variant, repeats, (repeats * host * 1.5 + 1e-4) if hidden else 0.0, host)
+    is_hidden = once >= _HOST_MARGIN * host
+    return _Warm(variant, repeats, 0.0 if is_hidden else repeats * host * 1.5 + 1e-4, host)

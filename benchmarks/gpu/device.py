@@ -1,6 +1,6 @@
-"""Which machine, device, driver and libraries; nothing about who owns them.
+"""Machine, device, driver and libraries; nothing about their owner.
 
-What costs nothing is told first: an import that hangs must not take the driver's version along.
+Facts without an import are first: an import that hangs must not lose the driver's version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
-import machine
+import common
 
 from gpu.parts import Options, Part, short
 
@@ -21,32 +21,32 @@ PACKAGES = (
     "nvidia-cublas", "nvidia-cuda-nvrtc", "platformdirs", "pytest",
 )  # fmt: skip
 
-#: What nvidia-smi is asked for; it only reads.
+#: Questions to nvidia-smi, which only reads.
 _QUERIES = (
     "name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit",
     "temperature.gpu", "persistence_mode",
 )  # fmt: skip
 
 
-def run(part: Part, options: Options) -> None:
-    """Describe the machine: first without imports, then with lowprec's, then with everybody's."""
+def device(part: Part, options: Options) -> None:
+    """Describe the machine: first without imports, then with lowprec's, then with all libraries'."""
     part.fact("nvidia_files", len(list(Path("/dev").glob("nvidia[0-9]*"))))
     part.fact("nvidia_smi", nvidia_smi())
-    part.fact("load_before", machine.load_average())
-    part.fact("versions", machine.versions(PACKAGES))
+    part.fact("load_before", common.load_average())
+    part.fact("versions", common.versions(PACKAGES))
     part.fact("name", slug(part.facts["nvidia_smi"].get("name") or "none"))
     part.fact("gpu", None)
     for look in (_machine, _gpu, _runtime, _first_use, _info, _torch):
         try:
             look(part)
-        except Exception as error:  # noqa: BLE001 - the report says what it was
+        except Exception as error:  # noqa: BLE001 - the report shows it
             part.fact(f"error, {look.__name__.strip('_')}", short(error))
     if not part.facts["gpu"]:
         part.fact("why_no_gpu", part.facts.get("error, gpu") or "lowprec sees no device")
 
 
 def _machine(part: Part) -> None:
-    described = machine.describe()
+    described = common.describe()
     described["versions"] |= part.facts["versions"]
     name = part.facts["name"]
     part.facts |= described | {"name": f"none-{described['name']}" if name == "none" else name}
@@ -57,25 +57,22 @@ def _gpu(part: Part) -> None:
     """Describe the devices as lowprec's backend sees them."""
     from lowprec.backends.cuda.backend import info
 
-    found = info()
-    if found["devices"]:
-        part.fact("gpu", {"devices": found["devices"], **found["versions"]})
-        part.fact("name", slug(found["devices"][0]["name"]))
+    described = info()
+    if described["devices"]:
+        part.fact("gpu", {"devices": described["devices"], **described["versions"]})
+        part.fact("name", slug(described["devices"][0]["name"]))
 
 
 def _runtime(part: Part) -> None:
-    """Ask the runtime without lowprec: what remains where lowprec fails."""
+    """Ask the runtime without lowprec, in case lowprec fails."""
     from cuda.bindings import runtime
 
-    answers = {
-        name: [str(x) for x in getattr(runtime, name)()]
-        for name in ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion")
-    }
-    part.fact("runtime", answers)
+    names = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion")
+    part.fact("runtime", {name: [str(x) for x in getattr(runtime, name)()] for name in names})
 
 
 def _first_use(part: Part) -> None:
-    """Make a context and a handle: the first of a machine take longest, and the next parts have less time."""
+    """Create a context and a handle: the first of a machine take longest, and the next parts have less time."""
     from lowprec.backends.cuda import bindings, runtime
 
     begin = time.monotonic()
@@ -95,8 +92,7 @@ def _torch(part: Part) -> None:
 
     part.fact("torch_cuda", torch.version.cuda)
     if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        part.fact("l2_bytes", getattr(found, "L2_cache_size", None))
+        part.fact("l2_bytes", getattr(torch.cuda.get_device_properties(0), "L2_cache_size", None))
 
 
 def slug(name: str) -> str:

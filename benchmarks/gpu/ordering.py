@@ -1,4 +1,4 @@
-"""Whether lowprec and JAX wait for each other's pending work, and what becomes of operands that JAX gives away.
+"""Whether lowprec and JAX wait for each other's pending work, and the results with operands that JAX gives away.
 
 A long product is queued first: an array that depends on it is known in advance, and is in memory only much later.
 """
@@ -6,7 +6,7 @@ A long product is queued first: an array that depends on it is known in advance,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,16 @@ from gpu.parts import Options, Part
 
 #: Extents and number of the products that keep the device busy: 0.1 s on an H200 in TF32, 0.7 s in FP32.
 _SIDE, _STEPS = 8192, 30
-_OWN = 1024
+_OPERAND_SIDE = 1024
 #: Relative error of a float32 product of so many normal numbers; a result that came too early is far off.
 _TOLERANCE = 1e-4
 
 
 class Work:
-    """What the questions need of JAX."""
+    """JAX's arrays, available or pending."""
 
-    def __init__(self, jax: Any, side: int, own: int, seed: int) -> None:
-        self.jax, self.shape = jax, (own, own)
+    def __init__(self, jax: Any, side: int, operand_side: int, seed: int) -> None:
+        self.jax, self.shape = jax, (operand_side, operand_side)
         self._rng = np.random.default_rng(seed)
         self._long = jax.numpy.full((side, side), 1.0 / side, "float32")
 
@@ -41,114 +41,103 @@ class Work:
         self.long_s = time.perf_counter() - begin
 
     def draw(self) -> Any:
-        """Return new numbers in host memory: no buffer holds them by chance."""
+        """Return new numbers in host memory, which no buffer of the device has."""
         return self._rng.standard_normal(self.shape, np.float32)
 
     def put(self, host: Any) -> Any:
-        """Return an array that is there."""
+        """Return an available array."""
         return self.jax.numpy.asarray(host).block_until_ready()
 
     def pending(self, host: Any) -> Any:
-        """Return an array with these elements, which will be there after a long time."""
+        """Return an array with these elements, available after a long time."""
         return self._pending(self._long, self.jax.numpy.asarray(host))
 
-    def overwrite(self) -> None:
-        """Take what memory is free, and fill it."""
-        for _ in range(8):
-            self.jax.numpy.full(self.shape, np.nan, "float32").block_until_ready()
+    def donated(self, x: Any) -> tuple[bool, bool]:
+        """Donate an array; return whether its memory was reused, and whether it is deleted."""
+        before = x.unsafe_buffer_pointer()
+        after = self.jax.jit(lambda t: t * np.nan, donate_argnums=0)(x)
+        return after.unsafe_buffer_pointer() == before, x.is_deleted()
 
 
-def _off(result: Any, a: Any, b: Any) -> dict[str, Any]:
-    """Return the relative error of a product and whether it is that of a right one."""
+def judge(result: Any, a: Any, b: Any) -> dict[str, Any]:
+    """Return the relative error of a product and whether it is that of a correct one."""
     exact = a.astype(np.float64) @ b
     error = float(np.linalg.norm(np.asarray(result) - exact) / np.linalg.norm(exact))
     # False for NaN, too.
     return {"ok": bool(error <= _TOLERANCE), "relative_error": error}
 
 
-def _operand_pending(work: Work) -> dict[str, Any]:
-    a, b = work.draw(), work.draw()
+def _operand_pending(work: Work, a: Any, b: Any) -> dict[str, Any]:
     x, y = work.pending(a), work.put(b)
     begin = time.perf_counter()
     result = lowprec.matmul(x, y)
     host_s = time.perf_counter() - begin
     # True: the call waits on the host, which is safe and slow.
     waits = host_s > work.long_s / 2
-    return {**_off(result, a, b), "host_s": host_s, "long_s": work.long_s, "host_waits": waits}
+    return {**judge(result, a, b), "host_s": host_s, "long_s": work.long_s, "host_waits": waits}
 
 
-def _result_consumed(work: Work) -> dict[str, Any]:
-    a, b = work.draw(), work.draw()
-    x, y = work.pending(a), work.put(b)
+def _result_consumed(work: Work, a: Any, b: Any) -> dict[str, Any]:
     twice = work.jax.jit(lambda c: c + c)
-    return _off(np.asarray(twice(lowprec.matmul(x, y))) / 2, a, b)
+    return judge(np.asarray(twice(lowprec.matmul(work.pending(a), work.put(b)))) / 2, a, b)
 
 
-def _operands_dropped(work: Work) -> dict[str, Any]:
-    a, b = work.draw(), work.draw()
-    x, y = work.pending(a), work.put(b)
-    result = lowprec.matmul(x, y)
-    del x, y
-    work.overwrite()
-    return _off(result, a, b)
+def _operands_dropped(work: Work, a: Any, b: Any) -> dict[str, Any]:
+    result = lowprec.matmul(work.pending(a), work.put(b))
+    # Fills the free memory.
+    for _ in range(8):
+        work.jax.numpy.full(work.shape, np.nan, "float32").block_until_ready()
+    return judge(result, a, b)
 
 
-def _operand_donated(work: Work) -> dict[str, Any]:
-    a, b = work.draw(), work.draw()
+def _operand_donated(work: Work, a: Any, b: Any) -> dict[str, Any]:
     x, y = work.put(a), work.pending(b)
     result = lowprec.matmul(x, y)
-    before = x.unsafe_buffer_pointer()
-    after = work.jax.jit(lambda t: t * np.nan, donate_argnums=0)(x)
     # False: JAX copied, because lowprec still held the operand.
-    in_place = after.unsafe_buffer_pointer() == before
-    return {**_off(result, a, b), "deleted": x.is_deleted(), "in_place": in_place}
+    in_place, deleted = work.donated(x)
+    return {**judge(result, a, b), "deleted": deleted, "in_place": in_place}
 
 
-def _donated_when_done(work: Work) -> dict[str, Any]:
-    """The same once the product is done: nothing should hold the operand any longer."""
-    a, b = work.draw(), work.draw()
-    x, y = work.put(a), work.put(b)
-    result = lowprec.matmul(x, y).block_until_ready()
-    before = x.unsafe_buffer_pointer()
-    after = work.jax.jit(lambda t: t * np.nan, donate_argnums=0)(x)
-    return {**_off(result, a, b), "in_place": after.unsafe_buffer_pointer() == before}
+def _donated_when_done(work: Work, a: Any, b: Any) -> dict[str, Any]:
+    """The same once the product is done: no reference to the operand should remain."""
+    x = work.put(a)
+    result = lowprec.matmul(x, work.put(b)).block_until_ready()
+    in_place, _ = work.donated(x)
+    return {**judge(result, a, b), "in_place": in_place}
 
 
-def _memory_kept(work: Work) -> dict[str, Any]:
-    """How many bytes of operands and results stay in use once nobody has them."""
+def _memory_freed(work: Work, a: Any, b: Any) -> dict[str, Any]:
+    """The bytes of operands and results that remain in use without a reference."""
     device = work.jax.devices()[0]
 
     def in_use() -> int | None:
         return (device.memory_stats() or {}).get("bytes_in_use")
 
-    a, b = work.draw(), work.draw()
     before = in_use()
-    result = lowprec.matmul(work.put(a), work.put(b))
-    found = _off(result, a, b)
-    del result
+    verdict = judge(lowprec.matmul(work.put(a), work.put(b)), a, b)
     after = in_use()
-    kept = None if before is None or after is None else after - before
-    return {**found, "bytes_kept": kept, "bytes_of_each": 4 * _OWN * _OWN}
+    remaining = None if before is None or after is None else after - before
+    return {**verdict, "bytes_remaining": remaining, "bytes_of_each": a.nbytes}
 
 
-QUESTIONS: dict[str, Callable[[Work], dict[str, Any]]] = {
+QUESTIONS: dict[str, Callable[[Work, Any, Any], dict[str, Any]]] = {
     "an operand is still being computed": _operand_pending,
     "JAX takes the result at once": _result_consumed,
     "operands are dropped at once": _operands_dropped,
     "an operand is donated at once": _operand_donated,
     "an operand is donated when the product is done": _donated_when_done,
-    "memory is given back when the product is done": _memory_kept,
+    "memory is given back when the product is done": _memory_freed,
 }
 
 
-def ask(part: Part, work: Work, names: Iterator[str]) -> None:
+def ask(part: Part, work: Work, names: Iterable[str]) -> None:
     """Ask; each answer is a row."""
     for name in names:
         with part.attempt(question=name):
-            part.row(question=name, **QUESTIONS[name](work))
+            part.row(question=name, **QUESTIONS[name](work, work.draw(), work.draw()))
 
 
-def run(part: Part, options: Options) -> None:
+def ordering(part: Part, options: Options) -> None:
     """Ask JAX on a GPU."""
     import jax
 
@@ -157,9 +146,9 @@ def run(part: Part, options: Options) -> None:
     if platform != "gpu":
         part.row(ok=None, question="JAX has a GPU", error=f"its devices are of the platform {platform}")
         return
-    work = Work(jax, 1024 if options.quick else _SIDE, _OWN, options.seed)
+    work = Work(jax, 1024 if options.quick else _SIDE, _OPERAND_SIDE, options.seed)
     part.fact("long_s", work.long_s)
     with part.attempt(question="lowprec multiplies JAX's arrays at all"):
-        # What is queued must still be pending once lowprec is loaded.
+        # The long product must still be pending once lowprec is loaded.
         lowprec.matmul(work.put(work.draw()), work.put(work.draw())).block_until_ready()
     ask(part, work, part.in_time(QUESTIONS, options))

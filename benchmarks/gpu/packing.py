@@ -1,4 +1,4 @@
-"""The speed of the packing kernels beside a copy, and of fused epilogues beside separate kernels."""
+"""The speed of the packing kernels relative to a copy, and of fused epilogues relative to separate kernels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import timing
 
 import lowprec
 from gpu import clock, raw
@@ -16,7 +15,6 @@ from lowprec.backends.cuda.packing import Packing, prepare_packing
 from lowprec.formats import DType as D
 from lowprec.planning import MatrixStack
 
-_SIDE, _ROUNDS = 8192, 7
 #: Name: element types of source and target, whether rows are contiguous in the source, and options.
 PACKINGS: dict[str, tuple[D, D, bool, dict[str, Any]]] = {
     "float32 to bfloat16": (D.FLOAT32, D.BFLOAT16, False, {}),
@@ -32,53 +30,50 @@ PACKINGS: dict[str, tuple[D, D, bool, dict[str, Any]]] = {
 def packed(ticks: clock.Clock, side: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield a row per packing: bytes read and written per second, and the share of a copy's."""
     source, target = (raw.upload(np.ones(side * side * 8, np.uint8)) for _ in range(2))
-    exponents = runtime.allocate(4 * side)
-    nbytes = {"copy": 2 * 4 * side * side}
-    copied = nbytes["copy"] // 2
-    variants = {"copy": clock.Variant(lambda _: runtime.copy_async(target, source, copied, raw.STREAM))}
+    exponents, copied = runtime.allocate(4 * side), 4 * side * side
+    nbytes = {"copy": 2 * copied}
+    variants: dict[str, clock.Call] = {"copy": lambda _: runtime.copy_async(target, source, copied, raw.STREAM)}
     for name, (first, second, is_transposed, more) in PACKINGS.items():
         strides = (1, side) if is_transposed else (side, 1)
         described = Packing(MatrixStack.of(first, side, side, *strides), second, side, side, **more)
         pack = prepare_packing(described, 0)
-        variants[name] = clock.Variant(lambda _, pack=pack: pack(source, target, exponents, raw.STREAM))
+        variants[name] = lambda _, pack=pack: pack(source, target, exponents, raw.STREAM)
         nbytes[name] = side * side * (first.itemsize + second.itemsize * described.parts)
-    found = clock.contest(variants, ticks, sets=1, rounds=_ROUNDS, budget_s=10.0, seed=seed)
-    rates = {name: nbytes[name] / timing.summary(taken)["median"] for name, taken in found.device_s.items()}
+    contest = clock.contest(variants, ticks, rounds=7, budget_s=10.0, seed=seed)
+    rates = {name: nbytes[name] / seconds for name, seconds in contest.seconds.items()}
     for name in variants:
-        if name in found.errors:
-            yield {"question": "packing", "name": name, "ok": False, "error": found.errors[name]}
+        words = {"question": "packing", "name": name}
+        if name in contest.errors:
+            yield {**words, "ok": False, "error": contest.errors[name]}
         else:
             share = rates[name] / rates["copy"] if "copy" in rates else None
-            yield {"question": "packing", "name": name, "gigabytes_per_s": rates[name] / 1e9, "share_of_copy": share}
+            yield {**words, "gigabytes_per_s": rates[name] / 1e9, "share_of_copy": share}
 
 
 def fused(torch: Any, dtype: str, side: int, ticks: clock.Clock, seed: int) -> dict[str, Any]:
-    """Return how fast a product with bias and GELU is beside a product and PyTorch's kernels."""
+    """Return the speed of a product with bias and GELU relative to a product and PyTorch's kernels."""
     generator = torch.Generator(ticks.device).manual_seed(seed)
-    kind = getattr(torch, dtype)
     a, b, bias = (
-        torch.randn(shape, generator=generator, device=ticks.device).to(kind)
+        torch.randn(shape, generator=generator, device=ticks.device).to(getattr(torch, dtype))
         for shape in ((side, side), (side, side), (side,))
     )
     gelu = torch.nn.functional.gelu
-    variants = {
-        "fused": clock.Variant(lambda _: lowprec.matmul(a, b, bias=bias, activation="gelu")),
-        "separate": clock.Variant(lambda _: gelu(lowprec.matmul(a, b) + bias, approximate="tanh")),
-        "torch": clock.Variant(lambda _: gelu(torch.addmm(bias, a, b), approximate="tanh")),
+    variants: dict[str, clock.Call] = {
+        "fused": lambda _: lowprec.matmul(a, b, bias=bias, activation="gelu"),
+        "separate": lambda _: gelu(lowprec.matmul(a, b) + bias, approximate="tanh"),
+        "torch": lambda _: gelu(torch.addmm(bias, a, b), approximate="tanh"),
     }
-    found = clock.contest(variants, ticks, sets=1, rounds=_ROUNDS, budget_s=5.0, seed=seed)
-    return {
-        "question": "fused", "dtype": dtype, "side": side, "speed": found.speed("fused"), "errors": found.errors,
-        "ok": False if "fused" in found.errors else None,
-    }  # fmt: skip
+    contest = clock.contest(variants, ticks, rounds=7, budget_s=5.0, seed=seed)
+    ok = False if "fused" in contest.errors else None
+    words = {"question": "fused", "dtype": dtype, "side": side, "ok": ok}
+    return {**words, "speed": contest.speed("fused"), "errors": contest.errors}
 
 
-def run(part: Part, options: Options) -> None:
+def packing(part: Part, options: Options) -> None:
     """Measure the packings, then the epilogues."""
     import torch
 
-    ticks = clock.EventClock(torch)
-    side = 512 if options.quick else _SIDE
+    ticks, side = clock.EventClock(torch), 512 if options.quick else 8192
     with part.attempt(question="packing"):
         for row in packed(ticks, side, options.seed):
             part.row(**row)

@@ -1,8 +1,9 @@
-"""The parts of the report: what each asks, how its process is run, and what it leaves behind in any case."""
+"""The parts of the report: their questions, their processes, and their results after any end."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import json
 import math
@@ -19,88 +20,85 @@ from typing import Any, TypeVar
 
 import common
 
-#: Seconds for all parts together, and the share of its own limit after which a part should end by itself.
+#: Seconds for all parts together, and the share of its limit after which a part should end by itself.
 TOTAL_S, GRACE = 450.0, 0.9
-#: Set where the report itself was told to end: the part that runs is stopped, and no other begins.
+#: Set by a signal: the running part is stopped, and no other begins.
 INTERRUPTED = threading.Event()
-#: Seconds between two looks at it.
-_PATIENCE_S = 0.2
-#: Seconds for a killed process to end.
-_KILLED_S = 5.0
-#: Lines of a failing part's output that the report keeps; the log has all.
-_KEPT_LINES = 15
 
-#: By part: seconds after which it is stopped, and what it asks. A GPU may be there for minutes, so that they are in the
-#: order of their value: what nothing else can answer first, then the questions of numerics, the tests, and the claims.
+#: By part: seconds after which it is stopped, its module under `gpu`, and its question. A GPU may be available for
+#: minutes, so that they are in the order of their value: first the questions that nothing else answers, then those of
+#: numerics, the tests, and the claims.
 MEASUREMENTS = {
-    "device": (45, "Which machine, which versions?"),
-    "products": (60, "Does one product per element type and mode run, and is it right?"),
-    "streams": (30, "Do copies, kernels and products take the stream handles 1 and 2?"),
-    "launch": (20, "Does cuLaunchKernel take a CUkernel as a CUfunction?"),
-    "graphs": (40, "Are replays of a captured product right between products outside the graph?"),
-    "shapes": (60, "Do FP8 with and without scales, few rows, bias in batches, and int8 run, and are they right?"),
-    "limits": (60, "Are batches of 65,536, long leading dimensions and 2^31 elements right?"),
-    "packing": (60, "How fast do operands pack beside a copy, and fused epilogues beside separate kernels?"),
-    "override": (15, "What do compute types and handles round, NVIDIA_TF32_OVERRIDE not being set?"),
-    "override-0": (15, "What with NVIDIA_TF32_OVERRIDE=0?"),
-    "override-1": (15, "What with NVIDIA_TF32_OVERRIDE=1?"),
-    "rounding": (20, "How does FAST_TF32 round its operands?"),
-    "accumulation": (20, "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
-    "epilogues": (15, "Which epilogues does cuBLASLt take for which types?"),
-    "extents": (15, "From which extents on does TF32 run on tensor cores, does int8 run at all? May C and D differ?"),
-    "accuracy": (55, "Is every error within the plan's bound?"),
-    "host": (40, "How long is the host busy with a small product?"),
-    "speed": (60, "How fast beside torch, CuPy and nvmath?"),
-    "splits": (40, "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
-    "heuristics": (30, "How far is the first choice from the best of 32?"),
-    "ordering": (30, "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
-    "emulation": (30, "How exact and how fast is cuBLAS's own emulation of FP32 and FP64?"),
-    "blocks": (25, "How exact and how fast are block-scaled products beside bfloat16?"),
-    "sparse": (30, "How fast is a 2:4 sparse weight of 16 bits beside the dense one?"),
-}  # fmt: skip
+    "device": (45, "device", "Which machine, which versions?"),
+    "products": (60, "correctness", "Does one product per element type and mode run, and is it right?"),
+    "streams": (30, "acceptance", "Do copies, kernels and products take the stream handles 1 and 2?"),
+    "launch": (20, "acceptance", "Does cuLaunchKernel take a CUkernel as a CUfunction?"),
+    "graphs": (40, "correctness", "Are replays of a captured product right between products outside the graph?"),
+    "shapes": (60, "correctness", "Do FP8, scales, few rows, bias in batches, and int8 run, and are they right?"),
+    "limits": (60, "correctness", "Are batches of 65,536, long leading dimensions and 2^31 elements right?"),
+    "packing": (60, "packing", "How fast are packing relative to a copy, and fused relative to separate epilogues?"),
+    "override": (15, "numerics", "What do compute types and handles round without NVIDIA_TF32_OVERRIDE?"),
+    "override-0": (15, "numerics", "What with NVIDIA_TF32_OVERRIDE=0?"),
+    "override-1": (15, "numerics", "What with NVIDIA_TF32_OVERRIDE=1?"),
+    "rounding": (20, "numerics", "How does FAST_TF32 round its operands?"),
+    "accumulation": (20, "numerics", "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
+    "epilogues": (15, "acceptance", "Which epilogues does cuBLASLt take for which types?"),
+    "extents": (15, "acceptance", "From which extents on does TF32 run on tensor cores, and int8 at all?"),
+    "accuracy": (55, "correctness", "Is every error within the plan's bound?"),
+    "host": (40, "host", "How long is the host busy with a small product?"),
+    "speed": (60, "speed", "How fast compared with torch, CuPy and nvmath?"),
+    "splits": (40, "schemes", "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
+    "heuristics": (30, "speed", "How far is the first choice from the best of 32?"),
+    "ordering": (30, "ordering", "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
+    "emulation": (30, "schemes", "How exact and how fast is cuBLAS's own emulation of FP32 and FP64?"),
+    "blocks": (25, "schemes", "How exact and how fast are block-scaled products compared with bfloat16?"),
+    "sparse": (30, "schemes", "How fast is a 2:4 sparse weight of 16 bits compared with the dense one?"),
+}
 #: The tests come before this measurement; seconds of one module of them, and of all.
 TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 120
-#: Tests of the kernels alone take longest and say least: they come last.
+#: Tests of the kernels alone take longest and show least: they come last.
 LAST_TESTS, LAST_TESTS_S = "test_kernels", 60
-TESTS_QUESTION = "Which features work, by the tests that bear the marker?"
-#: Set to what stands behind a part's name, and to nothing elsewhere.
+#: Set to the rest of a part's name behind "-"; unset in other parts.
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 Case = TypeVar("Case")
+Result = dict[str, Any]
 
 
 def limits(tests: Iterable[str]) -> dict[str, float]:
     """Return the seconds of each part, those of these modules of tests included, in the order in which they run."""
-    found: dict[str, float] = {}
-    first = [name for name in tests if name != LAST_TESTS]
-    for name, (seconds, _) in MEASUREMENTS.items():
+    seconds_of: dict[str, float] = {}
+    for name, (seconds, *_) in MEASUREMENTS.items():
         if name == TESTS_BEFORE:
-            found |= dict.fromkeys(first, TESTS_S)
-        found[name] = seconds
-    return found | ({LAST_TESTS: LAST_TESTS_S} if LAST_TESTS in tests else {})
+            seconds_of |= {test: TESTS_S for test in tests if test != LAST_TESTS}
+        seconds_of[name] = seconds
+    return seconds_of | ({LAST_TESTS: LAST_TESTS_S} if LAST_TESTS in tests else {})
 
 
 def question(name: str) -> str:
-    """Return what a part asks."""
-    return MEASUREMENTS[name][1] if name in MEASUREMENTS else TESTS_QUESTION
+    """Return the question of a part."""
+    return MEASUREMENTS[name][-1] if name in MEASUREMENTS else "Which features work, by the tests with the marker?"
+
+
+def runner(name: str) -> Callable[[Part, Options], None]:
+    """Return the function of a measurement, which adds its rows to a part."""
+    function: Callable[[Part, Options], None]
+    function = getattr(importlib.import_module(f"gpu.{MEASUREMENTS[name][1]}"), name.partition("-")[0])
+    return function
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a part is told: whether tiny sizes do, and when, on the clock of `time.monotonic`, it had better be done."""
+    """Whether tiny sizes suffice, the seed, and the time of `time.monotonic` at which a part should be done."""
 
     quick: bool
     seed: int
     deadline: float = math.inf
 
-    def left(self) -> float:
-        """Return the seconds that are left."""
-        return self.deadline - time.monotonic()
-
 
 @dataclass
 class Part:
-    """What a part has found, on disk after every addition: a crash loses nothing that was found before."""
+    """The results of a part, on disk after every addition: a crash loses no earlier result."""
 
     path: Path
     complete: bool = False
@@ -113,22 +111,22 @@ class Part:
         self.save()
 
     def row(self, *, ok: bool | None = None, **values: Any) -> None:
-        """Keep one row; `ok` says whether what was looked at is as it should be, None where nothing says how."""
+        """Keep one row; `ok` is whether the result is as it should be, None where that is unknown."""
         self.rows.append({**values, "ok": ok})
         self.save()
 
     @contextlib.contextmanager
     def attempt(self, *, ok: bool | None = False, **words: Any) -> Iterator[None]:
-        """Keep what goes wrong inside as a row with these words and the `error`, and go on."""
+        """Keep an exception as a row with these words and the `error`, and go on."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - one row that fails does not end the part
+        except Exception as error:  # noqa: BLE001 - a row that fails does not end the part
             self.row(ok=ok, **words, error=short(error))
 
     def in_time(self, cases: Iterable[Case], options: Options) -> Iterator[Case]:
-        """Yield cases until the time is over; the fact `stopped_at` is the first one that is left out."""
+        """Yield cases until the time is over; the fact `stopped_at` is the first omitted one."""
         for case in cases:
-            if options.left() < 0:
+            if time.monotonic() > options.deadline:
                 self.fact("stopped_at", case)
                 return
             yield case
@@ -142,14 +140,14 @@ class Part:
                 os.execv(sys.executable, sys.orig_argv)
 
     def finish(self) -> None:
-        """Say that nothing is left to do."""
+        """Mark the part as complete."""
         self.complete = True
         self.save()
 
     def save(self) -> None:
         """Write the file."""
-        found = {name: getattr(self, name) for name in ("complete", "facts", "rows")}
-        common.write_json(self.path, common.plain(found))
+        content = {name: getattr(self, name) for name in ("complete", "facts", "rows")}
+        common.write_json(self.path, common.plain(content))
 
 
 def short(error: BaseException) -> str:
@@ -158,25 +156,24 @@ def short(error: BaseException) -> str:
 
 
 def opened(path: Path) -> Part:
-    """Return a part with what an earlier process of it has found."""
-    found = read(path) if path.exists() else {}
-    return Part(path, **found)
+    """Return a part with the results of an earlier process of it."""
+    return Part(path, **(read(path) if path.exists() else {}))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return what a part wrote; a ValueError if that is not the file of a part."""
+def read(path: Path) -> Result:
+    """Return the results in the file of a part; a ValueError if there are none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError("it wrote nothing") from None
     except ValueError:
-        raise ValueError("what it wrote is no JSON") from None
-    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
-        raise ValueError("what it wrote is no part of a report")
-    return found
+        raise ValueError("its file is no JSON") from None
+    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
+        raise ValueError("its file is no part of a report")
+    return content
 
 
-def not_run(why: str) -> dict[str, Any]:
+def not_run(why: str) -> Result:
     """Return the result of a part that was not started."""
     return {
         "not_run": why, "complete": False, "facts": {}, "rows": [], "exit": None, "error": "",
@@ -185,18 +182,14 @@ def not_run(why: str) -> dict[str, Any]:
 
 
 def execute(
-    command: Sequence[str],
-    log: Path,
-    limit_s: float,
-    environment: Mapping[str, str],
-    reader: Callable[[], dict[str, Any]],
-) -> dict[str, Any]:
-    """Run a part in a process and return its result, whatever becomes of it.
+    command: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str], reader: Callable[[], Result]
+) -> Result:
+    """Run a part in a process and return its result, whatever its end.
 
-    After `limit_s`, or if this process is interrupted, it is killed, with all that it started. `reader` returns what
-    the part left behind (`complete`, `facts`, `rows`), or raises if that is nothing. The result adds `elapsed_s`, the
-    exit status (`exit`, None if it had to be stopped), `error` (empty if all is well), and the end of the output where
-    it is not.
+    After `limit_s`, or if this process is interrupted, it is killed, with all processes that it started. `reader`
+    returns the results that the part wrote (`complete`, `facts`, `rows`), or raises. The result adds `elapsed_s`, the
+    exit status (`exit`, None if it had to be stopped), `error` (empty without one), and with an error the end of the
+    output.
     """
     begin = time.monotonic()
     with log.open("wb") as output:
@@ -207,13 +200,13 @@ def execute(
         try:
             status = _wait(process, begin + limit_s)
         finally:
-            # What it started may outlive it.
+            # Its children may outlive it.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             # A process in a call of the driver that does not return cannot be killed.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_KILLED_S)
+                process.wait(5.0)
     result = {**not_run(""), "exit": status, "elapsed_s": round(time.monotonic() - begin, 2)}
     errors = []
     if status is None:
@@ -224,29 +217,27 @@ def execute(
             errors.append("it ended before it was done")
     except ValueError as problem:
         errors.append(str(problem))
-    except Exception as problem:  # noqa: BLE001 - whatever a part leaves behind, the report goes on
-        errors.append(f"what it wrote cannot be read: {short(problem)}")
+    except Exception as problem:  # noqa: BLE001 - an unreadable part does not end the report
+        errors.append(f"its file cannot be read: {short(problem)}")
     if errors and status:
         errors.insert(0, f"exit status {status}")
-    text = log.read_text(encoding="utf-8", errors="replace")
-    output = [line[:300] for line in text.splitlines()[-_KEPT_LINES:]] if errors else []
-    return {**result, "error": "; ".join(errors), "output": output}
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:] if errors else []
+    return {**result, "error": "; ".join(errors), "output": [line[:300] for line in lines]}
 
 
 def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
     """Return the exit status; None if the time is over before, or the report is to end."""
     while not INTERRUPTED.is_set() and time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(min(_PATIENCE_S, deadline - time.monotonic()))
+            return process.wait(min(0.2, deadline - time.monotonic()))
     return process.poll()
 
 
 def state(result: Mapping[str, Any]) -> str:
-    """Return in a few words what became of a part."""
+    """Return the state of a part in a few words."""
     if result["not_run"]:
         return f"not run: {result['not_run']}"
     judged = [row["ok"] for row in result["rows"] if row["ok"] is not None]
     failed = judged.count(False)
-    verdict = f"{failed} of {len(judged)} FAILED" if failed else "all well"
-    words = f"{len(result['rows'])} rows, {verdict}"
+    words = f"{len(result['rows'])} rows, {f'{failed} of {len(judged)} FAILED' if failed else 'all well'}"
     return f"{result['error']}; {words}" if result["error"] else words

@@ -1,6 +1,6 @@
-"""One bare `cublasLtMatmul` on NumPy arrays: what the library itself does, none of lowprec's planning involved.
+"""One bare `cublasLtMatmul` on NumPy arrays: the library's behaviour without lowprec's planning.
 
-Memory is not given back: a part is a process of its own, which soon ends.
+Memory is not freed: a part is a process of its own, which soon ends.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from gpu import libraries as own
+from gpu.arrays import numpy_dtype
 from gpu.parts import short
 from lowprec.backends.cuda import bindings, libraries, runtime
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.formats import ComputeType, dtype_from_name
 
-#: `cublasComputeType_t`, those included that lowprec does not use.
+#: `cublasComputeType_t`, with those that lowprec does not use.
 COMPUTE = {**{kind.name: kind.value for kind in ComputeType}, "COMPUTE_32F_FAST_16F": 74, "COMPUTE_32F_FAST_16BF": 75}
 
 #: The legacy default stream.
@@ -27,12 +27,17 @@ WORKSPACE_BYTES = 32 << 20
 FULL_REDUCTIONS = ("INPLACE", "COMPUTE_TYPE")
 
 
+def synchronize(stream: int = STREAM) -> None:
+    """Wait for a stream."""
+    runtime.call("cudaStreamSynchronize", stream)
+
+
 def upload(array: Any) -> int:
     """Return the address of a copy on the device."""
     array = np.ascontiguousarray(array)
     address = runtime.allocate(max(array.nbytes, 1))
     runtime.copy_async(address, array.ctypes.data, array.nbytes, STREAM)
-    runtime.call("cudaStreamSynchronize", STREAM)
+    synchronize()
     return address
 
 
@@ -40,12 +45,12 @@ def download(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return a copy in host memory."""
     array = np.empty(shape, dtype)
     runtime.copy_async(array.ctypes.data, address, array.nbytes, STREAM)
-    runtime.call("cudaStreamSynchronize", STREAM)
+    synchronize()
     return array
 
 
 def is_broken() -> bool:
-    """Whether an error of this process lasts: no call of CUDA succeeds any more."""
+    """Whether an error of this process lasts: every further call of CUDA fails."""
     try:
         runtime.call("cudaDeviceSynchronize")
     except Exception:  # noqa: BLE001 - any error is the answer
@@ -68,7 +73,7 @@ class LtProduct:
     """`d = epilogue(alpha a b + beta c + bias)` for row-major matrices, computed as the column-major transpose.
 
     Operands are NumPy arrays, types of ml_dtypes included; `scales` are FP8's factors of a and b, in memory of the
-    device; `inner_contiguous` stores b transposed, as int8 and FP8 want it; `two_layouts` describes c and d by two
+    device; `inner_contiguous` stores b transposed, as int8 and FP8 require; `two_layouts` describes c and d by two
     descriptors of the same contents.
     """
 
@@ -88,12 +93,11 @@ class LtProduct:
     ) -> None:
         (m, k), n = a.shape, b.shape[1]
         self.shape = (m, n)
-        self.out_dtype = own.numpy_dtype(out_dtype)
-        self.scale_dtype = own.numpy_dtype(scale_dtype)
+        self.out_dtype, self.scale_dtype = numpy_dtype(out_dtype), numpy_dtype(scale_dtype)
         self.nbytes = m * n * self.out_dtype.itemsize
         self._first = upload(b.T if inner_contiguous else b)
         self._second = upload(a)
-        self._d = runtime.allocate(m * n * self.out_dtype.itemsize)
+        self._d = runtime.allocate(self.nbytes)
         attributes = {"TRANSA": int(inner_contiguous), "TRANSB": 0}
         attributes["EPILOGUE"] = int(getattr(libraries.cublas_lt.Epilogue, epilogue))
         if bias is not None:
@@ -102,14 +106,16 @@ class LtProduct:
         for name, scale in zip(("B_SCALE_POINTER", "A_SCALE_POINTER"), scales, strict=False):
             attributes[name] = upload(np.array([scale], np.float32))
         operation = bindings.create("matmul_desc", (COMPUTE[compute], _cuda(scale_dtype)), attributes)
-        rows, cols = (k, n) if inner_contiguous else (n, k)
-        result = bindings.create("matrix_layout", (_cuda(out_dtype), n, m, n), {})
-        second = bindings.create("matrix_layout", (_cuda(out_dtype), n, m, n), {}) if two_layouts else result
+
+        def layout(dtype: str, rows: int, columns: int) -> Any:
+            return bindings.create("matrix_layout", (_cuda(dtype), rows, columns, rows), {})
+
+        result = layout(out_dtype, n, m)
         self.product = bindings.MatmulDescriptors(
             operation,
-            bindings.create("matrix_layout", (_cuda(b.dtype.name), rows, cols, rows), {}),
-            bindings.create("matrix_layout", (_cuda(a.dtype.name), k, m, k), {}),
-            second,
+            layout(b.dtype.name, *((k, n) if inner_contiguous else (n, k))),
+            layout(a.dtype.name, k, m),
+            layout(out_dtype, n, m) if two_layouts else result,
             result,
         )
 
@@ -132,24 +138,23 @@ class LtProduct:
             algorithm.workspace_bytes, stream,
         )  # fmt: skip
         matmul = libraries.cublas_lt.matmul
-        # The default arguments keep what the addresses point to.
-        return lambda kept=(self, data, factors): matmul(*arguments)
+        # The default arguments hold the memory at these addresses.
+        return lambda held=(self, data, factors): matmul(*arguments)
 
     def run(
         self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: Any = None, stream: int = STREAM
     ) -> Any:
         """Return the result of one algorithm."""
-        # Every element must be written: what is not shows as NaN, or as -1 in integers.
-        poison = np.full(self.shape, -1, np.int8) if self.out_dtype.kind in "iu" else None
-        filled = np.full(self.shape, np.nan) if poison is None else poison
-        runtime.copy_async(self._d, upload(filled.astype(self.out_dtype)), self.nbytes, STREAM)
-        runtime.call("cudaStreamSynchronize", STREAM)
+        # An element that is not written shows as NaN, or as -1 in integers.
+        poison = np.full(self.shape, -1 if self.out_dtype.kind in "iu" else np.nan).astype(self.out_dtype)
+        runtime.copy_async(self._d, upload(poison), self.nbytes, STREAM)
+        synchronize()
         self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c), stream=stream)()
-        runtime.call("cudaStreamSynchronize", stream)
+        synchronize(stream)
         return download(self._d, self.shape, self.out_dtype)
 
     def run_in_place(self, algorithm: Algorithm, c: Any) -> Any:
-        """Return `a b + c`, where d lies in the place of c."""
+        """Return `a b + c`, where d has the memory of c."""
         runtime.copy_async(self._d, upload(c), self.nbytes, STREAM)
         self.bound(algorithm, beta=1.0)()
         return download(self._d, self.shape, self.out_dtype)
@@ -159,12 +164,12 @@ def _cuda(name: str) -> int:
     return dtype_from_name(name).cuda_data_type
 
 
-def told(algorithm: Algorithm) -> dict[str, Any]:
-    """Return what cuBLASLt tells of an algorithm; what was computed by it counts even where that fails."""
+def described(algorithm: Algorithm) -> dict[str, Any]:
+    """Return cuBLASLt's description of an algorithm; a result counts even where the description fails."""
     try:
         info = bindings.describe_algorithm(algorithm)
-    except Exception as error:  # noqa: BLE001 - the row says what it was
-        return {"told_error": short(error)}
+    except Exception as error:  # noqa: BLE001 - the row shows it
+        return {"description_error": short(error)}
     names = ("id", "tile", "stages", "split_k", "reduction", "units", "accumulator")
-    found = {name: getattr(info, name) for name in names}
-    return {**found, "input": info.input_type, "tensor_cores": info.uses_tensor_cores}
+    values = {name: getattr(info, name) for name in names}
+    return {**values, "input": info.input_type, "tensor_cores": info.uses_tensor_cores}

@@ -1,4 +1,4 @@
-"""How fast each kind of product is beside torch, CuPy and nvmath, by size, without and with autotuning."""
+"""Speed of each kind of product against torch, CuPy and nvmath, by size, without and with autotuning; heuristics."""
 
 from __future__ import annotations
 
@@ -7,34 +7,31 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import timing
 
 import lowprec
-from gpu import clock, libraries
+from gpu import arrays, clock
 from gpu.clock import Contest, Variant
 from gpu.parts import Options, Part, short
 
 SIZES = (16384, 8192, 4096, 2048, 1024, 512, 256)
-#: Sizes of kinds about which nothing is claimed.
+#: Sizes of kinds without a claim.
 EXTRA_SIZES = (8192, 2048, 512)
 
 #: All operand sets of a variant together; an H200 has 50 MB of L2.
-_ROTATED_BYTES = 160e6
-_MOST_SETS = 512
+_ROTATED_BYTES, _MOST_SETS = 160e6, 512
 #: Milliseconds for the measurements of one autotuning, which runs a candidate seven times or more.
 _TUNING_MS, _RUNS_PER_CANDIDATE = 2500.0, 7
-_SAMPLED = 64
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What is multiplied.
+class Kind(NamedTuple):
+    """Element type and mode, torch's word for its float32 products, and the compute type for nvmath.
 
-    With torch's word for its float32 products (`precision`), the compute type that nvmath is asked for, the relative
-    error of a result that may be timed, and whether the second operand is a vector (the libraries call gemv).
+    With the relative error of a result that may be timed, and whether the second operand is a vector (the libraries
+    call gemv).
     """
 
     dtype: str
@@ -62,10 +59,10 @@ CONVERTING = "float32 bf16"
 
 
 @contextlib.contextmanager
-def switched(
+def _switched(
     read: Callable[[str], Any], write: Callable[[str, Any], None], wanted: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Set a library's switches and put them back."""
+    """Set a library's switches and restore them."""
     before = {name: read(name) for name in wanted}
     try:
         for name, value in wanted.items():
@@ -76,15 +73,15 @@ def switched(
             write(name, value)
 
 
-def torch_switches(torch: Any, precision: str, reduced: bool) -> AbstractContextManager[None]:
+def torch_switches(torch: Any, precision: str, reduced: bool = False) -> AbstractContextManager[None]:
     """Set torch's float32 precision and whether 16-bit sums may be reduced in 16 bits."""
     matmul = torch.backends.cuda.matmul
-    wanted = {"allow_bf16_reduced_precision_reduction": reduced, "allow_fp16_reduced_precision_reduction": reduced}
+    wanted = {f"allow_{kind}_reduced_precision_reduction": reduced for kind in ("bf16", "fp16")}
     if hasattr(matmul, "fp32_precision"):
         wanted["fp32_precision"] = precision
     else:
         wanted["allow_tf32"] = precision == "tf32"
-    return switched(functools.partial(getattr, matmul), functools.partial(setattr, matmul), wanted)
+    return _switched(functools.partial(getattr, matmul), functools.partial(setattr, matmul), wanted)
 
 
 def sets_of(n: int, itemsize: int) -> int:
@@ -98,62 +95,61 @@ def sets_of(n: int, itemsize: int) -> int:
     return int(max(2, min(_MOST_SETS, _ROTATED_BYTES // (2 * n * n * itemsize) + 1)))
 
 
+def relative_error(torch: Any, result: Any, a: Any, b: Any) -> float:
+    """Return the relative error of some rows and columns of a product, against float64."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    part = slice(None, None, max(1, a.shape[0] // 64))
+    exact = a[part].to(wide) @ (b[:, part] if b.dim() == 2 else b).to(wide)
+    error = result[(part,) * b.dim()].to(wide) - exact
+    return float(error.abs().square().sum().sqrt() / exact.abs().square().sum().sqrt())
+
+
 class Operands:
     """Rotating pairs of operands as torch tensors: square ones, or a matrix and a vector."""
 
-    def __init__(self, torch: Any, kind: Kind, n: int, sets: int, seed: int, device: str = "cuda") -> None:
+    def __init__(self, torch: Any, kind: Kind, n: int, sets: int, seed: int, device: str) -> None:
         generator = torch.Generator(device).manual_seed(seed)
         self.a, self.b = (
-            [libraries.normal(torch, generator, shape, kind.dtype) for _ in range(sets)]
+            [arrays.normal(torch, generator, shape, kind.dtype) for _ in range(sets)]
             for shape in ((n, n), (n,) if kind.vector else (n, n))
         )
         self.sets = sets
 
-    def bind(self, function: Callable[[Any, Any], Any]) -> Callable[[int], Any]:
+    def bind(self, function: Callable[[Any, Any], Any]) -> clock.Call:
         """Return a call by the number of the pair."""
-        a, b = self.a, self.b
-        return lambda number: function(a[number], b[number])
+        return lambda number: function(self.a[number], self.b[number])
 
 
 def variants(torch: Any, kind: Kind, operands: Operands) -> dict[str, Variant]:
-    """Return what is compared; lowprec is the first."""
+    """Return the compared products; lowprec is the first."""
     bind = operands.bind
 
-    def switches(*, reduced: bool = False) -> Any:
+    def switches(reduced: bool = False) -> AbstractContextManager[None]:
         return torch_switches(torch, kind.precision, reduced)
 
-    found = {
+    products = {
         "lowprec": Variant(bind(lambda a, b: lowprec.matmul(a, b, math_mode=kind.mode))),
         "torch": Variant(bind(torch.matmul), switches),
     }
     if kind.dtype in ("bfloat16", "float16"):
-        reduced = Variant(bind(torch.matmul), lambda: switches(reduced=True))
-        found["torch, reduced sums"] = reduced
+        products["torch, reduced sums"] = Variant(bind(torch.matmul), lambda: switches(reduced=True))
     if kind.mode in ("bf16", "fp16"):
         to = torch.bfloat16 if kind.mode == "bf16" else torch.float16
-        tf32 = bind(lambda a, b: lowprec.matmul(a, b, math_mode="tf32"))
-        found["lowprec tf32"] = Variant(tf32)
-        found["torch, converted"] = Variant(bind(lambda a, b: (a.to(to) @ b.to(to)).float()))
-        return found
+        products["lowprec tf32"] = Variant(bind(lambda a, b: lowprec.matmul(a, b, math_mode="tf32")))
+        products["torch, converted"] = Variant(bind(lambda a, b: (a.to(to) @ b.to(to)).float()))
+        return products
     for name, make in (("cupy", _cupy), ("nvmath", _nvmath)):
-        with contextlib.suppress(ImportError):
-            found[name] = _made(functools.partial(make, kind, operands))
-    return found
+        try:
+            products[name] = make(kind, operands)
+        except ImportError:
+            continue
+        except Exception as error:  # noqa: BLE001 - its first call raises the error, which the contest reports
+            products[name] = Variant(functools.partial(_fail, error))
+    return products
 
 
-def _made(make: Callable[[], Variant]) -> Variant:
-    """Return a variant; one that cannot be made fails as it is timed, and is told with the others that do."""
-    try:
-        return make()
-    except ImportError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a library that cannot do it is not compared
-        why = error
-
-    def fail(_: int) -> None:
-        raise why
-
-    return Variant(fail)
+def _fail(error: Exception, _: int) -> None:
+    raise error
 
 
 def _nvmath(kind: Kind, operands: Operands) -> Variant:
@@ -173,34 +169,24 @@ def _cupy(kind: Kind, operands: Operands) -> Variant:
 
     # CuPy's compute type for float32, by its own numbers: the default, or TF32.
     core, wanted = cupy._core, {"f": 7 if kind.precision == "tf32" else 1}
-    return Variant(call, lambda: switched(core.get_compute_type, core.set_compute_type, wanted))
+    return Variant(call, lambda: _switched(core.get_compute_type, core.set_compute_type, wanted))
 
 
-def relative_error(torch: Any, result: Any, a: Any, b: Any) -> float:
-    """Return the relative error of some rows and columns of a product, against float64."""
-    step = max(1, a.shape[0] // _SAMPLED)
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    part = slice(None, None, step)
-    exact = a[part].to(wide) @ (b[:, part] if b.dim() == 2 else b).to(wide)
-    off = result[(part,) * b.dim()].to(wide) - exact
-    return float(off.abs().square().sum().sqrt() / exact.abs().square().sum().sqrt())
-
-
-def row(kind_name: str, n: int, tuned: bool, found: Contest) -> dict[str, Any]:
+def _row(kind_name: str, n: int, tuned: bool, contest: Contest) -> dict[str, Any]:
     """Return a contest as a row of the report."""
     kind = KINDS[kind_name]
     flops = (8 if kind.dtype.startswith("complex") else 2) * n ** (2 if kind.vector else 3)
-    seconds = {name: timing.summary(taken) for name, taken in found.device_s.items()}
+    seconds = {name: timing.summary(samples) for name, samples in contest.device_s.items()}
     return {
         "kind": kind_name,
         "n": n,
         "tuned": tuned,
         "seconds": seconds,
-        "eager_s": {name: timing.summary(s)["median"] for name, s in found.eager_s.items()},
-        "host_s": found.host_s,
-        "speed": found.speed("lowprec"),
+        "eager_s": {name: timing.summary(samples)["median"] for name, samples in contest.eager_s.items()},
+        "host_s": contest.host_s,
+        "speed": contest.speed("lowprec"),
         "tflops": flops / seconds["lowprec"]["median"] / 1e12 if "lowprec" in seconds else None,
-        "errors": found.errors,
+        "errors": contest.errors,
     }
 
 
@@ -211,12 +197,10 @@ def measure(torch: Any, kind_name: str, n: int, seed: int, ticks: clock.Clock) -
     operands = Operands(torch, kind, n, sets, seed, ticks.device)
     a, b = operands.a[0], operands.b[0]
     error = relative_error(torch, lowprec.matmul(a, b, math_mode=kind.mode), a, b)
-    compared = variants(torch, kind, operands)
-    found = clock.contest(compared, ticks, sets=sets, budget_s=0.6, seed=seed)
+    contest = clock.contest(variants(torch, kind, operands), ticks, sets=sets, budget_s=0.6, seed=seed)
     # False for NaN, too.
-    fine = bool(error <= kind.tolerance) and "lowprec" not in found.errors
-    made = {**row(kind_name, n, False, found), "relative_error": error, "sets": sets, "ok": fine}
-    return made, operands
+    ok = bool(error <= kind.tolerance) and "lowprec" not in contest.errors
+    return {**_row(kind_name, n, False, contest), "relative_error": error, "sets": sets, "ok": ok}, operands
 
 
 def candidates_of(median_ms: float) -> int:
@@ -230,52 +214,87 @@ def candidates_of(median_ms: float) -> int:
     return max(4, min(32, int(_TUNING_MS / (_RUNS_PER_CANDIDATE * median_ms))))
 
 
-def tune(torch: Any, first: dict[str, Any], operands: Operands, ticks: clock.Clock) -> dict[str, Any]:
-    """Return the row of the same products after autotuning, beside torch alone."""
+def _tune(torch: Any, first: dict[str, Any], operands: Operands, ticks: clock.Clock) -> dict[str, Any]:
+    """Return the row of the same products after autotuning, against torch alone."""
     kind = KINDS[first["kind"]]
-    asked = candidates_of(first["seconds"]["lowprec"]["median"] * 1e3)
-    tuning = lowprec.autotune(operands.a[0], operands.b[0], math_mode=kind.mode, candidates=asked)
+    candidates = candidates_of(first["seconds"]["lowprec"]["median"] * 1e3)
+    tuning = lowprec.autotune(operands.a[0], operands.b[0], math_mode=kind.mode, candidates=candidates)
     compared = variants(torch, kind, operands)
     both = {name: compared[name] for name in ("lowprec", "torch")}
-    found = clock.contest(both, ticks, sets=operands.sets, budget_s=0.5)
-    taken = tuning.timed[0] if tuning.timed else None
+    contest = clock.contest(both, ticks, sets=operands.sets, budget_s=0.5)
+    chosen = tuning.timed[0] if tuning.timed else None
     return {
-        **row(first["kind"], first["n"], True, found),
-        "candidates": asked,
+        **_row(first["kind"], first["n"], True, contest),
+        "candidates": candidates,
         "found": len(tuning.timed),
-        "taken": None if taken is None else {"rank": taken.rank, "algorithm": taken.algorithm},
+        "chosen": None if chosen is None else {"rank": chosen.rank, "algorithm": chosen.algorithm},
         "over_first_choice": tuning.speedup,
-        "ok": "lowprec" not in found.errors,
+        "ok": "lowprec" not in contest.errors,
     }
 
 
-def schedule(*, quick: bool) -> list[tuple[str, int, bool]]:
-    """Return kinds, sizes, and whether to tune, what is claimed first."""
+def _schedule(*, quick: bool) -> dict[tuple[str, int], bool]:
+    """Return by kind and size whether to tune, kinds with a claim first."""
     sizes, extra = (SIZES[-1:], SIZES[-1:]) if quick else (SIZES, EXTRA_SIZES)
     tunes: dict[tuple[str, int], bool] = {}
     for n in sizes:
         tunes |= {(name, n): n >= 1024 or quick for name in CLAIMED}
         if n == 8192 or quick:
             tunes[CONVERTING, n] = False
-    for name in KINDS:
-        for n in extra:
-            tunes.setdefault((name, n), False)
-    return [(name, n, tuned) for (name, n), tuned in tunes.items()]
+    return tunes | {case: False for case in product(KINDS, extra) if case not in tunes}
 
 
-def run(part: Part, options: Options) -> None:
+def speed(part: Part, options: Options) -> None:
     """Measure all kinds and sizes."""
     import torch
 
     ticks = clock.EventClock(torch)
     part.fact("rotated_bytes", _ROTATED_BYTES)
-    for name, n, tunes in part.in_time(schedule(quick=options.quick), options):
+    for (name, n), tunes in part.in_time(_schedule(quick=options.quick).items(), options):
         try:
             first, operands = measure(torch, name, n, options.seed, ticks)
             part.row(**first)
             if tunes and "lowprec" in first["seconds"]:
-                part.row(**tune(torch, first, operands, ticks))
-        except Exception as error:  # noqa: BLE001 - one kind that fails is one row
+                part.row(**_tune(torch, first, operands, ticks))
+        except Exception as error:  # noqa: BLE001 - a kind that fails is one row
             part.row(ok=False, kind=name, n=n, tuned=None, errors={"all": short(error)})
         operands = None
         torch.cuda.empty_cache()
+
+
+# -- the first choice of the heuristics against the best of 32 ------------------------------------
+
+#: Name: batch, m, k, n. Batch 0 is none.
+SHAPES = {
+    "square 1024": (0, 1024, 1024, 1024),
+    "square 2048": (0, 2048, 2048, 2048),
+    "square 4096": (0, 4096, 4096, 4096),
+    "tall": (0, 16384, 1024, 256),
+    "wide": (0, 256, 1024, 16384),
+    "small k": (0, 4096, 64, 4096),
+    "large k": (0, 256, 16384, 256),
+    "few rows": (0, 16, 4096, 4096),
+    "odd": (0, 1000, 1001, 999),
+    "batched 256": (64, 256, 256, 256),
+}
+
+
+def heuristics(part: Part, options: Options) -> None:
+    """Measure all shapes and kinds."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(options.seed)
+    kinds = (("bfloat16", None), ("float16", None), ("float32", "tf32"), ("float32", "fp32"))
+    for name, (dtype, mode) in part.in_time(product(list(SHAPES)[: 1 if options.quick else None], kinds), options):
+        batch, m, k, n = SHAPES[name]
+        stack = (batch,) if batch else ()
+        words = {"shape": name, "extents": SHAPES[name], "kind": mode or dtype}
+        with part.attempt(**words):
+            a, b = (arrays.normal(torch, generator, (*stack, *extents), dtype) for extents in ((m, k), (k, n)))
+            timed = lowprec.autotune(a, b, math_mode=mode, candidates=32).timed
+            first, best = min(timed, key=lambda x: x.rank), min(timed, key=lambda x: x.median_ms)
+            part.row(
+                ok=True, **words, candidates=len(timed), first_ms=first.median_ms, best_ms=best.median_ms,
+                first_over_best=first.median_ms / best.median_ms, best_rank=best.rank, chosen_rank=timed[0].rank,
+                first=first.algorithm, best=best.algorithm,
+            )  # fmt: skip

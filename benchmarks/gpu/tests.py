@@ -1,48 +1,91 @@
-"""What the tests of the CUDA backend show: on the GPU where there is one, else against the software CUDA."""
+"""The tests of the CUDA backend that show features: on the GPU where there is one, else on the software CUDA.
+
+The module is also a plugin of pytest's that writes the report format of pytest-reportlog, which a borrowed machine may
+lack: one JSON object a line, on disk as soon as a test has ended, so that a run that is killed has a report.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import machine
+import common
 
-#: Where the tests are that bear the marker `feature`.
-FOLDER = machine.ROOT / "tests" / "cuda_backend"
-#: What they run on; their fixtures read it.
-VARIABLE = "LOWPREC_TEST_DEVICE"
+#: Tests with the marker `feature`.
+FOLDER = common.ROOT / "tests" / "cuda_backend"
+#: Variables: the device, which the fixtures read; the file; the time after which no new test begins.
+VARIABLE, PATH, DEADLINE = "LOWPREC_TEST_DEVICE", "GPU_REPORT_LOG", "GPU_REPORT_DEADLINE"
 
-#: Characters of a failure's message that the report keeps, its end, and how many failures.
+#: Characters of the end of a failure's message in the report, and the most failures.
 _MESSAGE, _FAILURES = 600, 60
-_KINDS = ("passed", "failed", "skipped")
-_STOPPED = "it was running when the tests were stopped"
 
 
 def modules() -> list[str]:
     """Return the names of the modules that show features; a part of the report each."""
-    found = [p for p in FOLDER.glob("test_*.py") if "mark.feature" in p.read_text("utf-8")]
-    return sorted(p.stem for p in found)
+    return sorted(p.stem for p in FOLDER.glob("test_*.py") if "mark.feature" in p.read_text("utf-8"))
 
 
 def command(module: str, *, quick: bool) -> list[str]:
-    """Return how to run the tests of one module that show features."""
-    # Other versions of the libraries may warn of other things; that is not what is asked here.
+    """Return the command that runs the tests of one module that show features."""
+    # Libraries of other versions may warn of other things, which is no failure of a feature.
     wanted = "feature and not sweep" if quick else "feature"
     return [
         sys.executable, "-m", "pytest", str(FOLDER / f"{module}.py"), "-q", "-m", wanted,
-        "-W", "default", "-p", "gpu.reportlog", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30",
+        "-W", "default", "-p", "gpu.tests", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30",
     ]  # fmt: skip
 
 
+# -- the plugin -----------------------------------------------------------------------------------
+
+
+class _ReportLog:
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        with open(os.environ[PATH], "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry, default=str) + "\n")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Write the setup, the call or the teardown of a test."""
+        self._write(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+
+    #: Modules that cannot be imported.
+    pytest_collectreport = pytest_runtest_logreport
+
+    def pytest_runtest_logfinish(self) -> None:
+        """End the run before it is killed: a slow test does not count as one that hangs."""
+        if time.time() > float(os.environ.get(DEADLINE, "inf")):
+            self.session.shouldstop = "the time is over"
+
+    def pytest_sessionstart(self, session: Any) -> None:
+        """Keep the session, which can be stopped."""
+        self.session = session
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Write that all tests have run."""
+        self._write({"$report_type": "SessionFinish", "exitstatus": int(exitstatus)})
+
+
+def pytest_configure(config: Any) -> None:
+    """Register the plugin."""
+    config.pluginmanager.register(_ReportLog(config))
+
+
+# -- its file -------------------------------------------------------------------------------------
+
+
 def read(path: Path) -> dict[str, Any]:
-    """Return what a run of pytest left behind, as a part of the report; a ValueError if that is nothing."""
+    """Return the result of a run of pytest as a part of the report; a ValueError without one."""
     if not path.exists():
         raise ValueError("it wrote nothing")
-    return digest(_entries(path))
+    return _digest(_entries(path))
 
 
 def _entries(path: Path) -> Iterable[dict[str, Any]]:
@@ -53,8 +96,8 @@ def _entries(path: Path) -> Iterable[dict[str, Any]]:
             return
 
 
-def digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one row per feature, and what failed; a test that has no end has failed."""
+def _digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one row per feature, and the failures; a test without an end has failed."""
     tests: dict[str, dict[str, Any]] = {}
     complete = False
     for entry in entries:
@@ -65,39 +108,38 @@ def digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         kind, when = entry["outcome"], entry.get("when")
         if when is None and kind == "passed":
             continue
-        test = tests.setdefault(entry["nodeid"], {"kind": "failed", "message": _STOPPED})
+        unfinished = {"kind": "failed", "message": "it was running when the tests were stopped"}
+        test = tests.setdefault(entry["nodeid"], unfinished)
         test["shows"] = entry.get("user_properties", [])
-        # Of setup and teardown only what went wrong.
+        # Of setup and teardown only failures and skips.
         if kind != "passed" or when == "call":
             test["kind"], test["message"] = kind, _message(entry["longrepr"])
     by_feature: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for test in tests.values():
-        shown = [value for name, value in test["shows"] if name == "feature"]
         (device,) = [value for name, value in test["shows"] if name == "device"] or ["unknown"]
-        for feature in shown:
-            by_feature[feature, device][test["kind"]] += 1
+        for name, value in test["shows"]:
+            if name == "feature":
+                by_feature[value, device][test["kind"]] += 1
 
-    def counted(count: Mapping[str, int]) -> dict[str, int]:
-        return {kind: count[kind] for kind in _KINDS}
+    def counted(kinds: Mapping[str, int]) -> dict[str, int]:
+        return {kind: kinds[kind] for kind in ("passed", "failed", "skipped")}
 
     kinds = Counter(test["kind"] for test in tests.values())
-    failures = [
-        {"id": name, "message": test["message"][-_MESSAGE:]} for name, test in tests.items() if test["kind"] == "failed"
-    ]
+    failed = {name: test["message"][-_MESSAGE:] for name, test in tests.items() if test["kind"] == "failed"}
     skips = Counter(test["message"] for test in tests.values() if test["kind"] == "skipped")
     rows = []
     for (feature, device), count in by_feature.items():
         ok = False if count["failed"] else True if count["passed"] else None
         rows.append({"feature": feature, "device": device, **counted(count), "ok": ok})
-    if failures and not any(row["ok"] is False for row in rows):
+    if failed and not any(row["ok"] is False for row in rows):
         rows.append({"feature": None, "device": None, **counted(kinds), "ok": False})
-    told = {"counts": counted(kinds), "failures": failures[:_FAILURES], "skips": dict(skips)}
-    return {"complete": complete, "facts": told, "rows": rows}
+    failures = [{"id": name, "message": message} for name, message in failed.items()]
+    facts = {"counts": counted(kinds), "failures": failures[:_FAILURES], "skips": dict(skips)}
+    return {"complete": complete, "facts": facts, "rows": rows}
 
 
 def _message(longrepr: Any) -> str:
-    """Return what pytest says of a failure or a skip."""
+    """Return pytest's message about a failure or a skip."""
     if isinstance(longrepr, Mapping):
-        crash = longrepr.get("reprcrash") or {}
-        return str(crash.get("message", ""))
+        return str((longrepr.get("reprcrash") or {}).get("message", ""))
     return str(longrepr[-1] if isinstance(longrepr, list) else longrepr or "")

@@ -1,107 +1,107 @@
-"""What the report says about the claims: each a value beside its limit, or "not measured"."""
+"""The report's claims: each a value and its limit, or "not measured"."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import common
 
 Results = Mapping[str, Mapping[str, Any]]
-Row = Mapping[str, Any]
 
-#: Extents of the square products that the claims are about.
+#: Extents of the square products of the claims.
 SIZES = (1024, 2048, 4096, 8192, 16384)
-
 #: Kinds of product in the part `speed`.
 KINDS = ("bfloat16", "float16", "float32 tf32", "float32 fp32")
 
-#: Of torch.matmul's speed: without and with autotuning.
-FLOORS = {False: 0.98, True: 1.0}
-CONVERSION_FLOOR, CONVERSION_SIZE = 1.3, 8192
-HOST_LIMIT = 1.5
-#: Of torch.matmul's speed in float32, splitting included, for schemes with no larger error.
-RECOVERY_FLOORS, RECOVERY_SIZE = {"fp16x3": 2.8, "bf16x6": 1.9}, 8192
+#: Limits relative to torch.matmul's speed, without and with autotuning, and relative to its host time.
+FLOORS, HOST_LIMIT = {False: 0.98, True: 1.0}, 1.5
+CONVERSION_FLOOR = 1.3
+#: Relative to torch.matmul's speed in float32, splitting included, for schemes with no larger error.
+RECOVERY_FLOORS = {"fp16x3": 2.8, "bf16x6": 1.9}
+#: Extents of the products of the last two.
+LARGE = 8192
 
 
-def rows(results: Results, part: str, **where: Any) -> list[Row]:
+def rows(results: Results, part: str, **where: Any) -> list[Mapping[str, Any]]:
     """Return the rows of a part that have these values."""
-    found = results.get(part, {}).get("rows", [])
-    return [r for r in found if all(r.get(name) == value for name, value in where.items())]
+    part_rows = results.get(part, {}).get("rows", [])
+    return [r for r in part_rows if all(r.get(name) == value for name, value in where.items())]
 
 
-def claims(results: Results) -> list[dict[str, Any]]:
-    """Return all claims with what was measured."""
-    gain = f"float32 in mode bf16, conversion included, over mode tf32 at {CONVERSION_SIZE}"
-    bf16 = rows(results, "speed", kind="float32 bf16", n=CONVERSION_SIZE, tuned=False)
+def claims(results: Results) -> Iterator[dict[str, Any]]:
+    """Yield all claims with the measurements."""
+    for tuned in FLOORS:
+        for kind in KINDS:
+            yield _speed(results, kind, tuned)
+    gain = f"float32 in mode bf16, conversion included, over mode tf32 at {LARGE}"
+    bf16 = rows(results, "speed", kind="float32 bf16", n=LARGE, tuned=False)
     tf32 = bf16[0]["speed"].get("lowprec tf32", {}) if bf16 else {}
+    yield common.claim(gain, tf32.get("median"), CONVERSION_FLOOR)
     host = "host time of a small product over torch.matmul's, worst type"
     ratios = [r["over_torch"] for r in rows(results, "host", name="lowprec") if r.get("over_torch")]
-    return [
-        *(_speed(results, kind, tuned) for tuned in FLOORS for kind in KINDS),
-        common.claim(gain, tf32.get("median"), CONVERSION_FLOOR),
-        common.claim(host, max(ratios, default=None), HOST_LIMIT, at_most=True),
-        *(_recovery(results, mode) for mode in RECOVERY_FLOORS),
-        *_shares(results),
-    ]
+    yield common.claim(host, max(ratios, default=None), HOST_LIMIT, at_most=True)
+    for mode in RECOVERY_FLOORS:
+        yield _recovery(results, mode)
+    yield from _shares(results)
 
 
 def _speed(results: Results, kind: str, tuned: bool) -> dict[str, Any]:
-    """Return how fast a kind of product is beside torch.matmul, at the size where it does worst."""
-    by_size = {}
-    for n in SIZES:
-        for row in rows(results, "speed", kind=kind, n=n, tuned=tuned):
-            speed = row.get("speed", {}).get("torch")
-            if speed:
-                by_size[str(n)] = speed["median"]
+    """Return the speed of a kind of product relative to torch.matmul, at its worst size."""
+    by_size = {
+        str(row["n"]): row["speed"]["torch"]["median"]
+        for row in rows(results, "speed", kind=kind, tuned=tuned)
+        if row["n"] in SIZES and "torch" in row.get("speed", {})
+    }
     how = "with" if tuned else "without"
     what = f"{kind.removeprefix('float32 ')}: speed over torch.matmul, worst size, {how} autotuning"
-    complete = set(by_size) == {str(n) for n in SIZES}
-    worst = min(by_size.values()) if by_size else None
-    # A miss is a miss; that nothing is missed takes all sizes.
-    value = worst if complete or (worst is not None and worst < FLOORS[tuned]) else None
-    return common.claim(what, value, FLOORS[tuned], by_size=by_size)
+    worst = min(by_size.values(), default=math.inf)
+    # One miss is a miss; that the claim is met needs all sizes.
+    is_known = len(by_size) == len(SIZES) or worst < FLOORS[tuned]
+    return common.claim(what, worst if is_known else None, FLOORS[tuned], by_size=by_size)
 
 
 def _recovery(results: Results, mode: str) -> dict[str, Any]:
-    """Return how fast a scheme is beside torch's float32, best chunk with no larger error; 0 if none has that."""
-    errors = {(r["name"], r["distribution"]): r.get("relative_error") for r in rows(results, "splits", n=RECOVERY_SIZE)}
+    """Return the speed of a scheme over torch's float32, best chunk with no larger error; 0 without such a chunk."""
     # JSON has None for an error that is NaN or infinite.
-    errors = {key: math.inf if e is None else e for key, e in errors.items()}
-    finite = {key: e for key, e in errors.items() if e < math.inf}
-    baselines = {d: e for (name, d), e in finite.items() if name == "torch float32"}
-    speeds = {}
-    for row in rows(results, "splits", n=RECOVERY_SIZE, mode=mode, distribution="normal"):
+    errors = {
+        (r["name"], r["distribution"]): r["relative_error"]
+        for r in rows(results, "splits", n=LARGE)
+        if r.get("relative_error") is not None
+    }
+    baselines = {d: error for (name, d), error in errors.items() if name == "torch float32"}
+    speeds: list[float] = []
+    for row in rows(results, "splits", n=LARGE, mode=mode, distribution="normal"):
         speed = row.get("speed", {}).get("torch float32")
         if speed and len(baselines) == 2:
-            fine = all(errors.get((row["name"], d), math.inf) <= e for d, e in baselines.items())
-            speeds[row["name"]] = speed["median"] if fine else 0.0
-    what = f"{mode}: speed over torch.matmul in float32 at {RECOVERY_SIZE}, with no larger error, best chunk"
-    return common.claim(what, max(speeds.values(), default=None), RECOVERY_FLOORS[mode])
+            is_exact = all(errors.get((row["name"], d), math.inf) <= error for d, error in baselines.items())
+            speeds.append(speed["median"] if is_exact else 0.0)
+    what = f"{mode}: speed over torch.matmul in float32 at {LARGE}, with no larger error, best chunk"
+    return common.claim(what, max(speeds, default=None), RECOVERY_FLOORS[mode])
 
 
-def _shares(results: Results) -> Iterable[dict[str, Any]]:
-    """Return the claims that hold of every row: the value is the share of rows of which they do."""
+def _shares(results: Results) -> Iterator[dict[str, Any]]:
+    """Yield the claims about every row; the value is the share of the rows for which they hold."""
 
     def tensor_cores(mode: str) -> list[bool | None]:
-        real = rows(results, "accuracy", dtypes=["float32", "float32"], mode=mode)
-        return [r.get("tensor_cores") for r in real]
+        return [r.get("tensor_cores") for r in rows(results, "accuracy", dtypes=["float32", "float32"], mode=mode)]
 
-    # What was seen in software says nothing about a GPU.
-    shown = [r["ok"] for part in results for r in rows(results, part, device="gpu")]
     judged = {
-        "features that work on the GPU, share": shown,
+        # Tests on the software CUDA show nothing about a GPU.
+        "features that work on the GPU, share": [
+            r["ok"] for part in results for r in rows(results, part, device="gpu")
+        ],
         "errors within the plan's bound, share of products": [r["ok"] for r in rows(results, "accuracy")],
         "tf32: algorithms on tensor cores, share": tensor_cores("tf32"),
         "fp32: algorithms without tensor cores, share": [None if x is None else not x for x in tensor_cores("fp32")],
-    }  # fmt: skip
-    for what, found in judged.items():
-        yield common.claim(what, share(found), 1.0, rows=len([x for x in found if x is not None]))
+    }
+    for what, values in judged.items():
+        yield common.claim(what, share(values), 1.0, rows=len([x for x in values if x is not None]))
 
 
 def share(judged: Iterable[bool | None]) -> float | None:
-    """Return the share of True among True and False; None where nothing was judged.
+    """Return the share of True among True and False; None without either.
 
     Examples
     --------

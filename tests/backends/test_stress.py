@@ -30,7 +30,15 @@ def stress(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 def test_inexact_operands_are_refused(stress: ModuleType, rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match="more than 1024 products"):
-        stress.exact_operands(rng, 2, 1025, 2)
+        stress.storm.exact_operands(rng, 2, 1025, 2)
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 8), (33, 17, 20), (160, 96, 80)])
+def test_modes_have_different_results(stress: ModuleType, shape: tuple[int, ...]) -> None:
+    modes = ("fp32", "tf32", "bf16", "fp16")
+    jobs = [stress.storm.job(np.random.default_rng(0), shape, mode) for mode in modes]
+    assert all(np.array_equal(job.a, jobs[0].a) for job in jobs)
+    assert len({job.expected.tobytes() for job in jobs}) == len(modes)
 
 
 # -- the storm ------------------------------------------------------------------------------------

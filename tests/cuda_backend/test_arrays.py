@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from cuda_backend.device_fixture import SoftwareGpu
-from lowprec.arrays import Device, library_of
+from lowprec.arrays import Device, device_memory, library_of
 from lowprec.arrays.device_memory import DeviceArray
 from lowprec.arrays.dlpack import view_of_capsule
 from lowprec.backends import Arguments
 from lowprec.backends.cuda import memory, runtime
 from lowprec.core import streams
 from lowprec.core.arguments import PLAIN
-from lowprec.errors import BackendError
+from lowprec.errors import ArrayError, BackendError, DeviceError
 from lowprec.formats import DType
 from software_cuda import Cupy, Software
 
@@ -167,3 +167,37 @@ def test_objects_are_held_and_released_during_a_capture(cuda: Software) -> None:
     synchronize(second)
     assert not memory.release_finished()
     assert all(x() is None for x in alive)
+
+
+# -- DLPack ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", [0, -2, 1.5, "1", True])
+def test_streams_that_dlpack_lacks_are_refused(cuda: Software, on: Any) -> None:
+    with pytest.raises(BufferError, match="stream must be None, -1"):
+        new_result(1).__dlpack__(stream=on)
+
+
+def test_an_array_is_exported_to_its_device_alone(cuda: Software) -> None:
+    array = new_result(1)
+    array.__dlpack__(dl_device=(2, 0))
+    with pytest.raises(BufferError, match="on cuda:0 and is not exported to device"):
+        array.__dlpack__(dl_device=(1, 0))
+    for read_by_numpy in (np.asarray, lambda x: x.memory):
+        with pytest.raises(ArrayError, match=r"on cuda:0, where NumPy cannot .*torch\.from_dlpack"):
+            read_by_numpy(array)
+    assert repr(array) == f"DLPackArray(shape=({N},), dtype='float32', device='cuda:0')"
+
+
+def test_devices_without_memory_for_results_are_refused() -> None:
+    class Shy:
+        def __dlpack__(self, **_: Any) -> object:
+            raise AssertionError
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise BufferError("somewhere")
+
+    with pytest.raises(ArrayError, match="Shy cannot be exported by DLPack: somewhere"):
+        library_of(Shy()).view(Shy())
+    with pytest.raises(DeviceError, match=r"lowprec cannot allocate the result on rocm:0"):
+        device_memory.provider(Device(10, 0))

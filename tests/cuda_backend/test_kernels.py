@@ -121,18 +121,6 @@ ROTATED = (D.COMPLEX64, D.FLOAT16, True, "rotated")
 FEW = [SIMPLE, ROWS_SCALED, BYTES, WIDENED, ROTATED]
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@each_of(FEW)
-@pytest.mark.parametrize("offset", [0, 1, 3])
-def test_layouts(variant: tuple[Any, ...], layout: str, offset: int, rng: np.random.Generator) -> None:
-    """Batches, odd extents, sources and destinations that are not aligned."""
-    for shape in ((3, 33, 65), (2, 2, 130, 16), (1, 100), (100, 1), (4, 8, 8), (2, 3, 3)):
-        array = lay_out(random_bits(rng, variant[0], 1 << 15), shape, layout, offset)
-        for pad in ((0, 0), (0, 7), (2, 16)):
-            check_pack(array, packing_of(array, *variant, pad), offset)
-
-
 @pytest.mark.feature("kernels that pack operands")
 @each_of(FEW)
 def test_operands_that_are_broadcast(variant: tuple[Any, ...], rng: np.random.Generator) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ import pytest
 
 from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import SoftwareGpu
-from lowprec.arrays import Device, device_memory
+from lowprec.arrays import Device
 from lowprec.backends.cuda import memory
 from lowprec.errors import BackendError, DeviceMemoryError
 from software_cuda import DeviceModel, Software
@@ -118,15 +117,6 @@ def test_errors_of_the_work_and_of_freeing(cuda: Small) -> None:
     assert len(cuda.addresses()) == 2
     memory.release()
     assert cuda.addresses() == []
-
-
-def test_devices_do_not_share_memory(cuda: Small) -> None:
-    blocks = [device_memory.provider(x).allocate(0, x, LEGACY) for x in (GPU, OTHER_GPU)]  # no bytes have an address
-    assert sorted(x.address for x in blocks) == sorted(cuda.addresses())
-    assert [x.device for x in cuda.runtime.memory.live()] == [
-        int(x.address == blocks[1].address) for x in cuda.runtime.memory.live()
-    ]
-    assert cuda.runtime.device == 0
 
 
 def test_a_pool_is_bounded(fresh: Small, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,20 +323,6 @@ def test_blocks_from_many_threads(cuda: Small) -> None:
     assert cuda.addresses() == []
 
 
-def test_a_block_in_a_cycle(cuda: Small) -> None:
-    class Cycle:
-        def __init__(self) -> None:
-            self.itself = self
-            self.block = memory.allocate(1000, GPU, cuda.first)
-
-    cycle = Cycle()
-    address = cycle.block.address
-    del cycle
-    gc.collect()
-    memory.release()
-    assert address not in cuda.addresses()
-
-
 # -- order ----------------------------------------------------------------------------------------
 
 
@@ -375,13 +351,6 @@ def test_a_join_that_fails_is_reported_and_loses_no_event(cuda: Small, function:
         memory.order(cuda.first, cuda.second, GPU)
     memory.order(cuda.first, cuda.second, GPU)
     assert cuda.live()["events"] == 1
-
-
-def test_a_device_has_one_stream_of_lowprec(cuda: Small) -> None:
-    streams = [memory.own_stream(device) for device in (GPU, OTHER_GPU, GPU, OTHER_GPU)]
-    assert streams[:2] == streams[2:]
-    assert [cuda.runtime.stream(x).device for x in streams[:2]] == [0, 1]
-    assert not any(cuda.runtime.stream(x).blocking for x in streams)
 
 
 # -- held objects ---------------------------------------------------------------------------------
@@ -504,16 +473,6 @@ def test_operands_kept_by_many_threads(cuda: Small) -> None:
         sys.setswitchinterval(interval)
     memory.release()
     assert early == [False] * 320
-
-
-def test_release_waits_for_work(cuda: Small) -> None:
-    cuda.keep_busy(cuda.first)
-    owners, alive = owners_and_count()
-    memory.keep(owners, cuda.first, GPU)
-    del owners
-    memory.release()
-    assert alive() == 0
-    assert cuda.count("cudaEventSynchronize") == 1
 
 
 # -- processes ------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_more_matrices_than_a_call_has(gpu: Gpu, rng: Any, mode: str, c: bool) -
 
 @pytest.mark.feature("batches, and one dimension")
 @named("shapes", [((7,), (7,)), ((7,), (7, 3)), ((3, 7), (7,)), ((2, 3, 7), (7,)), ((7,), (2, 7, 3))], ids=str)
-def test_vectors(gpu: Gpu, rng: Any, shapes: Any) -> None:
+def test_products_with_vectors(gpu: Gpu, rng: Any, shapes: Any) -> None:
     a, b = (integers(rng, shape, F32) for shape in shapes)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode="bf16"))
     assert found.shape == np.matmul(a, b).shape

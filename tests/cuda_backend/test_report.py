@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import lowprec
 from cuda_backend.device_fixture import Gpu, SoftwareGpu
 from lowprec.backends.cuda import bindings
 from lowprec.modes import available_modes
@@ -40,7 +39,7 @@ def load(software: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
         bindings.destroy_handle(raw.handle())
     # They keep what belongs to this software.
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("gpu", "common", "machine", "timing"):
+        if name.partition(".")[0] in ("gpu", "common", "generated", "timing"):
             del sys.modules[name]
             package, _, module = name.rpartition(".")
             if package in sys.modules:  # of a run by the report itself, which has imported it before
@@ -52,7 +51,7 @@ def rows(load: Load, tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
     def run(name: str) -> list[dict[str, Any]]:
         parts = load("gpu.parts")
         part = parts.Part(tmp_path / "part.json")
-        load(f"gpu.{name}").run(part, parts.Options(quick=True, seed=0))
+        parts.runner(name)(part, parts.Options(quick=True, seed=0))
         found: list[dict[str, Any]] = part.rows
         return found
 
@@ -67,7 +66,7 @@ def test_a_product(load: Load, rng: np.random.Generator) -> None:
         c = rng.standard_normal((24, 16))
         found = product.run(algorithm, alpha=2.0, beta=-1.0, c=c)
         np.testing.assert_allclose(found, 2 * (a @ b) - c, rtol=1e-12, atol=1e-12)
-        assert raw.told(algorithm)["units"] in ("DMMA", "FMA")
+        assert raw.described(algorithm)["units"] in ("DMMA", "FMA")
 
 
 def test_rounding(rows: Callable[[str], list[dict[str, Any]]]) -> None:
@@ -95,7 +94,7 @@ def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
 
 
 def test_compute_types_and_handles(load: Load) -> None:
-    found = {r["what"]: r for r in load("gpu.override").probe(0)}
+    found = {r["what"]: r for r in load("gpu.numerics").probe(0)}
     assert {what: r["level"] for what, r in found.items()} == {
         "COMPUTE_32F": "float32",
         "COMPUTE_32F_PEDANTIC": "float32",
@@ -113,11 +112,11 @@ def test_compute_types_and_handles(load: Load) -> None:
 
 
 def test_epilogues(load: Load) -> None:
-    epilogues = load("gpu.epilogues")
-    for pair in epilogues.PAIRS:
+    acceptance = load("gpu.acceptance")
+    for pair in acceptance.PAIRS:
         scaled = [(), (0.5, 4.0)] if "float8" in pair.a else [()]
         for scales in scaled:
-            taken = {e: epilogues.ask(pair, e, scales, 0)["ok"] for e in epilogues.EPILOGUES}
+            taken = {e: acceptance.try_epilogue(pair, e, scales, 0)["ok"] for e in acceptance.EPILOGUES}
             assert False not in taken.values(), (pair, scales)
             refused = pair.a == pair.b == "float8_e5m2"
             assert taken["DEFAULT"] is (None if refused else True), (pair, scales)
@@ -126,7 +125,7 @@ def test_epilogues(load: Load) -> None:
 
 
 def test_stream_handles(load: Load) -> None:
-    streams = load("gpu.streams")
+    streams = load("gpu.acceptance")
     for step in ("copy and event", "kernel", "cublasLtMatmul"):
         for handle in streams.HANDLES.values():
             assert streams.STEPS[step](handle, 0) is True, (step, handle)
@@ -154,22 +153,22 @@ def test_packing_rates(load: Load, software: SoftwareGpu) -> None:
 
 
 def test_products(load: Load, software: Gpu) -> None:
-    products, accuracy = load("gpu.products"), load("gpu.accuracy")
-    found = [accuracy.check(lowprec, software, case, 16, 0) for case in products.cases()]
+    correctness = load("gpu.correctness")
+    found = [correctness.check(software, case, 16, 0) for case in correctness.small_cases()]
     assert [r for r in found if r["ok"] is not True] == []
     assert {r["mode"] for r in found} == {None, *map(str, available_modes())}
 
 
 def test_shapes(load: Load, software: Gpu) -> None:
-    shapes = load("gpu.shapes")
-    found = [shapes.check(software, case, 0) for case in shapes.cases()]
+    correctness = load("gpu.correctness")
+    found = [correctness.check_shape(software, case, 0) for case in correctness.shape_cases()]
     assert [r for r in found if r["ok"] is not True] == []
     assert {tuple(r["scales"]) for r in found} == {(), (0.5, 4.0)}
 
 
 def test_accuracy(load: Load, software: Gpu) -> None:
-    accuracy = load("gpu.accuracy")
-    found = [accuracy.check(lowprec, software, case, 32, 0) for case in accuracy.cases((64,))]
+    correctness = load("gpu.correctness")
+    found = [correctness.check(software, case, 32, 0) for case in correctness.cases((64,))]
     assert [r for r in found if r["ok"] is not True] == []
     kinds = {(r["dtypes"][0], r["mode"], r["distribution"]) for r in found}
     assert {("float8_e4m3fn", None, "normal"), ("float32", "fp16", "scaled")} <= kinds

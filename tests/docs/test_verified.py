@@ -24,7 +24,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     before = set(sys.modules)
     yield importlib.import_module("_verified")
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("_verified", "common", "gpu", "machine"):
+        if name.partition(".")[0] in ("_verified", "common", "generated", "gpu"):
             del sys.modules[name]
 
 
@@ -87,8 +87,8 @@ def test_features_and_markers_are_the_same(verified: ModuleType, tmp_path: Path)
     assert [m for m in marked if not any(verified.matches(m, f) for f in features)] == []
     with pytest.raises(ValueError, match="no test bears the marker of the feature 'nothing'"):
         verified.covered_by("nothing", marked)
-    (tmp_path / "test_a.py").write_text('@pytest.mark.feature("a", "{b} c")\ndef test_x(): ...')
-    assert verified.markers(tmp_path) == {w: ["`test_a.py`, `test_x`"] for w in ("a", "{b} c")}
+    (tmp_path / "test_a.py").write_text('@pytest.mark.feature("a", "{b} c")\ndef test_marked(): ...')
+    assert verified.markers(tmp_path) == {w: ["`test_a.py`, `test_marked`"] for w in ("a", "{b} c")}
     assert verified.matches("{b} c", "d e c")
     assert not verified.matches("{b} c", "d c e")
 

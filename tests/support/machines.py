@@ -1,4 +1,4 @@
-"""Machines to pretend to be."""
+"""Capabilities of CPUs and GPUs, and fixtures that restrict those of this machine."""
 
 from __future__ import annotations
 
@@ -19,14 +19,8 @@ from lowprec.planning import Capabilities, KernelRow
 
 ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERNELS)}
 
-X86_64 = kernels_of("x86_64")
-BARE = Capabilities("cpu", "a plain CPU", X86_64)
+BARE = Capabilities("cpu", "a plain CPU", kernels_of("x86_64"))
 AVX2 = replace(BARE, name="a CPU with AVX2", features=frozenset({"fp32_avx2", "int8_avx2"}))
-AVX512 = replace(
-    BARE, name="a CPU with AVX-512", features=AVX2.features | {"fp32_avx512", "bf16_avx512", "int8_avx512"}
-)
-AMX = replace(BARE, name="a CPU with AMX", features=AVX512.features | {"bf16_amx", "int8_amx"})
-NEON = Capabilities("cpu", "a CPU with NEON", kernels_of("aarch64"), frozenset({"fp32_neon", "bf16_neon", "int8_neon"}))
 
 
 def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20, *features: str | None) -> Capabilities:
@@ -37,7 +31,7 @@ def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20, *
     )
 
 
-#: Those on which a test that is parametrised by machine runs.
+#: Machines of a test that is parametrised by machine.
 MACHINES = ("this machine", "NumPy alone")
 
 
@@ -59,25 +53,13 @@ def fixture(*machines: str) -> Any:
 
 
 @contextmanager
-def with_rows(*rows: KernelRow) -> Iterator[None]:
-    """Run on this machine as if it had these kernels and no others."""
-    with _pretending(replace(cpu.capabilities(CPU), kernels=rows)):
-        yield
-
-
-@contextmanager
 def without(features: Iterable[str]) -> Iterator[None]:
-    """Run on this machine, of which planning does not know that it has these features."""
+    """Plan on this machine without these features."""
     able = cpu.capabilities(CPU)
-    with _pretending(replace(able, features=able.features - frozenset(features))):
-        yield
-
-
-@contextmanager
-def _pretending(able: Capabilities) -> Iterator[None]:
+    lesser = replace(able, features=able.features - frozenset(features))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(cpu, "capabilities", lambda device: able)
-        # Executors are kept without the capabilities, which do not change while a process lives.
+        monkeypatch.setattr(cpu, "capabilities", lambda device: lesser)
+        # Executors are cached without the capabilities, which do not change while a process lives.
         executors.clear_caches()
         try:
             yield

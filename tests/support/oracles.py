@@ -76,13 +76,6 @@ def _to_tf32(x: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(x), signed, x)
 
 
-def float16_digits(x: np.ndarray) -> np.ndarray:
-    """Round float32 to 11 significant bits, ties to even, by float64 arithmetic."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        fraction, exponent = np.frexp(x.astype(np.float64))
-        return np.ldexp(np.rint(np.ldexp(fraction, 11)), exponent - 11).astype(np.float32)
-
-
 def _via(dtype: Any, x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         return x.astype(dtype).astype(np.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -36,21 +35,7 @@ Load = Callable[[str], ModuleType]
 # -- statistics -----------------------------------------------------------------------------------
 
 
-def test_summary_is_median_and_quartiles(load: Load) -> None:
-    timing = load("timing")
-    assert timing.summary([5.0, 1.0, 4.0, 2.0, 3.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0}
-    assert timing.summary([7.0]) == {"median": 7.0, "q1": 7.0, "q3": 7.0}
-
-
-def test_ratio_is_taken_within_each_round(load: Load) -> None:
-    # The machine is ten times slower in the second round: the ratio of the medians would be 20 / 3.
-    speed = load("timing").speed_ratio([2.0, 200.0, 20.0], [1.0, 100.0, 3.0])
-    assert speed["median"] == 2.0
-    with pytest.raises(ValueError, match="zip"):
-        load("timing").speed_ratio([1.0], [1.0, 2.0])
-
-
-EXAMPLES = "common generated recovery timing tradeoff gpu.device gpu.override gpu.speed gpu.verdicts"
+EXAMPLES = "bench_accuracy common generated timing gpu.device gpu.numerics gpu.speed gpu.verdicts"
 
 
 @pytest.mark.parametrize("name", EXAMPLES.split())
@@ -107,7 +92,7 @@ def test_speed_claims_take_the_geometric_mean_over_squares(load: Load) -> None:
     bench = load("bench_gemm")
     rows = [_row("lowprec float32 bf16", n, numpy_float32=s) for n, s in ((1024, 2.0), (2048, 8.0))]
     rows.append({**_row("lowprec float32 bf16", 64, numpy_float32=1e-9), "k": 7})
-    by_what = {c["what"]: c for c in bench.speed_claims(rows)}
+    by_what = {c["what"]: c for c in bench.speed_claims(rows, bench.AMX_LIMITS)}
     claim = by_what["lowprec float32 bf16 over numpy float32, geometric mean"]
     assert claim["value"] == pytest.approx(4.0)
     assert claim["met"] is (claim["value"] >= 4.0)
@@ -121,7 +106,7 @@ def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> N
     operands = bench.operand_sets((1, 8, 8, 8), ["float32"], 1, 0)
     wrong = bench.Variant("wrong", "numpy", "float32", lambda a, b: (a @ b) * np.float32(1.1))
     with pytest.raises(RuntimeError, match="wrong is wrong"):
-        bench._checked(wrong, operands, rng)
+        bench.relative_error(wrong, operands, rng)
 
 
 def test_file_appears_only_when_complete(load: Load, tmp_path: Path) -> None:
@@ -151,8 +136,8 @@ def test_file_appears_only_when_complete(load: Load, tmp_path: Path) -> None:
 def test_slug(
     load: Load, monkeypatch: pytest.MonkeyPatch, model: str, family: int | None, flags: list[str], slug: str
 ) -> None:
-    machine = load("machine")
-    monkeypatch.setattr(machine, "cpu_family", lambda: family)
+    machine = load("common")
+    monkeypatch.setattr(cpuinfo, "_cpuinfo", lambda: {} if family is None else {"cpu family": str(family)})
     monkeypatch.setattr(cpuinfo, "system_flags", lambda: frozenset(flags))
     monkeypatch.setattr(machine, "cpu_model", lambda: model)
     monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
@@ -161,11 +146,6 @@ def test_slug(
 
 
 # -- rendering ------------------------------------------------------------------------------------
-
-
-def test_a_table_has_one_line_a_row(load: Load) -> None:
-    made = load("generated").table(["a", "n"], [["x |\n y", "1\N{NO-BREAK SPACE}2"]], words=1)
-    assert made == "| a | n |\n| --- | ---: |\n| x \\| y | 1\N{NO-BREAK SPACE}2 |\n"
 
 
 def test_quick_results_are_refused(load: Load, tmp_path: Path) -> None:
@@ -233,44 +213,73 @@ def test_every_colour_of_a_chart_has_a_dark_twin(load: Load, benchmark: str) -> 
 # -- the scripts ----------------------------------------------------------------------------------
 
 
-def _run(script: str, output: Path | None, *options: str) -> str:
-    command = [
-        sys.executable,
-        str(BENCHMARKS / script),
-        "--quick",
-        *(() if output is None else ("--output", str(output))),
-        *options,
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+#: By result: the command and the packages that it needs, a column of its results with its values, the limits of its
+#: claims (None: those of the machine).
+SCRIPTS = {
+    "gemm": (
+        "gemm",
+        "",
+        "variant",
+        {"numpy float32", "lowprec float32 tf32", "lowprec bfloat16", "lowprec int8"},
+        None,
+    ),
+    "gemm-schemes": ("gemm --schemes", "", "mode", {"bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp32_emulated"}, None),
+    "overhead": (
+        "overhead",
+        "torch",
+        "measured",
+        {"call", "variant", "station", "import"},
+        [8, 10] + [12] * 3 + [15] * 3 + [14, 0.05, 0],
+    ),
+    "guard": ("guard", "", "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
+    "unscale": ("unscale", "", "variant", {"lowprec", "lowprec without kernels"}, [1.0]),
+    "solve": ("solve", "", "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
+    "transformer": ("transformer", "torch", "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
+    "narrow": ("narrow", "", "kind", {"normal", "storage", "weight"}, [0.9, 0.9, 1.3, 1.6, 1.6]),
+    "digits": ("digits --libraries numpy", "sklearn rich scipy", "library", {"numpy"}, [0.05] * 5),
+    "dask": ("dask", "distributed", "variant", {"dask.array.matmul", "lowprec.matmul"}, [1.0, 1.0, 1.0, 2]),
+    "recovery": ("accuracy --parts schemes", "", "arithmetic", {"this CPU", "Volta", "Hopper"}, [1.0]),
+    "real": ("accuracy --parts real", "", "input", {"Hilbert", "Vandermonde"}, [1.0]),
+    "tradeoff": ("accuracy --parts speed", "", "mode", {"fp32", "bf16x3"}, [1.0]),
+    "accuracy": ("accuracy --parts sizes", "", "distribution", {"normal", "positive", "wide"}, [1.0] + [1.0, 0.5] * 3),
+}
 
-
-def _error(row: dict[str, Any]) -> float:
-    error: float = row["normalised"]
-    return error
-
-
-def _result(folder: Path, name: str) -> dict[str, Any]:
-    (path,) = folder.glob(f"{name}-*.json")
-    result: dict[str, Any] = json.loads(path.read_text())
-    assert set(result) == DOCUMENT_KEYS
-    assert set(result["machine"]) >= MACHINE_KEYS
-    assert result["settings"]["quick"] is True
-    assert result["benchmark"] == name
-    assert all(set(c) >= {"what", "value", "relation", "limit", "met"} for c in result["claims"])
-    assert result["results"]
-    return result
+#: Claims that hold in quick runs, too.
+HOLD = ("recovery", "real", "tradeoff", "accuracy")
 
 
 @pytest.mark.sweep
-def test_gemm_runs(load: Load, tmp_path: Path) -> None:
-    printed = _run("bench_gemm.py", tmp_path)
-    rows = _result(tmp_path, "gemm")["results"]
-    found = {r["variant"] for r in rows}
-    assert {"numpy float32", "lowprec float32 tf32", "lowprec bfloat16", "lowprec int8"} <= found
-    assert ("torch bfloat16" in found) is (importlib.util.find_spec("torch") is not None)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_writes_its_figures_and_claims(tmp_path: Path, name: str) -> None:
+    command, needs, column, values, limits = SCRIPTS[name]
+    for module in needs.split():
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    script, *options = command.split()
+    command_line = [
+        sys.executable,
+        str(BENCHMARKS / f"bench_{script}.py"),
+        *options,
+        "--quick",
+        "--output",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command_line, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.iterdir()  # no other file is left
+    assert path.name.startswith(name)
+    result = json.loads(path.read_text())
+    assert set(result) == DOCUMENT_KEYS
+    assert set(result["machine"]) >= MACHINE_KEYS
+    assert (result["benchmark"], result["settings"]["quick"]) == (name, True)
+    assert {row.get(column) for row in result["results"]} >= values
+    assert limits is None or [claim["limit"] for claim in result["claims"]] == limits
+    assert ("| claim |" in done.stdout) is bool(result["claims"])
+    assert name not in HOLD or all(claim["met"] for claim in result["claims"])
+    CHECKS.get(name, lambda rows: None)(result["results"])
+
+
+def _gemm(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         assert row["seconds"]["q1"] <= row["seconds"]["median"] <= row["seconds"]["q3"]
         assert row["speed"]["numpy float32"]["median"] > 0
@@ -280,113 +289,49 @@ def test_gemm_runs(load: Load, tmp_path: Path) -> None:
     assert errors["lowprec float32 fp32"] < 1e-6
     assert errors["lowprec float32 bf16"] > 2**-10 > errors["lowprec float32 tf32"] > 2**-13
     assert errors["lowprec int8"] == 0
-    machine = load("machine")
-    has_claims = machine.has_amx() or "avx512_bf16" in machine.cpu_flags()
-    assert ("| claim |" in printed) is has_claims
 
 
-@pytest.mark.sweep
-def test_gemm_runs_schemes(tmp_path: Path) -> None:
-    _run("bench_gemm.py", tmp_path, "--schemes")
-    result = _result(tmp_path, "gemm-schemes")
-    rows = result["results"]
-    modes = {"bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp32_emulated"}
-    assert modes <= {r["mode"] for r in rows if r["m"] == r["k"] == 512}
+def _schemes(rows: list[dict[str, Any]]) -> None:
     (prepared,) = [r for r in rows if r["operands"] == "float32 prepared"]
     assert (prepared["m"], prepared["k"], prepared["mode"]) == (32, 512, "bf16x3")
     # What two bfloat16 parts of each operand leave, root-mean-square, and what three do.
     errors = {r["mode"]: r["relative_error"] for r in rows if r["m"] == r["k"] == 512}
-    assert 2.0**-15 > errors["bf16x3"] > 2.0**-20 > errors["bf16x6"]
-    assert prepared["relative_error"] < 2.0**-15
-    (claim, *_) = result["claims"]
-    assert claim["limit"] == 0.97
+    assert 2.0**-15 > max(errors["bf16x3"], prepared["relative_error"]) > 2.0**-20 > errors["bf16x6"]
 
 
-#: By script: the packages and options that it needs, a column of its results with its values, the limits of its claims.
-SCRIPTS = {
-    "guard": ("", (), "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
-    "unscale": ("", (), "variant", {"lowprec", "lowprec without kernels"}, [1.0]),
-    "solve": ("", (), "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
-    "transformer": ("torch", (), "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
-    "narrow": ("", (), "kind", {"normal", "storage", "weight"}, [0.9, 0.9, 1.3, 1.6, 1.6]),
-    "digits": ("sklearn rich scipy", ("--libraries", "numpy"), "library", {"numpy"}, [0.05] * 5),
-    "dask": ("distributed", (), "variant", {"dask.array.matmul", "lowprec.matmul"}, [1.0, 1.0, 1.0, 2]),
-}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs(tmp_path: Path, name: str) -> None:
-    needs, options, column, values, limits = SCRIPTS[name]
-    for module in needs.split():
-        pytest.importorskip(module, reason=f"{module} is not installed")
-    _run(f"bench_{name}.py", tmp_path, *options)
-    result = _result(tmp_path, name)
-    assert {row[column] for row in result["results"]} >= values
-    assert [claim["limit"] for claim in result["claims"]] == limits
-    assert all(row["error"] < 1e-5 for row in result["results"] if name == "dask")
-    assert all(len(row["accuracies"]) == 2 for row in result["results"] if name == "digits")
-    assert not list(tmp_path.glob("*.jsonl")), "all is done, and the next run starts from the beginning"
-
-
-@pytest.mark.sweep
-def test_jax_runs() -> None:
-    pytest.importorskip("jax", reason="JAX is not installed")
-    rows = _run("bench_jax.py", None).splitlines()
-    assert [row.split()[:2] for row in rows] == [["8", "fp32"], ["8", "bf16"]]
-
-
-@pytest.mark.sweep
-def test_overhead_runs(tmp_path: Path) -> None:
-    _run("bench_overhead.py", tmp_path)
-    rows = _result(tmp_path, "overhead")["results"]
-    assert {"numpy", "dlpack"} <= {r["library"] for r in rows if r["measured"] == "call"}
-    variants = {r["variant"] for r in rows if r["measured"] == "variant"}
-    assert {"bias=", "alpha=", "c=, beta=", "in bf16"} <= variants
-    stations = {r["station"]: r["numpy"]["median"] for r in rows if r["measured"] == "station"}
-    assert {"resolve the mode", "look up the plan", "execute", "all of it"} <= set(stations)
-    assert max(stations, key=stations.__getitem__) == "all of it"
+def _overhead(rows: list[dict[str, Any]]) -> None:
+    stages = {r["station"]: r["numpy"]["median"] for r in rows if r["measured"] == "station"}
+    assert max(stages, key=stages.__getitem__) == "all of it"
     (imported,) = (r for r in rows if r["measured"] == "import")
     assert min(imported["lowprec"]["median"], imported["numpy"]["median"]) > 0
     assert imported["frameworks"] == []
 
 
+def _accuracy(rows: list[dict[str, Any]]) -> None:
+    assert all(row["within_bound"] is True for row in rows)
+    assert all(row["shows_rounding"] is (None if row["mode"] == "fp32" else True) for row in rows)
+
+
+#: Further checks of the rows of a result.
+CHECKS: dict[str, Callable[[list[dict[str, Any]]], None]] = {
+    "gemm": _gemm, "gemm-schemes": _schemes, "overhead": _overhead, "accuracy": _accuracy,
+}  # fmt: skip
+
+
 def test_every_mode_of_the_speed_chart_has_a_label(load: Load) -> None:
-    render, modes = load("render"), load("real_input").MODES
+    render, modes = load("render"), load("bench_accuracy").MODES
     for result in render.load(BENCHMARKS / "results", "tradeoff"):
         svg = render.plot.chart_path(result).read_text(encoding="utf-8")
         labels = [name for text in re.findall(r">([\w, ]+)</text>", svg) for name in text.split(", ")]
         assert all(labels.count(mode) == 1 for mode in modes)
 
 
-def test_the_front_is_unbeaten(load: Load) -> None:
-    front = load("tradeoff").front
-    assert front({"a": (1, 1), "b": (1, 1)}) == {"a", "b"}
-    assert front({"a": (1, 1), "slower": (0.5, 1), "wronger": (1, 2)}) == {"a"}
-
-
-@pytest.mark.sweep
-def test_accuracy_runs(tmp_path: Path) -> None:
-    _run("bench_accuracy.py", tmp_path)
-    schemes = _result(tmp_path, "recovery")
-    assert {r["arithmetic"] for r in schemes["results"]} == {"this CPU", "Volta", "Hopper"}
-    assert all(claim["met"] for claim in schemes["claims"])
-    for row in _result(tmp_path, "real")["results"]:
-        assert 0 < row["of_bound"] <= 1
-    speeds = _result(tmp_path, "tradeoff")["results"]
-    assert {r["mode"] for r in speeds if r["on_front"]} >= {min(speeds, key=_error)["mode"]}
-    result = _result(tmp_path, "accuracy")
-    rows = result["results"]
-    assert {r["distribution"] for r in rows} == {"normal", "positive", "wide"}
-    for row in rows:
-        assert row["within_bound"] is True
-        assert row["shows_rounding"] is (None if row["mode"] == "fp32" else True)
-    assert all(c["met"] for c in result["claims"])
-
-
 def test_truncation_shows_in_one_piece_and_chunks_cure_it(load: Load) -> None:
     """Tensor cores round toward zero, so errors add up over k; FP32, to nearest, adds the chunks."""
-    rows = {r["scheme"]: r["largest_error"] for r in load("recovery").measure("Hopper", "[-1, 1] x [-1, 1]", 2048, 0)}
+    rows = {
+        r["scheme"]: r["largest_error"]
+        for r in load("bench_accuracy").measure_schemes("Hopper", "[-1, 1] x [-1, 1]", 2048, 0)
+    }
     assert rows["scaled"] > 4 * rows["scaled, chunks of 256"]
     assert rows["normal"] > 10 * rows["scaled"]
     assert rows["scaled, chunks of 256"] < 2 * rows["fp32"]
@@ -396,9 +341,9 @@ def test_full_precision_in_disguise_is_noticed(load: Load, monkeypatch: pytest.M
     bench = load("bench_accuracy")
     product = bench.lowprec.matmul
     monkeypatch.setattr(bench.lowprec, "matmul", lambda a, b, math_mode: product(a, b))
-    rows = bench.measure("normal", 64, 0)
+    rows = list(bench.measure_sizes("normal", 64, 0))
     assert {r["mode"]: r["shows_rounding"] for r in rows} == {"fp32": None, "tf32": False, "bf16": False, "fp16": False}
-    assert not all(c["met"] for c in bench.accuracy_claims(rows))
+    assert not all(c["met"] for c in bench.size_claims(rows))
 
 
 @pytest.mark.parametrize("core_type", ["Haswell", "SkylakeX", None])
@@ -409,5 +354,4 @@ def test_a_numpy_below_the_machine_is_warned_of(
     flags = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
     monkeypatch.setattr(cpu.cpuinfo, "cpu_flags", lambda: flags)
     monkeypatch.setattr(cpu, "_numpys_core_type", lambda: core_type)
-    machine = load("machine")
-    assert ("kernels for Haswell" in machine.numpy_handicap()) == (core_type == "Haswell")
+    assert ("kernels for Haswell" in load("bench_gemm").numpy_handicap()) == (core_type == "Haswell")

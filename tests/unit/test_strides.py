@@ -5,11 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 
-from lowprec.arrays import CPU, library_of
-from lowprec.formats import DType
-from lowprec.planning import OperandSpec
 from lowprec.util.strides import contiguous_strides, overlaps_itself, reach
 
 SHAPES = [s for ndim in range(5) for s in itertools.product((0, 1, 2, 3), repeat=ndim)]
@@ -21,19 +17,6 @@ def test_contiguous_strides_are_those_of_an_array_without_empty_dimensions() -> 
         # NumPy itself calls all strides of an array without elements 0.
         assert contiguous_strides(shape) == filled.strides, shape
         assert contiguous_strides(shape, 5) == tuple(5 * s for s in filled.strides), shape
-
-
-def test_views_and_plans_agree_on_the_strides_of_a_new_array() -> None:
-    numpy = library_of(np.empty(0))
-    for shape in SHAPES:
-        view = numpy.allocate(shape, DType.FLOAT32, CPU, None)
-        assert view.strides == OperandSpec.contiguous(DType.FLOAT32, shape).strides, shape
-
-
-def test_contiguous_strides_are_pytorchs() -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    for shape in SHAPES:
-        assert contiguous_strides(shape) == torch.empty(shape).stride(), shape
 
 
 def test_reach_is_that_of_numpys_views(rng: np.random.Generator) -> None:

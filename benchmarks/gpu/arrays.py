@@ -1,4 +1,4 @@
-"""Arrays of PyTorch's on the GPU, from NumPy's and back; libraries that may be missing."""
+"""PyTorch's tensors on the GPU, from NumPy's arrays and back."""
 
 from __future__ import annotations
 
@@ -9,17 +9,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-#: NumPy's types of the same width, for what torch does not take from NumPy.
-_CARRIERS = {1: np.uint8, 2: np.int16}
-
-
-def optional(name: str) -> Any:
-    """Return a module, None where it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except Exception:  # noqa: BLE001 - a broken library raises what it likes
-        return None
-
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return NumPy's dtype of an element type by lowprec's name."""
@@ -27,20 +16,20 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 class TorchArrays:
-    """Tensors on the current GPU, or on another device of torch's."""
+    """Tensors on the current GPU."""
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(self) -> None:
         self.torch = importlib.import_module("torch")
-        self.device = device
 
     def put(self, array: Any) -> Any:
         """Return a tensor with the elements of a NumPy array, those of ml_dtypes included."""
         array = np.ascontiguousarray(array)
         kind = array.dtype.name
         if hasattr(np, kind):
-            return self.torch.from_numpy(array).to(self.device)
-        carried = self.torch.from_numpy(array.view(_CARRIERS[array.dtype.itemsize]))
-        return carried.view(getattr(self.torch, kind)).to(self.device)
+            return self.torch.from_numpy(array).cuda()
+        # PyTorch has these types, and reads NumPy's integers of their width.
+        carrier = {1: np.uint8, 2: np.int16}[array.dtype.itemsize]
+        return self.torch.from_numpy(array.view(carrier)).view(getattr(self.torch, kind)).cuda()
 
     def get(self, tensor: Any) -> Any:
         """Return the elements in host memory; types that NumPy lacks become float32."""

@@ -1,0 +1,307 @@
+"""How cuBLASLt rounds: TF32 operands, sums in tensor cores, with C and over a split k; and `NVIDIA_TF32_OVERRIDE`."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from gpu import raw
+from gpu.arrays import numpy_dtype
+from gpu.parts import OVERRIDE, Options, Part, short
+from gpu.raw import FULL_REDUCTIONS, LtProduct, described
+from lowprec.backends.cuda import libraries
+
+#: Extents with which cuBLAS was seen to run TF32 on the tensor cores of Hopper; unneeded elements are zero.
+_SIDE = 512
+
+
+def _rule(shares: dict[str, float], otherwise: str) -> dict[str, Any]:
+    """Return the rule that explains all results, and the share that each explains."""
+    return {"rule": next((name for name, share in shares.items() if share == 1.0), otherwise), "shares": shares}
+
+
+# -- operands of TF32: products of chosen bit patterns with 1 -------------------------------------
+
+#: Bits of a float32's mantissa that TF32 lacks.
+_DROPPED = 13
+_HALF = 1 << (_DROPPED - 1)
+
+
+def patterns(seed: int, count: int = 512) -> Any:
+    """Return finite normal float32 numbers around the middle between two TF32 numbers, and exactly there."""
+    rng = np.random.default_rng(seed)
+    low = np.array([0, 1, _HALF - 1, _HALF, _HALF + 1, 2 * _HALF - 1], np.uint32)
+    # Ties at odd and even last bits alike, both signs, exponents away from the ends.
+    high = rng.integers(0, 1 << 10, count, dtype=np.uint32) << np.uint32(_DROPPED)
+    sign = rng.integers(0, 2, count, dtype=np.uint32) << np.uint32(31)
+    exponent = rng.integers(64, 190, count, dtype=np.uint32) << np.uint32(23)
+    return (sign | exponent | high | low[np.arange(count) % len(low)]).view(np.float32)
+
+
+def _truncated(bits: Any) -> Any:
+    return (bits & np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)).view(np.float32)
+
+
+#: Ways to round an operand, by name, as functions of its bits.
+RULES: dict[str, Callable[[Any], Any]] = {
+    "not rounded": lambda bits: bits.view(np.float32),
+    "truncated": _truncated,
+    "to nearest, ties away from zero": lambda bits: _truncated(bits + np.uint32(_HALF)),
+    "to nearest, ties to even": lambda bits: _truncated(
+        bits + np.uint32(_HALF - 1) + ((bits >> np.uint32(_DROPPED)) & np.uint32(1))
+    ),
+}
+
+
+def classify(given: Any, returned: Any) -> dict[str, Any]:
+    """Return the rule that explains all products of float32 numbers and 1, and the share that each explains."""
+    bits = given.view(np.uint32)
+    shares = {
+        name: float(np.mean(rule(bits).view(np.uint32) == returned.view(np.uint32))) for name, rule in RULES.items()
+    }
+    return _rule(shares, "none of these")
+
+
+def rounding(part: Part, options: Options) -> None:
+    """Look at both operands; with a short inner dimension the library may not use tensor cores."""
+    values = patterns(options.seed)
+    for k, side, compute in product((1, 16, 512), ("a", "b"), ("COMPUTE_32F_FAST_TF32", "COMPUTE_32F")):
+        words = {"k": k, "operand": side, "compute_type": compute}
+        # The values are the first column of a or row of b; the other operand begins with ones, and the rest is zero.
+        x, ones = np.zeros((len(values), k), np.float32), np.zeros((k, _SIDE), np.float32)
+        x[:, 0], ones[0] = values, 1
+        # A refusal is an answer.
+        with part.attempt(ok=None, **words):
+            bare = LtProduct(*((x, ones) if side == "a" else (ones.T, x.T)), compute=compute)
+            (algorithm,) = bare.algorithms(1)
+            result = bare.run(algorithm)
+            verdict = classify(values, np.ascontiguousarray(result[:, 0] if side == "a" else result[0]))
+            # COMPUTE_32F rounds nothing; FAST_TF32's rule is the question.
+            ok = verdict["rule"] == "not rounded" if compute == "COMPUTE_32F" else None
+            part.row(ok=ok, **words, **verdict, **described(algorithm))
+
+
+# -- sums -----------------------------------------------------------------------------------------
+
+_DTYPES = ("bfloat16", "float16")
+#: The products are multiples of this; with C, between 1 and 2, their last bits must be rounded away.
+_UNIT = 2.0**-27
+
+#: Group of exact products and fraction bits that `planning/tensor_cores.py` has for Volta, Ampere, Hopper, and TF32.
+MODELS = ((4, 23), (8, 24), (16, 25), (4, 24), (8, 25))
+#: Rows that are computed by the models.
+_MODELLED = 32
+
+
+def accumulation(part: Part, options: Options) -> None:
+    """Ask how sums are rounded inside a tensor core, with C, and where k is split."""
+    # Products that are not zero: one group of the largest model, and three.
+    for dtype, terms in product((*_DTYPES, "float32"), (16, 48)):
+        _tensor_core(part, options, dtype, terms)
+    for dtype in _DTYPES:
+        _with_c(part, options, dtype)
+        for out, schemes in product(("float32", dtype), (FULL_REDUCTIONS, ("MASK",))):
+            _split(part, options, dtype, out, schemes)
+
+
+def _offered(part: Part, words: dict[str, Any], count: int, a: Any, b: Any, **asked: Any) -> tuple[Any, Sequence[Any]]:
+    """Return a bare product and its algorithms; none, and a row with the reason, where it is refused."""
+    schemes = asked.pop("schemes", FULL_REDUCTIONS)
+    with part.attempt(**words):
+        bare = LtProduct(a, b, **asked)
+        return bare, bare.algorithms(count, schemes)
+    return None, ()
+
+
+def model_operands(seed: int, dtype: str, terms: int) -> tuple[Any, Any]:
+    """Return operands with so many products that are not zero, of different exponents; float32 holds TF32 numbers."""
+    rng = np.random.default_rng([seed, terms])
+    kind, out = numpy_dtype("float16" if dtype == "float32" else dtype), numpy_dtype(dtype)
+    a, b = np.zeros((_SIDE, _SIDE)), np.zeros((_SIDE, _SIDE))
+    for x in (a[:, :terms], b[:terms]):
+        x[:] = np.ldexp(rng.standard_normal(x.shape), rng.integers(-3, 4, x.shape))
+    return a.astype(kind).astype(out), b.astype(kind).astype(out)
+
+
+def modelled(a: Any, b: Any, terms: int, group: int, fraction_bits: int) -> Any:
+    """Return a model's float32 result of the first `terms` columns of a and rows of b.
+
+    The exact products of a group and the sum so far are aligned to the largest exponent, cut to `fraction_bits`, added,
+    and rounded toward zero to FP32.
+    """
+    x, y = a[:, :terms].astype(np.float64), b[:terms].astype(np.float64)
+    total = np.zeros((len(x), y.shape[1]))
+    for first in range(0, terms, group):
+        part = slice(first, first + group)
+        summed = np.concatenate([total[None], x.T[part, :, None] * y[part, None, :]])
+        # frexp's exponent is one more than that of a significand between 1 and 2.
+        unit = np.ldexp(1.0, np.frexp(np.abs(summed).max(0))[1] - 1 - fraction_bits)
+        # Multiples of the unit below 2^(bits + 1): float64 adds them without error.
+        total = _toward_zero((np.trunc(summed / unit) * unit).sum(0)).astype(np.float64)
+    return total.astype(np.float32)
+
+
+def _toward_zero(x: Any) -> Any:
+    """Return float64 numbers as float32, rounded toward zero."""
+    nearest = x.astype(np.float32)
+    below = np.nextafter(nearest, np.float32(0))
+    return np.where(np.abs(nearest.astype(np.float64)) > np.abs(x), below, nearest)
+
+
+def _tensor_core(part: Part, options: Options, dtype: str, terms: int) -> None:
+    a, b = model_operands(options.seed, dtype, terms)
+    compute = "COMPUTE_32F_FAST_TF32" if dtype == "float32" else "COMPUTE_32F"
+    words = {"question": "tensor core", "dtype": dtype, "terms": terms}
+    bare, offered = _offered(part, words, 1, a, b, compute=compute)
+    for algorithm in offered:
+        with part.attempt(**words):
+            result = bare.run(algorithm)[:_MODELLED]
+            shares = {
+                f"groups of {group}, {bits} bits": float(
+                    np.mean(result == modelled(a[:_MODELLED], b, terms, group, bits))
+                )
+                for group, bits in MODELS
+            }
+            rules = [name for name, share in shares.items() if share == 1.0]
+            part.row(**words, rule=rules or ["none of these"], shares=shares, **described(algorithm))
+
+
+def sum_operands(seed: int, dtype: str) -> tuple[Any, Any, Any]:
+    """Return a, b and c: `a b` is exact in FP32 in any order, `a b + c` is not."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.integers(-8, 9, (_SIDE, 16)) * 2.0**-13, rng.integers(-8, 9, (16, _SIDE)) * (_UNIT / 2.0**-13)
+    c = (1 + rng.random((_SIDE, _SIDE))).astype(np.float32)
+    return a.astype(numpy_dtype(dtype)), b.astype(numpy_dtype(dtype)), c
+
+
+def classify_sum(a: Any, b: Any, c: Any, d: Any) -> dict[str, Any]:
+    """Return how `a b + c` was rounded to the float32 matrix d, by the results that differ between the rules."""
+    exact = a.astype(np.float64) @ b.astype(np.float64) + c
+    nearest, toward_zero = exact.astype(np.float32), _toward_zero(exact)
+    differ = nearest != toward_zero
+    rounded = {"to nearest": nearest, "toward zero": toward_zero}
+    shares = {name: float(np.mean(d[differ] == x[differ])) for name, x in rounded.items()}
+    return {**_rule(shares, "neither"), "different": int(differ.sum())}
+
+
+def _with_c(part: Part, options: Options, dtype: str) -> None:
+    a, b, c = sum_operands(options.seed, dtype)
+    words = {"question": "beta", "dtype": dtype}
+    bare, offered = _offered(part, words, 4 if options.quick else 32, a, b)
+    for rank in part.in_time(range(len(offered)), options):
+        with part.attempt(**words, rank=rank):
+            verdict = classify_sum(a, b, c, bare.run(offered[rank], beta=1.0, c=c))
+            # The first choice is the one that lowprec runs.
+            ok = verdict["rule"] == "to nearest" if rank == 0 else None
+            part.row(ok=ok, **words, rank=rank, **verdict, **described(offered[rank]))
+
+
+def _split(part: Part, options: Options, dtype: str, out: str, schemes: tuple[str, ...]) -> None:
+    """Run algorithms that split k; with lowprec's mask all must be exact."""
+    rng = np.random.default_rng(options.seed)
+    # Extents that make the heuristics split. Whole sums of about 2^14 are exact in FP32 and in nothing narrower.
+    a, b = (rng.integers(0, 3, shape).astype(numpy_dtype(dtype)) for shape in ((64, 16384), (16384, 64)))
+    exact = (a.astype(np.float64) @ b.astype(np.float64)).astype(numpy_dtype(out)).astype(np.float64)
+    allowed = schemes if out == "float32" or schemes == ("MASK",) else ("COMPUTE_TYPE",)
+    words = {"question": "split", "dtype": dtype, "out_dtype": out, "allowed": list(allowed)}
+    bare, offered = _offered(part, words, 64, a, b, out_dtype=out, schemes=allowed)
+    for rank in part.in_time(range(len(offered)), options):
+        info = described(offered[rank])
+        if info.get("split_k", 1) > 1 or rank == 0:
+            with part.attempt(**words, rank=rank):
+                same = bool((bare.run(offered[rank]).astype(np.float64) == exact).all())
+                part.row(ok=None if allowed == ("MASK",) else same, **words, rank=rank, exact=same, **info)
+
+
+# -- NVIDIA_TF32_OVERRIDE, which a process reads once ---------------------------------------------
+
+COMPUTE_TYPES = (
+    "COMPUTE_32F", "COMPUTE_32F_PEDANTIC", "COMPUTE_32F_FAST_TF32", "COMPUTE_32F_FAST_16F", "COMPUTE_32F_FAST_16BF",
+)  # fmt: skip
+#: `cublasMath_t`.
+MATH_MODES = {"DEFAULT_MATH": 0, "PEDANTIC_MATH": 2, "TF32_TENSOR_OP_MATH": 3}
+
+#: Relative error of a product of normal numbers below which it counts as of this precision. Rounding both operands to
+#: p bits causes about 2^-p / sqrt(6) each: 2.8e-4 for 11 bits, 2.3e-3 for 8; FP32 sums cause below 1e-5.
+LEVELS = ((1.5e-5, "float32"), (8e-4, "11 bits (TF32 or float16)"), (8e-3, "8 bits (bfloat16)"))
+
+
+def level(error: float) -> str:
+    """Return the precision that an error shows.
+
+    Examples
+    --------
+    >>> level(3e-7), level(2.9e-4), level(float("nan"))
+    ('float32', '11 bits (TF32 or float16)', 'not finite')
+    """
+    if not np.isfinite(error):
+        return "not finite"
+    return next((words for limit, words in LEVELS if error < limit), "worse than bfloat16")
+
+
+def expected(value: str | None, what: str) -> str | None:
+    """Return the documented precision; None where a measurement decides.
+
+    0 forbids TF32; without the variable only a compute type or a math mode that allows less than float32 may give less.
+    """
+    is_plain = what in ("COMPUTE_32F", "handle, DEFAULT_MATH")
+    forbids_tf32 = value == "0" and (is_plain or "TF32" in what)
+    return "float32" if "PEDANTIC" in what or forbids_tf32 or (is_plain and value is None) else None
+
+
+def probe(seed: int) -> Iterator[dict[str, Any]]:
+    """Yield the precision of each compute type and math mode in this process."""
+    rng = np.random.default_rng(seed)
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((_SIDE, 1024), (1024, _SIDE)))
+    exact = a.astype(np.float64) @ b.astype(np.float64)
+
+    def judged(result: Any) -> dict[str, Any]:
+        error = float(np.linalg.norm(result - exact) / np.linalg.norm(exact))
+        return {"relative_error": error, "level": level(error)}
+
+    def compute_type(name: str) -> dict[str, Any]:
+        # Beyond float16, within bfloat16 and TF32.
+        bare, large = (LtProduct(x, b, compute=name) for x in (a, a * np.float32(2.0**20)))
+        (algorithm,) = bare.algorithms(1)
+        beyond = bool(np.isfinite(large.run(algorithm)).all())
+        return {**judged(bare.run(algorithm)), "beyond_float16": beyond, **described(algorithm)}
+
+    ways: dict[str, Callable[[], dict[str, Any]]]
+    ways = {name: functools.partial(compute_type, name) for name in COMPUTE_TYPES}
+    ways |= {f"handle, {name}": lambda mode=mode: judged(_sgemm(mode, a, b)) for name, mode in MATH_MODES.items()}
+    for what, way in ways.items():
+        try:
+            yield {"what": what, **way()}
+        except Exception as error:  # noqa: BLE001 - a refusal is an answer
+            yield {"what": what, "error_text": short(error)}
+
+
+def _sgemm(math_mode: int, a: Any, b: Any) -> Any:
+    """Return a product by `cublasSgemm` on a handle in a math mode."""
+    cublas = libraries.cublas
+    handle = cublas.create()
+    cublas.set_stream(handle, raw.STREAM)
+    cublas.set_math_mode(handle, math_mode)
+    (m, k), n = a.shape, b.shape[1]
+    factors = np.array([1.0, 0.0], np.float32)
+    one = factors.ctypes.data
+    at = [raw.upload(x) for x in (b, a, np.full((m, n), np.nan, np.float32))]
+    cublas.sgemm(handle, 0, 0, n, m, k, one, at[0], n, at[1], k, one + 4, at[2], n)
+    result = raw.download(at[2], (m, n), np.float32)
+    cublas.destroy(handle)
+    return result
+
+
+def override(part: Part, options: Options) -> None:
+    """Probe this process's environment."""
+    value = os.environ.get(OVERRIDE)
+    for row in probe(options.seed):
+        wanted = expected(value, row["what"])
+        # A refusal of a documented precision is a failure, too.
+        ok = None if wanted is None else row.get("level") == wanted
+        part.row(ok=ok, override=value, expected=wanted, **row)
