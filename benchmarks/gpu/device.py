@@ -18,7 +18,7 @@ from gpu.parts import Options, Part, short
 PACKAGES = (
     "numpy", "ml_dtypes", "torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "jax", "jaxlib",
     "jax-cuda13-plugin", "nvmath-python", "cuda-core", "cuda-bindings", "cuda-pathfinder",
-    "nvidia-cublas", "nvidia-cuda-nvrtc", "platformdirs", "pytest",
+    "nvidia-cublas", "nvidia-cuda-nvrtc", "pytest",
 )  # fmt: skip
 
 #: Questions to nvidia-smi, which only reads.
