@@ -31,7 +31,7 @@ class CupyLibrary(Library):
         if type(array) is not self._cupy.ndarray:
             raise ArrayError(f"{type(array).__name__} is not accepted; pass cupy.asarray(array)")
 
-    def view(self, array: Any) -> ArrayView:
+    def describe(self, array: Any) -> ArrayView:
         """Return the view of a CuPy array."""
         dtype = FROM_NUMPY.get(array.dtype)
         if dtype is None:
@@ -51,7 +51,7 @@ class CupyLibrary(Library):
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of a new array from CuPy's memory pool, ordered on CuPy's current stream."""
         with self._cupy.cuda.Device(device.index):
-            return self.view(self._cupy.empty(shape, NUMPY_DTYPES[dtype]))
+            return self.describe(self._cupy.empty(shape, NUMPY_DTYPES[dtype]))
 
     def current_stream(self, device: Device) -> int | None:
         """Return CuPy's current stream on the device."""

@@ -21,7 +21,7 @@ class DLPackLibrary(Library):
     name = "dlpack"
     keeps_owners = True
 
-    def view(self, array: Any) -> ArrayView:
+    def describe(self, array: Any) -> ArrayView:
         """Return the view of an array; capsules before DLPack 1.0 cannot mark it as read-only."""
         kind = type(array)
         if kind is DLPackArray:

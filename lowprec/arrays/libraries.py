@@ -14,13 +14,15 @@ import ml_dtypes
 import numpy as np
 
 from lowprec.arrays.base import Library
+from lowprec.arrays.dask_library import DASK
 from lowprec.arrays.device_memory import DeviceArray
 from lowprec.arrays.dlpack import DLPackArray, type_name
 from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY
 from lowprec.arrays.prepared_view import Prepared
-from lowprec.arrays.view import ArrayView
-from lowprec.errors import ArrayError, DelegateError
+from lowprec.arrays.view import ArrayView, Device
+from lowprec.errors import ArrayError
+from lowprec.formats import DType
 
 
 class OptionalLibrary(NamedTuple):
@@ -40,8 +42,27 @@ OPTIONAL = {
     "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
 }
 
+
+class _Views(Library):
+    """Views themselves, with which ``plan`` describes arrays that do not exist."""
+
+    name = "view"
+
+    def describe(self, array: ArrayView) -> ArrayView:
+        """Return the view."""
+        return array
+
+    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
+        """Raise TypeError: nothing multiplies descriptions."""
+        raise TypeError("a product of descriptions has no memory")
+
+
 _INSTANCES: dict[str, Library] = {}
-_BY_TYPE: dict[type, Library] = {np.ndarray: NUMPY, np.memmap: NUMPY, DLPackArray: DLPACK, DeviceArray: DLPACK}
+_BY_TYPE: dict[type, Library] = {
+    **dict.fromkeys((np.ndarray, np.memmap), NUMPY),
+    **dict.fromkeys((DLPackArray, DeviceArray), DLPACK),
+    ArrayView: _Views(),
+}
 
 # Classes known only by DLPack. Weak references, because such a class may be created and deleted at run time.
 _DLPACK_TYPES: WeakSet[type] = WeakSet()
@@ -64,16 +85,8 @@ def library_of_operand(array: Any) -> Library:
 def refuse_subclasses(error: Exception, *arrays: Any) -> None:
     """Raise ArrayError if a tensor's class may lack an operation, which raised ``error``."""
     for array in arrays:
-        if hasattr(array, "__torch_dispatch__"):
-            try:
-                library_of(array)
-            except ArrayError as refusal:
-                raise ArrayError(str(refusal)) from error
-
-
-def view_of_b(array: Any) -> ArrayView:
-    """Return the view of ``b``, an array or a prepared operand."""
-    return array._view if isinstance(array, Prepared) else library_of(array).view(array)
+        if hasattr(array, "__torch_dispatch__") and (why := library_of(array).refusal(array)):  # type: ignore[attr-defined]
+            raise ArrayError(why) from error
 
 
 def _look_up(array: Any) -> Library:
@@ -110,14 +123,10 @@ def _find(array: Any) -> Library:
         library.check_type(array)
         return library
     if is_dask_array(array):
-        raise DelegateError(
-            "a Dask array is lazy and has no elements to read: lowprec provides matmul and contractions for it; "
-            "otherwise pass array.compute()",
-            "lowprec.dask:matmul",
-        )
+        return DASK
     if isinstance(array, Prepared):
-        raise DelegateError(
-            f"expected an array, got {array._description} and as the weight of linear; pass {array._remedy}", target=""
+        raise ArrayError(
+            f"expected an array, got {array._description} and as the weight of linear; pass {array._remedy}"
         )
     if dense := dense_method(array):
         raise ArrayError(f"expected a dense array, got {type_name(array)}, which is sparse; pass its {dense}()")
@@ -174,5 +183,8 @@ def dense_method(x: Any) -> str:
 
 
 def library_name(array: Any) -> str:
-    """Return the name of an array's library, even if :func:`library_of` rejects the array as unreadable."""
-    return _optional_name(array) or library_of(array).name
+    """Return the name of an array's library, also of a class that :func:`library_of` rejects; not of a lazy array's."""
+    name = _optional_name(array)
+    if name is None and (library := library_of(array)) is DASK:
+        library.view(array)  # raises
+    return name or library_of(array).name

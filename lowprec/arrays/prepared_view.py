@@ -128,13 +128,13 @@ class Prepared:
     __array_ufunc__ = None
 
 
-def refuse_prepared(cause: str = "", /, **arguments: Any) -> None:
-    """Raise ArrayError if one of these arguments is a prepared operand, with the cause of the refusal."""
+def refuse_prepared(cause: str, **arguments: Any) -> None:
+    """Raise ArrayError if one of these arguments is a prepared operand; ``cause`` is that of the refusal."""
     for name, value in arguments.items():
         if isinstance(value, Prepared):
             raise ArrayError(
-                f"{name} is {value._description} and as the weight of linear, with arrays that are read in place"
-                f"{cause and f', but {cause}'}; {'or ' * bool(cause)}pass {value._remedy}"
+                f"{name} is {value._description} and as the weight of linear, with arrays that are read in place, but "
+                f"{cause}; or pass {value._remedy}"
             )
 
 

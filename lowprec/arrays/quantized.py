@@ -17,7 +17,7 @@ from lowprec.arrays.dlpack import device_of
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import array_module, cast, dtype_name
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.prepared_view import Prepared, QuantizedView, refuse_prepared
+from lowprec.arrays.prepared_view import Prepared, QuantizedView
 from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
 from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType, FormatName
@@ -197,7 +197,7 @@ class _QuantizedLibrary(Library):
         self.name, self._library = library.name, library
         self.keeps_owners, self.has_weak_types = library.keeps_owners, library.has_weak_types
 
-    def view(self, array: QuantizedArray) -> QuantizedView:
+    def describe(self, array: QuantizedArray) -> QuantizedView:
         """Return the view of a quantised array."""
         return array._view
 
@@ -256,7 +256,6 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
     ((16,), [127])
     """
     row = parse_format(format)
-    refuse_prepared(x=x)
     library = library_of(x)
     if (label := dtype_name(x)) not in _ACCEPTED:
         raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import zlib
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -75,14 +76,13 @@ class ArrayView:
     device: Device
     owner: Any
     read_only: bool
-    _address: int | None
+    address: int  # of the element with all indices zero; 0 for a description
     copied: str | None = None
 
-    @property
-    def address(self) -> int:
-        """Address of the element with all indices zero."""
-        assert self._address is not None
-        return self._address
+    @classmethod
+    def description(cls, dtype: DType, shape: tuple[int, ...]) -> ArrayView:
+        """Return the view of a contiguous array without memory."""
+        return cls(dtype, shape, contiguous_strides(shape), CPU, None, False, 0)
 
     @property
     def is_description(self) -> bool:
@@ -143,35 +143,20 @@ class ArrayView:
         )
 
 
-def with_k_zero(a: ArrayView, b: ArrayView) -> tuple[ArrayView, ArrayView]:
-    """Return the operands with an inner dimension of 0, so that they are not read; unchanged if they do not match."""
-    axes = len(a.shape) - 1, max(len(b.shape) - 2, 0)
-    if not a.shape or not b.shape or a.shape[axes[0]] != b.shape[axes[1]]:
-        return a, b
-
-    def emptied(x: ArrayView, axis: int) -> ArrayView:
-        shape = (*x.shape[:axis], 0, *x.shape[axis + 1 :])
-        return ArrayView(x.dtype, shape, contiguous_strides(shape), x.device, x.owner, True, x.address)
-
-    return emptied(a, axes[0]), emptied(b, axes[1])
-
-
 class HostView(ArrayView):
-    """The view of a NumPy array; its address is computed at the first access."""
+    """The view of a NumPy array."""
 
     __slots__ = ()
-
-    @property
-    def address(self) -> int:
-        """Address of the element with all indices zero."""
-        if self._address is None:
-            self._address = data_pointer(self.owner)
-        return self._address
 
     def ndarray(self) -> NDArray[Any]:
         """Return the NumPy array itself."""
         array: NDArray[Any] = self.owner
         return array
+
+
+def stand_in(extent: Any) -> int:
+    """Return an extent as a number for checks: a symbol becomes a number that is equal for equal symbols."""
+    return extent if type(extent) is int else 1009 + zlib.crc32(str(extent).encode()) % (1 << 20)
 
 
 class _Memory(ctypes.Array):  # type: ignore[type-arg]

@@ -1,7 +1,7 @@
 """The current modes as part of JAX's key for compiled functions.
 
 JAX's key holds values of the thread and of the process, but no ``ContextVar``: each change of a scope is stored in it
-for the thread, each ``set_math_mode`` for the process. :func:`resolve` detects a switch between ``asyncio`` tasks.
+for the thread, each ``set_math_mode`` for the process. :func:`check_key` detects a switch between ``asyncio`` tasks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 
 from lowprec import policy
 from lowprec.errors import EnvironmentVariableError, ModeError, UnsupportedError
-from lowprec.modes import MathMode, ResolvedMode
+from lowprec.modes import MathMode
 from lowprec.policy import entries
 
 _OLDEST = (0, 10, 1)  # whose contexts have a value for the whole process
@@ -59,8 +59,8 @@ entries.on_change(_update)
 _update()
 
 
-def resolve(argument: str | MathMode | None) -> ResolvedMode:
-    """Return the mode of a product that is being traced; raises ModeError if it differs from that in JAX's key."""
+def check_key() -> None:
+    """Raise ModeError if the current mode differs from the one in JAX's key for compiled functions."""
     if _context.value != _modes():
         _update(whole_process=True)
         raise ModeError(
@@ -68,4 +68,3 @@ def resolve(argument: str | MathMode | None) -> ResolvedMode:
             "another task or thread, or before lowprec.jax was imported there; it is updated now, so call the function "
             "again (and keep no scope open across an await)"
         )
-    return policy.resolve(argument)

@@ -38,6 +38,8 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     layout = gemm_layout(problem.a, problem.b, problem.out, out_dtype)
     check_epilogue(problem, compute_dtype, layout)
     _check_sums(compute_dtype, layout.k, problem.k_chunk)
+    if problem.ignores_product:
+        layout = replace(layout, k=0)
     scheme, fmt = row(mode), operand_format(mode, compute_dtype)
     acts = scheme.acts(compute_dtype)
     a_format, b_format = problem.a.dtype.format, problem.b.dtype.format
@@ -71,9 +73,11 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         copies=(),
         flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
     )  # fmt: skip
+    if not plan.flops:
+        return plan
     widened = _widened(plan)
-    if not (kernel.is_cublaslt and plan.flops):
-        copies = () if kernel.is_cublaslt else widened or _copies(plan)
+    if not kernel.is_cublaslt:
+        copies = widened or _copies(plan)
         return replace(plan, copies=copies) if copies else plan
     return _lowered(plan, widened)
 

@@ -48,6 +48,7 @@ class GemmProblem:
     has_beta: bool = False  # beta is not 0
     activation: Activation | None = None
     k_chunk: int | None = None  # length of the chunks of k in which the leading product is summed
+    ignores_product: bool = False  # alpha is 0: the operands are not read
 
     @property
     def has_blocks(self) -> bool:

@@ -12,7 +12,7 @@ from lowprec.arrays import ArrayView, Device, device_memory, libraries
 from lowprec.arrays.base import Library
 from lowprec.backends import Arguments
 from lowprec.core import streams
-from lowprec.core.arguments import PLAIN, Options
+from lowprec.core.options import PLAIN, Options
 from lowprec.errors import BackendError, DeviceError
 from lowprec.formats import DType
 
@@ -55,7 +55,7 @@ class StandIn(Library):
         self.stream = stream
         self.keeps_owners = keeps_owners
 
-    def view(self, array: Any) -> ArrayView:
+    def describe(self, array: Any) -> ArrayView:
         values = array.values
         steps = tuple(s // values.itemsize for s in values.strides)
         return ArrayView(F32, values.shape, steps, GPU, array, False, values.ctypes.data)

@@ -33,7 +33,11 @@ Split: TypeAlias = tuple[list[Any], Any]
 
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan."""
-    return _matmul if _is_plain(plan) else functools.partial(_execute, plan)
+    if not plan.layout.k:
+        return functools.partial(_execute, plan, _set_to_zero)
+    if _is_plain(plan):
+        return _matmul
+    return functools.partial(_execute, plan, _multiply_int8 if plan.compute_dtype is DType.INT8 else _sum_products)
 
 
 def _is_plain(plan: GemmPlan) -> bool:
@@ -70,16 +74,13 @@ def _is_expressible(x: Any) -> bool:
     return bool(in_rows or in_columns or x.flags.c_contiguous)
 
 
-def _execute(plan: GemmPlan, arguments: Arguments) -> None:
+def _execute(plan: GemmPlan, multiply: Callable[..., None], arguments: Arguments) -> None:
     a, b, out, c = _stacks(plan, arguments)
     dtype = NUMPY_DTYPES[plan.accumulator]
     # ``c`` may be ``out``, so the product must not overwrite it before it is read.
     product = out if out.dtype == dtype and c is None else np.empty(out.shape, dtype)
     with np.errstate(all="ignore"):
-        if plan.compute_dtype is DType.INT8:
-            _multiply_int8(a, b, product)
-        else:
-            _sum_products(plan, arguments, a, b, product)
+        multiply(plan, arguments, a, b, product)
         if plan.problem.has_epilogue or product is not out:
             _apply_epilogue(plan, arguments, product, out, c)
 
@@ -104,7 +105,12 @@ def _stacks(plan: GemmPlan, arguments: Arguments) -> tuple[Any, Any, Any, Any]:
     return a, b, out, c
 
 
-def _multiply_int8(a: Any, b: Any, out: Any) -> None:
+def _set_to_zero(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
+    """Compute the product where ``k`` or alpha is zero."""
+    out[...] = 0
+
+
+def _multiply_int8(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` in int32, exactly, by float32 products over chunks of k."""
     product = np.empty(out.shape, np.float32)
     out[...] = 0
