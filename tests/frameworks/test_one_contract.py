@@ -5,6 +5,7 @@ Tensors that require grad, under ``vmap`` and compiled; arrays that JAX traces; 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,11 @@ import numpy as np
 import pytest
 
 import lowprec
+from lowprec.arrays.prepared_view import PreparedView
+from lowprec.backends.cpu import backend as cpu
+from lowprec.core import call as core_call
+from lowprec.core.call import PRODUCTS, bind
+from support.programs import run_python
 
 _TYPES = ("float32",) * 8 + (
     *("float64", "float16", "float16", "bfloat16", "bfloat16", "complex64", "complex128", "int8", "int8", "int32"),
@@ -270,3 +276,156 @@ def test_plan_of_the_same_call(count: int) -> None:
         return np.asarray, outcome(result), [("plan", expected)]
 
     compare(count, 5, ways)
+
+
+# -- the same call, seen in other places ----------------------------------------------------------
+
+
+def test_one_table_names_the_products_of_libraries() -> None:
+    """No other string of a lower layer names a module above it."""
+    import ast
+    from pathlib import Path
+
+    package = Path(lowprec.__file__).parent
+    upper = {"torch", "jax", "dask", "numpy", "linalg", "amp", "contractions", "profiling", "checking", "cli", "tuning"}
+    named = {}
+    for folder in ("util", "arrays", "planning", "policy", "backends", "core"):
+        for path in sorted((package / folder).rglob("*.py")):
+            texts = (x.value for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant))
+            modules = (x.split(".") for x in texts if isinstance(x, str) and x.startswith("lowprec.") and " " not in x)
+            found = {".".join(x).partition(":")[0] for x in modules if x[1] in upper and len(x) > 1}
+            if found:
+                named[path.relative_to(package).as_posix()] = found
+    assert named == {"core/call.py": {product.module for product in PRODUCTS.values()}}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_library_has_the_product_that_the_table_names(name: str) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    assert callable(core_call._product_function(name))
+
+
+def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.ones(4, 4)
+    w = x.clone().requires_grad_()
+    bias = torch.ones(4)
+    found = []
+    for multiply in (lowprec.matmul, torch.vmap(lambda a, b, **k: lowprec.matmul(a, b, **k), in_dims=(0, 0))):
+        with lowprec.profile() as prof:
+            a, b = (x, w) if multiply is lowprec.matmul else (x[None], w[None])
+            with lowprec.math_mode("bf16"):
+                out = multiply(a, b)
+            multiply(a, b, rtol=1e-2)
+            multiply(a, b, math_mode="tf32")
+            if multiply is lowprec.matmul:
+                out = multiply(a, b, bias=bias, rtol=1e-2)
+                out.sum().backward()
+        found.append([record.source for record in prof.records])
+    rtol, scope, argument = "rtol= argument", "with math_mode(...)", "math_mode= argument"
+    assert found == [[scope, rtol, argument, rtol, rtol], [scope, rtol, argument]]
+
+
+def test_a_mode_without_effect_is_reported_on_a_cached_product_too() -> None:
+    code = """
+        import warnings
+        import numpy as np
+        import lowprec
+        x = np.ones((3, 3))
+        if GRAD:
+            import torch
+            x = torch.as_tensor(x).requires_grad_()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            with lowprec.math_mode("bf16"):
+                lowprec.matmul(x, x)
+            lowprec.matmul(x, x, math_mode="bf16")
+            lowprec.matmul(x, x, math_mode="bf16")
+        print(len([w for w in seen if "no effect" in str(w.message) or "convert them" in str(w.message)]))
+    """
+    for grad in (False, True):
+        if grad:
+            pytest.importorskip("torch", reason="torch is not installed")
+        assert run_python(code.replace("GRAD", str(grad))) == "1"
+
+
+def test_plan_accepts_what_matmul_accepts() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    w = torch.ones(4, 3, requires_grad=True)
+    plan = lowprec.plan(torch.ones(2, 4), w, math_mode="bf16")
+    assert (plan.out_shape, str(plan.mode)) == ((2, 3), "bf16")
+    meta = torch.ones(4, 3, device="meta")
+    assert lowprec.plan(torch.ones(2, 4, device="meta"), meta).out_shape == (2, 3)
+
+
+def test_a_product_times_zero_is_checked_by_the_caller_s_shapes() -> None:
+    a, b = np.ones((2, 3), np.float32), np.ones((4, 5), np.float32)
+    with pytest.raises(lowprec.ShapeError, match=r"shapes \(2, 3\) and \(4, 5\)"):
+        lowprec.matmul(a, b, alpha=0.0)
+    with pytest.raises(lowprec.ShapeError, match=r"shapes \(2, 3, 3\) and \(3, 3, 5\)"):
+        lowprec.matmul(np.ones((2, 3, 3), np.float32), np.ones((3, 3, 5), np.float32), alpha=0.0)
+    nan = np.full((2, 3), np.nan, np.float32)
+    for mode in ("fp32", "bf16x3", "fp64"):
+        out = lowprec.matmul(nan, b[:3], alpha=0.0, bias=b[0], math_mode=mode)
+        assert np.array_equal(out, np.ones((2, 5)))
+    call = bind(nan, lowprec.prepare(b[:3]), alpha=0.0)
+    assert type(call.y) is PreparedView, "on a GPU its memory is ordered by lowprec itself"
+
+
+def test_a_refused_prepared_operand_has_one_way_out_each() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    prepared, w = lowprec.prepare(np.ones((3, 3), np.float32)), torch.ones(3, 3, requires_grad=True)
+    with pytest.raises(lowprec.ArrayError, match=r"requires grad.*; or pass the array itself$") as caught:
+        lowprec.matmul(w, prepared)
+    assert str(caught.value).count("pass the array itself") == 1
+    with pytest.raises(lowprec.ArrayError) as caught:
+        lowprec.matmul(prepared, w)
+    assert str(caught.value).count("pass the array itself") == 1
+
+
+def test_an_out_that_overlaps_an_operand_has_one_executor(
+    monkeypatch: pytest.MonkeyPatch, fresh_executors: None
+) -> None:
+    prepared = []
+    prepare = cpu.prepare
+    monkeypatch.setattr(cpu, "prepare", lambda plan: prepared.append(plan) or prepare(plan))
+    a = np.arange(9, dtype=np.float32).reshape(3, 3)
+    expected = a @ a
+    lowprec.matmul(a, a, out=a)
+    assert np.array_equal(a, expected)
+    assert len(prepared) == 1
+    with pytest.raises(lowprec.ShapeError, match="out has shape"):
+        lowprec.matmul(a, a[:, :2], out=a)
+
+
+# -- frames ---------------------------------------------------------------------------------------
+
+
+def frames(function: Callable[[], Any]) -> int:
+    """Return the number of Python functions that a warm call enters, itself included."""
+    names = []
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_qualname)
+
+    for _ in range(3):
+        function()
+    sys.setprofile(look)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(names) - 1
+
+
+def test_a_warm_call_enters_few_functions() -> None:
+    x = np.ones((8, 8), np.float32)
+    assert frames(lambda: lowprec.matmul(x, x)) <= 22
+
+
+def test_a_warm_recorded_call_enters_few_functions() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, w = torch.ones(8, 8), torch.ones(8, 8, requires_grad=True)
+    assert frames(lambda: lowprec.matmul(x, x)) <= 22
+    assert frames(lambda: lowprec.matmul(x, w)) <= 35

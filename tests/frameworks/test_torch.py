@@ -573,7 +573,7 @@ def test_wrong_operands_are_reported_by_type(torch: Any) -> None:
             lowprec.matmul(x, x, c=x, **{name: "1"})
     with pytest.raises(lowprec.ShapeError, match="c is missing"):
         lowprec.matmul(x, x, beta=1.0)
-    with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(2,\); linear expects \(n, k\)"):
+    with pytest.raises(lowprec.ShapeError, match=r"the weight has shape \(n, k\), got \(2,\)"):
         lt.linear(x, x[0])
     with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number"):
         lt.Linear(2, 2, rtol=0)
