@@ -68,9 +68,9 @@ class Library(ABC):
     def mark_written(self, array: Any) -> None:  # noqa: B027 - optional
         """Notify the library before an array is written."""
 
-    @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of a new row-major buffer for :meth:`wrap`; ``like`` is an array of this library."""
+        raise TypeError(f"{self.name} arrays have no memory")
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return a filled buffer as an array, without a copy; the first operand is ``like``, others may be None."""

@@ -92,7 +92,6 @@ def _nearest(x: Any, to: NumberFormat, xp: Any) -> Any:
 
 
 def _values(codes: Any, of: NumberFormat, bits: int, xp: Any) -> Any:
-    """Return the float32 values of codes."""
     stored, sign = of.precision - 1, 1 << (bits - 1)
     magnitude = codes & (sign - 1)
     aligned = (magnitude << (23 - stored)) + ((126 + of.emin) << 23)

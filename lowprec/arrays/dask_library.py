@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lowprec.arrays.base import Delegate, Library
-from lowprec.arrays.view import ArrayView, Device
+from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError, ShapeError
-from lowprec.formats import DType, dtype_from_name
+from lowprec.formats import dtype_from_name
 
 
 class DaskLibrary(Library):
@@ -17,7 +17,6 @@ class DaskLibrary(Library):
     delegates = True
 
     def delegate(self, *arrays: Any) -> Delegate | None:
-        """Return the product of lazy arrays."""
         return Delegate(
             "dask",
             "a Dask array is lazy and has no elements to read: lowprec provides matmul and contractions for it; "
@@ -25,13 +24,8 @@ class DaskLibrary(Library):
         )
 
     def describe(self, array: Any) -> ArrayView:
-        """Return the description of an array of known extents."""
         check_known_shape(array)
         return ArrayView.description(dtype_from_name(array.dtype.name), array.shape)
-
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Raise TypeError: Dask allocates results in its workers."""
-        raise TypeError("a result of Dask has no memory before it is computed")
 
 
 def check_known_shape(array: Any) -> None:

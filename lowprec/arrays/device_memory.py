@@ -104,7 +104,6 @@ class DeviceArray(DLPackArray):
         self.stream = stream  # on which the elements are written
 
     def view(self) -> ArrayView:
-        """Return the view of the array."""
         strides = contiguous_strides(self.shape)
         return ArrayView(self._dtype, self.shape, strides, self._device, self, False, self._block.address)
 
@@ -118,7 +117,6 @@ class DeviceArray(DLPackArray):
 
     @property
     def device(self) -> Device:
-        """Device of the elements."""
         return self._device
 
     def __repr__(self) -> str:

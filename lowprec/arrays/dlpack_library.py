@@ -44,7 +44,6 @@ class DLPackLibrary(Library):
         return view
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of new memory."""
         if device == CPU:
             return NUMPY.allocate(shape, dtype, device, like)
         return DeviceArray(shape, dtype, device, LEGACY_STREAM).view()

@@ -76,7 +76,6 @@ class JaxLibrary(Library):
         raise ArrayError("JAX arrays are immutable and cannot be out; omit out=")
 
     def current_stream(self, device: Device) -> int | None:
-        """Return lowprec's stream of a GPU."""
         return provider(device).own_stream(device) if is_served(device) else None
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:

@@ -20,9 +20,8 @@ from lowprec.arrays.dlpack import DLPackArray, type_name
 from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY
 from lowprec.arrays.prepared_view import Prepared
-from lowprec.arrays.view import ArrayView, Device
+from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError
-from lowprec.formats import DType
 
 
 class OptionalLibrary(NamedTuple):
@@ -49,12 +48,7 @@ class _Views(Library):
     name = "view"
 
     def describe(self, array: ArrayView) -> ArrayView:
-        """Return the view."""
         return array
-
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Raise TypeError: nothing multiplies descriptions."""
-        raise TypeError("a product of descriptions has no memory")
 
 
 _INSTANCES: dict[str, Library] = {}
@@ -71,14 +65,6 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 def library_of(array: Any) -> Library:
     """Return the library of an array; ArrayError, with a remedy, for objects that cannot be read in place."""
     found = _BY_TYPE.get(type(array))
-    return _look_up(array) if found is None else found
-
-
-def library_of_operand(array: Any) -> Library:
-    """Return the library of an array or a quantised array."""
-    found = _BY_TYPE.get(type(array))
-    if found is None:
-        found = array._library if isinstance(array, Prepared) else None
     return _look_up(array) if found is None else found
 
 
@@ -160,7 +146,6 @@ def _kind(x: Any) -> Any:
 
 
 def is_dask_array(array: Any) -> bool:
-    """Whether an array is a Dask array."""
     return isinstance(array, getattr(sys.modules.get("dask.array"), "Array", ()))
 
 

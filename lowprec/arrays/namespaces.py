@@ -115,7 +115,6 @@ class Namespace:
         return self.reshaped(self.permuted(x, order), shape)
 
     def reshaped(self, x: Any, shape: tuple[int, ...]) -> Any:
-        """Return ``x`` in another shape."""
         if tuple(x.shape) == shape:
             return x
         if hasattr(x, "numblocks"):  # Dask's reshape fails on empty axes and chunks
@@ -125,7 +124,6 @@ class Namespace:
         return self._reshape(x, shape)
 
     def last(self, x: Any, axis: int) -> Any:
-        """Return ``x`` with this axis last."""
         rest = [i for i in range(len(x.shape)) if i != axis % len(x.shape)]
         return self.permuted(x, (*rest, axis % len(x.shape)))
 

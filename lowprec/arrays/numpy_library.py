@@ -77,14 +77,12 @@ class NumpyLibrary(Library):
     describe = view = staticmethod(host_view)  # one call less per operand
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of a new NumPy array."""
         numpy_dtype = NUMPY_DTYPES[dtype]
         large = prod(shape) * numpy_dtype.itemsize >= _LARGE_BYTES
         array = aligned_empty(shape, numpy_dtype) if large else np.empty(shape, numpy_dtype)
         return HostView(dtype, shape, contiguous_strides(shape), CPU, array, False, data_pointer(array))
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return the array, or a scalar if it has no axes, as ``numpy.matmul``."""
         return buffer if buffer.ndim else buffer[()]
 
 

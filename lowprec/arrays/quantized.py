@@ -12,13 +12,12 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
 from lowprec.arrays import block_codes
-from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import device_of
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import array_module, cast, dtype_name
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import Prepared, QuantizedView
-from lowprec.arrays.view import ArrayView, Device
+from lowprec.arrays.view import ArrayView
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
 from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType, FormatName
 from lowprec.util.strides import contiguous_strides
@@ -132,8 +131,8 @@ class QuantizedArray(Prepared):
         return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
 
     @property
-    def _library(self) -> Library:  # type: ignore[override]  # made when it is read
-        return _QuantizedLibrary(library_of(self.codes))
+    def _like(self) -> Any:
+        return self.codes
 
     @property
     def _view(self) -> QuantizedView:  # type: ignore[override]  # made when it is read
@@ -188,30 +187,6 @@ class QuantizedArray(Prepared):
 
     def __reduce__(self) -> Any:
         return QuantizedArray, (self.codes, self.scales, self.format, self.shape, self.axis, self.scale)
-
-
-class _QuantizedLibrary(Library):
-    """The library of quantised arrays whose codes are arrays of another one; results are arrays of that library."""
-
-    def __init__(self, library: Library) -> None:
-        self.name, self._library = library.name, library
-        self.keeps_owners, self.has_weak_types = library.keeps_owners, library.has_weak_types
-
-    def describe(self, array: QuantizedArray) -> QuantizedView:
-        """Return the view of a quantised array."""
-        return array._view
-
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: QuantizedArray) -> ArrayView:
-        """Return the view of a new buffer of the library of the codes."""
-        return self._library.allocate(shape, dtype, device, like.codes)
-
-    def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return a filled buffer as an array of the library of the codes."""
-        return self._library.wrap(buffer, *(x.codes if isinstance(x, QuantizedArray) else x for x in operands))
-
-    def current_stream(self, device: Device) -> int | None:
-        """Return the current stream of the library of the codes."""
-        return self._library.current_stream(device)
 
 
 @uncompiled
@@ -315,7 +290,6 @@ def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[
 
 
 def _part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the shapes of the codes and of the scales."""
     others, blocks, padded = _layout(shape, axis, row)
     return (*others, padded * row.bits // 8), ((*others, blocks) if row.scales else None)
 

@@ -31,7 +31,6 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def request_huge_pages(address: int, nbytes: int) -> None:
-    """Request huge pages for the whole pages of a new buffer."""
     madvise = _madvise()
     if madvise is None:
         return
@@ -166,7 +165,6 @@ class TorchLibrary(Library):
         self._torch.autograd.graph.increment_version(array)
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of a new tensor on the device of ``like``."""
         torch_dtype, strides = self._torch_dtypes[dtype], contiguous_strides(shape)
         if device is CPU and self._empty_on_cpu is not None:
             array = self._empty_on_cpu(shape, strides, torch_dtype)
@@ -181,7 +179,6 @@ class TorchLibrary(Library):
         return view
 
     def current_stream(self, device: Device) -> int | None:
-        """Return torch's current CUDA stream on the device."""
         if device.type != self._device_types["cuda"]:
             return None
         return self._raw_stream(device.index) or 1

@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.formats import DType
+from lowprec.formats import Blocks, DType
 from lowprec.util.strides import contiguous_strides, reach
 
 #: NumPy dtype of each element type; bfloat16 and float8 are those of ml_dtypes.
@@ -61,6 +62,13 @@ CPU = Device(1, 0)
 _MAX_UNUSED = 1 << 48
 
 
+class PackedOperand(NamedTuple):
+    """An operand rounded, split or packed for a kernel, and its size."""
+
+    value: Any
+    nbytes: int
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class ArrayView:
     """An immutable view of an array of any library.
@@ -79,6 +87,33 @@ class ArrayView:
     address: int  # of the element with all indices zero; 0 for a description
     copied: str | None = None
 
+    # Of stored operands: those that are prepared or quantised.
+    is_prepared: ClassVar[bool] = False  # whether a product may keep data of it in ``packed``
+    is_sparse: ClassVar[bool] = False
+    mode: ClassVar[str | None] = None  # the mode for which it is prepared
+    packed: ClassVar[Any] = None  # by key: operands that were rounded, split or packed for a kernel
+    blocks: ClassVar[Blocks | None] = None  # of a quantised array
+    quantized: ClassVar[Any] = None  # this array
+
+    def packed_operand(self, key: Any, make: Callable[[], PackedOperand]) -> Any:
+        """Return the packed operand of this key; ``make`` packs it if it is missing."""
+        operand = self.packed.get(key)
+        if operand is None:
+            operand = self.packed.setdefault(key, make())
+        return operand.value
+
+    def stored(self) -> tuple[ArrayView, ...]:
+        """Return the views of the memory that a product reads."""
+        return (self,)
+
+    def source(self, array: Any) -> Any:
+        """Return the array whose library orders the memory of this view; None for lowprec's copy of one."""
+        return array
+
+    def widened(self) -> ArrayView:
+        """Return the view of the numbers of a quantised array."""
+        return self
+
     @classmethod
     def description(cls, dtype: DType, shape: tuple[int, ...]) -> ArrayView:
         """Return the view of a contiguous array without memory."""
@@ -91,12 +126,10 @@ class ArrayView:
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property

@@ -108,7 +108,6 @@ def parse_number(name: str, value: Any) -> complex:
 
 
 def parse_length(name: str, value: Any) -> int:
-    """Return a length as an int."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ShapeError(f"{name} must be an integer of at least 1, got {quoted(value)}")
     return int(value)

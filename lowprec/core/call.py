@@ -10,10 +10,10 @@ import functools
 import importlib
 from typing import Any, NamedTuple
 
-from lowprec.arrays import CPU, ArrayView, Library, is_array, library_of, library_of_operand
+from lowprec.arrays import CPU, ArrayView, Library, is_array, library_of
 from lowprec.arrays.base import Delegate
 from lowprec.arrays.libraries import promoted, refuse_subclasses
-from lowprec.arrays.prepared_view import Prepared, PreparedView, QuantizedView, refuse_prepared
+from lowprec.arrays.prepared_view import Prepared, refuse_prepared
 from lowprec.backends import Arguments, is_out_of_memory, release_memory
 from lowprec.core import streams
 from lowprec.core.arguments import parse_length, parse_number, parse_out_dtype
@@ -95,18 +95,19 @@ def bind(
     plain = out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
     plain = plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
     try:
-        library = library_of_operand(a)
+        like = a if not isinstance(a, Prepared) or a._like is None else a._like
+        library = library_of(like)
         alike = type(b) is type(a)
         if library.has_weak_types or not alike:
             a, b, c, bias = promoted((a, b), c, bias)
         if library.delegates:
-            delegate = library.delegate(a, b) if alike else library.delegate(a)
-        x = library.describe(a)
+            delegate = library.delegate(like, b) if alike and like is a else library.delegate(like)
+        x = library.describe(a) if like is a else a._view
         name = "b"
-        if alike:
+        if isinstance(b, Prepared):
+            y: ArrayView = b._view
+        elif alike:
             y = library.describe(b)
-        elif isinstance(b, Prepared):
-            y = b._view
         else:
             y = library_of(b).describe(b)
             delegate = delegate or library_of(b).delegate(b)
@@ -139,7 +140,7 @@ def bind(
         if error.argument is None and not str(error).startswith(("out ", "alpha ", "beta ", "scale_")):
             error.argument = name
         raise
-    if type(x) is QuantizedView or type(y) is QuantizedView or not (scale_a is scale_b is None):
+    if x.blocks or y.blocks or not (scale_a is scale_b is None):
         options = with_scales(options, x, y)
     others = _NOTHING if plain else (out, c, bias, scale_a, scale_b)
     return _call((a, b, library, x, y, options, others, _ONE_ZERO if plain else (alpha, beta), delegate))
@@ -170,15 +171,16 @@ def execute(call: Call, entry: CachedExecutor) -> Any:
     """Return the product, computed by this executor."""
     a, b, library, x, y, options, others, *_ = call
     out, target, executor = others[0], options.out, entry.execute
+    like = x.source(a) if x.blocks else a
     if target is None:
         try:
-            target = library.allocate(entry.out_shape, entry.out_dtype, x.device, a)
+            target = library.allocate(entry.out_shape, entry.out_dtype, x.device, like)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         if target is None:
             release_memory()
-            target = library.allocate(entry.out_shape, entry.out_dtype, x.device, a)
+            target = library.allocate(entry.out_shape, entry.out_dtype, x.device, like)
     else:
         if entry.staged:
             executor = functools.partial(_execute_staged, entry, target)
@@ -188,7 +190,7 @@ def execute(call: Call, entry: CachedExecutor) -> Any:
     else:
         arguments = options.arguments(x, y, target, library.current_stream(x.device) or 0)
         streams.run(executor, arguments, library, (a, b, *others))
-    return library.wrap(target.owner, a, b, others[1], others[2]) if out is None else out
+    return library.wrap(target.owner, like, b, others[1], others[2]) if out is None else out
 
 
 def _execute_staged(entry: CachedExecutor, target: ArrayView, arguments: Arguments) -> None:
@@ -203,7 +205,7 @@ def _delegated(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backwa
     """Return the product of the call's library; raise if that lacks an argument of the call."""
     delegate = call.delegate
     assert delegate is not None
-    if call.options is not PLAIN or isinstance(call.y, PreparedView) or isinstance(call.x, PreparedView):
+    if call.options is not PLAIN or call.y.mode or call.x.mode:
         _refuse_arguments(call, delegate)
     try:
         return _product_function(delegate.product)(call, resolved, entry, backward_mode)

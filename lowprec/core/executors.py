@@ -49,7 +49,6 @@ def observe(observer: Observer | None) -> None:
 
 
 def clear_caches() -> None:
-    """Clear the plan and executor caches."""
     _executors.clear()
     plan_gemm.cache_clear()
 

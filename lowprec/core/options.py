@@ -7,7 +7,6 @@ from math import inf, prod
 from typing import Any, NamedTuple
 
 from lowprec.arrays import ArrayView, may_overlap
-from lowprec.arrays.prepared_view import QuantizedView
 from lowprec.backends import Arguments
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import Blocks, DType
@@ -16,11 +15,7 @@ from lowprec.planning import Activation, GemmProblem, OperandSpec
 
 def spec_of(x: ArrayView) -> OperandSpec:
     """Return the shape, strides and element type of a view, for planning."""
-    return OperandSpec(x.dtype, x.shape, x.strides, _blocks(x))
-
-
-def _blocks(x: ArrayView) -> Blocks | None:
-    return x.blocks if isinstance(x, QuantizedView) else None
+    return OperandSpec(x.dtype, x.shape, x.strides, x.blocks)
 
 
 class Options(NamedTuple):
@@ -57,7 +52,6 @@ class Options(NamedTuple):
         )  # fmt: skip
 
     def problem(self, a: OperandSpec, b: OperandSpec) -> GemmProblem:
-        """Return the GEMM problem with this epilogue."""
         out, c, bias = (None if v is None else spec_of(v) for v in (self.out, self.c, self.bias))
         return GemmProblem(
             a, b, self.out_dtype, out, c, bias, self.alpha != 1, self.beta != 0, self.activation, self.k_chunk,
@@ -65,7 +59,6 @@ class Options(NamedTuple):
         )  # fmt: skip
 
     def arguments(self, a: ArrayView, b: ArrayView, out: ArrayView, stream: int = 0) -> Arguments:
-        """Return the arguments of an executor."""
         return Arguments(a, b, out, self.c, self.bias, self.alpha, self.beta, self.scale_a, self.scale_b, stream)
 
     def needs_staging(self, a: ArrayView, b: ArrayView) -> bool:
@@ -73,7 +66,7 @@ class Options(NamedTuple):
         out, c = self.out, self.c
         if out is None:
             return False
-        operands = [part for x in (a, b) for part in (x.quantized._stored() if isinstance(x, QuantizedView) else (x,))]
+        operands = (*a.stored(), *b.stored())
         read = (*operands, self.bias, self.scale_a, self.scale_b)
         if any(isinstance(x, ArrayView) and may_overlap(out, x) for x in read):
             return True
@@ -99,9 +92,9 @@ def _exceeds_float32(value: complex) -> bool:
 def with_scales(options: Options, a: ArrayView, b: ArrayView) -> Options:
     """Return options with the scales of FP8 operands multiplied into alpha, except arrays in device memory."""
     for operand in (a, b):
-        if isinstance(operand, QuantizedView):
+        if operand.blocks:
             options = options._replace(alpha=options.alpha * operand.quantized.scale)
-    options = options._replace(blocks=(_blocks(a), _blocks(b)))
+    options = options._replace(blocks=(a.blocks, b.blocks))
     for name, operand in (("scale_a", a), ("scale_b", b)):
         scale = getattr(options, name)
         if scale is None:

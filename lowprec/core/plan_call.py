@@ -8,7 +8,6 @@ from typing import Any
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView
-from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends import backend_of, predicted
 from lowprec.core.arguments import described
 from lowprec.core.call import Call, bind
@@ -116,8 +115,7 @@ def plan(
 
 
 def _use_of_b(planned: GemmPlan, y: ArrayView) -> dict[str, Any]:
-    """Return the fields on a prepared ``b``."""
-    if not isinstance(y, PreparedView):
+    if y.mode is None:
         return {}
     return {"prepared": prepared_reason(planned, y.mode), "sparsity": sparse_reason(planned) if y.is_sparse else None}
 

@@ -52,7 +52,6 @@ def mode_within(
 
 
 def mode_of(call: Call, math_mode: ModeName | MathMode | None, rtol: float | None, bound: Any) -> ResolvedMode:
-    """Return the mode of a product."""
     if rtol is None and bound is None:
         return policy.resolve(math_mode)
     return mode_within(call, rtol, math_mode, bound)[0]

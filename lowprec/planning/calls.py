@@ -35,7 +35,6 @@ class Pack:
 
     @property
     def count(self) -> int:
-        """Number of matrices."""
         return prod(self.batch_shape)
 
     @property
@@ -50,7 +49,6 @@ class Pack:
 
     @property
     def part_bytes(self) -> int:
-        """Stride between parts in bytes."""
         lines = 1 if self.side_by_side else self.padded_rows
         return lines * self.leading_dimension * self.dtype.itemsize
 
@@ -62,7 +60,6 @@ class Pack:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed matrices."""
         return self.count * self.matrix_stride * self.dtype.itemsize
 
 
@@ -94,7 +91,6 @@ class LtMatrix:
 
     @property
     def elements(self) -> str:
-        """Name of the elements in memory."""
         return self.codes.format if self.codes else str(self.dtype)
 
     @property

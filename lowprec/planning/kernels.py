@@ -42,7 +42,6 @@ class KernelRow(NamedTuple):
 
     name: str
     units: str  # description of the hardware units
-    executor: str  # function from a plan to its executor, as "module:function"
     formats: frozenset[str] | None = None  # operand formats, by `format_name`; None for any
     requires: str | None = None  # required feature of the device
     missing: str = ""  # reason if the device lacks it; default: "no" and the units

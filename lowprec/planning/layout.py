@@ -93,7 +93,6 @@ class MatrixStack:
 
     @property
     def transposed(self) -> MatrixStack:
-        """The transposed matrices, on the same memory."""
         return self.of(
             self.dtype, self.cols, self.rows, self.col_stride, self.row_stride,
             self.batch_shape, self.batch_strides,

@@ -45,7 +45,6 @@ class Copy(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The reasons as text."""
         text = "; ".join(map(str, self.reasons))
         return f"staged in temporary memory: {text}" if self.operand == "out" else text
 

@@ -52,7 +52,6 @@ class GemmProblem:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether an operand is quantised in blocks."""
         return self.a.blocks is not None or self.b.blocks is not None
 
     @property

@@ -65,12 +65,10 @@ _PREDICTION = (
 
 
 def to_text(plan: GemmPlan) -> str:
-    """Return the plan as text."""
     return "\n\n".join(plain_text(table, WIDTH) for table in tables(plan))
 
 
 def to_repr(plan: GemmPlan) -> str:
-    """Return the plan in two lines."""
     runs = f"mode {plan.mode}, kernel {plan.kernel} on {plan.capabilities.device}"
     return f"<GemmPlan {title(plan)},\n {runs}, error at most {plan.bound.relative:.3g} |A| |B|>"
 

@@ -25,12 +25,10 @@ class Product(NamedTuple):
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The pairs of parts that are multiplied."""
         return tuple((self.a_part - i, self.b_part + i) for i in range(self.terms))
 
     @property
     def length(self) -> int:
-        """Number of terms in each sum."""
         return self.terms * (self.k_stop - self.k_start)
 
 

@@ -352,7 +352,7 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
     prepared = lowprec.prepare(b, math_mode="bf16")
     c = lowprec.prepare(numbers(rng, "float32", 64, 96))
     for call in (lowprec.matmul, lowprec.plan):
-        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand, which is accepted only as b of matmul"):
+        with pytest.raises(lowprec.ArrayError, match="a: expected an array, got a prepared operand, which is accepted only as b of matmul"):
             call(prepared, b)
         with pytest.raises(lowprec.ArrayError, match="a is a prepared operand"):
             call(prepared, prepared)

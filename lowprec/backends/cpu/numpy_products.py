@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lowprec.architectures import Architecture
-from lowprec.arrays.prepared_view import PackedOperand, PreparedView
-from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, data_pointer
+from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu.emulation import arithmetic, products
 from lowprec.backends.execution import Arguments, Executor
 from lowprec.formats import FLOAT16, TF32, DType, NumberFormat
@@ -33,11 +32,9 @@ Split: TypeAlias = tuple[list[Any], Any]
 
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan."""
-    if not plan.layout.k:
-        return functools.partial(_execute, plan, _set_to_zero)
     if _is_plain(plan):
         return _matmul
-    return functools.partial(_execute, plan, _multiply_int8 if plan.compute_dtype is DType.INT8 else _sum_products)
+    return functools.partial(execute, plan, _multiply_int8 if plan.compute_dtype is DType.INT8 else _sum_products)
 
 
 def _is_plain(plan: GemmPlan) -> bool:
@@ -74,7 +71,7 @@ def _is_expressible(x: Any) -> bool:
     return bool(in_rows or in_columns or x.flags.c_contiguous)
 
 
-def _execute(plan: GemmPlan, multiply: Callable[..., None], arguments: Arguments) -> None:
+def execute(plan: GemmPlan, multiply: Callable[..., None], arguments: Arguments) -> None:
     a, b, out, c = _stacks(plan, arguments)
     dtype = NUMPY_DTYPES[plan.accumulator]
     # ``c`` may be ``out``, so the product must not overwrite it before it is read.
@@ -105,7 +102,7 @@ def _stacks(plan: GemmPlan, arguments: Arguments) -> tuple[Any, Any, Any, Any]:
     return a, b, out, c
 
 
-def _set_to_zero(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
+def set_to_zero(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
     """Compute the product where ``k`` or alpha is zero."""
     out[...] = 0
 
@@ -167,7 +164,7 @@ def _operand(plan: GemmPlan, operand: int, view: ArrayView, x: Any, dtype: np.dt
     """Return ``a`` (0) or ``b`` (1) as the plan multiplies it; a prepared ``b`` keeps it from the first product on."""
     axis = -1 - operand if plan.scaled[operand] else None
     how = dtype, row(plan.scheme), _rounding(plan), plan.split[operand], axis
-    if not (type(view) is PreparedView and view.mode in kept_modes(plan)):
+    if not (view.is_prepared and view.mode in kept_modes(plan)):
         return split(x, *how)
 
     def make() -> PackedOperand:

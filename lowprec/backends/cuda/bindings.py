@@ -62,7 +62,6 @@ def cublas_version() -> int:
 
 
 def cublas_version_text() -> str:
-    """Return cuBLASLt's version as text."""
     version = cublas_version()
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
@@ -92,7 +91,6 @@ def create_handle(library: str = "cublas_lt") -> int:
 
 
 def destroy_handle(handle: int, library: str = "cublas_lt") -> None:
-    """Destroy a handle, which synchronises the device."""
     with translated(lambda: f"destroy a handle of {library}"):
         getattr(libraries, library).destroy(handle)
 
@@ -220,13 +218,11 @@ class AlgorithmInfo:
 
     @property
     def text(self) -> str:
-        """The configuration as text."""
         splits = f"split-K {self.split_k}" + (f" ({self.reduction})" if self.split_k > 1 else "")
         return f"id {self.id}, tile {self.tile}, stages {self.stages}, {splits}, workspace {self.workspace_bytes} B"
 
     @property
     def units_text(self) -> str:
-        """The arithmetic as text."""
         used = {True: ": tensor cores", False: ": no tensor cores", None: ""}
         return f"{self.units} on {self.input_type}, summed in {self.accumulator}{used[self.uses_tensor_cores]}"
 

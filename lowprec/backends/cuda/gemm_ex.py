@@ -43,7 +43,6 @@ class GemmEx:
         self._matrices = [(x.cuda_data_type, x.leading_dimension, x.batch_stride) for x in (first, second, d)]
 
     def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
-        """Queue the product."""
         alpha, beta = (number(x, self._call.scale_dtype) for x in (operands.alpha, operands.beta))
         a, b, _, d = operands[:4]
         pointers = [(a + x, b + y, d + w, d + w) for x, y, _, w in byte_offsets(self._call)]

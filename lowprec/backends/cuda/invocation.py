@@ -53,7 +53,6 @@ class Operands(NamedTuple):
 
     @property
     def attributes(self) -> tuple[int, int, int]:
-        """Pointers that are attributes of the operation."""
         return self.bias, self.scale_first, self.scale_second
 
 
@@ -135,7 +134,6 @@ class Invocation:
 
     @property
     def info(self) -> AlgorithmInfo:
-        """Properties of the algorithm."""
         self._info = found = self._info or bindings.describe_algorithm(self.algorithm)
         return found
 

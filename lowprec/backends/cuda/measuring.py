@@ -56,7 +56,6 @@ class EventStopwatch:
             self._record()
 
     def abandon(self) -> None:
-        """Discard the measurement."""
         events, self._events = self._events, []
         self._idle.extend(events)
 
@@ -110,7 +109,6 @@ class Measured:
 
     @property
     def median_ms(self) -> float:
-        """Median time of one product."""
         return statistics.median(self.times_ms)
 
 

@@ -193,7 +193,6 @@ class _Pool:
         return captured | {UNKNOWN_STREAM} if captured else captured
 
     def recorded(self, stream: int) -> Any:
-        """Return an event recorded on a stream."""
         try:
             event = self.events.pop()
         except IndexError:

@@ -78,7 +78,6 @@ def properties(index: int) -> DeviceProperties:
 
 
 def attribute(name: str, index: int) -> int:
-    """Return a ``cudaDeviceAttr`` of a device."""
     wanted = getattr(libraries().runtime.cudaDeviceAttr, name)
     return int(call("cudaDeviceGetAttribute", wanted, index))
 
@@ -204,7 +203,6 @@ def refuse_capture(stream: int, lacking: str) -> None:
 
 
 def create_event(*, timing: bool = False) -> Any:
-    """Return a new event of the current device."""
     runtime = libraries().runtime
     flags = runtime.cudaEventDefault if timing else runtime.cudaEventDisableTiming
     return call("cudaEventCreateWithFlags", flags)
@@ -222,7 +220,6 @@ def wait_for_event(event: Any) -> None:
 
 
 def event_is_done(event: Any) -> bool:
-    """Whether the work before an event is done."""
     runtime = libraries().runtime
     (status,) = runtime.cudaEventQuery(event)
     if status == runtime.cudaError_t.cudaErrorNotReady:
