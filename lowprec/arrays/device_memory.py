@@ -75,7 +75,6 @@ def register(device_type: int, load: Callable[[], DeviceMemory]) -> None:
 
 
 def is_served(device: Device) -> bool:
-    """Whether a provider is registered for the device."""
     return device.type in _loaders
 
 

@@ -7,6 +7,7 @@ its own streams wait for the result. The host waits if the JAX client does not i
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
@@ -38,16 +39,19 @@ class JaxLibrary(Library):
     def delegate(self, *arrays: Any) -> Delegate | None:
         """Return JAX's product for tracers, and for arrays that are sharded over several devices."""
         for array in arrays:
+            device = None
             if isinstance(array, self._jax.core.Tracer):
                 return Delegate(
                     "jax",
                     f"a JAX tracer ({type(array).__name__}) has no data: inside jit, grad, vmap and other transforms "
                     "lowprec provides matmul; call other functions outside, or through jax.pure_callback",
                 )
-            if not array.is_deleted() and self._platform(array.device) == "several":
+            with suppress(RuntimeError):  # it is deleted, which `describe` reports
+                device = array.device
+            if device is not None and self._platform(device) == "several":
                 return Delegate(
                     "jax",
-                    f"the JAX array is sharded over several devices ({array.device}), for which lowprec provides "
+                    f"the JAX array is sharded over several devices ({device}), for which lowprec provides "
                     "matmul; otherwise gather it with jax.device_put(array, jax.devices()[0])",
                 )
         return None

@@ -107,7 +107,6 @@ class Namespace:
         self._reshape = _checked(xp.reshape)
 
     def permuted(self, x: Any, order: tuple[int, ...]) -> Any:
-        """Return ``x`` with its axes in this order."""
         return x if order == tuple(range(len(order))) else self._permute(x, order)
 
     def arranged(self, x: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any:
@@ -128,7 +127,6 @@ class Namespace:
         return self.permuted(x, (*rest, axis % len(x.shape)))
 
     def diagonal(self, x: Any, first: int, second: int) -> Any:
-        """Return the diagonal of two axes as the last axis."""
         rest = [i for i in range(len(x.shape)) if i not in (first, second)]
         last = self.permuted(x, (*rest, first, second))
         if hasattr(self._xp.linalg, "diagonal"):

@@ -61,7 +61,6 @@ def view_of_copy(array: NDArray[Any]) -> ArrayView:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a new array aligned to a cache line."""
     try:
         raw: NDArray[Any] = np.empty(prod(shape) * dtype.itemsize + CACHE_LINE, np.uint8)
     except (MemoryError, ValueError):  # ValueError: no such size exists

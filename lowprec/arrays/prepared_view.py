@@ -53,7 +53,6 @@ class PreparedView(ArrayView):
 
     @property
     def whole(self) -> PreparedView:
-        """The stack of which this is one matrix, or the operand itself."""
         return self if self._whole is None else self._whole
 
     def matrix(self, x: NDArray[Any]) -> PreparedView:

@@ -46,7 +46,6 @@ class Device(NamedTuple):
 
     @property
     def is_host(self) -> bool:
-        """Whether the CPU can read memory of this device."""
         return self.type == 1
 
     def __str__(self) -> str:
@@ -111,7 +110,6 @@ class ArrayView:
         return array
 
     def widened(self) -> ArrayView:
-        """Return the view of the numbers of a quantised array."""
         return self
 
     @classmethod
@@ -182,7 +180,6 @@ class HostView(ArrayView):
     __slots__ = ()
 
     def ndarray(self) -> NDArray[Any]:
-        """Return the NumPy array itself."""
         array: NDArray[Any] = self.owner
         return array
 

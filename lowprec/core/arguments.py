@@ -80,7 +80,6 @@ def _is_description(x: Any) -> bool:
 
 
 def parse_out_dtype(dtype: Any) -> DType:
-    """Return the element type of the ``out_dtype=`` argument."""
     try:
         return parse_dtype(dtype)
     except DTypeError as error:

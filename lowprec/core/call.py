@@ -111,39 +111,52 @@ def bind(
         else:
             y = library_of(b).describe(b)
             delegate = delegate or library_of(b).delegate(b)
-        if not plain:
-            views = []
-            for name, array in (("out", out), ("c", c), ("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)):
-                view = array
-                if hasattr(array, "__dlpack__") or (array is not None and name in ("out", "c", "bias")):
-                    of_array = library_of(array)
-                    if of_array.delegates and delegate is None:
-                        delegate = of_array.delegate(array)
-                        delegate = delegate and delegate._replace(why=f"{name}: {delegate.why}")
-                    view = of_array.writable_view(array) if name == "out" else of_array.describe(array)
-                views.append(view)
-            for factor in (alpha, beta):  # JAX may trace it alone
-                if delegate is None and type(factor) is not float and is_array(factor):
-                    delegate = library_of(factor).delegate(factor)
-            numbers = (
-                alpha if type(alpha) is float else parse_number("alpha", alpha),
-                beta if type(beta) is float else parse_number("beta", beta),
-                None if activation is None else parse_activation(activation),
-                None if out_dtype is None else parse_out_dtype(out_dtype),
-                *(None if x is None else _scale(n, x) for n, x in zip(("scale_a", "scale_b"), views[3:], strict=True)),
-                None if k_chunk is None else parse_length("k_chunk", k_chunk),
-            )
-            options = Options(*views[:3], *numbers)
-            if options.beta != 0 and c is None:
-                raise ShapeError(f"beta is {options.beta}, but c is missing; pass c=")
     except (ArrayError, DTypeError) as error:
-        if error.argument is None and not str(error).startswith(("out ", "alpha ", "beta ", "scale_")):
-            error.argument = name
+        error.argument = error.argument or name
         raise
+    if not plain:
+        options, delegate = _options(
+            (out, c, bias, scale_a, scale_b), alpha, beta, activation, out_dtype, k_chunk, delegate
+        )
     if x.blocks or y.blocks or not (scale_a is scale_b is None):
         options = with_scales(options, x, y)
     others = _NOTHING if plain else (out, c, bias, scale_a, scale_b)
     return _call((a, b, library, x, y, options, others, _ONE_ZERO if plain else (alpha, beta), delegate))
+
+
+def _options(
+    arrays: tuple[Any, ...], alpha: Any, beta: Any, activation: Any, out_dtype: Any, k_chunk: Any,
+    delegate: Delegate | None,
+) -> tuple[Options, Delegate | None]:  # fmt: skip
+    """Return the options, and the product that one of these arrays needs if the operands need none."""
+    views = []
+    for name, array in zip(("out", "c", "bias", "scale_a", "scale_b"), arrays, strict=True):
+        view = array
+        if hasattr(array, "__dlpack__") or (array is not None and name in ("out", "c", "bias")):
+            try:
+                library = library_of(array)
+                if library.delegates and delegate is None and (needed := library.delegate(array)):
+                    delegate = needed._replace(why=f"{name}: {needed.why}")
+                view = library.writable_view(array) if name == "out" else library.describe(array)
+            except (ArrayError, DTypeError) as error:
+                if not str(error).startswith("out "):
+                    error.argument = name
+                raise
+        views.append(view)
+    for factor in (alpha, beta):  # JAX may trace it alone
+        if delegate is None and type(factor) is not float and is_array(factor):
+            delegate = library_of(factor).delegate(factor)
+    scale_a, scale_b = (None if x is None else _scale(f"scale_{n}", x) for n, x in zip("ab", views[3:], strict=True))
+    alpha = alpha if type(alpha) is float else parse_number("alpha", alpha)
+    beta = beta if type(beta) is float else parse_number("beta", beta)
+    activation = None if activation is None else parse_activation(activation)
+    out_dtype = None if out_dtype is None else parse_out_dtype(out_dtype)
+    k_chunk = None if k_chunk is None else parse_length("k_chunk", k_chunk)
+    out, c, bias, *_ = views
+    options = Options(out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk)
+    if options.beta != 0 and options.c is None:
+        raise ShapeError(f"beta is {options.beta}, but c is missing; pass c=")
+    return options, delegate
 
 
 def _scale(name: str, value: Any) -> ArrayView | float:
@@ -168,7 +181,6 @@ def run(call: Call, resolved: ResolvedMode, backward_mode: MathMode | None = Non
 
 
 def execute(call: Call, entry: CachedExecutor) -> Any:
-    """Return the product, computed by this executor."""
     a, b, library, x, y, options, others, *_ = call
     out, target, executor = others[0], options.out, entry.execute
     like = x.source(a) if x.blocks else a

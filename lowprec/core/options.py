@@ -34,13 +34,11 @@ class Options(NamedTuple):
     blocks: tuple[Blocks | None, Blocks | None] = (None, None)  # of quantised a and b
 
     def views(self, a: ArrayView, b: ArrayView) -> dict[str, ArrayView]:
-        """Return the array arguments by name."""
         named = {"a": a, "b": b, **self._asdict()}
         return {name: x for name, x in named.items() if isinstance(x, ArrayView)}
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The part of the cache key that depends on these options."""
         out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk, blocks = self
         return (
             None if out is None else (out.device, out.dtype, out.shape, out.strides),

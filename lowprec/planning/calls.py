@@ -39,7 +39,6 @@ class Pack:
 
     @property
     def line_stride(self) -> int:
-        """Stride between packed rows, in elements."""
         return self.leading_dimension * (self.parts if self.side_by_side else 1)
 
     @property
@@ -54,7 +53,6 @@ class Pack:
 
     @property
     def part_length(self) -> int:
-        """Length of a part along the inner dimension."""
         each = 1 if self.complex_as == "no" else 2
         return self.leading_dimension // each if self.side_by_side else self.padded_rows
 
@@ -95,11 +93,9 @@ class LtMatrix:
 
     @property
     def cuda_data_type(self) -> int:
-        """The ``cudaDataType`` of the elements in memory."""
         return (self.codes or self.dtype).cuda_data_type
 
     def nbytes(self, elements: int) -> int:
-        """Bytes of this number of elements in memory."""
         return elements * (self.codes or self.dtype).bits // 8
 
     def range_of(self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int) -> tuple[LtMatrix, int]:
@@ -142,7 +138,6 @@ class CublasLtCall:
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of temporary memory for a staged product."""
         each = self.d.nbytes(self.d.cols * self.d.leading_dimension)
         return each * sum(x.batch_count * len(x.offsets) for x in self.parts) if self.staged else 0
 

@@ -92,7 +92,6 @@ class Capabilities:
 
     @property
     def has_float8(self) -> bool:
-        """Whether the tensor cores multiply FP8."""
         return tensor_cores_multiply("float8_e4m3fn", self.compute_capability)
 
     def tensor_cores_of(self, kernel: KernelRow) -> tuple[int, int] | None:

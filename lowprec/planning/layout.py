@@ -88,7 +88,6 @@ class MatrixStack:
 
     @property
     def blas_expressible(self) -> bool:
-        """Whether BLAS can read the matrices in place."""
         return self.order is not None
 
     @property

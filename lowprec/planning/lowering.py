@@ -74,7 +74,6 @@ def reason_to_widen(plan: GemmPlan) -> Reason | None:
 
 
 def _block_extent(k: int, name: str) -> int:
-    """Return ``k`` with the last block padded."""
     block = BLOCK_FORMATS[name].block
     return -(-k // block) * block
 
@@ -109,7 +108,6 @@ class _Inputs(NamedTuple):
 
     @property
     def kernels(self) -> str | DType:
-        """The data of cuBLASLt's kernels, for reasons."""
         return self.codes.format if self.codes else self.data
 
 
@@ -191,7 +189,6 @@ def _epilogue(problem: GemmProblem) -> str:
 
 
 def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> tuple[MatrixStack, Pack | None]:
-    """Return an operand as read by cuBLASLt, and its packing."""
     stack = inputs.layout.a if name == "a" else inputs.layout.b
     if inputs.codes:
         k, batch = _block_extent(inputs.layout.k, inputs.codes.format), inputs.layout.batch_shape

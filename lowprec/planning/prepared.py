@@ -28,7 +28,6 @@ def kept_modes(plan: GemmPlan) -> frozenset[str]:
 
 
 def reads_codes_of_b(plan: GemmPlan) -> bool:
-    """Whether the kernel reads the codes of ``b`` instead of widened numbers."""
     return plan.problem.b.blocks is not None and _reason_kind(plan, plan.mode) is ReasonKind.CODES_READ
 
 

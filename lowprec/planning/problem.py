@@ -139,6 +139,5 @@ def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether an array of this shape broadcasts to another shape."""
     pairs = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)

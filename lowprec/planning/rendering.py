@@ -32,7 +32,6 @@ _TENSOR_CORE_BITS = {"float16": 16, "bfloat16": 16, "tf32": 32}
 
 
 def advise(plan: GemmPlan) -> tuple[Reason, ...]:
-    """Return advice on the speed of a product."""
     layout, capabilities, fmt, call = plan.layout, plan.capabilities, plan.operand_format, plan.call
     m, n, k = layout.m, layout.n, layout.k
     if 0 in (m, n, k):
@@ -74,7 +73,6 @@ def to_repr(plan: GemmPlan) -> str:
 
 
 def to_html(plan: GemmPlan) -> str:
-    """Return the plan as tables for a notebook."""
     return "".join(map(html, tables(plan)))
 
 
@@ -260,7 +258,6 @@ def _plain(value: Any) -> Any:
 
 
 def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
-    """Describe an operand as multiplied."""
     operand = int(name == "b")
     dtype = (plan.problem.a, plan.problem.b)[operand].dtype
     pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -181,27 +182,26 @@ def traced_matmul(a: Any, b: Any, /, *, backward_mode: Any = None, **keywords: A
         and all(isinstance(x, _NUMBERS) and abs(x) <= _LARGEST for x in (alpha, beta))
         and _IN_GRAPHS.issuperset(given)
     ):  # fmt: skip
-        operands = [None if x is None else (x.dtype, x.ndim) for x in (a, b, c, bias)]
-        # Their values may be symbols, too: any other number of the same kind is checked.
+        rtol = given.get("rtol")
+        extents = _numbers if rtol is not None or "bound" in given else _ones
+        operands = [None if x is None else (x.dtype, extents(x.shape)) for x in (a, b, c, bias)]
+        # Factors may be symbols, too: any other number of the same kind is checked.
         factors = [
             (2j if isinstance(x, complex) else 2.0) if name in given else default
             for name, x, default in (("alpha", alpha, 1.0), ("beta", beta, 0.0))
         ]
-        activation, math_mode, out_dtype = given.get("activation"), given.get("math_mode"), given.get("out_dtype")
-        types = _types(operands, factors, activation, out_dtype, math_mode, backward_mode)
-        if types is not None and _fit(a, b, c, bias):
-            mode, backward, product_dtype, result_dtype = types
-            source = "" if mode else CURRENT
-            mode = mode or current_mode()  # the compiler guards on it: each mode has its own graph
-            if "rtol" in given or "bound" in given:
-                rtol, bound, source = given.get("rtol"), given.get("bound"), ModeSource.RTOL.value
-                mode = _mode_within(a, b, out_dtype, math_mode, rtol, bound)
-            if mode is not None:
+        others = given.get("activation"), given.get("out_dtype")
+        modes = given.get("math_mode"), rtol.hex() if isinstance(rtol, float) else (rtol,), given.get("bound")
+        # A graph is guarded by the current mode where that is read.
+        current = current_mode() if modes[0] is None or extents is _numbers else ""
+        settings = _settings(operands, factors, others, modes, current, backward_mode, a.device)
+        if settings is not None and _fit(a, b, c, bias):
+            mode, backward, source, product_dtype, result_dtype = settings
 
-                def multiply(x: Tensor, y: Tensor, alpha: Any, dtype: str) -> Tensor:
-                    return OPERATOR(x, y, mode, backward or mode, alpha, dtype, source)
+            def multiply(x: Tensor, y: Tensor, alpha: Any, dtype: str) -> Tensor:
+                return OPERATOR(x, y, mode, backward, alpha, dtype, source)
 
-                return _computed(a, b, c, bias, alpha, beta, activation, product_dtype, result_dtype, multiply)
+            return _computed(a, b, c, bias, alpha, beta, others[0], product_dtype, result_dtype, multiply)
     if backward_mode is not None:
         return call_untraced(matmul, a, b, backward_mode=backward_mode, **given)
     return call_untraced(dispatch.matmul, a, b, **given)
@@ -214,25 +214,43 @@ def _is_default(name: str, x: Any) -> bool:
 matmul._torchdynamo_inline = traced_matmul  # type: ignore[attr-defined]
 
 
-def _types(
-    arrays: Any, factors: Any, activation: Any, out_dtype: Any, math_mode: Any, backward_mode: Any
-) -> tuple[str, str, str, str] | None:
-    """Return the modes and element types of a product in a graph, None for a call that raises.
+def _numbers(extents: Any) -> tuple[int, ...]:
+    return tuple([len(range(n)) for n in extents])  # of symbols too, which int() would not convert
 
-    They do not depend on extents, which may be symbols, and are taken for arrays of one element.
+
+def _ones(extents: Any) -> tuple[int, ...]:
+    return (1,) * len(extents)
+
+
+def _settings(
+    arrays: Any, factors: Any, others: Any, modes: Any, current: str, backward_mode: Any, device: Any
+) -> tuple[str, str, str, str, str] | None:
+    """Return modes, their source and element types of a product in a graph; None for a call that raises.
+
+    The compiler guards on the current mode: each has its own graph. Where ``rtol`` selects the mode, it guards on the
+    extents, on which nothing else depends: symbols are replaced by 1.
     """
+    math_mode, (rtol, bound) = modes[0], modes[1:]
+    rtol = float.fromhex(rtol) if isinstance(rtol, str) else rtol[0]
+    library: Any = library_of(torch.empty(0, device="cpu"))
+    place = library.device_of(device) or CPU
     try:
-        a, b, c, bias = [None if x is None else ArrayView.description(parse_dtype(x[0]), (1,) * x[1]) for x in arrays]
-        alpha, beta = factors
-        call = bind(a, b, None, c, alpha, beta, bias, activation, out_dtype)
-        modes = [x if x is None else parse_mode(x).value for x in (math_mode, backward_mode)]
+        views = [None if x is None else ArrayView.description(parse_dtype(x[0]), x[1]) for x in arrays]
+        a, b, c, bias = (x and replace(x, device=place) for x in views)
+        call = bind(a, b, None, c, factors[0], factors[1], bias, others[0], others[1])
         plan = look_up(_FP32, call.x, call.y, call.options, observed=False).plan
+        backward = None if backward_mode is None else parse_mode(backward_mode).value
+        mode, source = current, CURRENT
+        if rtol is not None or bound is not None:
+            mode, source = mode_of(call, math_mode, rtol, bound).mode.value, ModeSource.RTOL.value
+        elif math_mode is not None:
+            mode, source = parse_mode(math_mode).value, ModeSource.ARGUMENT.value
     except LowprecError:
         return None
-    return modes[0] or "", modes[1] or "", *_dtypes(plan, call)
+    return mode, backward or mode, source, *_dtypes(plan, call)
 
 
-_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_settings._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
 
 
 def _dtypes(plan: GemmPlan, call: Call) -> tuple[str, str]:
@@ -318,33 +336,6 @@ def _computed(
     if activation is not None:
         out = _ACTIVATIONS[activation](out)
     return out.to(getattr(torch, result_dtype))
-
-
-def _mode_within(a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None) -> Any:
-    """Return the mode for ``rtol``: in a graph, a constant for these shapes and for the current mode."""
-    # In a graph numbers may be symbols, which int() and float() would not convert.
-    given = rtol.hex() if isinstance(rtol, float) else (rtol,)
-    x, y = [(x.dtype, _numbers(x.shape), _numbers(x.stride())) for x in (a, b)]
-    return _chosen(x, y, a.device, out_dtype, current_mode(), math_mode, given, bound)
-
-
-def _numbers(extents: Any) -> tuple[int, ...]:
-    return tuple([len(range(n)) for n in extents])
-
-
-def _chosen(a: Any, b: Any, device: Any, out_dtype: Any, _: str, math_mode: Any, rtol: Any, bound: Any) -> str | None:
-    library: Any = library_of(torch.empty(0, device="cpu"))
-    place = library.device_of(device) or CPU
-    x, y = [ArrayView(parse_dtype(dtype), shape, strides, place, None, False, 0) for dtype, shape, strides in (a, b)]
-    try:
-        call = bind(x, y, out_dtype=out_dtype)
-        number = float.fromhex(rtol) if isinstance(rtol, str) else rtol[0]
-        return mode_of(call, math_mode, number, bound).mode.value
-    except LowprecError:
-        return None
-
-
-_chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
 
 
 def _product(

@@ -76,7 +76,6 @@ for _key in _DEVICES:
 
 
 def result_dtype(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype:
-    """Return the element type of the product."""
     if out_dtype == ACCUMULATOR:
         return torch.float32
     if out_dtype:

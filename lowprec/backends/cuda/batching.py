@@ -34,7 +34,6 @@ def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -
 
 
 def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:
-    """Yield the launches for a batch of ``arrays`` arrays."""
     dimensions = coalesce(dimensions)
     outer, inner = dimensions[:-_PER_LAUNCH], dimensions[-_PER_LAUNCH:]
     missing: list[Dimension] = [(1, (0,) * arrays)] * (_PER_LAUNCH - len(inner))

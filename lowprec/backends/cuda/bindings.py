@@ -107,7 +107,6 @@ def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
 
 
 def set_attribute(kind: str, pointer: int, name: str, value: int) -> None:
-    """Set an attribute of a descriptor, layout or preference."""
     number, dtype = _attribute(kind, name)
     buffer = np.array([value], dtype)
     setter = getattr(libraries.cublas_lt, f"{kind}_set_attribute")
@@ -159,7 +158,6 @@ class MatmulDescriptors(NamedTuple):
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Pointers in the order of the parameters of cuBLASLt functions."""
         return tuple(x.pointer for x in self)
 
 
@@ -239,7 +237,6 @@ _INSTRUCTIONS, _TENSOR_CORES = 0xFF, 0xFE
 
 
 def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
-    """Return the properties of an algorithm as reported by cuBLASLt."""
     data = np.frombuffer(algorithm.data, np.uint8).copy()
     pointer = data.ctypes.data
     cublas_lt = libraries.cublas_lt
@@ -279,6 +276,5 @@ def math_mode(handle: int) -> int:
 
 
 def set_math_mode(handle: int, raw: int) -> None:
-    """Set a handle's ``cublasMath_t``."""
     with translated(lambda: f"set the math mode {raw} of a cuBLAS handle"):
         libraries.cublas.set_math_mode(handle, raw)

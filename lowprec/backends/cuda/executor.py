@@ -83,7 +83,6 @@ class GemmExecutor:
         self._plain: _LoweredPlan | None = None
 
     def __call__(self, arguments: Arguments) -> None:
-        """Queue the product on the stream of its arguments."""
         device, b = arguments.a.device.index, arguments.b
         plain, pointers = self._plain, _pointers(arguments)
         if b.is_prepared:

@@ -73,7 +73,6 @@ class Number(NamedTuple):
 
 
 def number(value: complex, dtype: DType) -> Number:
-    """Return a factor for a call, cached."""
     # Numbers that differ in the sign of a zero compare equal.
     differ = not value or type(value) is complex
     return _cached_number(value, dtype, repr(value) if differ else "")

@@ -244,7 +244,6 @@ class _Pool:
         self.release_finished()
 
     def release(self) -> None:
-        """Free all unused memory."""
         failed = list(self.held)  # objects of failed calls have no event
         self.wait()
         self._collect(-1)

@@ -83,7 +83,6 @@ def attribute(name: str, index: int) -> int:
 
 
 def driver_version() -> str:
-    """Return the latest version of CUDA that the driver supports."""
     version = int(call("cudaDriverGetVersion"))
     return f"{version // 1000}.{version % 1000 // 10}"
 
@@ -164,7 +163,6 @@ def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
 
 
 def free(address: int) -> None:
-    """Free memory that is not in use."""
     with relaxed_capture():
         call("cudaFree", address)
 
