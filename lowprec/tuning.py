@@ -115,7 +115,10 @@ def autotune(
     AUTOTUNE.current()  # raises for an illegal value, as a product does
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
         raise UnsupportedError(f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}")
-    call = bind(a, b, out, c, alpha, beta, bias, activation, out_dtype, k_chunk, scale_a, scale_b)
+    call = bind(
+        a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
+        k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
+    )  # fmt: skip
     if call.delegate is not None:
         raise ArrayError(call.delegate.why)
     library, x, y, options = call.library, call.x, call.y, call.options

@@ -52,7 +52,7 @@ class _Views(Library):
 
 
 _INSTANCES: dict[str, Library] = {}
-_BY_TYPE: dict[type, Library] = {
+BY_TYPE: dict[type, Library] = {
     **dict.fromkeys((np.ndarray, np.memmap), NUMPY),
     **dict.fromkeys((DLPackArray, DeviceArray), DLPACK),
     ArrayView: _Views(),
@@ -64,7 +64,7 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 
 def library_of(array: Any) -> Library:
     """Return the library of an array; ArrayError, with a remedy, for objects that cannot be read in place."""
-    found = _BY_TYPE.get(type(array))
+    found = BY_TYPE.get(type(array))
     return _look_up(array) if found is None else found
 
 
@@ -83,7 +83,7 @@ def _look_up(array: Any) -> Library:
     if array.__class__ is not kind:  # a proxy for an array of any type
         return found
     if found is not DLPACK:
-        _BY_TYPE[kind] = found
+        BY_TYPE[kind] = found
     elif hasattr(kind, "__dlpack__"):
         _DLPACK_TYPES.add(kind)
     return found
@@ -159,7 +159,7 @@ def _optional_name(array: Any) -> str | None:
 
 def is_array(x: Any) -> bool:
     """Whether ``x`` is an array of any library, readable or not."""
-    return hasattr(x, "__dlpack__") or type(x) in _BY_TYPE or _optional_name(x) is not None
+    return hasattr(x, "__dlpack__") or type(x) in BY_TYPE or _optional_name(x) is not None
 
 
 def dense_method(x: Any) -> str:

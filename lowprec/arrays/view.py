@@ -210,25 +210,17 @@ def memory_at(address: int, owner: Any) -> Any:
 
 # In a PyArrayObject ``char *data`` follows the object header (numpy/ndarraytypes.h, part of NumPy's ABI). Reading it
 # takes 0.1 us, ``array.ctypes.data`` 0.8 us.
-_HEADER = object.__basicsize__
-_word_at = ctypes.c_size_t.from_address
-
-
-def _pointer_by_layout(array: NDArray[Any]) -> int:
-    return _word_at(id(array) + _HEADER).value
-
-
-def _pointer_by_interface(array: NDArray[Any]) -> int:
-    return array.ctypes.data
-
-
 _base = np.zeros((3, 5), np.float32)
-_layout_is_as_expected = sys.implementation.name == "cpython" and all(
-    _pointer_by_layout(x) == _pointer_by_interface(x) for x in (_base, _base[1:, 2:], _base[::-1])
-)
+word_at = ctypes.c_size_t.from_address
+#: Offset of the address in a NumPy array, 0 if it is not known.
+POINTER = object.__basicsize__ if sys.implementation.name == "cpython" else 0
+if any(word_at(id(x) + POINTER).value != x.ctypes.data for x in (_base, _base[1:, 2:], _base[::-1]) if POINTER):
+    POINTER = 0
 
-#: Address of a NumPy array's first element.
-data_pointer = _pointer_by_layout if _layout_is_as_expected else _pointer_by_interface
+
+def data_pointer(array: NDArray[Any]) -> int:
+    """Return the address of a NumPy array's first element."""
+    return word_at(id(array) + POINTER).value if POINTER else array.ctypes.data
 
 
 # Limit of candidate solutions in NumPy's exact overlap search; ordinary views need a few.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lowprec.arrays import CPU, ArrayView, Library, is_array, library_of
 from lowprec.arrays.base import Delegate
-from lowprec.arrays.libraries import promoted, refuse_subclasses
+from lowprec.arrays.libraries import BY_TYPE, promoted, refuse_subclasses
 from lowprec.arrays.prepared_view import Prepared, refuse_prepared
 from lowprec.backends import Arguments, is_out_of_memory, release_memory
 from lowprec.core import streams
@@ -68,95 +68,89 @@ class Call(NamedTuple):
 
 _NOTHING = (None,) * 5
 _ONE_ZERO = (1.0, 0.0)
-#: ``Call`` of a tuple, without a Python function.
-_call = functools.partial(tuple.__new__, Call)
+#: Makes a named tuple without a Python function.
+_new = tuple.__new__
 
 
-def bind(
-    a: Any,
-    b: Any,
-    /,
-    out: Any = None,
-    c: Any = None,
-    alpha: Any = 1.0,
-    beta: Any = 0.0,
-    bias: Any = None,
-    activation: Any = None,
-    out_dtype: Any = None,
-    k_chunk: Any = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-) -> Call:
+def bind(a: Any, b: Any, /, **arguments: Any) -> Call:
     """Return a product as a value; raise for an array or argument that no product supports.
 
-    Shapes, element types and devices are checked together by :func:`look_up`.
+    ``arguments`` are those of :func:`lowprec.matmul` but for the mode. Shapes, element types and devices are checked
+    together by :func:`look_up`.
     """
-    options, delegate, name = PLAIN, None, "a"
-    plain = out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
-    plain = plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
+    options, others, factors, delegate, name = PLAIN, _NOTHING, _ONE_ZERO, None, "a"
     try:
-        like = a if not isinstance(a, Prepared) or a._like is None else a._like
-        library = library_of(like)
-        alike = type(b) is type(a)
+        like, library = a, BY_TYPE.get(type(a))
+        if library is None:  # of a class that is looked up for the first time, or of a quantised array
+            like = a._like if isinstance(a, Prepared) and a._like is not None else a
+            library = library_of(like)
+        alike = type(b) is type(like)
         if library.has_weak_types or not alike:
-            a, b, c, bias = promoted((a, b), c, bias)
-        if library.delegates:
-            delegate = library.delegate(like, b) if alike and like is a else library.delegate(like)
+            a, b, c, bias = promoted((a, b), arguments.get("c"), arguments.get("bias"))
+            arguments = arguments and {**arguments, "c": c, "bias": bias}
         x = library.describe(a) if like is a else a._view
         name = "b"
-        if isinstance(b, Prepared):
-            y: ArrayView = b._view
-        elif alike:
-            y = library.describe(b)
+        if alike:
+            y: ArrayView = library.describe(b)
+            if library.delegates:
+                delegate = library.delegate(like, b)
         else:
-            y = library_of(b).describe(b)
-            delegate = delegate or library_of(b).delegate(b)
+            delegate = library.delegate(like)
+            if isinstance(b, Prepared):
+                y = b._view
+            else:
+                y = library_of(b).describe(b)
+                delegate = delegate or library_of(b).delegate(b)
     except (ArrayError, DTypeError) as error:
         error.argument = error.argument or name
         raise
-    if not plain:
-        options, delegate = _options(
-            (out, c, bias, scale_a, scale_b), alpha, beta, activation, out_dtype, k_chunk, delegate
-        )
-    if x.blocks or y.blocks or not (scale_a is scale_b is None):
+    if arguments:
+        options, others, delegate = _options(arguments, delegate)
+        factors = arguments.get("alpha", 1.0), arguments.get("beta", 0.0)
+    if x.blocks or y.blocks or (arguments and not (others[3] is others[4] is None)):
         options = with_scales(options, x, y)
-    others = _NOTHING if plain else (out, c, bias, scale_a, scale_b)
-    return _call((a, b, library, x, y, options, others, _ONE_ZERO if plain else (alpha, beta), delegate))
+    return _new(Call, (a, b, library, x, y, options, others, factors, delegate))
 
 
-def _options(
-    arrays: tuple[Any, ...], alpha: Any, beta: Any, activation: Any, out_dtype: Any, k_chunk: Any,
-    delegate: Delegate | None,
-) -> tuple[Options, Delegate | None]:  # fmt: skip
-    """Return the options, and the product that one of these arrays needs if the operands need none."""
-    views = []
-    for name, array in zip(("out", "c", "bias", "scale_a", "scale_b"), arrays, strict=True):
-        view = array
-        if hasattr(array, "__dlpack__") or (array is not None and name in ("out", "c", "bias")):
-            try:
-                library = library_of(array)
-                if library.delegates and delegate is None and (needed := library.delegate(array)):
-                    delegate = needed._replace(why=f"{name}: {needed.why}")
-                view = library.writable_view(array) if name == "out" else library.describe(array)
-            except (ArrayError, DTypeError) as error:
-                if not str(error).startswith("out "):
-                    error.argument = name
-                raise
-        views.append(view)
+_ARRAYS = ("out", "c", "bias", "scale_a", "scale_b")
+
+
+def _options(given: dict[str, Any], delegate: Delegate | None) -> tuple[Options, tuple[Any, ...], Delegate | None]:
+    """Return options, their arrays, and the product that one of these needs if the operands need none."""
+    others = tuple([given.get(name) for name in _ARRAYS])
+    views: list[Any] = [None] * 5
+    for i, array in enumerate(others):
+        if array is None:
+            continue
+        name = _ARRAYS[i]
+        if i > 2 and not is_array(array):
+            views[i] = _scale(name, array)
+            continue
+        try:
+            library = library_of(array)
+            if library.delegates and delegate is None and (needed := library.delegate(array)):
+                delegate = needed._replace(why=f"{name}: {needed.why}")
+            view = library.describe(array) if i else library.writable_view(array)
+        except (ArrayError, DTypeError) as error:
+            if not str(error).startswith("out "):
+                error.argument = name
+            raise
+        views[i] = view if i < 3 else _scale(name, view)
+    out, c, bias, scale_a, scale_b = views
+    alpha, beta = given.get("alpha", 1.0), given.get("beta", 0.0)
     for factor in (alpha, beta):  # JAX may trace it alone
         if delegate is None and type(factor) is not float and is_array(factor):
             delegate = library_of(factor).delegate(factor)
-    scale_a, scale_b = (None if x is None else _scale(f"scale_{n}", x) for n, x in zip("ab", views[3:], strict=True))
     alpha = alpha if type(alpha) is float else parse_number("alpha", alpha)
     beta = beta if type(beta) is float else parse_number("beta", beta)
+    activation, out_dtype, k_chunk = given.get("activation"), given.get("out_dtype"), given.get("k_chunk")
     activation = None if activation is None else parse_activation(activation)
     out_dtype = None if out_dtype is None else parse_out_dtype(out_dtype)
     k_chunk = None if k_chunk is None else parse_length("k_chunk", k_chunk)
-    out, c, bias, *_ = views
+    if beta != 0 and c is None:
+        raise ShapeError(f"beta is {beta}, but c is missing; pass c=")
     options = Options(out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk)
-    if options.beta != 0 and options.c is None:
-        raise ShapeError(f"beta is {options.beta}, but c is missing; pass c=")
-    return options, delegate
+    return PLAIN if options == PLAIN else options, others, delegate
 
 
 def _scale(name: str, value: Any) -> ArrayView | float:
@@ -176,14 +170,12 @@ def run(call: Call, resolved: ResolvedMode, backward_mode: MathMode | None = Non
 
     ``backward_mode`` is the mode of gradients, by default ``resolved``, if the call's library records them.
     """
-    entry = look_up(resolved, call.x, call.y, call.options)
-    return execute(call, entry) if call.delegate is None else _delegated(call, resolved, entry, backward_mode)
-
-
-def execute(call: Call, entry: CachedExecutor) -> Any:
-    a, b, library, x, y, options, others, *_ = call
+    a, b, library, x, y, options, others, _, delegate = call
+    entry = look_up(resolved, x, y, options)
+    if delegate is not None:
+        return _delegated(call, resolved, entry, backward_mode)
     out, target, executor = others[0], options.out, entry.execute
-    like = x.source(a) if x.blocks else a
+    like = a if not x.blocks else x.source(a)
     if target is None:
         try:
             target = library.allocate(entry.out_shape, entry.out_dtype, x.device, like)
@@ -198,7 +190,11 @@ def execute(call: Call, entry: CachedExecutor) -> Any:
             executor = functools.partial(_execute_staged, entry, target)
         library_of(out).mark_written(out)
     if x.device is CPU:
-        executor(Arguments(x, y, target) if options is PLAIN else options.arguments(x, y, target))
+        if options is PLAIN:
+            arguments = _new(Arguments, (x, y, target, None, None, 1.0, 0.0, None, None, 0))
+        else:
+            arguments = options.arguments(x, y, target)
+        executor(arguments)
     else:
         arguments = options.arguments(x, y, target, library.current_stream(x.device) or 0)
         streams.run(executor, arguments, library, (a, b, *others))

@@ -108,7 +108,14 @@ def matmul(
             a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
             math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
         )  # fmt: skip
-    call = bind(a, b, out, c, alpha, beta, bias, activation, out_dtype, k_chunk, scale_a, scale_b)
+    plain = out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
+    if plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0:
+        call = bind(a, b)
+    else:
+        call = bind(
+            a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
+            k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
+        )  # fmt: skip
     if rtol is None and bound is None:
         return run(call, policy.resolve(math_mode))
     return run(call, mode_within(call, rtol, math_mode, bound)[0])

@@ -64,7 +64,7 @@ def look_up(
     )  # fmt: skip
     if resolved.emulates is not None:
         key = (*key, resolved.emulates)
-    if options.out is not None and options.needs_staging(x, y):
+    if options is not PLAIN and options.out is not None and options.needs_staging(x, y):
         key = (*key, "staged")
     entry = _executors.get(key)
     if entry is None:

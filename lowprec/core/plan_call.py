@@ -82,7 +82,10 @@ def plan(
             error.argument = name
             raise
     a, b, out, c, bias = arrays.values()
-    call = bind(a, b, out, c, alpha, beta, bias, activation, out_dtype, k_chunk, scale_a, scale_b)
+    call = bind(
+        a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
+        k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
+    )  # fmt: skip
     views = call.options.views(call.x, call.y)
     array_device = next((view.device for view in views.values() if not view.is_description), CPU)
     capabilities = backend_of(array_device).capabilities(array_device) if device is None else predicted(device)

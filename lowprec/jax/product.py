@@ -71,7 +71,7 @@ def matmul(
     Array([[1., 1.],
            [1., 1.]], dtype=float32)
     """
-    call = bind(a, b, None, c, alpha, beta, bias, activation, out_dtype)
+    call = bind(a, b, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype)
     backward = None if backward_mode is None else parse_mode(backward_mode, "backward_mode")
     call = call._replace(delegate=call.delegate or _ALWAYS)
     array: jax.Array = run(call, mode_of(call, math_mode, rtol, bound), backward)

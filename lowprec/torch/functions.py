@@ -19,7 +19,7 @@ from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.contractions.products import multiply_transposed
 from lowprec.core import dispatch
 from lowprec.core.arguments import parse_dtype
-from lowprec.core.call import Call, bind, execute, run
+from lowprec.core.call import Call, bind, run
 from lowprec.core.executors import CachedExecutor, look_up
 from lowprec.core.options import PLAIN
 from lowprec.core.tolerance import mode_of
@@ -113,7 +113,7 @@ def matmul(
             a, b, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
             math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
         )  # fmt: skip
-    call = bind(a, b, None, c, alpha, beta, bias, activation, out_dtype)
+    call = bind(a, b, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype)
     backward = None if backward_mode is None else parse_mode(backward_mode, "backward_mode")
     product: Tensor = run(call, mode_of(call, math_mode, rtol, bound), backward)
     return product
@@ -237,7 +237,8 @@ def _settings(
     try:
         views = [None if x is None else ArrayView.description(parse_dtype(x[0]), x[1]) for x in arrays]
         a, b, c, bias = (x and replace(x, device=place) for x in views)
-        call = bind(a, b, None, c, factors[0], factors[1], bias, others[0], others[1])
+        given = dict(zip(("alpha", "beta", "activation", "out_dtype"), (*factors, *others), strict=True))
+        call = bind(a, b, c=c, bias=bias, **given)
         plan = look_up(_FP32, call.x, call.y, call.options, observed=False).plan
         backward = None if backward_mode is None else parse_mode(backward_mode).value
         mode, source = current, CURRENT
@@ -286,7 +287,9 @@ def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_
     _check_tensors(a, b, c, bias)
     backward, source = backward_mode or resolved.mode, resolved.source
     if options is PLAIN and call.x.ndim > 1 and call.y.ndim > 1:
-        return _product(a, b, resolved.mode, backward, 1.0, "", source, functools.partial(execute, call, entry))
+        return _product(
+            a, b, resolved.mode, backward, 1.0, "", source, functools.partial(run, Call(*call[:-1], None), resolved)
+        )
 
     def multiply(x: Tensor, y: Tensor, alpha: float, dtype: str) -> Tensor:
         return _product(x, y, resolved.mode, backward, alpha, dtype, source)

@@ -66,7 +66,8 @@ def _multiply(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def multiply_plain(a: Tensor, b: Tensor, resolved: ResolvedMode, alpha: float, out_dtype: str) -> Tensor:
     """Multiply tensors that PyTorch neither records nor traces."""
     dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
-    product: Tensor = run(bind(a, b, alpha=alpha, out_dtype=dtype), resolved)
+    call = bind(a, b) if alpha == 1.0 and dtype is None else bind(a, b, alpha=alpha, out_dtype=dtype)
+    product: Tensor = run(call, resolved)
     return product
 
 

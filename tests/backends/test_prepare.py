@@ -356,9 +356,9 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
             call(prepared, b)
         with pytest.raises(lowprec.ArrayError, match="a: expected an array, got a prepared operand"):
             call(prepared, prepared)
-        with pytest.raises(lowprec.ArrayError, match="c is a prepared operand"):
+        with pytest.raises(lowprec.ArrayError, match="c: expected an array, got a prepared operand"):
             call(a, b, c=c, beta=1.0)
-        with pytest.raises(lowprec.ArrayError, match="out is a prepared operand"):
+        with pytest.raises(lowprec.ArrayError, match="out: expected an array, got a prepared operand"):
             call(a, prepared, out=c)
         with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
             call(a[:, 1:], prepared)

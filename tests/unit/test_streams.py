@@ -105,7 +105,7 @@ class Diary:
 def diary(monkeypatch: pytest.MonkeyPatch) -> Diary:
     stand_in = Diary()
     for library in (ALPHA, BETA, KEEPER):
-        monkeypatch.setitem(libraries._BY_TYPE, library.cls, library)
+        monkeypatch.setitem(libraries.BY_TYPE, library.cls, library)
     monkeypatch.setitem(device_memory._loaders, GPU.type, lambda: stand_in)
     return stand_in
 
@@ -131,11 +131,11 @@ def test_arrays_of_one_library_need_nothing_but_its_stream(diary: Diary) -> None
     class Parameter(Alpha):
         """A second class of arrays of the same library."""
 
-    libraries._BY_TYPE[Parameter] = ALPHA
+    libraries.BY_TYPE[Parameter] = ALPHA
     try:
         run(diary, array(Alpha), array(Parameter), bias=array(Alpha), scale_a=2.0, scale_b=0.5)
     finally:
-        del libraries._BY_TYPE[Parameter]
+        del libraries.BY_TYPE[Parameter]
     assert diary.entries == [("execute", 11)]
 
 

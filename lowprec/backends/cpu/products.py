@@ -125,7 +125,7 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
     keeps_c = not (plan.fallbacks and plan.problem.has_beta and product.batches > 1)
 
     def execute(arguments: Arguments, keep: Any = keep) -> None:
-        a, b, out, c, bias, alpha, beta = arguments[:7]
+        a, b, out, c, bias, alpha, beta, _, _, _ = arguments
         address, at, scales = of_stored, b.address, 0
         if has_codes and b.blocks:
             at, scales, _ = b.packed_operand("codes", functools.partial(_codes, b))
