@@ -33,8 +33,8 @@ class DLPackLibrary(Library):
         if kind is DeviceArray:
             if array.stream != LEGACY_STREAM:
                 provider(device).order(array.stream, LEGACY_STREAM, device)
-            own: ArrayView = array.view()
-            return own
+            of_device: ArrayView = array.view()
+            return of_device
         view = import_array(array, stream)
         if view.device != device:
             raise ArrayError(

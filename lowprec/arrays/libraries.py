@@ -64,8 +64,8 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 
 def library_of(array: Any) -> Library:
     """Return the library of an array; ArrayError, with a remedy, for objects that cannot be read in place."""
-    found = BY_TYPE.get(type(array))
-    return _look_up(array) if found is None else found
+    library = BY_TYPE.get(type(array))
+    return _look_up(array) if library is None else library
 
 
 def refuse_subclasses(error: Exception, *arrays: Any) -> None:
@@ -79,14 +79,14 @@ def _look_up(array: Any) -> Library:
     kind = type(array)
     if kind in _DLPACK_TYPES:
         return DLPACK
-    found = _find(array)
+    library = _find(array)
     if array.__class__ is not kind:  # a proxy for an array of any type
-        return found
-    if found is not DLPACK:
-        BY_TYPE[kind] = found
+        return library
+    if library is not DLPACK:
+        BY_TYPE[kind] = library
     elif hasattr(kind, "__dlpack__"):
         _DLPACK_TYPES.add(kind)
-    return found
+    return library
 
 
 def _find(array: Any) -> Library:
@@ -104,8 +104,8 @@ def _find(array: Any) -> Library:
     if name is not None:
         library = _INSTANCES.get(name)
         if library is None:
-            made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
-            library = _INSTANCES.setdefault(name, made)  # another thread may have been first
+            adapter = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
+            library = _INSTANCES.setdefault(name, adapter)  # another thread may have been first
         library.check_type(array)
         return library
     if is_dask_array(array):

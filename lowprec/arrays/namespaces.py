@@ -30,8 +30,8 @@ def namespace_of(array: Any) -> Namespace:
         return _BY_TYPE[kind]
     module = "dask.array" if is_dask_array(array) else _MODULES.get(library_name(array))
     if module is not None:
-        found = _BY_TYPE[kind] = Namespace(sys.modules[module])
-        return found
+        namespace = _BY_TYPE[kind] = Namespace(sys.modules[module])
+        return namespace
     if hasattr(array, "__array_namespace__"):
         return Namespace(array.__array_namespace__())
     raise ArrayError(

@@ -100,13 +100,13 @@ class QuantizedView(PreparedView):
         """Return the view of the widened numbers; this view if they have no scales of blocks."""
         if self.quantized.scales is None:
             return self
-        found: ArrayView = self.quantized._widened()
-        return ArrayView(self.dtype, self.shape, self.strides, self.device, found.owner, True, found.address)
+        wide: ArrayView = self.quantized._widened()
+        return ArrayView(self.dtype, self.shape, self.strides, self.device, wide.owner, True, wide.address)
 
     @property
     def transposed(self) -> PreparedView:
-        found: PreparedView = self.quantized.T._view
-        return found
+        turned: PreparedView = self.quantized.T._view
+        return turned
 
     def ndarray(self) -> NDArray[Any]:
         """Return the widened numbers. Host memory only."""

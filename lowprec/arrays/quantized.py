@@ -84,17 +84,17 @@ class QuantizedArray(Prepared):
             whole = tuple(map(operator.index, self.shape))
         except TypeError:
             raise ShapeError(f"shape is a tuple of integers, got {quoted(self.shape)}") from None
-        made = {"format": row.name, "shape": whole, "axis": _checked_axis(self.axis, len(whole))}
+        fields = {"format": row.name, "shape": whole, "axis": _checked_axis(self.axis, len(whole))}
         if not isinstance(scale, numbers.Real) or not (0 < scale < inf or (isnan(scale) and not row.has_scale)):
             raise DTypeError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
-        made["scale"] = 1.0 if isnan(scale) else float(scale)
-        for name, shape in zip(("codes", "scales"), _part_shapes(whole, made["axis"], row), strict=True):
+        fields["scale"] = 1.0 if isnan(scale) else float(scale)
+        for name, shape in zip(("codes", "scales"), _part_shapes(whole, fields["axis"], row), strict=True):
             array = getattr(self, name)
-            made[name] = array if array is None else _as_bytes(name, array)
-            found = None if array is None else tuple(array.shape)
-            if found != shape:
-                raise ShapeError(f"{name} of {row.name} for shape {whole} have shape {shape}, not {found}")
-        for name, value in made.items():
+            fields[name] = array if array is None else _as_bytes(name, array)
+            actual = None if array is None else tuple(array.shape)
+            if actual != shape:
+                raise ShapeError(f"{name} of {row.name} for shape {whole} have shape {shape}, not {actual}")
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -149,9 +149,9 @@ class QuantizedArray(Prepared):
         view = ArrayView(dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address)
         if not row.block and view.device.is_host:
             view = host_view(view.ndarray())
-        made = QuantizedView(view, blocks, replace(self))  # not this object, which refers to the view
-        object.__setattr__(self, "_viewed", made)
-        return made
+        quantized_view = QuantizedView(view, blocks, replace(self))  # not this object, which refers to the view
+        object.__setattr__(self, "_viewed", quantized_view)
+        return quantized_view
 
     def _widened(self) -> ArrayView:
         """Return the view of new memory with the numbers in bfloat16, without the array's scale; blocks are whole."""
@@ -241,21 +241,21 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
     with np.errstate(all="ignore"):
         parts = [source[i] for i in _parts(len(source), row, xp)]
         scale = block_codes.array_scale(parts, row, xp)
-        found = zip(*(block_codes.encode(part, row, scale, xp) for part in parts), strict=True)
+        encoded = zip(*(block_codes.encode(part, row, scale, xp) for part in parts), strict=True)
     shapes = _part_shapes(view.shape, axis, row)
-    made = [_adopted(_joined(parts, shape or (), xp), x) for parts, shape in zip(found, shapes, strict=False)]
-    return QuantizedArray(made[0], made[1] if row.scales else None, row.name, view.shape, axis, scale)
+    stored = [_adopted(_joined(parts, shape or (), xp), x) for parts, shape in zip(encoded, shapes, strict=False)]
+    return QuantizedArray(stored[0], stored[1] if row.scales else None, row.name, view.shape, axis, scale)
 
 
 def parse_format(name: str) -> BlockFormat:
     """Return the format of this name, in any case; raise DTypeError if there is none."""
-    found = BLOCK_FORMATS.get(name.strip().lower()) if isinstance(name, str) else None
-    if found is None:
+    row = BLOCK_FORMATS.get(name.strip().lower()) if isinstance(name, str) else None
+    if row is None:
         raise DTypeError(
             f"format {quoted(name)} is not a narrow format; choose one of: {', '.join(BLOCK_FORMATS)}"
             f"{did_you_mean(name, BLOCK_FORMATS)}"
         )
-    return found
+    return row
 
 
 def _checked_axis(axis: int, ndim: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from lowprec.arrays import CPU, Device
 from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.cpu import backend as cpu
-from lowprec.backends.execution import Backend
+from lowprec.backends.interface import Backend
 from lowprec.errors import DeviceError, DeviceMemoryError
 from lowprec.planning import Capabilities
 

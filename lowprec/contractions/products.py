@@ -121,13 +121,13 @@ def _paired_axes(axes: Any, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[lis
 
 def _axes(axes: Any, shape: tuple[int, ...], name: str) -> list[int]:
     given = [axes] if not isinstance(axes, Iterable) else axes
-    found = [_axis(axis, "tensordot") for axis in given]
-    if any(not -len(shape) <= axis < len(shape) for axis in found):
-        raise ShapeError(f"tensordot: {name} of shape {shape} has no axes {found}")
-    found = [axis % len(shape) for axis in found]
-    if len(set(found)) < len(found):
-        raise ShapeError(f"tensordot: axes {found} of {name} contain an axis twice")
-    return found
+    numbers = [_axis(axis, "tensordot") for axis in given]
+    if any(not -len(shape) <= axis < len(shape) for axis in numbers):
+        raise ShapeError(f"tensordot: {name} of shape {shape} has no axes {numbers}")
+    numbers = [axis % len(shape) for axis in numbers]
+    if len(set(numbers)) < len(numbers):
+        raise ShapeError(f"tensordot: axes {numbers} of {name} contain an axis twice")
+    return numbers
 
 
 def _axis(axis: Any, function: str) -> int:

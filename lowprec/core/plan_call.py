@@ -16,7 +16,7 @@ from lowprec.core.tolerance import mode_within, other_choice
 from lowprec.errors import ArrayError, DTypeError, ShapeError
 from lowprec.modes import ActivationName, BoundName, MathMode, ModeName
 from lowprec.planning import Candidate, Copy, GemmPlan, Reason, ReasonKind
-from lowprec.planning.prepared import prepared_reason, sparse_reason
+from lowprec.planning.stored import prepared_reason, sparse_reason
 from lowprec.util.strides import contiguous_strides
 from lowprec.util.tracing import uncompiled
 

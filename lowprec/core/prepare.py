@@ -190,13 +190,13 @@ def prepare(
         raise ShapeError("b has no axes; prepare takes a vector, a matrix or a stack of matrices")
     if sparsity is not None or prune:
         check_sparsity(sparsity, prune, view.dtype, view.shape)
-    made = plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
+    plan = plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
     if math_mode is not None:
-        warn_without_effect(made)
+        warn_without_effect(plan)
     stream = None if view.device.is_host else library.current_stream(view.device)
-    found = PreparedView(copy_of(view, stream) if sparsity is None else sparse_copy(view, prune, stream), mode, {})
-    found.sparse_axis = None if sparsity is None else -2
-    return PreparedOperand(found)
+    prepared = PreparedView(copy_of(view, stream) if sparsity is None else sparse_copy(view, prune, stream), mode, {})
+    prepared.sparse_axis = None if sparsity is None else -2
+    return PreparedOperand(prepared)
 
 
 def _operands(view: ArrayView) -> tuple[OperandSpec, OperandSpec]:

@@ -30,9 +30,9 @@ _ARGUMENTS = (None, MathMode.FP64, MathMode.FP32_PEDANTIC, MathMode.BF16, MathMo
 
 def _modes() -> str:
     """Return the resolutions of the arguments as text, which is equal for equivalent policies."""
-    found = [policy.resolve(mode) for mode in _ARGUMENTS]
-    emulates = found[0].emulates
-    return " ".join([*(x.mode for x in found), "" if emulates is None else emulates.name])
+    resolved = [policy.resolve(mode) for mode in _ARGUMENTS]
+    emulates = resolved[0].emulates
+    return " ".join([*(x.mode for x in resolved), "" if emulates is None else emulates.name])
 
 
 _context = jax.make_user_context(Context().run(_modes))

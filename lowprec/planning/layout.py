@@ -12,8 +12,7 @@ from typing import Literal
 
 from lowprec.errors import ShapeError
 from lowprec.formats import BLOCK_FORMATS, Blocks, DType
-from lowprec.planning.batches import Shape, coalesce
-from lowprec.util.strides import contiguous_strides, overlaps_itself
+from lowprec.util.strides import Shape, coalesce, contiguous_strides, overlaps_itself
 
 Order = Literal["row", "col"]
 

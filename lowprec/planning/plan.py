@@ -18,7 +18,7 @@ from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import Product
 
 if TYPE_CHECKING:  # imported only for cuBLASLt
-    from lowprec.planning.calls import CublasLtCall
+    from lowprec.planning.cublaslt.calls import CublasLtCall
 
 
 @cache

@@ -15,11 +15,11 @@ from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities, KernelRow, choose_kernel, format_name
 from lowprec.planning.layout import addend_layout, gemm_layout, stacked_layout
 from lowprec.planning.plan import Copy, GemmPlan
-from lowprec.planning.prepared import reads_codes_of_b
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
+from lowprec.planning.stored import reads_codes_of_b
 
 PLAN_CACHE_SIZE = 1024
 
@@ -84,7 +84,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
 
 def _lowered(plan: GemmPlan, widened: tuple[Copy, ...]) -> GemmPlan:
     """Return the plan with the call of cuBLASLt; ``widened`` are copies for operands whose codes it does not read."""
-    from lowprec.planning.lowering import lower, reason_to_widen  # with the first plan for cuBLASLt
+    from lowprec.planning.cublaslt.lowering import lower, reason_to_widen  # with the first plan for cuBLASLt
 
     call, reason = lower(plan), reason_to_widen(plan)
     packs = (("a", call.pack_a), ("b", call.pack_b))

@@ -8,10 +8,9 @@ from enum import unique
 
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import OPERAND_DTYPES, DType, operand_names, promote
-from lowprec.planning.calls import BLOCK_SCALES_SINCE
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
-from lowprec.planning.tensor_cores import tensor_cores_multiply
+from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, tensor_cores_multiply
 from lowprec.util.plain import StrEnum
 
 

@@ -11,7 +11,7 @@ from lowprec.arrays.numpy_library import NUMPY
 from lowprec.backends.cpu import library, numpy_products, products
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.device import info as info
-from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor
+from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan
 

@@ -17,11 +17,11 @@ import numpy as np
 from lowprec.architectures import Architecture
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu.emulation import arithmetic, products
-from lowprec.backends.execution import Arguments, Executor
+from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT16, TF32, DType, NumberFormat
 from lowprec.modes import ModeRow, row
 from lowprec.planning import Activation, GemmPlan
-from lowprec.planning.prepared import kept_modes
+from lowprec.planning.stored import kept_modes
 
 #: Elements per block, which fits the cache; length of sums of int8 products that are exact in float32.
 _BLOCK, _INT8_CHUNK = 1 << 16, 1 << 10

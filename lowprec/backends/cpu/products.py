@@ -22,14 +22,14 @@ from lowprec.arrays.prepared_view import copy_of
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.backends.cpu.library import Matrix, Product, Scheme
-from lowprec.backends.execution import Arguments, Executor
+from lowprec.backends.interface import Arguments, Executor
 from lowprec.errors import BackendError
 from lowprec.formats import BFLOAT16, BLOCK_FORMATS, FLOAT16, TF32
 from lowprec.modes import row
 from lowprec.planning import Activation, GemmPlan, MatrixStack, OperandSpec, plan_gemm
-from lowprec.planning.batches import coalesce
 from lowprec.planning.layout import addend_layout, stacked_layout
-from lowprec.planning.prepared import kept_modes, reads_codes_of_b
+from lowprec.planning.stored import kept_modes, reads_codes_of_b
+from lowprec.util.strides import coalesce
 
 #: ``lp_format`` and ``lp_activation``.
 _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}

@@ -1,4 +1,4 @@
-"""The functions of the CUDA backend; see ``backends.execution.Backend``."""
+"""The functions of the CUDA backend; see ``backends.interface.Backend``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
 from lowprec.backends.cuda.sparse import SparseCall
-from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch
+from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch
 from lowprec.errors import warn
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from lowprec.planning.batches import Dimension, coalesce, offsets_of
+from lowprec.planning.cublaslt.batches import offsets_of
+from lowprec.util.strides import Dimension, coalesce
 
 #: Batch dimensions of one launch.
 _PER_LAUNCH = 3

@@ -33,11 +33,11 @@ from lowprec.backends.cuda.libraries import cached
 from lowprec.backends.cuda.measuring import Measured, Progress
 from lowprec.backends.cuda.sparse import SparseCall, SparseInvocation, SparseProducts
 from lowprec.backends.cuda.staging import Staging
-from lowprec.backends.execution import Arguments
+from lowprec.backends.interface import Arguments
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.planning import GemmPlan, Product
-from lowprec.planning.calls import CublasLtCall
-from lowprec.planning.lowering import lower, reads_k_contiguous
+from lowprec.planning.cublaslt.calls import CublasLtCall
+from lowprec.planning.cublaslt.lowering import lower, reads_k_contiguous
 from lowprec.planning.rendering import title
 
 _T = TypeVar("_T")

@@ -12,7 +12,7 @@ from lowprec.arrays.device_memory import LEGACY_STREAM
 from lowprec.backends.cuda import bindings, handles, libraries, memory
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import NO_WORKSPACE, OPERATIONS, Number, Operands, Workspace, byte_offsets, number
-from lowprec.planning.calls import CublasLtCall
+from lowprec.planning.cublaslt.calls import CublasLtCall
 
 #: ``CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION``, by which sums of split products stay in FP32, and
 #: ``CUBLAS_GEMM_DEFAULT``.

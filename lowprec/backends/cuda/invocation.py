@@ -19,7 +19,7 @@ from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor,
 from lowprec.backends.cuda.libraries import cached
 from lowprec.errors import UnsupportedError
 from lowprec.formats import ComputeType, DType
-from lowprec.planning.calls import MANTISSA_BITS, CublasLtCall, LtMatrix
+from lowprec.planning.cublaslt.calls import MANTISSA_BITS, CublasLtCall, LtMatrix
 
 #: Largest alignment that matters.
 ALIGNMENT_BYTES = 256

@@ -12,7 +12,7 @@ from lowprec.arrays.quantized import QuantizedArray, codes_view
 from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.packing import Packing, prepare_packing
-from lowprec.backends.execution import Arguments
+from lowprec.backends.interface import Arguments
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
 from lowprec.util.strides import contiguous_strides

@@ -19,12 +19,12 @@ from lowprec.backends.cuda import handles, libraries, memory, runtime
 from lowprec.backends.cuda.bindings import Descriptor
 from lowprec.backends.cuda.invocation import number
 from lowprec.backends.cuda.staging import Staging
-from lowprec.backends.execution import Arguments
+from lowprec.backends.interface import Arguments
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, ReasonKind
-from lowprec.planning.calls import CublasLtCall, LtMatrix
-from lowprec.planning.prepared import sparse_reason
+from lowprec.planning.cublaslt.calls import CublasLtCall, LtMatrix
+from lowprec.planning.stored import sparse_reason
 
 # ``cusparseStatus_t``.
 _NOT_INITIALIZED, _ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED = 1, 2, 3, 4, 10

@@ -11,12 +11,12 @@ from lowprec.backends.cuda.compiling import EXPONENT_BYTES
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
-from lowprec.backends.execution import Arguments
+from lowprec.backends.interface import Arguments
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, MatrixStack
-from lowprec.planning.calls import CublasLtCall, Pack
+from lowprec.planning.cublaslt.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
-from lowprec.planning.prepared import kept_modes
+from lowprec.planning.stored import kept_modes
 
 
 class KeptPacking(NamedTuple):

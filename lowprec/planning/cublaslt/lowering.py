@@ -13,21 +13,13 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from lowprec.formats import BLOCK_FORMATS, DType
-from lowprec.planning.batches import split_batches
-from lowprec.planning.calls import (
-    BLOCK_CODES,
-    BLOCK_SCALES_SINCE,
-    BlockCodes,
-    ComplexAs,
-    CublasLtCall,
-    LtMatrix,
-    Op,
-    Pack,
-)
+from lowprec.planning.cublaslt.batches import split_batches
+from lowprec.planning.cublaslt.calls import BLOCK_CODES, BlockCodes, ComplexAs, CublasLtCall, LtMatrix, Op, Pack
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import Activation, GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
+from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE
 from lowprec.util.strides import contiguous_strides
 
 #: Types of D for which bias and activation are fused.

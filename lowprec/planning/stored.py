@@ -10,7 +10,7 @@ from lowprec.modes import MathMode
 from lowprec.planning.reasons import Reason, ReasonKind
 
 if TYPE_CHECKING:
-    from lowprec.planning.calls import CublasLtCall
+    from lowprec.planning.cublaslt.calls import CublasLtCall
     from lowprec.planning.plan import GemmPlan
 
 _SPARSE_UNITS_SINCE = (8, 0)

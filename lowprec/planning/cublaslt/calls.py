@@ -70,10 +70,8 @@ class BlockCodes(NamedTuple):
     scale_mode: str  # name in ``cublasLtMatmulMatrixScale_t``
 
 
-#: Block-scaled formats that cuBLASLt multiplies, and the first compute capability (cuBLAS documentation, *Scaling Mode
-#: Support Overview*).
+#: Block-scaled formats that cuBLASLt multiplies.
 BLOCK_CODES = {"mxfp8": BlockCodes("mxfp8", 8, 28, "VEC32_UE8M0"), "nvfp4": BlockCodes("nvfp4", 4, 33, "VEC16_UE4M3")}
-BLOCK_SCALES_SINCE = (10, 0)
 
 
 @dataclass(frozen=True, slots=True)
