@@ -102,7 +102,8 @@ def plan(
         if view.copied is not None
     ]
     if options.needs_staging(call.x, call.y):
-        planned = plan_of(capabilities, resolved.mode, call.x, call.y, options._replace(out=None))
+        options = options._replace(out=None, out_dtype=planned.out_dtype)
+        planned = plan_of(capabilities, resolved.mode, call.x, call.y, options)
         nbytes = prod(planned.out_shape) * planned.out_dtype.itemsize
         copies.append(Copy("out", (Reason.of(ReasonKind.OVERLAP),), nbytes))
     is_there = device is None and not any(view.is_description for view in views.values())

@@ -23,7 +23,6 @@ class Table:
 
     @property
     def headings(self) -> list[str]:
-        """The headings without their alignment."""
         return [c.removeprefix(">") for c in self.columns]
 
     def narrower(self) -> Table:

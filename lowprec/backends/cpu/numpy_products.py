@@ -31,14 +31,12 @@ Split: TypeAlias = tuple[list[Any], Any]
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the executor of a plan."""
     if _is_plain(plan):
         return _matmul
     return functools.partial(execute, plan, _multiply_int8 if plan.compute_dtype is DType.INT8 else _sum_products)
 
 
 def _is_plain(plan: GemmPlan) -> bool:
-    """Whether ``numpy.matmul`` of the operands is the result."""
     problem, layout = plan.problem, plan.layout
     return (
         problem.a.dtype is problem.b.dtype is plan.out_dtype is plan.accumulator
@@ -155,7 +153,6 @@ def _emulated(architecture: Architecture, fmt: str) -> Callable[[Any, Any, Any],
 
 
 def _rounding(plan: GemmPlan) -> NumberFormat | None:
-    """Return the format to which the mode rounds the operands, None for no rounding."""
     fmt = plan.operand_format
     return fmt if plan.mode_has_effect and fmt is not plan.accumulator.format else None
 
