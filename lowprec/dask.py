@@ -61,15 +61,6 @@ def matmul(
     dask.array.Array, shape (..., m, n)
         Chunked as ``a`` along m and as ``b`` along n.
 
-    Raises
-    ------
-    ArrayError, DTypeError
-        An operand is not an array, or its type is unsupported.
-    ShapeError
-        The shapes do not match, or are unknown.
-    ModeError
-        ``math_mode`` is unknown, or no mode meets ``rtol``.
-
     Examples
     --------
     >>> import dask.array as da

@@ -26,7 +26,7 @@ class Library(ABC):
     """
 
     name: str  # of the library's module
-    keeps_owners: bool = False  # arrays are kept until queued work is done: freed memory is reused on unknown streams
+    keeps_owners: bool = False  # memory may be reused on an unknown stream, so arrays live until queued work is done
     has_weak_types: bool = False  # weakly typed arrays take the element type of the other operand
     delegates: bool = False  # whether :meth:`delegate` may return a product
 
@@ -73,7 +73,7 @@ class Library(ABC):
         raise TypeError(f"{self.name} arrays have no memory")
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return a filled buffer as an array, without a copy; the first operand is ``like``, others may be None."""
+        """Return a filled buffer as an array without a copy. ``operands`` are ``like``, b, c and bias, or None."""
         return buffer
 
     def current_stream(self, device: Device) -> int | None:

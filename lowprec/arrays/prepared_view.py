@@ -76,8 +76,8 @@ class PreparedView(ArrayView):
 class QuantizedView(PreparedView):
     """The view of a quantised array, without its scale.
 
-    Numbers with scales of blocks are widened to bfloat16, which represents their values, when they are read.
-    ``address`` is then that of the codes, and the strides are those of the widened numbers.
+    Codes with scales of blocks are described by their values in bfloat16: element type and strides are those of the
+    widened numbers, which exist only while a product reads them. ``address`` is that of the codes.
     """
 
     __slots__ = ("blocks", "quantized")

@@ -32,9 +32,9 @@ _AT_ONCE = 1 << 16
 class QuantizedArray(Prepared):
     """An array as codes of 8 or 4 bits with scales; see :func:`quantize`.
 
-    :func:`lowprec.matmul` accepts it as either operand. Products with it as ``b`` keep the codes in the order in which
-    they are read, in addition. Codes and scales are arrays of one library, and NumPy's are read-only. A pickle contains
-    them.
+    :func:`lowprec.matmul` accepts it as either operand. A product with it as ``b`` may store a second copy of the
+    codes, in the order in which its kernel reads them. Codes and scales are arrays of one library, and NumPy's are
+    read-only. A pickle contains them.
 
     Parameters
     ----------

@@ -190,10 +190,10 @@ def stand_in(extent: Any) -> int:
 
 
 class _Memory(ctypes.Array):  # type: ignore[type-arg]
-    """Bytes at an address as a buffer with a reference to their owner.
+    """A buffer that starts at an address and refers to the owner of the memory.
 
-    One class of the largest length serves every size, because ctypes never frees array classes. NumPy accesses only
-    the bytes within shape and strides.
+    ctypes never frees a class of arrays, so one class serves every size. Its length is a bound: NumPy accesses the
+    bytes within shape and strides.
     """
 
     _type_ = ctypes.c_char

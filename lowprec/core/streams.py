@@ -1,8 +1,8 @@
 """Stream order of a product on a GPU.
 
-A product runs on the current stream of the library of ``a``. If an argument belongs to another library, the product
-waits for that library's current stream, and that stream waits for the product. Some libraries may reuse the memory of a
-freed array on an unknown stream (``Library.keeps_owners``); their arrays are kept alive until the product has run.
+A product runs on the current stream of the library of ``a``. The current streams of other arguments' libraries are
+joined with it: the product waits for them, and they wait for the product. A library with ``keeps_owners`` may reuse the
+memory of a freed array on an unknown stream, so its arrays live until the product has run.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ if jax.__version_info__ < _OLDEST:
         f"{'.'.join(map(str, _OLDEST))} or newer, or call lowprec outside of jit, grad, vmap and other transforms"
     )
 
-#: These five resolutions determine all others: without an argument, with a forced mode (then all are that one), under a
-#: guard (only those of full FP32 are kept), with NVIDIA_TF32_OVERRIDE.
+#: The resolutions of these five arguments determine those of all others. A forced mode makes them equal, a guard
+#: changes those below FP32, and NVIDIA_TF32_OVERRIDE changes those based on TF32.
 _ARGUMENTS = (None, MathMode.FP64, MathMode.FP32_PEDANTIC, MathMode.BF16, MathMode.TF32)
 
 

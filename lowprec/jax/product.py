@@ -54,15 +54,6 @@ def matmul(
         Mode of the two products of the backward pass; by default the forward product's. A guard that is open while the
         backward pass is traced overrides it.
 
-    Returns
-    -------
-    jax.Array, shape (..., m, n)
-
-    Raises
-    ------
-    ArrayError, ModeError, ShapeError, DTypeError, UnsupportedError
-        As for :func:`lowprec.matmul`.
-
     Examples
     --------
     >>> import jax, jax.numpy as jnp

@@ -90,14 +90,10 @@ def matmul(
         Mode of the two products of the backward pass; by default the forward product's. A guard that is open during
         the backward pass overrides it.
 
-    Returns
-    -------
-    Tensor, shape (..., m, n)
-
     Raises
     ------
-    ModeError, ShapeError, DTypeError, UnsupportedError
-        As for :func:`lowprec.matmul`; UnsupportedError also for derivatives that PyTorch would compute wrongly.
+    UnsupportedError
+        Also for derivatives that PyTorch would compute wrongly.
 
     Examples
     --------
@@ -138,15 +134,6 @@ def linear(
     bias : Tensor, shape (n,), optional
     math_mode, rtol, bound, backward_mode
         As for :func:`matmul`.
-
-    Returns
-    -------
-    Tensor, shape (..., n)
-
-    Raises
-    ------
-    ModeError, ShapeError, DTypeError, UnsupportedError
-        As for :func:`matmul`; ShapeError also if ``weight`` has fewer than two axes.
 
     Examples
     --------
