@@ -86,7 +86,9 @@ def bind(a: Any, b: Any, /, **arguments: Any) -> Call:
             library = library_of(like)
         alike = type(b) is type(like)
         if library.has_weak_types or not alike:
+            is_quantized = like is not a
             a, b, c, bias = promoted((a, b), arguments.get("c"), arguments.get("bias"))
+            like = like if is_quantized else a
             arguments = arguments and {**arguments, "c": c, "bias": bias}
         x = library.describe(a) if like is a else a._view
         name = "b"
