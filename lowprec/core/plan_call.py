@@ -96,11 +96,7 @@ def plan(
         resolved, candidates = mode_within(call, rtol, math_mode, bound, capabilities)
     options = call.options
     planned = plan_of(capabilities, resolved.mode, call.x, call.y, options)
-    copies = [
-        Copy(name, (Reason.of(ReasonKind.EXPORTED_COPY, how=view.copied),), view.nbytes)
-        for name, view in views.items()
-        if view.copied is not None
-    ]
+    copies = _exported_copies(views)
     if options.needs_staging(call.x, call.y):
         options = options._replace(out=None, out_dtype=planned.out_dtype)
         planned = plan_of(capabilities, resolved.mode, call.x, call.y, options)
@@ -116,6 +112,12 @@ def plan(
         **_use_of_b(planned, call.y),
         algorithm=_algorithm(planned, call) if is_there and not array_device.is_host else (),
     )
+
+
+def _exported_copies(views: dict[str, ArrayView]) -> list[Copy]:
+    """Return the copies that libraries made of their arrays."""
+    copied = [(name, view) for name, view in views.items() if view.copied is not None]
+    return [Copy(name, (Reason.of(ReasonKind.EXPORTED_COPY, how=x.copied),), x.nbytes) for name, x in copied]
 
 
 def _use_of_b(planned: GemmPlan, y: ArrayView) -> dict[str, Any]:

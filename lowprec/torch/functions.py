@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, library_of
-from lowprec.contractions.products import multiply_transposed
+from lowprec.contractions import multiply_transposed
 from lowprec.core import dispatch
 from lowprec.core.arguments import parse_dtype
 from lowprec.core.call import Call, bind, run
@@ -160,7 +160,7 @@ def traced_matmul(a: Any, b: Any, /, *, backward_mode: Any = None, **keywords: A
     Whatever is not in a graph, such as a call that raises, runs outside of it.
     """
     # After a graph break the compiler would otherwise trace lowprec.matmul, and replace its NumPy calls by operators.
-    given = {name: x for name, x in keywords.items() if x is not None and not _is_default(name, x)}
+    given = {name: x for name, x in keywords.items() if not _is_default(name, x)}
     c, bias, alpha, beta = given.get("c"), given.get("bias"), given.get("alpha", 1.0), given.get("beta", 0.0)
     arrays = [x for x in (a, b, c, bias) if x is not None]
     if (
@@ -195,7 +195,9 @@ def traced_matmul(a: Any, b: Any, /, *, backward_mode: Any = None, **keywords: A
 
 
 def _is_default(name: str, x: Any) -> bool:
-    return isinstance(x, float) and (name, x) in (("alpha", 1.0), ("beta", 0.0))
+    if name in ("alpha", "beta"):
+        return isinstance(x, float) and x == (1.0 if name == "alpha" else 0.0)
+    return x is None
 
 
 matmul._torchdynamo_inline = traced_matmul  # type: ignore[attr-defined]
