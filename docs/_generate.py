@@ -31,11 +31,11 @@ from lowprec.backends.cpu.emulation.arithmetic import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS, kernels_of
 from lowprec.formats import BLOCK_FORMATS, BlockFormat
 from lowprec.planning import Activation, Bound, Capabilities
-from lowprec.planning.calls import BLOCK_CODES, BLOCK_SCALES_SINCE
+from lowprec.planning.cublaslt.calls import BLOCK_CODES
 from lowprec.planning.gpus import MODELS
 from lowprec.planning.kernels import choose_kernel
 from lowprec.planning.plan import compute_words
-from lowprec.planning.tensor_cores import accumulation
+from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, accumulation
 from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 

@@ -25,7 +25,6 @@ class Architecture(StrEnum):
     capability: tuple[int, int]
 
     def __new__(cls, name: str, capability: tuple[int, int]) -> Architecture:
-        """Create the member of a row."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.capability = capability
@@ -33,7 +32,6 @@ class Architecture(StrEnum):
 
     @property
     def label(self) -> str:
-        """Name with a capital letter, for texts."""
         return str(self.value).capitalize()
 
 

@@ -8,7 +8,6 @@ the order of the sum is independent of scheduling.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from typing import Any
 
@@ -17,15 +16,16 @@ import numpy as np
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from lowprec.arrays.libraries import library_of
-from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.arrays import library_of
+from lowprec.arrays.base import Delegate
 from lowprec.arrays.view import NUMPY_DTYPES
-from lowprec.core import dispatch, plan_call
-from lowprec.core.arguments import ShapeDtype, check_known_shape, parse_dtype
-from lowprec.core.executors import warn_without_effect
-from lowprec.errors import ArrayError, DTypeError, ModeError
-from lowprec.modes import BoundName, MathMode, ModeName, ModeSource, ResolvedMode, row
-from lowprec.planning import GemmPlan
+from lowprec.core import dispatch
+from lowprec.core.arguments import parse_dtype
+from lowprec.core.call import Call, bind, run
+from lowprec.core.executors import CachedExecutor
+from lowprec.core.tolerance import mode_of
+from lowprec.errors import ArrayError
+from lowprec.modes import BoundName, MathMode, ModeName, ResolvedMode, row
 from lowprec.policy.scopes import emulate
 
 
@@ -61,15 +61,6 @@ def matmul(
     dask.array.Array, shape (..., m, n)
         Chunked as ``a`` along m and as ``b`` along n.
 
-    Raises
-    ------
-    ArrayError, DTypeError
-        An operand is not an array, or its type is unsupported.
-    ShapeError
-        The shapes do not match, or are unknown.
-    ModeError
-        ``math_mode`` is unknown, or no mode meets ``rtol``.
-
     Examples
     --------
     >>> import dask.array as da
@@ -78,55 +69,37 @@ def matmul(
     >>> c.numblocks, c.compute()[0].tolist()
     ((3, 1), [4.0, 4.0, 4.0, 4.0, 4.0])
     """
-    a, b = _dask_array(a, "a"), _dask_array(b, "b")
-    plan = _plan(a, b, math_mode, rtol, bound, out_dtype=out_dtype, k_chunk=k_chunk)
+    call = bind(a, b, out_dtype=out_dtype, k_chunk=k_chunk)
+    call = call._replace(delegate=call.delegate or _ALWAYS)
+    lazy: da.Array = run(call, mode_of(call, math_mode, rtol, bound))
+    return lazy
+
+
+_ALWAYS = Delegate("dask", "Dask computes the products of lowprec.dask")
+
+
+def product(
+    call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: MathMode | None = None
+) -> da.Array:
+    """Return a product with a Dask array as a lazy array; Dask records no gradients."""
+    a, b, plan, k_chunk = _dask_array("a", call.a), _dask_array("b", call.b), entry.plan, call.options.k_chunk
     x = a if a.ndim > 1 else a[None, :]
     y = b if b.ndim > 1 else b[:, None]
-    mode = plan.resolved or ResolvedMode(plan.mode, ModeSource.DEFAULT)
-    if mode.source is ModeSource.ARGUMENT:
-        warn_without_effect(plan)
     accumulator, out = plan.compute_dtype.accumulator.label, plan.out_dtype.label
     if plan.mode_has_effect and row(plan.mode).widens:
         # The sum over all chunks is in FP64 and rounded once.
         wide = row(plan.mode).accumulator(plan.compute_dtype).label
-        product = _product(x.astype(wide), y.astype(wide), mode, wide, wide, k_chunk)
-        product = product.astype(NUMPY_DTYPES[plan.out_dtype])
+        lazy = _product(x.astype(wide), y.astype(wide), resolved, wide, wide, k_chunk)
+        lazy = lazy.astype(NUMPY_DTYPES[plan.out_dtype])
     else:
-        product = _product(x, y, mode, accumulator, out, k_chunk)
+        lazy = _product(x, y, resolved, accumulator, out, k_chunk)
     if a.ndim == 1:
-        product = product[..., 0, :]
-    return product[..., 0] if b.ndim == 1 else product
+        lazy = lazy[..., 0, :]
+    return lazy[..., 0] if b.ndim == 1 else lazy
 
 
-def _plan(a: da.Array, b: da.Array, math_mode: Any, rtol: float | None, bound: Any, **options: Any) -> GemmPlan:
-    """Return the plan of the whole product; its mode for ``rtol`` includes the roundings of the chain."""
-    x, y = ShapeDtype(a.shape, a.dtype), ShapeDtype(b.shape, b.dtype)
-    plan = functools.partial(plan_call.plan, x, y, **options)
-    made = plan(math_mode=math_mode, rtol=rtol, bound=bound)
-    links = a.numblocks[-1] if a.numblocks[-1] > 1 else b.numblocks[-2:][0]
-    summed = made.compute_dtype.accumulator.format  # None: integers, whose sums are exact
-    if rtol is None or links == 1 or not made.candidates or summed is None:
-        return made
-    # |C - AB| <= (e + g (1 + e)) |A||B|, with e the error of a partial product relative to its |A||B|, and g that of
-    # the summation, in any order: by Cauchy and Schwarz, the chunks' |A||B| add up to at most the whole one.
-    # A chain of n products has n roundings: g = n u / (1 - n u).
-    u = summed.unit_roundoff
-    growth = links * u / (1 - links * u)
-    with contextlib.suppress(ModeError):
-        return plan(rtol=(rtol - growth) / (1 + growth), bound=bound)
-    # FP64 sums are rounded once, however many chunks there are.
-    fits = any(c.mode is MathMode.FP64 and c.bound <= rtol for c in made.candidates)
-    if not fits:
-        raise ModeError(
-            f"no math mode keeps rtol = {rtol:.3g} where {made.compute_dtype} products of {links} chunks along k are "
-            f"added up, which adds {growth:.3g}; use a larger rtol or fewer chunks along k"
-        )
-    return plan(math_mode=MathMode.FP64)
-
-
-def _dask_array(x: Any, name: str) -> da.Array:
+def _dask_array(name: str, x: Any) -> da.Array:
     if not isinstance(x, da.Array):
-        refuse_prepared(**{name: x})
         if not isinstance(getattr(x, "dtype", None), np.dtype):
             raise ArrayError(
                 f"{name} is a {type(x).__qualname__}, which Dask cannot split into chunks; pass a Dask or NumPy array"
@@ -134,12 +107,6 @@ def _dask_array(x: Any, name: str) -> da.Array:
         x = da.from_array(x, chunks=-1)
     if isinstance(x._meta, np.ndarray):
         library_of(x._meta)  # refuses masked arrays and others here, not in the workers
-    check_known_shape(name, x)
-    try:
-        parse_dtype(x.dtype)
-    except DTypeError as error:
-        error.argument = name
-        raise
     return x
 
 

@@ -71,14 +71,6 @@ class ArrayError(LowprecError, TypeError):
     """
 
 
-class DelegateError(ArrayError):
-    """An array without readable memory; ``target`` is the matmul for its library as ``"module:function"``."""
-
-    def __init__(self, message: str, target: str) -> None:
-        super().__init__(message)
-        self.target = target
-
-
 class DTypeError(LowprecError, TypeError):
     """An element type, or a pair of element types, that cannot be multiplied.
 
@@ -109,6 +101,8 @@ class DeviceError(LowprecError, ValueError):
     Traceback (most recent call last):
     lowprec.errors.DeviceError: device 'h1000' is not known; choose one of: ...
     """
+
+    places: dict[str, object] | None = None  # the devices of two arrays, by the names of these
 
 
 class ModeError(LowprecError, ValueError):

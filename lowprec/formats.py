@@ -52,12 +52,10 @@ class NumberFormat:
 
     @property
     def smallest_normal(self) -> float:
-        """Smallest positive normal number."""
         return 2.0**self.emin
 
     @property
     def smallest_subnormal(self) -> float:
-        """Smallest positive number, which is the spacing near zero."""
         return 2.0 ** (self.emin - self.precision + 1)
 
 
@@ -169,7 +167,6 @@ class DType(Enum):
 
     @property
     def accumulator(self) -> DType:
-        """Element type of the sums and the epilogue."""
         return _BY_NAME[self._accumulator]
 
     @property
@@ -187,12 +184,10 @@ class DType(Enum):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
         return self.bits // 8
 
     @property
     def is_float8(self) -> bool:
-        """Whether this is one of the 8-bit floating-point types."""
         return self.bits == 8 and self.format is not None
 
     def __str__(self) -> str:

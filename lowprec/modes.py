@@ -86,11 +86,9 @@ class ModeRow:
         return self.operand_format is formats.FLOAT64
 
     def acts(self, dtype: DType) -> bool:
-        """Whether the mode acts on operands of this type."""
         return dtype.format is self.acts_on
 
     def factor(self, pair: Pair) -> float:
-        """Return the factor of the product of a pair of parts."""
         if self.factors:
             return self.factors[self.pairs.index(pair)]
         return float(2.0 ** (-self.part_exponent * sum(pair)))
@@ -226,17 +224,14 @@ ALIASES: dict[str, MathMode] = {
 
 
 def row(mode: MathMode) -> ModeRow:
-    """Return the row of a mode."""
     return _ROWS[mode]
 
 
 def available_modes() -> tuple[MathMode, ...]:
-    """Return all modes in table order."""
     return tuple(r.mode for r in TABLE)
 
 
 def mode_names() -> str:
-    """Return the names of all modes as a list for messages."""
     return ", ".join(available_modes())
 
 

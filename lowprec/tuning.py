@@ -9,12 +9,11 @@ from operator import index
 from typing import Any
 
 from lowprec import policy
-from lowprec.arrays import library_of_operand, view_of_b
-from lowprec.backends import AlgorithmTiming, Arguments, backend_of
+from lowprec.backends import AlgorithmTiming, Arguments
 from lowprec.core import streams
-from lowprec.core.arguments import bind, name_argument
+from lowprec.core.call import bind
 from lowprec.core.executors import look_up
-from lowprec.errors import ArrayError, DTypeError, UnsupportedError, quoted
+from lowprec.errors import ArrayError, UnsupportedError, quoted
 from lowprec.modes import ActivationName, MathMode, ModeName
 from lowprec.planning.rendering import title
 from lowprec.util.tables import Table, plain_text
@@ -112,31 +111,30 @@ def autotune(
     """
     if isinstance(candidates, bool) or not 1 <= index(candidates) <= MOST_CANDIDATES:
         raise UnsupportedError(f"candidates must be from 1 to {MOST_CANDIDATES}, got {quoted(candidates)}")
-    try:
-        library = library_of_operand(a)
-        x, y = library.view(a), view_of_b(b)
-        options = bind(x, y, out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
-    except (ArrayError, DTypeError) as error:
-        arrays = {"a": a, "b": b, "out": out, "c": c, "bias": bias}
-        name_argument(error, {**arrays, "scale_a": scale_a, "scale_b": scale_b})
-        raise
-    product = look_up(policy.resolve(math_mode), x, y, options, observed=False)
-    backend = backend_of(x.device)
+    call = bind(
+        a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
+        k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
+    )  # fmt: skip
+    if call.delegate is not None:
+        raise ArrayError(call.delegate.why)
+    library, x, y, options = call.library, call.x, call.y, call.options
+    entry = look_up(policy.resolve(math_mode), x, y, options, observed=False)
+    backend = entry.backend
     timed: list[AlgorithmTiming] = []
 
     def measure(arguments: Arguments) -> None:
-        timed.extend(backend.tune(product.execute, arguments, candidates=candidates, progress=progress))
+        timed.extend(backend.tune(entry.execute, arguments, candidates=candidates, progress=progress))
 
     stream = library.current_stream(x.device) or 0
     with ExitStack() as stack:
         target = options.out
         if target is None:
-            result = backend.temporary(product.out_shape, product.out_dtype, x.device, stream)
+            result = backend.temporary(entry.out_shape, entry.out_dtype, x.device, stream)
             target = stack.enter_context(result)
         arguments = options.arguments(x, y, target, stream)
         if x.device.is_host:
             measure(arguments)
         else:
-            streams.run(measure, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
-    capabilities = product.plan.capabilities
-    return AutotuneResult(title(product.plan), f"{capabilities.device}: {capabilities.name}", tuple(timed))
+            streams.run(measure, arguments, library, (call.a, call.b, *call.others))
+    capabilities = entry.plan.capabilities
+    return AutotuneResult(title(entry.plan), f"{capabilities.device}: {capabilities.name}", tuple(timed))

@@ -2,5 +2,5 @@
 
 from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import DLPackArray
-from lowprec.arrays.libraries import is_array, library_name, library_of, library_of_operand, view_of_b
+from lowprec.arrays.libraries import is_array, library_name, library_of
 from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, may_overlap

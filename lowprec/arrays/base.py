@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowprec.arrays.view import ArrayView, Device
 from lowprec.errors import ArrayError
 from lowprec.formats import DType
 from lowprec.util.strides import contiguous_strides, overlaps_itself
+
+
+class Delegate(NamedTuple):
+    """The product that a library itself must compute, for example to record it for gradients."""
+
+    product: str  # key of ``core.call.PRODUCTS``
+    why: str  # the cause and the way out, for functions other than products
 
 
 class Library(ABC):
@@ -19,23 +26,34 @@ class Library(ABC):
     """
 
     name: str  # of the library's module
-    keeps_owners: bool = False  # arrays are kept until queued work is done: freed memory is reused on unknown streams
+    keeps_owners: bool = False  # memory may be reused on an unknown stream, so arrays live until queued work is done
     has_weak_types: bool = False  # weakly typed arrays take the element type of the other operand
+    delegates: bool = False  # whether :meth:`delegate` may return a product
 
     def check_type(self, array: Any) -> None:  # noqa: B027 - most libraries accept every type
-        """Raise ArrayError, with a remedy, for an array without readable memory."""
+        """Raise ArrayError, with a remedy, for an array of an unsupported class."""
+
+    def delegate(self, *arrays: Any) -> Delegate | None:
+        """Return the library's own product if one of these arrays needs it, such as a tracer."""
+        return None
 
     @abstractmethod
-    def view(self, array: Any) -> ArrayView:
-        """Return the view of an array to read; raise ArrayError, with a remedy, or DTypeError if that is impossible."""
+    def describe(self, array: Any) -> ArrayView:
+        """Return the view of an array, without memory if it has none and needs the library's own product.
 
-    def view_same_type(self, array: Any) -> ArrayView:
-        """Return the view of a second operand, without repeating the checks of global state that :meth:`view` made."""
-        return self.view(array)
+        Raises ArrayError, with a remedy, or DTypeError for arrays that no product supports.
+        """
+
+    def view(self, array: Any) -> ArrayView:
+        """Return the view of an array to read; raise ArrayError for one that needs the library's own product."""
+        delegate = self.delegate(array) if self.delegates else None
+        if delegate is not None:
+            raise ArrayError(delegate.why)
+        return self.describe(array)
 
     def writable_view(self, array: Any) -> ArrayView:
         """Return the view of an ``out``; raise ArrayError if it is read-only, repeats elements, or needs a copy."""
-        view = self.view(array)
+        view = self.describe(array)
         if view.copied is not None:
             raise ArrayError(f"out cannot be written in place: {view.copied}; pass a plain array or omit out=")
         if view.read_only:
@@ -50,12 +68,12 @@ class Library(ABC):
     def mark_written(self, array: Any) -> None:  # noqa: B027 - optional
         """Notify the library before an array is written."""
 
-    @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of a new row-major buffer for :meth:`wrap`; ``like`` is an array of this library."""
+        raise TypeError(f"{self.name} arrays have no memory")
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return a filled buffer as an array, without a copy; the first operand is ``like``, others may be None."""
+        """Return a filled buffer as an array without a copy. ``operands`` are ``like``, b, c and bias, or None."""
         return buffer
 
     def current_stream(self, device: Device) -> int | None:

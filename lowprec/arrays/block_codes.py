@@ -25,8 +25,8 @@ def array_scale(blocks: Iterable[Any], row: BlockFormat, xp: Any) -> float:
     for x in blocks if row.has_scale else ():
         if 0 not in x.shape:
             magnitude = converted(x, xp.float32).view(xp.int32) & 0x7FFFFFFF
-            found = int(xp.amax(xp.where(magnitude < _INFINITY, magnitude, 0)))
-            peak = max(peak, np.int32(found).view(np.float32))
+            bits = int(xp.amax(xp.where(magnitude < _INFINITY, magnitude, 0)))
+            peak = max(peak, np.int32(bits).view(np.float32))
     largest = row.elements.largest * (row.scales.largest if row.scales else 1.0)
     return max(float(peak / np.float32(largest)), FLOAT32.smallest_normal) if peak else 1.0
 
@@ -85,14 +85,13 @@ def _nearest(x: Any, to: NumberFormat, xp: Any) -> Any:
     exponent = (bits >> 23) - 127
     significand = (bits & (_HIDDEN - 1)) | _HIDDEN
     dropped = xp.clip(to.emin - exponent, 0, 5) + (23 - stored)  # further bits below emin; with 5 the result is 0
-    kept = (significand + ((1 << (dropped - 1)) - 1) + ((significand >> dropped) & 1)) >> dropped
-    codes = kept + (xp.clip(exponent - to.emin, 0, 255) << stored)
+    rounded = (significand + ((1 << (dropped - 1)) - 1) + ((significand >> dropped) & 1)) >> dropped
+    codes = rounded + (xp.clip(exponent - to.emin, 0, 255) << stored)
     fraction = to.largest / 2.0**to.emax - 1
     return xp.clip(codes, 0, ((to.emax - to.emin + 1) << stored) + int(fraction * (1 << stored)))
 
 
 def _values(codes: Any, of: NumberFormat, bits: int, xp: Any) -> Any:
-    """Return the float32 values of codes."""
     stored, sign = of.precision - 1, 1 << (bits - 1)
     magnitude = codes & (sign - 1)
     aligned = (magnitude << (23 - stored)) + ((126 + of.emin) << 23)

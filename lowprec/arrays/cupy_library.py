@@ -31,8 +31,7 @@ class CupyLibrary(Library):
         if type(array) is not self._cupy.ndarray:
             raise ArrayError(f"{type(array).__name__} is not accepted; pass cupy.asarray(array)")
 
-    def view(self, array: Any) -> ArrayView:
-        """Return the view of a CuPy array."""
+    def describe(self, array: Any) -> ArrayView:
         dtype = FROM_NUMPY.get(array.dtype)
         if dtype is None:
             dtype = dtype_from_name(array.dtype.name)
@@ -49,11 +48,9 @@ class CupyLibrary(Library):
         return ArrayView(dtype, array.shape, strides, device, array, False, array.data.ptr)
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of a new array from CuPy's memory pool, ordered on CuPy's current stream."""
         with self._cupy.cuda.Device(device.index):
-            return self.view(self._cupy.empty(shape, NUMPY_DTYPES[dtype]))
+            return self.describe(self._cupy.empty(shape, NUMPY_DTYPES[dtype]))
 
     def current_stream(self, device: Device) -> int | None:
-        """Return CuPy's current stream on the device."""
         stream: int = self._cupy.cuda.get_current_stream(device.index).ptr
         return stream or 1

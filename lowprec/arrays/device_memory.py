@@ -75,7 +75,6 @@ def register(device_type: int, load: Callable[[], DeviceMemory]) -> None:
 
 
 def is_served(device: Device) -> bool:
-    """Whether a provider is registered for the device."""
     return device.type in _loaders
 
 
@@ -104,7 +103,6 @@ class DeviceArray(DLPackArray):
         self.stream = stream  # on which the elements are written
 
     def view(self) -> ArrayView:
-        """Return the view of the array."""
         strides = contiguous_strides(self.shape)
         return ArrayView(self._dtype, self.shape, strides, self._device, self, False, self._block.address)
 
@@ -118,7 +116,6 @@ class DeviceArray(DLPackArray):
 
     @property
     def device(self) -> Device:
-        """Device of the elements."""
         return self._device
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ class DLPackLibrary(Library):
     name = "dlpack"
     keeps_owners = True
 
-    def view(self, array: Any) -> ArrayView:
+    def describe(self, array: Any) -> ArrayView:
         """Return the view of an array; capsules before DLPack 1.0 cannot mark it as read-only."""
         kind = type(array)
         if kind is DLPackArray:
@@ -33,8 +33,8 @@ class DLPackLibrary(Library):
         if kind is DeviceArray:
             if array.stream != LEGACY_STREAM:
                 provider(device).order(array.stream, LEGACY_STREAM, device)
-            own: ArrayView = array.view()
-            return own
+            of_device: ArrayView = array.view()
+            return of_device
         view = import_array(array, stream)
         if view.device != device:
             raise ArrayError(
@@ -44,7 +44,6 @@ class DLPackLibrary(Library):
         return view
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of new memory."""
         if device == CPU:
             return NUMPY.allocate(shape, dtype, device, like)
         return DeviceArray(shape, dtype, device, LEGACY_STREAM).view()

@@ -7,54 +7,67 @@ its own streams wait for the result. The host waits if the JAX client does not i
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import numpy as np
 
-from lowprec.arrays.base import Library
+from lowprec.arrays.base import Delegate, Library
 from lowprec.arrays.device_memory import DeviceArray, is_served, provider
 from lowprec.arrays.dlpack import DLPackArray, device_of, import_array
 from lowprec.arrays.numpy_library import aligned_empty, host_view
-from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer
-from lowprec.errors import ArrayError, DelegateError, DTypeError
+from lowprec.arrays.view import CPU, FROM_NUMPY, NUMPY_DTYPES, ArrayView, Device, data_pointer, stand_in
+from lowprec.errors import ArrayError, DTypeError
 from lowprec.formats import DType, dtype_from_name
-
-#: The matmul function for tracers, and for arrays that are sharded over several devices.
-DELEGATE = "lowprec.jax:matmul"
 
 _64_BIT = frozenset({DType.FLOAT64, DType.COMPLEX128})
 
 
 class JaxLibrary(Library):
-    """JAX arrays on one device. They are immutable and so cannot be ``out``."""
+    """JAX arrays, which are immutable and so cannot be ``out``. JAX multiplies tracers and sharded arrays itself."""
 
     name = "jax"
     keeps_owners = True
     has_weak_types = True
+    delegates = True
 
     def __init__(self, jax: Any) -> None:
         self._jax = jax
-        self._is_cpu = functools.cache(_is_cpu)
+        self._platform = functools.cache(lambda device: getattr(device, "platform", "several"))
         self._first_cpu = functools.cache(lambda: jax.devices("cpu")[0])
 
-    def check_type(self, array: Any) -> None:
-        """Raise DelegateError for tracers."""
-        if isinstance(array, self._jax.core.Tracer):
-            raise DelegateError(
-                f"a JAX tracer ({type(array).__name__}) has no data: inside jit, grad, vmap and other transforms "
-                "lowprec provides matmul; call other functions outside, or through jax.pure_callback",
-                DELEGATE,
-            )
+    def delegate(self, *arrays: Any) -> Delegate | None:
+        """Return JAX's product for tracers, and for arrays that are sharded over several devices."""
+        for array in arrays:
+            device = None
+            if isinstance(array, self._jax.core.Tracer):
+                return Delegate(
+                    "jax",
+                    f"a JAX tracer ({type(array).__name__}) has no data: inside jit, grad, vmap and other transforms "
+                    "lowprec provides matmul; call other functions outside, or through jax.pure_callback",
+                )
+            with suppress(RuntimeError):  # it is deleted, which `describe` reports
+                device = array.device
+            if device is not None and self._platform(device) == "several":
+                return Delegate(
+                    "jax",
+                    f"the JAX array is sharded over several devices ({device}), for which lowprec provides "
+                    "matmul; otherwise gather it with jax.device_put(array, jax.devices()[0])",
+                )
+        return None
 
-    def view(self, array: Any) -> ArrayView:
+    def describe(self, array: Any) -> ArrayView:
         """Return the view of an array; in host memory, after waiting for its elements."""
-        if array.dtype not in FROM_NUMPY:
-            dtype_from_name(str(array.dtype))
+        dtype = FROM_NUMPY.get(array.dtype) or dtype_from_name(str(array.dtype))
+        is_traced = isinstance(array, self._jax.core.Tracer)
         try:
+            platform = "several" if is_traced else self._platform(array.device)
             # Waits for the elements and shares their memory.
-            host = np.asarray(array) if self._is_cpu(array.device) else None
+            host = np.asarray(array) if platform == "cpu" else None
         except RuntimeError as error:
             raise ArrayError(f"the JAX array cannot be read: {error}") from error
+        if platform == "several":
+            return ArrayView.description(dtype, tuple(map(stand_in, array.shape)))
         if host is None:
             # By __dlpack_device__: array.device is the GPU also for an array in pinned host memory.
             return _import(array, self.current_stream(device_of(array)))
@@ -67,21 +80,24 @@ class JaxLibrary(Library):
         raise ArrayError("JAX arrays are immutable and cannot be out; omit out=")
 
     def current_stream(self, device: Device) -> int | None:
-        """Return lowprec's stream of a GPU."""
         return provider(device).own_stream(device) if is_served(device) else None
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
         """Return the view of new memory that JAX can import: a NumPy array, or a DeviceArray on a GPU."""
-        if dtype in _64_BIT and not self._jax.config.jax_enable_x64:
-            raise DTypeError(
-                f"the result would be {dtype}, but 64-bit types are disabled in JAX; enable them with "
-                'jax.config.update("jax_enable_x64", True), or pass out_dtype='
-            )
+        self.check_result(dtype)
         if device != CPU:
             stream = provider(device).own_stream(device)
             return DeviceArray(shape, dtype, device, stream).view()
         # XLA's CPU client copies arrays that are not aligned to a cache line.
         return host_view(aligned_empty(shape, NUMPY_DTYPES[dtype]))
+
+    def check_result(self, dtype: DType) -> None:
+        """Raise DTypeError for a type of 64 bits that JAX's configuration disables."""
+        if dtype in _64_BIT and not self._jax.config.jax_enable_x64:
+            raise DTypeError(
+                f"the result would be {dtype}, but 64-bit types are disabled in JAX; enable them with "
+                'jax.config.update("jax_enable_x64", True), or pass out_dtype='
+            )
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         """Return a filled buffer as a JAX array, committed to a device if an operand is, as by ``jax.numpy.matmul``."""
@@ -106,17 +122,6 @@ def _import(array: Any, stream: int | None) -> ArrayView:
             raise
     array.block_until_ready()
     return import_array(array)
-
-
-def _is_cpu(device: Any) -> bool:
-    platform: str | None = getattr(device, "platform", None)
-    if platform is None:
-        raise DelegateError(
-            f"the JAX array is sharded over several devices ({device}), for which lowprec provides matmul; otherwise "
-            "gather it with jax.device_put(array, jax.devices()[0])",
-            DELEGATE,
-        )
-    return platform == "cpu"
 
 
 def _uncommitted(array: Any) -> Any:

@@ -14,13 +14,14 @@ import ml_dtypes
 import numpy as np
 
 from lowprec.arrays.base import Library
+from lowprec.arrays.dask_library import DASK
 from lowprec.arrays.device_memory import DeviceArray
 from lowprec.arrays.dlpack import DLPackArray, type_name
 from lowprec.arrays.dlpack_library import DLPACK
 from lowprec.arrays.numpy_library import NUMPY
 from lowprec.arrays.prepared_view import Prepared
 from lowprec.arrays.view import ArrayView
-from lowprec.errors import ArrayError, DelegateError
+from lowprec.errors import ArrayError
 
 
 class OptionalLibrary(NamedTuple):
@@ -40,8 +41,22 @@ OPTIONAL = {
     "cupy": OptionalLibrary("ndarray", "lowprec.arrays.cupy_library:CupyLibrary", _CUPY),
 }
 
+
+class _Views(Library):
+    """Views themselves, with which ``plan`` describes arrays that do not exist."""
+
+    name = "view"
+
+    def describe(self, array: ArrayView) -> ArrayView:
+        return array
+
+
 _INSTANCES: dict[str, Library] = {}
-_BY_TYPE: dict[type, Library] = {np.ndarray: NUMPY, np.memmap: NUMPY, DLPackArray: DLPACK, DeviceArray: DLPACK}
+BY_TYPE: dict[type, Library] = {
+    **dict.fromkeys((np.ndarray, np.memmap), NUMPY),
+    **dict.fromkeys((DLPackArray, DeviceArray), DLPACK),
+    ArrayView: _Views(),
+}
 
 # Classes known only by DLPack. Weak references, because such a class may be created and deleted at run time.
 _DLPACK_TYPES: WeakSet[type] = WeakSet()
@@ -49,45 +64,29 @@ _DLPACK_TYPES: WeakSet[type] = WeakSet()
 
 def library_of(array: Any) -> Library:
     """Return the library of an array; ArrayError, with a remedy, for objects that cannot be read in place."""
-    found = _BY_TYPE.get(type(array))
-    return _look_up(array) if found is None else found
-
-
-def library_of_operand(array: Any) -> Library:
-    """Return the library of an array or a quantised array."""
-    found = _BY_TYPE.get(type(array))
-    if found is None:
-        found = array._library if isinstance(array, Prepared) else None
-    return _look_up(array) if found is None else found
+    library = BY_TYPE.get(type(array))
+    return _look_up(array) if library is None else library
 
 
 def refuse_subclasses(error: Exception, *arrays: Any) -> None:
     """Raise ArrayError if a tensor's class may lack an operation, which raised ``error``."""
     for array in arrays:
-        if hasattr(array, "__torch_dispatch__"):
-            try:
-                library_of(array)
-            except ArrayError as refusal:
-                raise ArrayError(str(refusal)) from error
-
-
-def view_of_b(array: Any) -> ArrayView:
-    """Return the view of ``b``, an array or a prepared operand."""
-    return array._view if isinstance(array, Prepared) else library_of(array).view(array)
+        if hasattr(array, "__torch_dispatch__") and (why := library_of(array).refusal(array)):  # type: ignore[attr-defined]
+            raise ArrayError(why) from error
 
 
 def _look_up(array: Any) -> Library:
     kind = type(array)
     if kind in _DLPACK_TYPES:
         return DLPACK
-    found = _find(array)
+    library = _find(array)
     if array.__class__ is not kind:  # a proxy for an array of any type
-        return found
-    if found is not DLPACK:
-        _BY_TYPE[kind] = found
+        return library
+    if library is not DLPACK:
+        BY_TYPE[kind] = library
     elif hasattr(kind, "__dlpack__"):
         _DLPACK_TYPES.add(kind)
-    return found
+    return library
 
 
 def _find(array: Any) -> Library:
@@ -105,19 +104,15 @@ def _find(array: Any) -> Library:
     if name is not None:
         library = _INSTANCES.get(name)
         if library is None:
-            made = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
-            library = _INSTANCES.setdefault(name, made)  # another thread may have been first
+            adapter = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
+            library = _INSTANCES.setdefault(name, adapter)  # another thread may have been first
         library.check_type(array)
         return library
     if is_dask_array(array):
-        raise DelegateError(
-            "a Dask array is lazy and has no elements to read: lowprec provides matmul and contractions for it; "
-            "otherwise pass array.compute()",
-            "lowprec.dask:matmul",
-        )
+        return DASK
     if isinstance(array, Prepared):
-        raise DelegateError(
-            f"expected an array, got {array._description} and as the weight of linear; pass {array._remedy}", target=""
+        raise ArrayError(
+            f"expected an array, got {array._description} and as the weight of linear; pass {array._remedy}"
         )
     if dense := dense_method(array):
         raise ArrayError(f"expected a dense array, got {type_name(array)}, which is sparse; pass its {dense}()")
@@ -151,7 +146,6 @@ def _kind(x: Any) -> Any:
 
 
 def is_dask_array(array: Any) -> bool:
-    """Whether an array is a Dask array."""
     return isinstance(array, getattr(sys.modules.get("dask.array"), "Array", ()))
 
 
@@ -165,7 +159,7 @@ def _optional_name(array: Any) -> str | None:
 
 def is_array(x: Any) -> bool:
     """Whether ``x`` is an array of any library, readable or not."""
-    return hasattr(x, "__dlpack__") or type(x) in _BY_TYPE or _optional_name(x) is not None
+    return hasattr(x, "__dlpack__") or type(x) in BY_TYPE or _optional_name(x) is not None
 
 
 def dense_method(x: Any) -> str:
@@ -174,5 +168,8 @@ def dense_method(x: Any) -> str:
 
 
 def library_name(array: Any) -> str:
-    """Return the name of an array's library, even if :func:`library_of` rejects the array as unreadable."""
-    return _optional_name(array) or library_of(array).name
+    """Return the name of an array's library, also of a class that :func:`library_of` rejects; not of a lazy array's."""
+    name = _optional_name(array)
+    if name is None and (library := library_of(array)) is DASK:
+        library.view(array)  # raises
+    return name or library_of(array).name

@@ -30,8 +30,8 @@ def namespace_of(array: Any) -> Namespace:
         return _BY_TYPE[kind]
     module = "dask.array" if is_dask_array(array) else _MODULES.get(library_name(array))
     if module is not None:
-        found = _BY_TYPE[kind] = Namespace(sys.modules[module])
-        return found
+        namespace = _BY_TYPE[kind] = Namespace(sys.modules[module])
+        return namespace
     if hasattr(array, "__array_namespace__"):
         return Namespace(array.__array_namespace__())
     raise ArrayError(
@@ -107,7 +107,6 @@ class Namespace:
         self._reshape = _checked(xp.reshape)
 
     def permuted(self, x: Any, order: tuple[int, ...]) -> Any:
-        """Return ``x`` with its axes in this order."""
         return x if order == tuple(range(len(order))) else self._permute(x, order)
 
     def arranged(self, x: Any, order: tuple[int, ...], shape: tuple[int, ...]) -> Any:
@@ -115,7 +114,6 @@ class Namespace:
         return self.reshaped(self.permuted(x, order), shape)
 
     def reshaped(self, x: Any, shape: tuple[int, ...]) -> Any:
-        """Return ``x`` in another shape."""
         if tuple(x.shape) == shape:
             return x
         if hasattr(x, "numblocks"):  # Dask's reshape fails on empty axes and chunks
@@ -125,12 +123,10 @@ class Namespace:
         return self._reshape(x, shape)
 
     def last(self, x: Any, axis: int) -> Any:
-        """Return ``x`` with this axis last."""
         rest = [i for i in range(len(x.shape)) if i != axis % len(x.shape)]
         return self.permuted(x, (*rest, axis % len(x.shape)))
 
     def diagonal(self, x: Any, first: int, second: int) -> Any:
-        """Return the diagonal of two axes as the last axis."""
         rest = [i for i in range(len(x.shape)) if i not in (first, second)]
         last = self.permuted(x, (*rest, first, second))
         if hasattr(self._xp.linalg, "diagonal"):

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, ArrayView, Device, HostView, data_pointer
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, POINTER, ArrayView, Device, HostView, data_pointer, word_at
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -41,7 +41,8 @@ def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
             if stride & lost:
                 return view_of_copy(array)
         strides = tuple([s >> shift for s in strides])
-    return HostView(dtype, array.shape, strides, CPU, array, not flags.writeable, None, copied)
+    address = word_at(id(array) + POINTER).value if POINTER else array.ctypes.data  # data_pointer, without a call
+    return HostView(dtype, array.shape, strides, CPU, array, not flags.writeable, address, copied)
 
 
 def view_of_copy(array: NDArray[Any]) -> ArrayView:
@@ -57,11 +58,10 @@ def view_of_copy(array: NDArray[Any]) -> ArrayView:
         reason = "its memory is not aligned to the element size"
     copy = np.array(array, NUMPY_DTYPES[dtype], order="C")
     strides = contiguous_strides(copy.shape)
-    return HostView(dtype, copy.shape, strides, CPU, copy, not array.flags.writeable, None, reason)
+    return HostView(dtype, copy.shape, strides, CPU, copy, not array.flags.writeable, data_pointer(copy), reason)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return a new array aligned to a cache line."""
     try:
         raw: NDArray[Any] = np.empty(prod(shape) * dtype.itemsize + CACHE_LINE, np.uint8)
     except (MemoryError, ValueError):  # ValueError: no such size exists
@@ -74,21 +74,22 @@ class NumpyLibrary(Library):
 
     name = "numpy"
 
-    def view(self, array: Any) -> ArrayView:
-        """Return the view of a NumPy array."""
-        return host_view(array)
-
-    view_same_type = view
+    describe = view = staticmethod(host_view)  # one call less per operand
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of a new NumPy array."""
         numpy_dtype = NUMPY_DTYPES[dtype]
-        large = prod(shape) * numpy_dtype.itemsize >= _LARGE_BYTES
+        if len(shape) == 2:  # the common case
+            rows, cols = shape
+            size = rows * cols
+            strides: tuple[int, ...] = (cols or 1, 1)
+        else:
+            size, strides = prod(shape), contiguous_strides(shape)
+        large = size * numpy_dtype.itemsize >= _LARGE_BYTES
         array = aligned_empty(shape, numpy_dtype) if large else np.empty(shape, numpy_dtype)
-        return HostView(dtype, shape, contiguous_strides(shape), CPU, array, False, None)
+        address = word_at(id(array) + POINTER).value if POINTER else array.ctypes.data
+        return HostView(dtype, shape, strides, CPU, array, False, address)
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return the array, or a scalar if it has no axes, as ``numpy.matmul``."""
         return buffer if buffer.ndim else buffer[()]
 
 

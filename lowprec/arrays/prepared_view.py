@@ -5,25 +5,16 @@ A backend caches here the packed ``b`` of a product, under a key of everything t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.arrays.base import Library
 from lowprec.arrays.device_memory import LEGACY_STREAM, provider
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError
 from lowprec.formats import Blocks
-
-
-class PackedOperand(NamedTuple):
-    """An operand rounded, split or packed for a kernel, and its size."""
-
-    value: Any
-    nbytes: int
 
 
 class PreparedView(ArrayView):
@@ -35,6 +26,9 @@ class PreparedView(ArrayView):
     """
 
     __slots__ = ("_transposed", "_whole", "mode", "packed", "sparse_axis")
+    is_prepared = True
+    mode: str  # type: ignore[misc]  # slots
+    packed: dict[Any, Any]  # type: ignore[misc]
 
     def __init__(self, view: ArrayView, mode: str, packed: dict[Any, Any], whole: PreparedView | None = None) -> None:
         super().__init__(view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address)
@@ -45,7 +39,7 @@ class PreparedView(ArrayView):
         self._transposed: PreparedView | None = None
 
     @property
-    def is_sparse(self) -> bool:
+    def is_sparse(self) -> bool:  # type: ignore[override]
         """Whether the elements are 2:4 sparse along the inner dimension of a product."""
         return self.sparse_axis == -2
 
@@ -54,16 +48,11 @@ class PreparedView(ArrayView):
         array: NDArray[Any] = self.owner if self.device.is_host else super().ndarray()
         return array
 
-    def packed_operand(self, key: Any, make: Callable[[], PackedOperand]) -> Any:
-        """Return the packed operand of this key; ``make`` packs it if it is missing."""
-        found = self.packed.get(key)
-        if found is None:
-            found = self.packed.setdefault(key, make())
-        return found.value
+    def source(self, array: Any) -> Any:
+        return None
 
     @property
     def whole(self) -> PreparedView:
-        """The stack of which this is one matrix, or the operand itself."""
         return self if self._whole is None else self._whole
 
     def matrix(self, x: NDArray[Any]) -> PreparedView:
@@ -87,29 +76,37 @@ class PreparedView(ArrayView):
 class QuantizedView(PreparedView):
     """The view of a quantised array, without its scale.
 
-    Numbers with scales of blocks are widened to bfloat16, which represents their values, when they are read.
-    ``address`` is then that of the codes, and the strides are those of the widened numbers.
+    Codes with scales of blocks are described by their values in bfloat16: element type and strides are those of the
+    widened numbers, which exist only while a product reads them. ``address`` is that of the codes.
     """
 
     __slots__ = ("blocks", "quantized")
+    is_prepared = False
+    blocks: Blocks  # type: ignore[misc]  # slots
+    quantized: Any  # type: ignore[misc]
 
     def __init__(self, view: ArrayView, blocks: Blocks, quantized: Any) -> None:
         super().__init__(view, "fp32", {})
         self.blocks = blocks
         self.quantized = quantized
 
+    def stored(self) -> tuple[ArrayView, ...]:
+        return self.quantized._stored()  # type: ignore[no-any-return]
+
+    def source(self, array: Any) -> Any:
+        return self.quantized.codes
+
     def widened(self) -> ArrayView:
         """Return the view of the widened numbers; this view if they have no scales of blocks."""
         if self.quantized.scales is None:
             return self
-        found: ArrayView = self.quantized._widened()
-        return ArrayView(self.dtype, self.shape, self.strides, self.device, found.owner, True, found.address)
+        wide: ArrayView = self.quantized._widened()
+        return ArrayView(self.dtype, self.shape, self.strides, self.device, wide.owner, True, wide.address)
 
     @property
     def transposed(self) -> PreparedView:
-        """The view of the transpose."""
-        found: PreparedView = self.quantized.T._view
-        return found
+        turned: PreparedView = self.quantized.T._view
+        return turned
 
     def ndarray(self) -> NDArray[Any]:
         """Return the widened numbers. Host memory only."""
@@ -122,19 +119,19 @@ class Prepared:
     _view: PreparedView
     _description = "a prepared operand, which is accepted only as b of matmul"
     _remedy = "the array itself"
-    _library: Library | None = None  # if it is accepted as a, too
+    _like: Any = None  # an array of the library of results, if it is accepted as a, too
 
     #: Otherwise ``@`` with a NumPy array would treat this object as a scalar.
     __array_ufunc__ = None
 
 
-def refuse_prepared(cause: str = "", /, **arguments: Any) -> None:
-    """Raise ArrayError if one of these arguments is a prepared operand, with the cause of the refusal."""
+def refuse_prepared(cause: str, **arguments: Any) -> None:
+    """Raise ArrayError if one of these arguments is a prepared operand; ``cause`` is that of the refusal."""
     for name, value in arguments.items():
         if isinstance(value, Prepared):
             raise ArrayError(
-                f"{name} is {value._description} and as the weight of linear, with arrays that are read in place"
-                f"{cause and f', but {cause}'}; {'or ' * bool(cause)}pass {value._remedy}"
+                f"{name} is {value._description} and as the weight of linear, with arrays that are read in place, but "
+                f"{cause}; or pass {value._remedy}"
             )
 
 

@@ -12,13 +12,12 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
 from lowprec.arrays import block_codes
-from lowprec.arrays.base import Library
 from lowprec.arrays.dlpack import device_of
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import array_module, cast, dtype_name
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.prepared_view import Prepared, QuantizedView, refuse_prepared
-from lowprec.arrays.view import ArrayView, Device
+from lowprec.arrays.prepared_view import Prepared, QuantizedView
+from lowprec.arrays.view import ArrayView
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
 from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType, FormatName
 from lowprec.util.strides import contiguous_strides
@@ -33,9 +32,9 @@ _AT_ONCE = 1 << 16
 class QuantizedArray(Prepared):
     """An array as codes of 8 or 4 bits with scales; see :func:`quantize`.
 
-    :func:`lowprec.matmul` accepts it as either operand. Products with it as ``b`` keep the codes in the order in which
-    they are read, in addition. Codes and scales are arrays of one library, and NumPy's are read-only. A pickle contains
-    them.
+    :func:`lowprec.matmul` accepts it as either operand. A product with it as ``b`` may store a second copy of the
+    codes, in the order in which its kernel reads them. Codes and scales are arrays of one library, and NumPy's are
+    read-only. A pickle contains them.
 
     Parameters
     ----------
@@ -85,17 +84,17 @@ class QuantizedArray(Prepared):
             whole = tuple(map(operator.index, self.shape))
         except TypeError:
             raise ShapeError(f"shape is a tuple of integers, got {quoted(self.shape)}") from None
-        made = {"format": row.name, "shape": whole, "axis": _checked_axis(self.axis, len(whole))}
+        fields = {"format": row.name, "shape": whole, "axis": _checked_axis(self.axis, len(whole))}
         if not isinstance(scale, numbers.Real) or not (0 < scale < inf or (isnan(scale) and not row.has_scale)):
             raise DTypeError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
-        made["scale"] = 1.0 if isnan(scale) else float(scale)
-        for name, shape in zip(("codes", "scales"), _part_shapes(whole, made["axis"], row), strict=True):
+        fields["scale"] = 1.0 if isnan(scale) else float(scale)
+        for name, shape in zip(("codes", "scales"), _part_shapes(whole, fields["axis"], row), strict=True):
             array = getattr(self, name)
-            made[name] = array if array is None else _as_bytes(name, array)
-            found = None if array is None else tuple(array.shape)
-            if found != shape:
-                raise ShapeError(f"{name} of {row.name} for shape {whole} have shape {shape}, not {found}")
-        for name, value in made.items():
+            fields[name] = array if array is None else _as_bytes(name, array)
+            actual = None if array is None else tuple(array.shape)
+            if actual != shape:
+                raise ShapeError(f"{name} of {row.name} for shape {whole} have shape {shape}, not {actual}")
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -132,8 +131,8 @@ class QuantizedArray(Prepared):
         return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
 
     @property
-    def _library(self) -> Library:  # type: ignore[override]  # made when it is read
-        return _QuantizedLibrary(library_of(self.codes))
+    def _like(self) -> Any:
+        return self.codes
 
     @property
     def _view(self) -> QuantizedView:  # type: ignore[override]  # made when it is read
@@ -150,9 +149,9 @@ class QuantizedArray(Prepared):
         view = ArrayView(dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address)
         if not row.block and view.device.is_host:
             view = host_view(view.ndarray())
-        made = QuantizedView(view, blocks, replace(self))  # not this object, which refers to the view
-        object.__setattr__(self, "_viewed", made)
-        return made
+        quantized_view = QuantizedView(view, blocks, replace(self))  # not this object, which refers to the view
+        object.__setattr__(self, "_viewed", quantized_view)
+        return quantized_view
 
     def _widened(self) -> ArrayView:
         """Return the view of new memory with the numbers in bfloat16, without the array's scale; blocks are whole."""
@@ -188,30 +187,6 @@ class QuantizedArray(Prepared):
 
     def __reduce__(self) -> Any:
         return QuantizedArray, (self.codes, self.scales, self.format, self.shape, self.axis, self.scale)
-
-
-class _QuantizedLibrary(Library):
-    """The library of quantised arrays whose codes are arrays of another one; results are arrays of that library."""
-
-    def __init__(self, library: Library) -> None:
-        self.name, self._library = library.name, library
-        self.keeps_owners, self.has_weak_types = library.keeps_owners, library.has_weak_types
-
-    def view(self, array: QuantizedArray) -> QuantizedView:
-        """Return the view of a quantised array."""
-        return array._view
-
-    def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: QuantizedArray) -> ArrayView:
-        """Return the view of a new buffer of the library of the codes."""
-        return self._library.allocate(shape, dtype, device, like.codes)
-
-    def wrap(self, buffer: Any, *operands: Any) -> Any:
-        """Return a filled buffer as an array of the library of the codes."""
-        return self._library.wrap(buffer, *(x.codes if isinstance(x, QuantizedArray) else x for x in operands))
-
-    def current_stream(self, device: Device) -> int | None:
-        """Return the current stream of the library of the codes."""
-        return self._library.current_stream(device)
 
 
 @uncompiled
@@ -256,7 +231,6 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
     ((16,), [127])
     """
     row = parse_format(format)
-    refuse_prepared(x=x)
     library = library_of(x)
     if (label := dtype_name(x)) not in _ACCEPTED:
         raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")
@@ -267,21 +241,21 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
     with np.errstate(all="ignore"):
         parts = [source[i] for i in _parts(len(source), row, xp)]
         scale = block_codes.array_scale(parts, row, xp)
-        found = zip(*(block_codes.encode(part, row, scale, xp) for part in parts), strict=True)
+        encoded = zip(*(block_codes.encode(part, row, scale, xp) for part in parts), strict=True)
     shapes = _part_shapes(view.shape, axis, row)
-    made = [_adopted(_joined(parts, shape or (), xp), x) for parts, shape in zip(found, shapes, strict=False)]
-    return QuantizedArray(made[0], made[1] if row.scales else None, row.name, view.shape, axis, scale)
+    stored = [_adopted(_joined(parts, shape or (), xp), x) for parts, shape in zip(encoded, shapes, strict=False)]
+    return QuantizedArray(stored[0], stored[1] if row.scales else None, row.name, view.shape, axis, scale)
 
 
 def parse_format(name: str) -> BlockFormat:
     """Return the format of this name, in any case; raise DTypeError if there is none."""
-    found = BLOCK_FORMATS.get(name.strip().lower()) if isinstance(name, str) else None
-    if found is None:
+    row = BLOCK_FORMATS.get(name.strip().lower()) if isinstance(name, str) else None
+    if row is None:
         raise DTypeError(
             f"format {quoted(name)} is not a narrow format; choose one of: {', '.join(BLOCK_FORMATS)}"
             f"{did_you_mean(name, BLOCK_FORMATS)}"
         )
-    return found
+    return row
 
 
 def _checked_axis(axis: int, ndim: int) -> int:
@@ -316,7 +290,6 @@ def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[
 
 
 def _part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return the shapes of the codes and of the scales."""
     others, blocks, padded = _layout(shape, axis, row)
     return (*others, padded * row.bits // 8), ((*others, blocks) if row.scales else None)
 

@@ -27,7 +27,7 @@ _DTYPES = tuple(d for d in OPERAND_DTYPES if d.bits <= 32 and not d.is_complex)
 
 
 def check_sparsity(sparsity: str | None, prune: bool, dtype: DType, shape: tuple[int, ...]) -> None:
-    """Raise if ``prepare`` does not support these arguments, of which one is given."""
+    """Raise if ``prepare`` does not support these arguments. ``sparsity`` or ``prune`` is given."""
     if sparsity is None:
         raise SparsityError(f'prune={prune} needs sparsity=; pass sparsity="{TWO_OF_FOUR}" or omit prune=')
     if sparsity != TWO_OF_FOUR:

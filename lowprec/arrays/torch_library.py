@@ -9,10 +9,10 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from lowprec.arrays.base import Library
-from lowprec.arrays.torch_interception import DELEGATE, probes_of, refuse_interception, refuse_tangent
-from lowprec.arrays.view import CPU, ArrayView, Device
-from lowprec.errors import ArrayError, DelegateError
+from lowprec.arrays.base import Delegate, Library
+from lowprec.arrays.torch_interception import has_tangent, interception, probes_of
+from lowprec.arrays.view import CPU, ArrayView, Device, stand_in
+from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -31,7 +31,6 @@ def _madvise() -> Callable[[int, int, int], int] | None:
 
 
 def request_huge_pages(address: int, nbytes: int) -> None:
-    """Request huge pages for the whole pages of a new buffer."""
     madvise = _madvise()
     if madvise is None:
         return
@@ -45,11 +44,21 @@ def request_huge_pages(address: int, nbytes: int) -> None:
 _DEVICE_TYPES = {"cpu": 1, "cuda": 2, "mps": 8, "privateuseone": 12, "xpu": 14}
 _ROCM = 10
 
+_RECORDED = (
+    "the torch tensor requires grad, and only lowprec.matmul records a gradient; pass tensor.detach(), or call inside "
+    "torch.no_grad()"
+)
+_DUAL = (
+    "the torch tensor has a tangent of forward-mode AD, which only lowprec.matmul propagates; pass "
+    "torch.autograd.forward_ad.unpack_dual(tensor).primal"
+)
+
 
 class TorchLibrary(Library):
-    """PyTorch tensors on devices with addresses, without those of which gradients are recorded."""
+    """PyTorch tensors. PyTorch records, transforms or traces the products of some of them itself."""
 
     name = "torch"
+    delegates = True
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -62,7 +71,8 @@ class TorchLibrary(Library):
         if getattr(torch.version, "hip", None):
             self._device_types["cuda"] = _ROCM
         self.device_of = functools.cache(self._device_of)
-        self._accepted = (torch.Tensor, torch.nn.Parameter)
+        #: The classes whose tensors have memory of their own.
+        self._plain = {torch.Tensor, torch.nn.Parameter}
         # The allocator for torch's compiled code takes a third of the time of `new_empty`; older versions lack it.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_on_cpu = getattr(guards, "_empty_strided_cpu", None)
@@ -72,47 +82,55 @@ class TorchLibrary(Library):
         )
 
     def check_type(self, array: Any) -> None:
-        """Raise ArrayError for subclasses of Tensor that may have no memory of their own."""
-        kind = type(array)
-        if kind not in self._accepted:
-            tensor, parameter = self._accepted
-            plain = tensor.__torch_dispatch__
-            acts = getattr(kind, "__torch_dispatch__", plain) is not plain
-            if not acts and getattr(kind, "__torch_function__", None) in (
-                parameter.__torch_function__,
-                MethodType(tensor.__torch_function__.__func__, kind),
-            ):
-                return  # a subclass that only adds attributes
-            refuse = functools.partial(DelegateError, target=DELEGATE) if acts else ArrayError
-            raise refuse(
-                f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may have no memory of its "
-                "own; pass a plain tensor (tensor.full_tensor() of a DTensor, tensor.dequantize() of a quantised one, "
-                "tensor.as_subclass(torch.Tensor) if the subclass has memory)"
-            )
+        """Raise ArrayError for subclasses of Tensor that may have no memory of their own and are no operands."""
+        kind, tensor, parameter = type(array), self._torch.Tensor, self._torch.nn.Parameter
+        if kind in self._plain or kind.__torch_dispatch__ is not tensor.__torch_dispatch__:
+            return
+        if getattr(kind, "__torch_function__", None) not in (
+            parameter.__torch_function__,
+            MethodType(tensor.__torch_function__.__func__, kind),
+        ):
+            raise ArrayError(self.refusal(array))
+        self._plain.add(kind)  # a subclass that only adds attributes
 
-    def view(self, array: Any) -> ArrayView:
-        """Return the view of a tensor; raise ArrayError if an active mode or transform would miss the product."""
+    def refusal(self, array: Any) -> str:
+        """Return why a tensor of another class than PyTorch's own has no memory to read; "" for other tensors."""
+        kind = type(array)
+        return "" if kind in self._plain else (
+            f"{kind.__module__}.{kind.__qualname__} is not accepted: a tensor subclass may have no memory of its "
+            "own; pass a plain tensor (tensor.full_tensor() of a DTensor, tensor.dequantize() of a quantised one, "
+            "tensor.as_subclass(torch.Tensor) if the subclass has memory)"
+        )  # fmt: skip
+
+    def delegate(self, *arrays: Any) -> Delegate | None:
+        """Return PyTorch's product if it must record, transform or trace it, or the tensors have no memory."""
         dispatch_modes, function_modes, is_tracing, transforms = self._probes
         if dispatch_modes() or function_modes() or is_tracing() or transforms():
-            refuse_interception(self._torch)
-        return self.view_same_type(array)
+            why = interception(self._torch)
+            if why:
+                return Delegate("torch", why)
+        records, has_level = self._grad_enabled(), self._forward_ad._current_level >= 0
+        for array in arrays:
+            if type(array) not in self._plain:
+                return Delegate("torch", self.refusal(array))
+            if has_level and has_tangent(self._torch, array):
+                return Delegate("torch", _DUAL)
+            if array.requires_grad and records:
+                return Delegate("torch", _RECORDED)
+            if array.is_meta:
+                return Delegate("torch", "the torch tensor is on device 'meta', where it has no memory")
+        return None
 
-    def view_same_type(self, array: Any) -> ArrayView:
+    def describe(self, array: Any) -> ArrayView:
         """Return the view of a tensor; lazy conjugation and negation are resolved first."""
-        if self._forward_ad._current_level >= 0:
-            refuse_tangent(self._torch, array)
         copied = None
-        if array.requires_grad and self._grad_enabled():
-            raise DelegateError(
-                "the torch tensor requires grad, and only lowprec.matmul records a gradient; pass tensor.detach(), "
-                "or call inside torch.no_grad()",
-                DELEGATE,
-            )
         dtype = self._dtypes.get(array.dtype)
         if dtype is None:
             if array.is_quantized:
                 raise ArrayError("the torch tensor is quantised; pass tensor.dequantize()")
             dtype = dtype_from_name(str(array.dtype).removeprefix("torch."))  # raises
+        if type(array) not in self._plain:
+            return self._without_address(array, dtype)
         if array.is_neg() or (dtype.is_complex and array.is_conj()):
             array = array.resolve_conj().resolve_neg()
             copied = "its lazy conjugation or negation was resolved"
@@ -121,20 +139,21 @@ class TorchLibrary(Library):
             shape = tuple(array.shape)
             strides = array.stride()
         except RuntimeError:
-            return self._view_of_dead(array)
-        if not address and 0 not in shape:
-            return self._view_of_dead(array)
+            return self._without_address(array, dtype)
         device = CPU if array.is_cpu else self.device_of(array.device)
-        if device is None:
-            raise self._without_memory(array)
+        if device is None or (not address and 0 not in shape):
+            return self._without_address(array, dtype)
         return ArrayView(dtype, shape, strides, device, array, False, address, copied)
 
-    def _view_of_dead(self, array: Any) -> ArrayView:
-        """Return the view of a tensor wrapped by a transform that has ended."""
+    def _without_address(self, array: Any, dtype: DType) -> ArrayView:
+        """Return the view of a tensor wrapped by a transform that has ended, or the description of another one."""
         unwrapped = self._torch._C._functorch.unwrap_if_dead(array)
-        if unwrapped is array:
+        if unwrapped is not array:
+            return self.describe(unwrapped)
+        strided = array.layout is self._torch.strided and not array.is_nested
+        if not strided or self.delegate(array) is None:
             raise self._without_memory(array) from None
-        return self.view_same_type(unwrapped)
+        return ArrayView.description(dtype, tuple([_extent(n) for n in array.shape]))
 
     def mark_written(self, array: Any) -> None:
         """Increment the tensor's version, by which autograd detects writes to tensors saved for a backward pass."""
@@ -146,7 +165,6 @@ class TorchLibrary(Library):
         self._torch.autograd.graph.increment_version(array)
 
     def allocate(self, shape: tuple[int, ...], dtype: DType, device: Device, like: Any) -> ArrayView:
-        """Return the view of a new tensor on the device of ``like``."""
         torch_dtype, strides = self._torch_dtypes[dtype], contiguous_strides(shape)
         if device is CPU and self._empty_on_cpu is not None:
             array = self._empty_on_cpu(shape, strides, torch_dtype)
@@ -161,7 +179,6 @@ class TorchLibrary(Library):
         return view
 
     def current_stream(self, device: Device) -> int | None:
-        """Return torch's current CUDA stream on the device."""
         if device.type != self._device_types["cuda"]:
             return None
         return self._raw_stream(device.index) or 1
@@ -174,12 +191,10 @@ class TorchLibrary(Library):
         return CPU if kind == CPU.type else Device(kind, device.index or 0)
 
     def _without_memory(self, array: Any) -> ArrayError:
-        if array.layout is not self._torch.strided:
-            return ArrayError(f"the torch tensor has layout {array.layout}; pass tensor.to_dense()")
         if array.is_nested:
             return ArrayError("the torch tensor is nested; multiply its parts, from tensor.unbind()")
-        if array.is_meta:
-            return DelegateError("the torch tensor is on device 'meta', where it has no memory", DELEGATE)
+        if array.layout is not self._torch.strided:
+            return ArrayError(f"the torch tensor has layout {array.layout}; pass tensor.to_dense()")
         if self.device_of(array.device) is None:
             return ArrayError(
                 f"the torch tensor is on device {str(array.device)!r}, whose memory cannot be read; move it to the CPU "
@@ -189,3 +204,9 @@ class TorchLibrary(Library):
             "the torch tensor has no memory of its own: its storage has been freed, as FSDP does between uses (see "
             "FSDP.summon_full_params), or its elements are in another tensor; pass a tensor with storage"
         )
+
+
+def _extent(extent: Any) -> int:
+    """Return an extent as a number for checks; the example of a symbol, if it has one."""
+    example = getattr(getattr(extent, "node", None), "hint", None)
+    return stand_in(extent if example is None else int(example))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from lowprec.formats import DType
+from lowprec.formats import Blocks, DType
 from lowprec.util.strides import contiguous_strides, reach
 
 #: NumPy dtype of each element type; bfloat16 and float8 are those of ml_dtypes.
@@ -44,7 +46,6 @@ class Device(NamedTuple):
 
     @property
     def is_host(self) -> bool:
-        """Whether the CPU can read memory of this device."""
         return self.type == 1
 
     def __str__(self) -> str:
@@ -58,6 +59,13 @@ CPU = Device(1, 0)
 
 #: Strides below this number of elements do not exceed NumPy's limit in bytes.
 _MAX_UNUSED = 1 << 48
+
+
+class PackedOperand(NamedTuple):
+    """An operand rounded, split or packed for a kernel, and its size."""
+
+    value: Any
+    nbytes: int
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -75,14 +83,39 @@ class ArrayView:
     device: Device
     owner: Any
     read_only: bool
-    _address: int | None
+    address: int  # of the element with all indices zero; 0 for a description
     copied: str | None = None
 
-    @property
-    def address(self) -> int:
-        """Address of the element with all indices zero."""
-        assert self._address is not None
-        return self._address
+    # Of stored operands: those that are prepared or quantised.
+    is_prepared: ClassVar[bool] = False  # whether a product may keep data of it in ``packed``
+    is_sparse: ClassVar[bool] = False
+    mode: ClassVar[str | None] = None  # the mode for which it is prepared
+    packed: ClassVar[Any] = None  # by key: operands that were rounded, split or packed for a kernel
+    blocks: ClassVar[Blocks | None] = None  # of a quantised array
+    quantized: ClassVar[Any] = None  # this array
+
+    def packed_operand(self, key: Any, make: Callable[[], PackedOperand]) -> Any:
+        """Return the packed operand of this key; ``make`` packs it if it is missing."""
+        operand = self.packed.get(key)
+        if operand is None:
+            operand = self.packed.setdefault(key, make())
+        return operand.value
+
+    def stored(self) -> tuple[ArrayView, ...]:
+        """Return the views of the memory that a product reads."""
+        return (self,)
+
+    def source(self, array: Any) -> Any:
+        """Return the array whose library orders the memory of this view; None for lowprec's copy of one."""
+        return array
+
+    def widened(self) -> ArrayView:
+        return self
+
+    @classmethod
+    def description(cls, dtype: DType, shape: tuple[int, ...]) -> ArrayView:
+        """Return the view of a contiguous array without memory."""
+        return cls(dtype, shape, contiguous_strides(shape), CPU, None, False, 0)
 
     @property
     def is_description(self) -> bool:
@@ -91,12 +124,10 @@ class ArrayView:
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
@@ -143,42 +174,26 @@ class ArrayView:
         )
 
 
-def with_k_zero(a: ArrayView, b: ArrayView) -> tuple[ArrayView, ArrayView]:
-    """Return the operands with an inner dimension of 0, so that they are not read; unchanged if they do not match."""
-    axes = len(a.shape) - 1, max(len(b.shape) - 2, 0)
-    if not a.shape or not b.shape or a.shape[axes[0]] != b.shape[axes[1]]:
-        return a, b
-
-    def emptied(x: ArrayView, axis: int) -> ArrayView:
-        shape = (*x.shape[:axis], 0, *x.shape[axis + 1 :])
-        return ArrayView(x.dtype, shape, contiguous_strides(shape), x.device, x.owner, True, x.address)
-
-    return emptied(a, axes[0]), emptied(b, axes[1])
-
-
 class HostView(ArrayView):
-    """The view of a NumPy array; its address is computed at the first access."""
+    """The view of a NumPy array."""
 
     __slots__ = ()
 
-    @property
-    def address(self) -> int:
-        """Address of the element with all indices zero."""
-        if self._address is None:
-            self._address = data_pointer(self.owner)
-        return self._address
-
     def ndarray(self) -> NDArray[Any]:
-        """Return the NumPy array itself."""
         array: NDArray[Any] = self.owner
         return array
 
 
-class _Memory(ctypes.Array):  # type: ignore[type-arg]
-    """Bytes at an address as a buffer with a reference to their owner.
+def stand_in(extent: Any) -> int:
+    """Return an extent as a number for checks: a symbol becomes a number that is equal for equal symbols."""
+    return extent if type(extent) is int else 1009 + zlib.crc32(str(extent).encode()) % (1 << 20)
 
-    One class of the largest length serves every size, because ctypes never frees array classes. NumPy accesses only
-    the bytes within shape and strides.
+
+class _Memory(ctypes.Array):  # type: ignore[type-arg]
+    """A buffer that starts at an address and refers to the owner of the memory.
+
+    ctypes never frees a class of arrays, so one class serves every size. Its length is a bound: NumPy accesses the
+    bytes within shape and strides.
     """
 
     _type_ = ctypes.c_char
@@ -195,25 +210,17 @@ def memory_at(address: int, owner: Any) -> Any:
 
 # In a PyArrayObject ``char *data`` follows the object header (numpy/ndarraytypes.h, part of NumPy's ABI). Reading it
 # takes 0.1 us, ``array.ctypes.data`` 0.8 us.
-_HEADER = object.__basicsize__
-_word_at = ctypes.c_size_t.from_address
-
-
-def _pointer_by_layout(array: NDArray[Any]) -> int:
-    return _word_at(id(array) + _HEADER).value
-
-
-def _pointer_by_interface(array: NDArray[Any]) -> int:
-    return array.ctypes.data
-
-
 _base = np.zeros((3, 5), np.float32)
-_layout_is_as_expected = sys.implementation.name == "cpython" and all(
-    _pointer_by_layout(x) == _pointer_by_interface(x) for x in (_base, _base[1:, 2:], _base[::-1])
-)
+word_at = ctypes.c_size_t.from_address
+#: Offset of the address in a NumPy array, 0 if it is not known.
+POINTER = object.__basicsize__ if sys.implementation.name == "cpython" else 0
+if any(word_at(id(x) + POINTER).value != x.ctypes.data for x in (_base, _base[1:, 2:], _base[::-1]) if POINTER):
+    POINTER = 0
 
-#: Address of a NumPy array's first element.
-data_pointer = _pointer_by_layout if _layout_is_as_expected else _pointer_by_interface
+
+def data_pointer(array: NDArray[Any]) -> int:
+    """Return the address of a NumPy array's first element."""
+    return word_at(id(array) + POINTER).value if POINTER else array.ctypes.data
 
 
 # Limit of candidate solutions in NumPy's exact overlap search; ordinary views need a few.

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
-from typing import cast
+from typing import Any, cast
 
 from lowprec.arrays import CPU, Device
 from lowprec.arrays.device_memory import DeviceMemory, register
 from lowprec.backends.cpu import backend as cpu
-from lowprec.backends.execution import Backend, imported
+from lowprec.backends.interface import Backend
 from lowprec.errors import DeviceError, DeviceMemoryError
 from lowprec.planning import Capabilities
 
-#: By DLPack's device type: the CPU, and the module of CUDA.
-_CPU, _MODULES = 1, {2: "lowprec.backends.cuda.backend"}
+#: DLPack's device types.
+_CPU, _CUDA = 1, 2
 
 
 @functools.cache
-def _backend(device_type: int) -> Backend:
-    return cast(Backend, cpu if device_type == _CPU else importlib.import_module(_MODULES[device_type]))
+def _cuda() -> Any:
+    from lowprec.backends.cuda import backend
+
+    return backend
 
 
 def backend_of(device: Device) -> Backend:
     """Return the backend of a device; raise DeviceError if there is none."""
-    if device.type not in (_CPU, *_MODULES):
+    if device.type not in (_CPU, _CUDA):
         raise DeviceError(f"device {device} is not supported; arrays must be in host memory or on an NVIDIA GPU")
-    return _backend(device.type)
+    return cast(Backend, cpu if device.type == _CPU else _cuda())
 
 
 def predicted(device: str) -> Capabilities:
     """Return the capabilities of this CPU, or of a GPU by model or compute capability; DeviceError if unknown."""
     if device == "cpu":
-        return backend_of(CPU).capabilities(CPU)
-    found: Capabilities = imported("lowprec.backends.cuda.models:predicted")(device)
-    return found
+        return cpu.capabilities(CPU)
+    from lowprec.backends.cuda import models
+
+    return models.predicted(device)
 
 
 def release_memory() -> None:
@@ -56,10 +57,8 @@ def release_memory() -> None:
     >>> lowprec.release_memory()
     """
     cpu.release_memory()
-    for module in _MODULES.values():
-        release = getattr(sys.modules.get(module), "release_memory", None)
-        if release is not None:
-            release()
+    if _cuda.cache_info().currsize:
+        _cuda().release_memory()
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -70,5 +69,11 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
+def _cuda_memory() -> DeviceMemory:
+    from lowprec.backends.cuda import memory
+
+    return cast(DeviceMemory, memory)
+
+
 # Memory for results of libraries that do not allocate themselves.
-register(2, lambda: cast(DeviceMemory, importlib.import_module("lowprec.backends.cuda.memory")))
+register(_CUDA, _cuda_memory)

@@ -13,13 +13,14 @@ from math import prod
 from operator import index
 from typing import Any
 
-from lowprec.arrays import library_of, view_of_b
+from lowprec.arrays import library_of
+from lowprec.arrays.dask_library import check_known_shape
 from lowprec.arrays.libraries import promoted
 from lowprec.arrays.namespaces import Namespace, cast, dtype_label, namespace_of
-from lowprec.arrays.prepared_view import Prepared, refuse_prepared
+from lowprec.arrays.prepared_view import Prepared
 from lowprec.arrays.signatures import of_first, of_second
 from lowprec.contractions.recipes import Step, recipe
-from lowprec.core.arguments import check_known_shape, name_argument, parse_out_dtype
+from lowprec.core.arguments import parse_out_dtype, rename
 from lowprec.core.dispatch import matmul
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, quoted
 from lowprec.formats import OPERAND_DTYPES, dtype_from_name, operand_names, promote
@@ -28,14 +29,14 @@ from lowprec.modes import ActivationName, BoundName, MathMode, ModeName
 
 def _namespace(name: str, x: Any) -> Namespace:
     try:
-        found = namespace_of(x)
+        namespace = namespace_of(x)
         if getattr(x, "is_sparse_csr", False):
             library_of(x).view(x)  # raises; PyTorch permutes no axes of these
-    except ArrayError as error:
+        check_known_shape(x)
+    except (ArrayError, ShapeError) as error:
         error.argument = name
         raise
-    check_known_shape(name, x)
-    return found
+    return namespace
 
 
 @of_first
@@ -120,13 +121,13 @@ def _paired_axes(axes: Any, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[lis
 
 def _axes(axes: Any, shape: tuple[int, ...], name: str) -> list[int]:
     given = [axes] if not isinstance(axes, Iterable) else axes
-    found = [_axis(axis, "tensordot") for axis in given]
-    if any(not -len(shape) <= axis < len(shape) for axis in found):
-        raise ShapeError(f"tensordot: {name} of shape {shape} has no axes {found}")
-    found = [axis % len(shape) for axis in found]
-    if len(set(found)) < len(found):
-        raise ShapeError(f"tensordot: axes {found} of {name} contain an axis twice")
-    return found
+    numbers = [_axis(axis, "tensordot") for axis in given]
+    if any(not -len(shape) <= axis < len(shape) for axis in numbers):
+        raise ShapeError(f"tensordot: {name} of shape {shape} has no axes {numbers}")
+    numbers = [axis % len(shape) for axis in numbers]
+    if len(set(numbers)) < len(numbers):
+        raise ShapeError(f"tensordot: axes {numbers} of {name} contain an axis twice")
+    return numbers
 
 
 def _axis(axis: Any, function: str) -> int:
@@ -243,15 +244,18 @@ def linear(
     >>> linear(np.array([1.0, 2.0]), np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
     array([1., 2., 3.])
     """
+    modes = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "k_chunk": k_chunk}
+    return multiply_transposed(matmul, x, weight, bias, {"activation": activation, "out_dtype": out_dtype, **modes})
+
+
+def multiply_transposed(multiply: Any, x: Any, weight: Any, bias: Any, options: dict[str, Any]) -> Any:
+    """Return the product of :func:`linear` by a matmul function."""
     xp = None if isinstance(weight, Prepared) else _namespace("weight", weight)
     if len(weight.shape) != 2:
         raise ShapeError(f"linear: the weight has shape (n, k), got {tuple(weight.shape)}")
     transposed = weight.T if xp is None else xp.permuted(weight, (1, 0))
     try:
-        return matmul(
-            x, transposed, bias=bias, activation=activation,
-            out_dtype=out_dtype, math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk,
-        )  # fmt: skip
+        return multiply(x, transposed, bias=bias, **options)
     except ShapeError:
         n, k = weight.shape
         if not x.shape or x.shape[-1] != k:
@@ -262,8 +266,7 @@ def linear(
             raise ShapeError(f"linear: {subject}, but the weight gives ({n},)") from None
         raise
     except (ArrayError, DTypeError, DeviceError) as error:
-        refuse_prepared(x=x)
-        name_argument(error, {"x": x, "weight": weight, "bias": bias}, view_of_b)
+        rename(error, {"a": "x", "b": "weight"})
         raise
 
 
@@ -357,13 +360,15 @@ def einsum(
 
     values = {i: x if common in _8_BITS else cast(x, common) for i, x in enumerate(operands)}
     result: Any = None
-    try:
-        for number, step in enumerate(steps, len(operands)):
-            last = number == len(operands) + len(steps) - 1
+    names = [f"operands[{i}]" for i in range(len(operands))]  # of intermediate results too: their first operand
+    for number, step in enumerate(steps, len(operands)):
+        last = number == len(operands) + len(steps) - 1
+        names.append(names[step.takes[0]])
+        try:
             result = values[number] = step.run(values, multiply, out if last else between, wide)
-    except (ArrayError, DTypeError, DeviceError) as error:
-        name_argument(error, {f"operands[{i}]": x for i, x in enumerate(operands)})
-        raise
+        except (ArrayError, DTypeError, DeviceError) as error:
+            rename(error, {"a": names[step.takes[0]], "b": names[step.takes[-1]]})
+            raise
     return result if dtype_label(result.dtype) == out else cast(result, out)
 
 

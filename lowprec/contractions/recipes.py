@@ -72,11 +72,11 @@ def recipe(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> 
     for contraction in path:
         picked = [terms.pop(i) for i in sorted(contraction, reverse=True)][::-1]
         while picked:
-            taken, picked = picked[:2], picked[2:]
+            pair, picked = picked[:2], picked[2:]
             others = [*terms, *picked]
             wanted = set(output).union(*(term.names for term in others))
-            names = dict.fromkeys(name for term in taken for name in term.names if name in wanted)
-            step, term = _step(taken, tuple(names) if others else output, count)
+            names = dict.fromkeys(name for term in pair for name in term.names if name in wanted)
+            step, term = _step(pair, tuple(names) if others else output, count)
             steps.append(step)
             count += 1
             if not picked:
@@ -109,8 +109,8 @@ def _parse(
     return [_Term(i, tuple(text), shape) for i, (text, shape) in texts], tuple(output), path
 
 
-def _step(taken: list[_Term], kept: tuple[str, ...], number: int) -> tuple[Step, _Term]:
-    cleaned = [_without_repeats(term) for term in taken]
+def _step(terms: list[_Term], output: tuple[str, ...], number: int) -> tuple[Step, _Term]:
+    cleaned = [_without_repeats(term) for term in terms]
     axes = [dict(zip(names, lengths, strict=True)) for _, names, lengths in cleaned]
     lengths = {name: max(a.get(name, 0) for a in axes) for a in axes for name in a}
     for name in lengths:  # an axis of length 1 broadcasts
@@ -119,9 +119,9 @@ def _step(taken: list[_Term], kept: tuple[str, ...], number: int) -> tuple[Step,
     lengths = {name: length for a in axes for name, length in a.items()}
     left, right = axes[0], axes[-1]
     both = [name for name in left if name in right] if len(axes) > 1 else []
-    batch, summed = [n for n in both if n in kept], [n for n in both if n not in kept]
-    m = [n for n in left if n in kept and n not in both]
-    n = [name for name in right if name in kept and name not in both] if len(axes) > 1 else []
+    batch, summed = [n for n in both if n in output], [n for n in both if n not in output]
+    m = [n for n in left if n in output and n not in both]
+    n = [name for name in right if name in output and name not in both] if len(axes) > 1 else []
     arrangements = [(m, summed), (summed, n)] if len(axes) > 1 else [(m,)]
     sides = tuple(
         _side(term, diagonals, axis, batch, groups)
@@ -129,13 +129,13 @@ def _step(taken: list[_Term], kept: tuple[str, ...], number: int) -> tuple[Step,
     )
     have = [*batch, *m, *n]
     step = Step(
-        tuple(term.number for term in taken),
+        tuple(term.number for term in terms),
         sides,
         elementwise=not (summed or m or n),
         shape=tuple(lengths[name] for name in have),
-        order=tuple(have.index(name) for name in kept),
+        order=tuple(have.index(name) for name in output),
     )
-    return step, _Term(number, kept, tuple(lengths[name] for name in kept))
+    return step, _Term(number, output, tuple(lengths[name] for name in output))
 
 
 def _without_repeats(term: _Term) -> tuple[tuple[tuple[int, int], ...], tuple[str, ...], tuple[int, ...]]:

@@ -1,33 +1,18 @@
-"""``matmul``: view the arrays, resolve the mode, plan the product, execute it, return the result.
+"""``matmul``: bind the arguments, resolve the mode, run the product.
 
 A repeated call (same device, dtypes, shapes, strides, mode and epilogue) gets its executor from a cache.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from itertools import compress
-from operator import is_not
 from typing import Any
 
 from lowprec import policy
-from lowprec.arrays import CPU, ArrayView, Device, Library, library_of, library_of_operand, view_of_b
-from lowprec.arrays.libraries import promoted, refuse_subclasses
-from lowprec.arrays.prepared_view import QuantizedView, refuse_prepared
 from lowprec.arrays.signatures import of_first
-from lowprec.arrays.view import with_k_zero
-from lowprec.backends import Arguments, Executor, backend_of, is_out_of_memory, release_memory
-from lowprec.backends.execution import imported
-from lowprec.core import streams
-from lowprec.core.arguments import PLAIN, Options, bind, check_devices, name_argument, spec_of
-from lowprec.core.executors import CachedExecutor, capabilities, look_up
-from lowprec.errors import ArrayError, DelegateError, DTypeError, LowprecError, UnsupportedError
-from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ResolvedMode
+from lowprec.core.call import bind, run
+from lowprec.core.tolerance import mode_within
+from lowprec.modes import ActivationName, BoundName, MathMode, ModeName
 from lowprec.util.tracing import is_traced
-
-_ARRAYS = ("a", "b", "out", "c", "bias", "scale_a", "scale_b")
-_MODE_WITHIN = "lowprec.core.plan_call:mode_within"
 
 
 @of_first
@@ -118,54 +103,22 @@ def matmul(
     array([[ 7., 10.],
            [15., 22.]], dtype=float32)
     """
-    keywords = out, c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound, k_chunk, scale_a, scale_b
     if is_traced():  # after a graph break in the caller
-        return _traced_matmul(a, b, **_given(keywords))
-    options = PLAIN
+        return _traced_matmul(
+            a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
+            math_mode=math_mode, rtol=rtol, bound=bound, k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
+        )  # fmt: skip
     plain = out is c is bias is activation is out_dtype is scale_a is scale_b is k_chunk is None
-    try:
-        library = library_of_operand(a)
-        if library.has_weak_types or type(b) is not type(a):
-            a, b, c, bias = promoted((a, b), c, bias)
-        x = library.view(a)
-        y = library.view_same_type(b) if type(b) is type(a) else view_of_b(b)
-        plain = plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0
-        if not plain or type(x) is QuantizedView or type(y) is QuantizedView:
-            options = bind(x, y, out, c, alpha, beta, bias, activation, out_dtype, scale_a, scale_b, k_chunk)
-            x, y = (x, y) if options.alpha else with_k_zero(x, y)
-    except DelegateError as error:
-        return _delegated(error, a, b, _given(keywords))
-    except (ArrayError, DTypeError) as error:
-        name_argument(error, dict(zip(_ARRAYS, (a, b, out, c, bias, scale_a, scale_b), strict=True)))
-        raise
+    if plain and type(alpha) is type(beta) is float and alpha == 1.0 and beta == 0.0:
+        call = bind(a, b)
+    else:
+        call = bind(
+            a, b, out=out, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
+            k_chunk=k_chunk, scale_a=scale_a, scale_b=scale_b,
+        )  # fmt: skip
     if rtol is None and bound is None:
-        resolved = policy.resolve(math_mode)
-    else:
-        check_devices(options.views(x, y))
-        problem = options.problem(spec_of(x), spec_of(y))
-        resolved, _ = imported(_MODE_WITHIN)(rtol, math_mode, problem, capabilities(x.device), bound)
-    found = look_up(resolved, x, y, options)
-    execute, target = found.execute, options.out
-    if target is None:
-        target = _allocate(library, found, x.device, a)
-    else:
-        if options.needs_staging(x, y):
-            execute = _out_of_place(resolved, x, y, options, target)
-        library_of(out).mark_written(out)
-    if x.device is CPU:
-        execute(Arguments(x, y, target) if options is PLAIN else options.arguments(x, y, target))
-    else:
-        arguments = options.arguments(x, y, target, library.current_stream(x.device) or 0)
-        streams.run(execute, arguments, library, (a, b, out, c, bias, scale_a, scale_b))
-    return library.wrap(target.owner, a, b, c, bias) if out is None else out
-
-
-_DEFAULTS = {name: x.default for name, x in inspect.signature(matmul).parameters.items() if name not in "ab"}
-
-
-def _given(keywords: tuple[Any, ...]) -> dict[str, Any]:
-    others = compress(zip(_DEFAULTS, keywords, strict=True), map(is_not, keywords, _DEFAULTS.values()))
-    return {name: x for name, x in others if not (type(x) is float and x == _DEFAULTS[name])}
+        return run(call, policy.resolve(math_mode))
+    return run(call, mode_within(call, rtol, math_mode, bound)[0])
 
 
 def _traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
@@ -176,60 +129,3 @@ def _traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
 
 
 matmul._torchdynamo_inline = _traced_matmul  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _delegate(name: str) -> tuple[Any, frozenset[str]]:
-    delegate = imported(name)
-    return delegate, frozenset(inspect.signature(delegate).parameters)
-
-
-#: Arguments that cannot be applied to a finished product.
-_NOT_AFTERWARDS = {"out", "rtol", "bound", "k_chunk"}
-
-
-def _delegated(found: DelegateError, a: Any, b: Any, given: dict[str, Any]) -> Any:
-    """Call the matmul function of an operand's library; raise if it lacks one of the given arguments."""
-    refuse_prepared(str(found), a=a, **given, b=b)
-    delegate, takes = _delegate(found.target)
-    try:
-        if given.keys() <= takes:
-            return delegate(a, b, **given)
-        raise found
-    except (ArrayError, DTypeError) as error:
-        name_argument(error, {"a": a, "b": b, **{name: given.get(name) for name in _ARRAYS[2:]}})
-        if error is not found:
-            raise
-    except (NotImplementedError, TypeError) as error:
-        if not isinstance(error, LowprecError):
-            refuse_subclasses(error, a, b, *given.values())
-        raise
-    lacking = sorted(given.keys() - takes)
-    way_out = "omit it" if _NOT_AFTERWARDS & set(lacking) else "apply it to the result"
-    raise UnsupportedError(f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {found}; {way_out}")
-
-
-def _allocate(library: Library, found: CachedExecutor, device: Device, like: Any) -> ArrayView:
-    """Allocate a result; if memory is short, release lowprec's buffers and try again."""
-    try:
-        return library.allocate(found.out_shape, found.out_dtype, device, like)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    release_memory()
-    return library.allocate(found.out_shape, found.out_dtype, device, like)
-
-
-def _out_of_place(resolved: ResolvedMode, x: ArrayView, y: ArrayView, options: Options, target: ArrayView) -> Executor:
-    """Return an executor for an ``out`` that overlaps an operand: compute in temporary memory, then copy."""
-    device, backend = x.device, backend_of(x.device)
-    dtype = backend.staging_dtype(target.dtype)
-    staged = look_up(resolved, x, y, options._replace(out=None, out_dtype=dtype))
-
-    def execute(arguments: Arguments) -> None:
-        shape, stream = staged.out_shape, arguments.stream
-        with backend.temporary(shape, staged.out_dtype, device, stream) as result:
-            staged.execute(arguments._replace(out=result))
-            backend.copy(result, target, stream)
-
-    return execute

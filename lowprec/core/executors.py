@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from lowprec.arrays import ArrayView, Device
+from lowprec.arrays import ArrayView
 from lowprec.backends import Backend, Executor, backend_of
-from lowprec.core.arguments import PLAIN, Options, check_devices, check_scalars, check_sizes, spec_of
+from lowprec.core.arguments import check_devices
+from lowprec.core.options import PLAIN, Options, check_scalars, check_sizes, spec_of
 from lowprec.errors import warn
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
@@ -29,6 +30,8 @@ class CachedExecutor(NamedTuple):
     out_dtype: DType
     plan: GemmPlan
     backend: Backend
+    staged: bool = False  # the result is copied to an ``out`` that overlaps an operand
+    without_effect: bool = False  # the mode does not act on operands of this type
 
 
 #: Called before each product with its executor and operands; returns the executor to run.
@@ -46,14 +49,8 @@ def observe(observer: Observer | None) -> None:
 
 
 def clear_caches() -> None:
-    """Clear the plan and executor caches."""
     _executors.clear()
     plan_gemm.cache_clear()
-
-
-def capabilities(device: Device) -> Capabilities:
-    """Return a device's capabilities; raises DeviceError if no backend serves it."""
-    return backend_of(device).capabilities(device)
 
 
 def look_up(
@@ -67,24 +64,31 @@ def look_up(
     )  # fmt: skip
     if resolved.emulates is not None:
         key = (*key, resolved.emulates)
-    found = _executors.get(key)
-    if found is None:
-        found = locked(_added, key, resolved.mode, x, y, options)
+    if options is not PLAIN and options.out is not None and options.needs_staging(x, y):
+        key = (*key, "staged")
+    entry = _executors.get(key)
+    if entry is None:
+        entry = locked(_added, key, resolved.mode, x, y, options)
         for oldest in list(_executors)[:-_CACHE_SIZE]:  # dictionaries keep their order
             _executors.pop(oldest, None)
-        if resolved.source is ModeSource.ARGUMENT:
-            warn_without_effect(found.plan)
-        _warn_widened(found.plan)
+        _warn_widened(entry.plan)
+    if entry.without_effect and resolved.source is ModeSource.ARGUMENT:
+        warn_without_effect(entry.plan)
     observer = _observer
     if observer is None or not observed:
-        return found
-    return observer(found, resolved, x, y)
+        return entry
+    return observer(entry, resolved, x, y)
+
+
+def _has_no_effect(plan: GemmPlan) -> bool:
+    other = plan.compute_dtype in _CONVERTED
+    return other and plan.mode not in FULL_FP32 and not row(plan.mode).acts(plan.compute_dtype)
 
 
 def warn_without_effect(plan: GemmPlan) -> None:
     """Warn, once per process, that a ``math_mode=`` argument does not act on operands of this type."""
-    other = _CONVERTED.get(plan.compute_dtype)
-    if other and plan.mode not in FULL_FP32 and not row(plan.mode).acts(plan.compute_dtype):
+    if _has_no_effect(plan):
+        other = _CONVERTED[plan.compute_dtype]
         warn(f"{plan.note}; to use the mode convert them, as by a.astype(np.{other})", once="no effect")
 
 
@@ -96,16 +100,28 @@ def _warn_widened(plan: GemmPlan) -> None:
         warn(f"{why}; quantise it along the axis that is summed over: axis={k_axis}", once="widened")
 
 
-def _added(key: tuple[Any, ...], mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
-    found = _executors.get(key)
-    if found is not None:  # added by another thread
-        return found
+def plan_of(capabilities: Capabilities, mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> GemmPlan:
+    """Return the plan of a product; raise if its arguments do not match, or no product supports them."""
     views = options.views(x, y)
     check_devices(views)
-    backend = backend_of(x.device)
-    problem = options.problem(spec_of(x), spec_of(y))
-    plan = plan_gemm(problem, backend.capabilities(x.device), mode)
+    plan = plan_gemm(options.problem(spec_of(x), spec_of(y)), capabilities, mode)
     check_scalars(options, plan.compute_dtype)
     check_sizes(views, plan.out_shape, plan.out_dtype)
-    found = _executors[key] = CachedExecutor(backend.prepare(plan), plan.out_shape, plan.out_dtype, plan, backend)
-    return found
+    return plan
+
+
+def _added(key: tuple[Any, ...], mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
+    entry = _executors.get(key)
+    if entry is not None:  # added by another thread
+        return entry
+    check_devices(options.views(x, y))  # before a device's capabilities
+    backend = backend_of(x.device)
+    capabilities, staged = backend.capabilities(x.device), key[-1] == "staged"
+    plan = plan_of(capabilities, mode, x, y, options)
+    if staged:
+        dtype = backend.staging_dtype(plan.out_dtype)
+        plan = plan_of(capabilities, mode, x, y, options._replace(out=None, out_dtype=dtype))
+    entry = _executors[key] = CachedExecutor(
+        backend.prepare(plan), plan.out_shape, plan.out_dtype, plan, backend, staged, _has_no_effect(plan)
+    )
+    return entry

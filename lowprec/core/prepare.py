@@ -8,12 +8,12 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from lowprec import policy
-from lowprec.arrays import ArrayView, library_of_operand
-from lowprec.arrays.prepared_view import Prepared, PreparedView, QuantizedView, copy_of
+from lowprec.arrays import ArrayView, library_of
+from lowprec.arrays.prepared_view import Prepared, PreparedView, copy_of
 from lowprec.arrays.sparsity import check_sparsity, sparse_copy
 from lowprec.backends import backend_of
-from lowprec.core.arguments import spec_of
 from lowprec.core.executors import warn_without_effect
+from lowprec.core.options import spec_of
 from lowprec.errors import ShapeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ModeName, parse_mode
@@ -53,7 +53,7 @@ class PreparedOperand(Prepared):
     def dtype(self) -> str:
         """Name of the element type of the array, or of the format of a quantised array."""
         view = self._view
-        return view.blocks.format if isinstance(view, QuantizedView) else view.dtype.label
+        return view.blocks.format if view.blocks else view.dtype.label
 
     @property
     def device(self) -> str:
@@ -112,7 +112,7 @@ class PreparedOperand(Prepared):
             raise UnsupportedError(
                 f"a prepared operand on {self.device} cannot be pickled; pickle the array and prepare it after loading"
             )
-        if isinstance(self._view, QuantizedView):
+        if self._view.blocks:
             return prepare, (self._view.quantized,)
         if self._view.sparse_axis == -1:
             return attrgetter("T"), (self.T,)
@@ -180,23 +180,23 @@ def prepare(
     ((8, 32), (64, 32), 'bf16x3', True)
     """
     mode = policy.resolve().mode if math_mode is None else parse_mode(math_mode)
-    library = library_of_operand(b)
-    view = library.view(b)
-    if isinstance(view, QuantizedView):  # it is immutable, and keeps packed codes itself
+    if isinstance(b, Prepared) and b._like is not None:  # quantised: it is immutable, and keeps packed codes itself
         if sparsity is not None or prune:
             raise UnsupportedError("b is a quantised array, which has no sparsity; quantise a pruned array instead")
-        return PreparedOperand(view)
+        return PreparedOperand(b._view)
+    library = library_of(b)
+    view = library.view(b)
     if not view.ndim:
         raise ShapeError("b has no axes; prepare takes a vector, a matrix or a stack of matrices")
     if sparsity is not None or prune:
         check_sparsity(sparsity, prune, view.dtype, view.shape)
-    made = plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
+    plan = plan_gemm(GemmProblem(*_operands(view)), backend_of(view.device).capabilities(view.device), mode)
     if math_mode is not None:
-        warn_without_effect(made)
+        warn_without_effect(plan)
     stream = None if view.device.is_host else library.current_stream(view.device)
-    found = PreparedView(copy_of(view, stream) if sparsity is None else sparse_copy(view, prune, stream), mode, {})
-    found.sparse_axis = None if sparsity is None else -2
-    return PreparedOperand(found)
+    prepared = PreparedView(copy_of(view, stream) if sparsity is None else sparse_copy(view, prune, stream), mode, {})
+    prepared.sparse_axis = None if sparsity is None else -2
+    return PreparedOperand(prepared)
 
 
 def _operands(view: ArrayView) -> tuple[OperandSpec, OperandSpec]:

@@ -1,8 +1,8 @@
 """Stream order of a product on a GPU.
 
-A product runs on the current stream of the library of ``a``. If an argument belongs to another library, the product
-waits for that library's current stream, and that stream waits for the product. Some libraries may reuse the memory of a
-freed array on an unknown stream (``Library.keeps_owners``); their arrays are kept alive until the product has run.
+A product runs on the current stream of the library of ``a``. The current streams of other arguments' libraries are
+joined with it: the product waits for them, and they wait for the product. A library with ``keeps_owners`` may reuse the
+memory of a freed array on an unknown stream, so its arrays live until the product has run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from lowprec.arrays import ArrayView, Library, library_of
 from lowprec.arrays.device_memory import provider
-from lowprec.arrays.prepared_view import PreparedView, QuantizedView
 from lowprec.backends import Arguments, Executor
 
 
@@ -23,7 +22,7 @@ def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple
     are kept, after an exception, because part of the work may be queued.
     """
     kind = type(arrays[0])
-    joined = library.keeps_owners or any(isinstance(x, QuantizedView) for x in arguments[:2])
+    joined = library.keeps_owners or bool(arguments.a.blocks or arguments.b.blocks)
     for other in arrays:
         if type(other) is not kind and other is not None:
             joined = joined or (hasattr(other, "__dlpack__") and library_of(other) is not library)
@@ -35,8 +34,8 @@ def run(execute: Executor, arguments: Arguments, library: Library, arrays: tuple
     others: dict[int, None] = {}
     owners = []
     for array, view in zip(arrays, views, strict=True):
-        if array is not None and isinstance(view, ArrayView) and type(view) is not PreparedView:
-            library = library_of(view.quantized.codes if isinstance(view, QuantizedView) else array)
+        if isinstance(view, ArrayView) and (source := view.source(array)) is not None:
+            library = library_of(source)
             others[library.current_stream(device) or stream] = None
             if library.keeps_owners:
                 owners.append(view.owner)

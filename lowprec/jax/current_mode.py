@@ -1,7 +1,7 @@
 """The current modes as part of JAX's key for compiled functions.
 
 JAX's key holds values of the thread and of the process, but no ``ContextVar``: each change of a scope is stored in it
-for the thread, each ``set_math_mode`` for the process. :func:`resolve` detects a switch between ``asyncio`` tasks.
+for the thread, each ``set_math_mode`` for the process. :func:`check_key` detects a switch between ``asyncio`` tasks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 
 from lowprec import policy
 from lowprec.errors import EnvironmentVariableError, ModeError, UnsupportedError
-from lowprec.modes import MathMode, ResolvedMode
+from lowprec.modes import MathMode
 from lowprec.policy import entries
 
 _OLDEST = (0, 10, 1)  # whose contexts have a value for the whole process
@@ -23,16 +23,16 @@ if jax.__version_info__ < _OLDEST:
         f"{'.'.join(map(str, _OLDEST))} or newer, or call lowprec outside of jit, grad, vmap and other transforms"
     )
 
-#: These five resolutions determine all others: without an argument, with a forced mode (then all are that one), under a
-#: guard (only those of full FP32 are kept), with NVIDIA_TF32_OVERRIDE.
+#: The resolutions of these five arguments determine those of all others. A forced mode makes them equal, a guard
+#: changes those below FP32, and NVIDIA_TF32_OVERRIDE changes those based on TF32.
 _ARGUMENTS = (None, MathMode.FP64, MathMode.FP32_PEDANTIC, MathMode.BF16, MathMode.TF32)
 
 
 def _modes() -> str:
     """Return the resolutions of the arguments as text, which is equal for equivalent policies."""
-    found = [policy.resolve(mode) for mode in _ARGUMENTS]
-    emulates = found[0].emulates
-    return " ".join([*(x.mode for x in found), "" if emulates is None else emulates.name])
+    resolved = [policy.resolve(mode) for mode in _ARGUMENTS]
+    emulates = resolved[0].emulates
+    return " ".join([*(x.mode for x in resolved), "" if emulates is None else emulates.name])
 
 
 _context = jax.make_user_context(Context().run(_modes))
@@ -59,8 +59,8 @@ entries.on_change(_update)
 _update()
 
 
-def resolve(argument: str | MathMode | None) -> ResolvedMode:
-    """Return the mode of a product that is being traced; raises ModeError if it differs from that in JAX's key."""
+def check_key() -> None:
+    """Raise ModeError if the current mode differs from the one in JAX's key for compiled functions."""
     if _context.value != _modes():
         _update(whole_process=True)
         raise ModeError(
@@ -68,4 +68,3 @@ def resolve(argument: str | MathMode | None) -> ResolvedMode:
             "another task or thread, or before lowprec.jax was imported there; it is updated now, so call the function "
             "again (and keep no scope open across an await)"
         )
-    return policy.resolve(argument)

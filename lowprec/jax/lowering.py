@@ -28,7 +28,7 @@ Dimensions = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...
 _PRESETS_16_BIT = {"float16": "F16_F16_F32", "bfloat16": "BF16_BF16_F32"}
 
 
-def kept(ndim: int, contracted: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+def free_axes(ndim: int, contracted: tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
     """Return an operand's free axes: neither contracted nor batch."""
     return tuple(axis for axis in range(ndim) if axis not in contracted and axis not in batch)
 
@@ -45,7 +45,7 @@ def multiply(
 ) -> Any:
     """Multiply by XLA's algorithms for NVIDIA GPUs, or by those for every platform."""
     shape = Shape(dimensions, out_sharding)
-    storage, found = dtype_from_name(str(a.dtype)), row(MathMode(mode))
+    storage, scheme = dtype_from_name(str(a.dtype)), row(MathMode(mode))
     if storage is DType.INT8:
         return _dot(a, b, shape, None, "int32")
     if storage.bits == 16:
@@ -55,15 +55,15 @@ def multiply(
         return _dot(a, b, shape, preset, "float32").astype(out_dtype)
     if not storage.is_single_precision:
         return _dot(a, b, shape, None, storage.label)
-    if found.widens:
+    if scheme.widens:
         return _widened(a, b, shape)
-    if found.operand_format is formats.FLOAT32:
+    if scheme.operand_format is formats.FLOAT32:
         return _fp32(a, b, shape)
-    if on_gpu and found.jax_preset and not storage.is_complex and found.data is not DType.FLOAT16:
-        if found.parts == 1:
-            a, b = round_to(a, found.operand_format), round_to(b, found.operand_format)
-        return _dot(a, b, shape, found.jax_preset, storage.label)
-    return _of_parts(a, b, shape, found, on_gpu=on_gpu)
+    if on_gpu and scheme.jax_preset and not storage.is_complex and scheme.data is not DType.FLOAT16:
+        if scheme.parts == 1:
+            a, b = round_to(a, scheme.operand_format), round_to(b, scheme.operand_format)
+        return _dot(a, b, shape, scheme.jax_preset, storage.label)
+    return _of_parts(a, b, shape, scheme, on_gpu=on_gpu)
 
 
 def _dot(a: Any, b: Any, shape: Shape, preset: str | None, result: str) -> Any:
@@ -91,9 +91,9 @@ def _widened(a: Any, b: Any, shape: Shape) -> Any:
         return lax.convert_element_type(_dot(a, b, shape, None, wide.name), narrow)
 
 
-def _of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool) -> Any:
-    total = _sum_of_parts(a, b, shape, found, on_gpu=on_gpu)
-    if on_gpu or found.parts == 1:
+def _of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool) -> Any:
+    total = _sum_of_parts(a, b, shape, scheme, on_gpu=on_gpu)
+    if on_gpu or scheme.parts == 1:
         return total
     # An infinity has the parts Inf and NaN, so non-finite results are recomputed.
     finite = jnp.isfinite(total)
@@ -105,9 +105,9 @@ def _of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool) -> 
     )
 
 
-def _sum_of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool) -> Any:
+def _sum_of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool) -> Any:
     summed, exponents = shape.dimensions[0], None
-    fp16 = found.operand_format is formats.FLOAT16
+    fp16 = scheme.operand_format is formats.FLOAT16
     if fp16:
         (a, of_a), (b, of_b) = (scaled(x, axes) for x, axes in zip((a, b), summed, strict=True))
         exponents = _outer_sum(of_a, of_b, shape)
@@ -119,9 +119,9 @@ def _sum_of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool)
         x, y = x.astype(jnp.float16), y.astype(jnp.float16)  # exact
         return _dot(x, y, shape, "F16_F16_F32", "float32")
 
-    parts_of_a, parts_of_b = split(a, found), split(b, found)
+    parts_of_a, parts_of_b = split(a, scheme), split(b, scheme)
     total = None
-    for product in make_schedule(found, (True, True), k=1):
+    for product in make_schedule(scheme, (True, True), k=1):
         term = dot(parts_of_a[product.a_part], parts_of_b[product.b_part])
         if product.factor != 1:
             term = term * product.factor
@@ -131,12 +131,12 @@ def _sum_of_parts(a: Any, b: Any, shape: Shape, found: ModeRow, *, on_gpu: bool)
 
 def _outer_sum(of_a: Any, of_b: Any, shape: Shape) -> Any:
     (contract_a, contract_b), (batch_a, batch_b) = shape.dimensions
-    kept_a = kept(of_a.ndim, contract_a, batch_a)
-    kept_b = kept(of_b.ndim, contract_b, batch_b)
-    batch, rows = ([of_a.shape[i] for i in axes] for axes in (batch_a, kept_a))
-    columns = [of_b.shape[i] for i in kept_b]
-    of_a = jnp.transpose(of_a, (*batch_a, *kept_a, *contract_a))
-    of_b = jnp.transpose(of_b, (*batch_b, *kept_b, *contract_b))
+    free_a = free_axes(of_a.ndim, contract_a, batch_a)
+    free_b = free_axes(of_b.ndim, contract_b, batch_b)
+    batch, rows = ([of_a.shape[i] for i in axes] for axes in (batch_a, free_a))
+    columns = [of_b.shape[i] for i in free_b]
+    of_a = jnp.transpose(of_a, (*batch_a, *free_a, *contract_a))
+    of_b = jnp.transpose(of_b, (*batch_b, *free_b, *contract_b))
     of_a = of_a.reshape(*batch, *rows, *(1 for _ in columns))
-    found = of_a + of_b.reshape(*batch, *(1 for _ in rows), *columns)
-    return found if shape.out_sharding is None else reshard(found, shape.out_sharding)
+    sums = of_a + of_b.reshape(*batch, *(1 for _ in rows), *columns)
+    return sums if shape.out_sharding is None else reshard(sums, shape.out_sharding)

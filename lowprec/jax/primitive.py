@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from lowprec import policy
 from lowprec.errors import DeviceError
 from lowprec.formats import dtype_from_name, promote
-from lowprec.jax.lowering import Dimensions, kept, multiply
+from lowprec.jax.lowering import Dimensions, free_axes, multiply
 
 _product_p = Primitive("lowprec_dot_general")
 _PLATFORMS = ("cpu", "cuda")
@@ -44,8 +44,8 @@ def dot_general(
 
 def _varying(x: Any) -> frozenset[str]:
     kind = jax.typeof(x)
-    found = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
-    return frozenset(found)
+    axes = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
+    return frozenset(axes)
 
 
 @_product_p.def_abstract_eval
@@ -91,20 +91,20 @@ def _gradient(
     mode = policy.resolve(backward_mode).mode.value
     dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
     x, y = (v.astype(dtype.label) for v in (gradient, other))
-    free = kept(aval.ndim, contracted[0], batch[0])
-    of_other = kept(other.ndim, contracted[1], batch[1])
+    free = free_axes(aval.ndim, contracted[0], batch[0])
+    of_other = free_axes(other.ndim, contracted[1], batch[1])
     # Axes of the forward product: batch, free axes of ``a``, free axes of ``b``.
     start = len(batch[0]) + (len(free) if is_a else 0)
     summed = (tuple(range(start, start + len(of_other))), of_other)
     # The remaining axes of ``other`` are its contracted ones, in ascending order.
     in_order = [mine for _, mine in sorted(zip(contracted[1], contracted[0], strict=True))]
     axes = [*batch[0], *free, *in_order]
-    found = dot_general(
+    product = dot_general(
         x, y, dimensions=(summed, (tuple(range(len(batch[0]))), batch[1])),
         mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
         out_sharding=_explicit_sharding(aval, axes),
     )  # fmt: skip
-    return lax.transpose(found, tuple(axes.index(i) for i in range(len(axes)))).astype(aval.dtype)
+    return lax.transpose(product, tuple(axes.index(i) for i in range(len(axes)))).astype(aval.dtype)
 
 
 def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
@@ -142,9 +142,9 @@ def _batched(
     if of_a is not None and of_b is not None:
         batch_a, batch_b, axis = (of_a, *batch_a), (of_b, *batch_b), 0
     elif of_a is not None:
-        axis = len(batch_a) + kept(a.ndim, summed_a, batch_a).index(of_a)
+        axis = len(batch_a) + free_axes(a.ndim, summed_a, batch_a).index(of_a)
     else:
-        axis = a.ndim - len(summed_a) + kept(b.ndim, summed_b, batch_b).index(cast(int, of_b))
+        axis = a.ndim - len(summed_a) + free_axes(b.ndim, summed_b, batch_b).index(cast(int, of_b))
     if out_sharding is not None:
         spec = list(out_sharding.spec)
         out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:axis], None, *spec[axis:]))

@@ -1,4 +1,4 @@
-"""``matmul`` for JAX: checks, the primitive, and the epilogue."""
+"""``matmul`` for JAX: the primitive and the epilogue."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowprec.arrays.libraries import promoted
-from lowprec.arrays.prepared_view import refuse_prepared
-from lowprec.core import plan_call
-from lowprec.core.arguments import ShapeDtype, view_of
+from lowprec.arrays import library_of
+from lowprec.arrays.base import Delegate
+from lowprec.core.call import Call, bind, run
+from lowprec.core.executors import CachedExecutor
+from lowprec.core.tolerance import mode_of
 from lowprec.errors import ArrayError, DTypeError, UnsupportedError
 from lowprec.formats import DType
-from lowprec.jax.current_mode import resolve
+from lowprec.jax.current_mode import check_key
 from lowprec.jax.primitive import dot_general
-from lowprec.modes import ActivationName, MathMode, ModeName, parse_mode
-from lowprec.planning import Activation, GemmPlan
-
-#: Checks replace symbolic sizes by numbers from this one on.
-_UNKNOWN = 1009
+from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ResolvedMode, parse_mode
+from lowprec.planning import Activation
 
 
 def matmul(
@@ -35,6 +33,8 @@ def matmul(
     activation: ActivationName | None = None,
     out_dtype: Any = None,
     math_mode: ModeName | MathMode | None = None,
+    rtol: float | None = None,
+    bound: BoundName | None = None,
     backward_mode: ModeName | MathMode | None = None,
 ) -> jax.Array:
     """Return ``activation(alpha * a @ b + beta * c + bias)`` inside JAX.
@@ -48,20 +48,11 @@ def matmul(
         Traced or not. dtypes: float64, float32, float16, bfloat16, complex64, complex128, int8. One of the two may be
         a NumPy array.
     b : jax.Array, shape (..., k, n) or (k,)
-    c, alpha, beta, bias, activation, out_dtype, math_mode
+    c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound
         As for :func:`lowprec.matmul`; ``alpha`` and ``beta`` may also be traced numbers.
     backward_mode : str or MathMode, optional
         Mode of the two products of the backward pass; by default the forward product's. A guard that is open while the
         backward pass is traced overrides it.
-
-    Returns
-    -------
-    jax.Array, shape (..., m, n)
-
-    Raises
-    ------
-    ArrayError, ModeError, ShapeError, DTypeError, UnsupportedError
-        As for :func:`lowprec.matmul`.
 
     Examples
     --------
@@ -71,25 +62,43 @@ def matmul(
     Array([[1., 1.],
            [1., 1.]], dtype=float32)
     """
-    resolved = resolve(math_mode)
+    call = bind(a, b, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype)
+    backward = None if backward_mode is None else parse_mode(backward_mode, "backward_mode")
+    call = call._replace(delegate=call.delegate or _ALWAYS)
+    array: jax.Array = run(call, mode_of(call, math_mode, rtol, bound), backward)
+    return array
+
+
+_ALWAYS = Delegate("jax", "JAX computes the products of lowprec.jax")
+
+
+def product(
+    call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: MathMode | None = None
+) -> jax.Array:
+    """Return the product of arrays that JAX traces or that are sharded over several devices."""
+    check_key()
     if resolved.emulates is not None:
         raise UnsupportedError(
             "lowprec.emulate imitates tensor cores on concrete arrays, not on those that JAX traces; leave the scope, "
             "or call the function outside of jit, grad, vmap and other transforms"
         )
-    mode = resolved.mode.value
-    backward = mode if backward_mode is None else parse_mode(backward_mode, "backward_mode").value
-    a, b = _array("a", a), _array("b", b)
+    plan, options = entry.plan, call.options
+    a, b = _array("a", call.a), _array("b", call.b)
+    _, c, bias, *_ = call.others
     c, bias = (None if x is None else _array(n, x) for n, x in (("c", c), ("bias", bias)))
-    a, b, c, bias = promoted((a, b), c, bias)
-    plan = _checked({"a": a, "b": b, "c": c, "bias": bias}, alpha, beta, activation, out_dtype)
+    library_of(a).check_result(plan.out_dtype)  # type: ignore[attr-defined]  # of JaxLibrary
     x, y = (v.astype(plan.compute_dtype.label) for v in (a, b))
-    plain = c is bias is activation is None and type(alpha) is float and alpha == 1.0
+    is_plain = c is bias is options.activation is None and options.alpha == 1.0
     # The primitive rounds once, to a type no narrower than the operands'.
-    product_dtype = plan.out_dtype if plain and plan.out_dtype.bits >= plan.compute_dtype.bits else plan.accumulator
-    out = _product(x, y, mode, backward, product_dtype.label)
-    if not plain:
-        out = _with_epilogue(out, c, bias, alpha, beta, plan.problem.activation)
+    exact = is_plain and plan.out_dtype.bits >= plan.compute_dtype.bits
+    mode, backward = resolved.mode.value, (backward_mode or resolved.mode).value
+    out = _product(x, y, mode, backward, (plan.out_dtype if exact else plan.accumulator).label)
+    if not is_plain:
+        alpha, beta = (
+            raw if isinstance(raw, jax.Array) else checked
+            for raw, checked in zip(call.factors, (options.alpha, options.beta), strict=True)
+        )
+        out = _with_epilogue(out, c, bias if bias is None or b.ndim > 1 else bias[0], alpha, beta, options.activation)
     return out.astype(plan.out_dtype.label)
 
 
@@ -97,40 +106,17 @@ def _array(name: str, x: Any) -> jax.Array:
     if isinstance(x, jax.Array):
         return x
     if not isinstance(x, np.ndarray):
-        refuse_prepared(**{name: x})
         raise ArrayError(
             f"{name} is a {type(x).__qualname__}, not an array of JAX or NumPy; pass jax.numpy.asarray({name})"
         )
-    view_of(x)  # raises for unsupported arrays
     x = np.asarray(x, x.dtype.newbyteorder("="))  # JAX has only the native byte order
-    found: jax.Array = jnp.asarray(x)
-    if found.dtype != x.dtype:
+    array: jax.Array = jnp.asarray(x)
+    if array.dtype != x.dtype:
         raise DTypeError(
             f"{name} is {x.dtype}, but 64-bit types are disabled in JAX; enable them with "
             f'jax.config.update("jax_enable_x64", True), or convert {name}'
         )
-    return found
-
-
-def _checked(arrays: dict[str, jax.Array | None], alpha: Any, beta: Any, activation: Any, out_dtype: Any) -> GemmPlan:
-    sizes: dict[str, int] = {}
-
-    def size(extent: Any) -> int:  # symbolic in an exported function
-        if type(extent) is int:
-            return extent
-        return sizes.setdefault(str(extent), _UNKNOWN + len(sizes))
-
-    described: dict[str, Any] = {
-        name: None if x is None else ShapeDtype(tuple(map(size, x.shape)), x.dtype) for name, x in arrays.items()
-    }
-    # Checks replace a traced factor by a number of its type other than 1.
-    alpha, beta = (
-        (2j if jnp.iscomplexobj(x) else 2.0) if isinstance(x, jax.Array) and x.ndim == 0 else x for x in (alpha, beta)
-    )
-    return plan_call.plan(
-        described.pop("a"), described.pop("b"), alpha=alpha, beta=beta, activation=activation,
-        out_dtype=out_dtype, math_mode=MathMode.FP32, **described,
-    )  # fmt: skip
+    return array
 
 
 def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str) -> Any:
@@ -148,11 +134,11 @@ def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str) -> A
 
 
 def _with_epilogue(out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None) -> Any:
-    if type(alpha) is float and alpha == 0.0:
+    if not isinstance(alpha, jax.Array) and alpha == 0:
         out = jnp.zeros_like(out)  # as in BLAS: with alpha = 0 the product is ignored, also Inf and NaN
-    elif type(alpha) is not float or alpha != 1.0:
+    elif isinstance(alpha, jax.Array) or alpha != 1:
         out = (alpha * out).astype(out.dtype)
-    if c is not None and not (isinstance(beta, (int, float, complex)) and beta == 0):
+    if c is not None and (isinstance(beta, jax.Array) or beta != 0):
         out = out + (beta * _aligned(c, out)).astype(out.dtype)
     if bias is not None:
         bias = _aligned(bias, out)

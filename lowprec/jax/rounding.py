@@ -107,8 +107,8 @@ def scaled(x: Any, axes: tuple[int, ...]) -> tuple[Any, Any]:
     """Return ``x * 2**e``, exact, and the exponents e, shared along ``axes``; non-finite elements are ignored."""
 
     def size(part: Any) -> Any:
-        found = _bits(part) & _MAGNITUDE
-        return jnp.where(found >= _INFINITY, 0, found)
+        magnitude = _bits(part) & _MAGNITUDE
+        return jnp.where(magnitude >= _INFINITY, 0, magnitude)
 
     largest = jnp.maximum(size(x.real), size(x.imag)) if jnp.iscomplexobj(x) else size(x)
     binade = jnp.max(largest, axis=axes, keepdims=True, initial=0) >> 23

@@ -14,7 +14,7 @@ import numpy as np
 
 from lowprec.arrays import library_of
 from lowprec.arrays.namespaces import array_module
-from lowprec.core.arguments import check_devices, name_argument
+from lowprec.core.arguments import check_devices
 from lowprec.core.plan_call import plan
 from lowprec.errors import ArrayError, ShapeError, UnsupportedError, quoted
 from lowprec.linalg.factors import Operations
@@ -104,11 +104,13 @@ class _Solve:
     def _read(self) -> Reason | None:
         """Inspect the operands; return the reason for a direct solve, or None."""
         arrays = dict(zip("ab", self._given.arrays, strict=True))
+        views = {}
         try:
-            views = {name: library_of(x).view(x) for name, x in arrays.items()}
+            for name, x in arrays.items():
+                views[name] = library_of(x).view(x)
         except ArrayError as error:
             if self._method == "refine":
-                name_argument(error, arrays)
+                error.argument = "ab"[len(views)]
                 raise
             return Reason.NOT_READABLE
         check_devices(views)

@@ -174,7 +174,6 @@ def _depths(
     components: int,
     capability: tuple[int, int] | None,
 ) -> dict[Pair, tuple[Depth, float]]:
-    """Return the depth of the sums and the factor of each pair of parts."""
 
     def of_sum(length: int) -> Depth:
         if length and kernel.summation is Summation.TENSOR_CORES and accumulator is FLOAT32 and capability:

@@ -42,7 +42,6 @@ class KernelRow(NamedTuple):
 
     name: str
     units: str  # description of the hardware units
-    executor: str  # function from a plan to its executor, as "module:function"
     formats: frozenset[str] | None = None  # operand formats, by `format_name`; None for any
     requires: str | None = None  # required feature of the device
     missing: str = ""  # reason if the device lacks it; default: "no" and the units
@@ -93,7 +92,6 @@ class Capabilities:
 
     @property
     def has_float8(self) -> bool:
-        """Whether the tensor cores multiply FP8."""
         return tensor_cores_multiply("float8_e4m3fn", self.compute_capability)
 
     def tensor_cores_of(self, kernel: KernelRow) -> tuple[int, int] | None:

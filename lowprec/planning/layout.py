@@ -12,8 +12,7 @@ from typing import Literal
 
 from lowprec.errors import ShapeError
 from lowprec.formats import BLOCK_FORMATS, Blocks, DType
-from lowprec.planning.batches import Shape, coalesce
-from lowprec.util.strides import contiguous_strides, overlaps_itself
+from lowprec.util.strides import Shape, coalesce, contiguous_strides, overlaps_itself
 
 Order = Literal["row", "col"]
 
@@ -88,12 +87,10 @@ class MatrixStack:
 
     @property
     def blas_expressible(self) -> bool:
-        """Whether BLAS can read the matrices in place."""
         return self.order is not None
 
     @property
     def transposed(self) -> MatrixStack:
-        """The transposed matrices, on the same memory."""
         return self.of(
             self.dtype, self.cols, self.rows, self.col_stride, self.row_stride,
             self.batch_shape, self.batch_strides,

@@ -18,7 +18,7 @@ from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import Product
 
 if TYPE_CHECKING:  # imported only for cuBLASLt
-    from lowprec.planning.calls import CublasLtCall
+    from lowprec.planning.cublaslt.calls import CublasLtCall
 
 
 @cache
@@ -45,7 +45,6 @@ class Copy(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The reasons as text."""
         text = "; ".join(map(str, self.reasons))
         return f"staged in temporary memory: {text}" if self.operand == "out" else text
 

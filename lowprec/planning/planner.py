@@ -15,11 +15,11 @@ from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities, KernelRow, choose_kernel, format_name
 from lowprec.planning.layout import addend_layout, gemm_layout, stacked_layout
 from lowprec.planning.plan import Copy, GemmPlan
-from lowprec.planning.prepared import reads_codes_of_b
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
+from lowprec.planning.stored import reads_codes_of_b
 
 PLAN_CACHE_SIZE = 1024
 
@@ -38,6 +38,8 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
     layout = gemm_layout(problem.a, problem.b, problem.out, out_dtype)
     check_epilogue(problem, compute_dtype, layout)
     _check_sums(compute_dtype, layout.k, problem.k_chunk)
+    if problem.ignores_product:
+        layout = replace(layout, k=0)
     scheme, fmt = row(mode), operand_format(mode, compute_dtype)
     acts = scheme.acts(compute_dtype)
     a_format, b_format = problem.a.dtype.format, problem.b.dtype.format
@@ -71,16 +73,18 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         copies=(),
         flops=(8 if compute_dtype.is_complex else 2) * layout.batch_count * layout.m * layout.n * layout.k,
     )  # fmt: skip
+    if not plan.flops:
+        return plan
     widened = _widened(plan)
-    if not (kernel.is_cublaslt and plan.flops):
-        copies = () if kernel.is_cublaslt else widened or _copies(plan)
+    if not kernel.is_cublaslt:
+        copies = widened or _copies(plan)
         return replace(plan, copies=copies) if copies else plan
     return _lowered(plan, widened)
 
 
 def _lowered(plan: GemmPlan, widened: tuple[Copy, ...]) -> GemmPlan:
     """Return the plan with the call of cuBLASLt; ``widened`` are copies for operands whose codes it does not read."""
-    from lowprec.planning.lowering import lower, reason_to_widen  # with the first plan for cuBLASLt
+    from lowprec.planning.cublaslt.lowering import lower, reason_to_widen  # with the first plan for cuBLASLt
 
     call, reason = lower(plan), reason_to_widen(plan)
     packs = (("a", call.pack_a), ("b", call.pack_b))

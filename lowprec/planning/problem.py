@@ -8,10 +8,9 @@ from enum import unique
 
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError, quoted
 from lowprec.formats import OPERAND_DTYPES, DType, operand_names, promote
-from lowprec.planning.calls import BLOCK_SCALES_SINCE
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.layout import GemmLayout, OperandSpec
-from lowprec.planning.tensor_cores import tensor_cores_multiply
+from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, tensor_cores_multiply
 from lowprec.util.plain import StrEnum
 
 
@@ -48,10 +47,10 @@ class GemmProblem:
     has_beta: bool = False  # beta is not 0
     activation: Activation | None = None
     k_chunk: int | None = None  # length of the chunks of k in which the leading product is summed
+    ignores_product: bool = False  # alpha is 0: the operands are not read
 
     @property
     def has_blocks(self) -> bool:
-        """Whether an operand is quantised in blocks."""
         return self.a.blocks is not None or self.b.blocks is not None
 
     @property
@@ -139,6 +138,5 @@ def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    """Whether an array of this shape broadcasts to another shape."""
     pairs = zip(reversed(shape), reversed(to), strict=False)
     return len(shape) <= len(to) and all(n in (1, m) for n, m in pairs)

@@ -94,7 +94,6 @@ class Reason:
 
     @classmethod
     def of(cls, kind: ReasonKind, **data: object) -> Reason:
-        """Return the reason of this kind with its data."""
         return cls(kind, tuple(data.items()))
 
     def __str__(self) -> str:

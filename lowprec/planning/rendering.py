@@ -32,7 +32,6 @@ _TENSOR_CORE_BITS = {"float16": 16, "bfloat16": 16, "tf32": 32}
 
 
 def advise(plan: GemmPlan) -> tuple[Reason, ...]:
-    """Return advice on the speed of a product."""
     layout, capabilities, fmt, call = plan.layout, plan.capabilities, plan.operand_format, plan.call
     m, n, k = layout.m, layout.n, layout.k
     if 0 in (m, n, k):
@@ -65,18 +64,15 @@ _PREDICTION = (
 
 
 def to_text(plan: GemmPlan) -> str:
-    """Return the plan as text."""
     return "\n\n".join(plain_text(table, WIDTH) for table in tables(plan))
 
 
 def to_repr(plan: GemmPlan) -> str:
-    """Return the plan in two lines."""
     runs = f"mode {plan.mode}, kernel {plan.kernel} on {plan.capabilities.device}"
     return f"<GemmPlan {title(plan)},\n {runs}, error at most {plan.bound.relative:.3g} |A| |B|>"
 
 
 def to_html(plan: GemmPlan) -> str:
-    """Return the plan as tables for a notebook."""
     return "".join(map(html, tables(plan)))
 
 
@@ -262,7 +258,6 @@ def _plain(value: Any) -> Any:
 
 
 def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
-    """Describe an operand as multiplied."""
     operand = int(name == "b")
     dtype = (plan.problem.a, plan.problem.b)[operand].dtype
     pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None

@@ -11,8 +11,8 @@ from lowprec.modes import ModeRow, Pair
 class Product(NamedTuple):
     """One matrix product of a schedule: ``sum (+)= factor * a_part[:, k] @ b_part[k, :]``.
 
-    With several terms, parts of descending index of ``a`` and of ascending index of ``b`` are concatenated along k:
-    ``[a_part | a_(part - 1) | ...] @ [b_part ; b_(part + 1) ; ...]``, each over the whole of k.
+    A product of several terms concatenates parts along k: ``[a_part | a_(part - 1) | ...]`` of ``a``, in descending
+    order, and ``[b_part ; b_(part + 1) ; ...]`` of ``b``, in ascending order. Each part has the whole of k.
     """
 
     a_part: int  # index of the part; 0 is the leading one
@@ -25,12 +25,10 @@ class Product(NamedTuple):
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """The pairs of parts that are multiplied."""
         return tuple((self.a_part - i, self.b_part + i) for i in range(self.terms))
 
     @property
     def length(self) -> int:
-        """Number of terms in each sum."""
         return self.terms * (self.k_stop - self.k_start)
 
 

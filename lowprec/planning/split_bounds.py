@@ -74,11 +74,9 @@ class Depth(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Sum of both."""
         return self.nearest + self.truncations
 
     def worst(self, fmt: NumberFormat) -> float:
-        """Return gamma of the total."""
         return gamma(self.total, fmt)
 
     def probable(self, fmt: NumberFormat, size: float) -> float:

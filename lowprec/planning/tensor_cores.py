@@ -21,6 +21,11 @@ from typing import NamedTuple
 Capability = tuple[int, int]
 
 
+#: The first compute capability that multiplies block-scaled formats (cuBLAS documentation, *Scaling Mode Support
+#: Overview*).
+BLOCK_SCALES_SINCE = (10, 0)
+
+
 class Accumulation(NamedTuple):
     """How a tensor core sums products of one format in FP32."""
 

@@ -5,8 +5,9 @@ Plain tensors are multiplied directly, under ``torch.func`` by an ``autograd.Fun
 
 from __future__ import annotations
 
-import inspect
-from numbers import Complex, Real
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,29 +15,30 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lowprec import policy
-from lowprec.arrays import CPU
-from lowprec.arrays.libraries import library_of
-from lowprec.arrays.prepared_view import refuse_prepared
+from lowprec.arrays import CPU, ArrayView, library_of
+from lowprec.contractions import multiply_transposed
 from lowprec.core import dispatch
-from lowprec.core.arguments import Options, parse_dtype
-from lowprec.core.executors import capabilities
-from lowprec.core.plan_call import mode_within
-from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, parse_mode
-from lowprec.planning import Activation, OperandSpec
-from lowprec.planning.problem import broadcasts
+from lowprec.core.arguments import parse_dtype
+from lowprec.core.call import Call, bind, run
+from lowprec.core.executors import CachedExecutor, look_up
+from lowprec.core.options import PLAIN
+from lowprec.core.tolerance import mode_of
+from lowprec.errors import ArrayError, DeviceError, LowprecError, UnsupportedError
+from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode
+from lowprec.planning import Activation, GemmPlan
 from lowprec.torch.current_mode import current_mode
 from lowprec.torch.operator import (
     ACCUMULATOR,
     COMPILED_KEY,
+    CURRENT,
     OPERATOR,
     ensure_sharded,
     multiply_plain,
     operand_gradients,
-    result_dtype,
     save_operands,
     with_batch_first,
 )
+from lowprec.util.tracing import is_traced
 from lowprec.util.untraced import call_untraced
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -88,14 +90,10 @@ def matmul(
         Mode of the two products of the backward pass; by default the forward product's. A guard that is open during
         the backward pass overrides it.
 
-    Returns
-    -------
-    Tensor, shape (..., m, n)
-
     Raises
     ------
-    ModeError, ShapeError, DTypeError, UnsupportedError
-        As for :func:`lowprec.matmul`; UnsupportedError also for derivatives that PyTorch would compute wrongly.
+    UnsupportedError
+        Also for derivatives that PyTorch would compute wrongly.
 
     Examples
     --------
@@ -106,94 +104,15 @@ def matmul(
     tensor([[1., 1.],
             [1., 1.]])
     """
-    _check_tensors(a=a, b=b, c=c, bias=bias)
-    for name, factor in (("alpha", alpha), ("beta", beta)):
-        if type(factor) is float or isinstance(factor, Real):
-            continue
-        if not isinstance(factor, Complex):
-            raise DTypeError(f"{name} must be a number, got {type(factor).__name__}")
-        if not (a.is_complex() or b.is_complex()):
-            raise DTypeError(f"{name} is complex, but the operands are {a.dtype} and {b.dtype}")
-    if beta and c is None:
-        raise ShapeError(f"beta is {beta}, but c is missing; pass c=")
-    if a.is_meta != b.is_meta:
-        raise DeviceError(f"a is on {a.device} and b on {b.device}; move one of them to the other's device")
-    plain = c is bias is activation is None and type(alpha) is float
-    x = a.unsqueeze(0) if a.ndim == 1 else a
-    y = b.unsqueeze(-1) if b.ndim == 1 else b
-    if x.ndim < 2 or y.ndim < 2:
-        raise ShapeError(f"operands have at least one axis, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    dtype, outer = "", 1.0
-    if out_dtype is not None:
-        is_named = isinstance(out_dtype, str | torch.dtype)
-        dtype = str(out_dtype if is_named else parse_dtype(out_dtype).label).removeprefix("torch.")
-    if type(alpha) is not float and not isinstance(alpha, Real):
-        # The operator's alpha is real; autograd records this multiplication and conjugates a complex alpha.
-        outer, alpha = (alpha, 1.0) if alpha else (1.0, 0.0)
-    if rtol is not None or bound is not None:
-        math_mode = _mode_within(x, y, out_dtype, math_mode, rtol, bound)
-    rounded = None if plain else _rounded_last(x, y, dtype)
-    if rounded is not None:
-        dtype = ACCUMULATOR if x.dtype.itemsize == y.dtype.itemsize == 2 else ""
-    out = _product(x, y, math_mode, backward_mode, alpha, dtype)
-    if b.ndim == 1:
-        out = out.squeeze(-1)
-    if a.ndim == 1:
-        out = out.squeeze(-1 if b.ndim == 1 else -2)
-    if plain:
-        return out
-    out = _with_epilogue(out, outer, c, beta, bias, activation)
-    return out if rounded is None else out.to(rounded)
-
-
-_LOW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def _rounded_last(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype | None:
-    """Return the 16-bit type to which a result is rounded after an epilogue in float32; else None."""
-    common = result_dtype(a, b, "")
-    dtype = _LOW.get(out_dtype) if out_dtype else common
-    # The product raises for any other out_dtype.
-    return dtype if dtype in _LOW.values() and common in (dtype, torch.float32) else None
-
-
-def _with_epilogue(
-    out: Tensor, factor: Any, c: Tensor | None, beta: Any, bias: Tensor | None, activation: str | None
-) -> Tensor:
-    if out.dtype == torch.int32 and (c is not None or activation not in (None, "relu")):
-        raise UnsupportedError(
-            "c and activations other than relu cannot be used with int8 operands, whose product is exact integers; "
-            "apply them to the result after converting that"
-        )
-    if factor != 1.0:
-        out = out * factor
-    if c is not None and beta:
-        _check_addend("c", c, out, tuple(out.shape))
-        out = out + beta * c.to(out.dtype)
-    if bias is not None:
-        _check_addend("bias", bias, out, tuple(out.shape[-1:]))
-        bias = bias.to(out.dtype)
-        if out.dtype == torch.int32:  # saturate
-            limits = torch.iinfo(out.dtype)
-            out = out.clamp(limits.min - bias.clamp(max=0), limits.max - bias.clamp(min=0))
-        out = out + bias
-    if activation is None:
-        return out
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise UnsupportedError(
-            f"activation {activation!r} is not supported; choose one of: {', '.join(map(repr, _ACTIVATIONS))}"
-        )
-    if out.is_complex():
-        raise UnsupportedError(f"activation {activation} is not defined for {out.dtype} operands")
-    return _ACTIVATIONS[activation](out)
-
-
-def _check_addend(name: str, x: Tensor, out: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse an addend that would change the result's shape or element type, as ``lowprec.matmul`` does."""
-    if not (tuple(x.shape) == shape if name == "bias" else broadcasts(x.shape, shape)):
-        raise ShapeError(f"{name} has shape {tuple(x.shape)}, which does not broadcast to {shape} of the result")
-    if torch.promote_types(x.dtype, out.dtype) != out.dtype:
-        raise DTypeError(f"{name} has dtype {x.dtype}, but is added in {out.dtype}")
+    if is_traced():  # after a graph break in the caller
+        return traced_matmul(
+            a, b, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype,
+            math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
+        )  # fmt: skip
+    call = bind(a, b, c=c, alpha=alpha, beta=beta, bias=bias, activation=activation, out_dtype=out_dtype)
+    backward = None if backward_mode is None else parse_mode(backward_mode, "backward_mode")
+    product: Tensor = run(call, mode_of(call, math_mode, rtol, bound), backward)
+    return product
 
 
 def linear(
@@ -216,111 +135,225 @@ def linear(
     math_mode, rtol, bound, backward_mode
         As for :func:`matmul`.
 
-    Returns
-    -------
-    Tensor, shape (..., n)
-
-    Raises
-    ------
-    ModeError, ShapeError, DTypeError, UnsupportedError
-        As for :func:`matmul`; ShapeError also if ``weight`` has fewer than two axes.
-
     Examples
     --------
     >>> import torch
     >>> linear(torch.ones(3), torch.ones(2, 3), torch.zeros(2))
     tensor([3., 3.])
     """
-    _check_tensors(weight=weight)
-    if weight.ndim < 2:
-        raise ShapeError(f"weight has shape {tuple(weight.shape)}; linear expects (n, k)")
-    return matmul(
-        x, weight.mT,
-        bias=bias, math_mode=math_mode, rtol=rtol, bound=bound, backward_mode=backward_mode,
-    )  # fmt: skip
+    modes = {"math_mode": math_mode, "rtol": rtol, "bound": bound, "backward_mode": backward_mode}
+    product: Tensor = multiply_transposed(matmul, x, weight, bias, modes)
+    return product
 
 
-_SUPPORTED = frozenset(inspect.signature(matmul).parameters)
+#: The arguments of products in graphs, and the types of factors; the compiler represents NumPy scalars as tensors.
+_IN_GRAPHS = frozenset({"c", "alpha", "beta", "bias", "activation", "out_dtype", "math_mode", "rtol", "bound"})
+_NUMBERS = (int, float, complex)
+#: The mode of checks; no check depends on it.
+_FP32 = ResolvedMode(MathMode.FP32, ModeSource.DEFAULT)
+_LARGEST = torch.finfo(torch.float32).max
 
 
-def traced_matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
-    """Multiply in a function that PyTorch's compiler traces, with the arguments of :func:`lowprec.matmul`."""
+def traced_matmul(a: Any, b: Any, /, *, backward_mode: Any = None, **keywords: Any) -> Any:
+    """Multiply in a function that PyTorch's compiler traces, with the arguments of :func:`lowprec.matmul`.
+
+    Whatever is not in a graph, such as a call that raises, runs outside of it.
+    """
     # After a graph break the compiler would otherwise trace lowprec.matmul, and replace its NumPy calls by operators.
-    given = {name: x for name, x in keywords.items() if x is not None}
-    # The compiler represents NumPy scalars as tensors.
-    numbers = all(isinstance(given.get(name, 1.0), int | float | complex) for name in ("alpha", "beta"))
-    tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    if numbers and tensors and _SUPPORTED.issuperset(given):
-        return matmul(a, b, **given)
+    given = {name: x for name, x in keywords.items() if not _is_default(name, x)}
+    c, bias, alpha, beta = given.get("c"), given.get("bias"), given.get("alpha", 1.0), given.get("beta", 0.0)
+    arrays = [x for x in (a, b, c, bias) if x is not None]
+    if (
+        len(arrays) >= 2
+        and all(isinstance(x, Tensor) and not x.is_nested for x in arrays)
+        and all(isinstance(x, _NUMBERS) and abs(x) <= _LARGEST for x in (alpha, beta))
+        and _IN_GRAPHS.issuperset(given)
+    ):  # fmt: skip
+        rtol = given.get("rtol")
+        extents = _numbers if rtol is not None or "bound" in given else _ones
+        operands = [None if x is None else (x.dtype, extents(x.shape)) for x in (a, b, c, bias)]
+        # Factors may be symbols, too: any other number of the same kind is checked.
+        factors = [
+            (2j if isinstance(x, complex) else 2.0) if name in given else default
+            for name, x, default in (("alpha", alpha, 1.0), ("beta", beta, 0.0))
+        ]
+        others = given.get("activation"), given.get("out_dtype")
+        modes = given.get("math_mode"), rtol.hex() if isinstance(rtol, float) else (rtol,), given.get("bound")
+        # A graph is guarded by the current mode where that is read.
+        current = current_mode() if modes[0] is None or extents is _numbers else ""
+        settings = _settings(operands, factors, others, modes, current, backward_mode, a.device)
+        if settings is not None and _fit(a, b, c, bias):
+            mode, backward, source, product_dtype, result_dtype = settings
+
+            def multiply(x: Tensor, y: Tensor, alpha: Any, dtype: str) -> Tensor:
+                return OPERATOR(x, y, mode, backward, alpha, dtype, source)
+
+            return _computed(a, b, c, bias, alpha, beta, others[0], product_dtype, result_dtype, multiply)
+    if backward_mode is not None:
+        return call_untraced(matmul, a, b, backward_mode=backward_mode, **given)
     return call_untraced(dispatch.matmul, a, b, **given)
 
 
-def _mode_within(a: Tensor, b: Tensor, out_dtype: Any, math_mode: Any, rtol: Any, bound: str | None) -> Any:
-    """Return the mode for ``rtol``: in a graph, a constant for these shapes and for the current mode."""
-    # In a graph numbers may be symbols, which int() and float() would not convert.
-    given = rtol.hex() if isinstance(rtol, float) else (rtol,)
-    x, y = [(x.dtype, _numbers(x.shape), _numbers(x.stride())) for x in (a, b)]
-    return _chosen(x, y, a.device, out_dtype, current_mode(), math_mode, given, bound)
+def _is_default(name: str, x: Any) -> bool:
+    if name in ("alpha", "beta"):
+        return isinstance(x, float) and x == (1.0 if name == "alpha" else 0.0)
+    return x is None
+
+
+matmul._torchdynamo_inline = traced_matmul  # type: ignore[attr-defined]
 
 
 def _numbers(extents: Any) -> tuple[int, ...]:
-    return tuple([len(range(n)) for n in extents])
+    return tuple([len(range(n)) for n in extents])  # of symbols too, which int() would not convert
 
 
-def _chosen(a: Any, b: Any, device: Any, out_dtype: Any, _: str, math_mode: Any, rtol: Any, bound: Any) -> str:
+def _ones(extents: Any) -> tuple[int, ...]:
+    return (1,) * len(extents)
+
+
+def _settings(
+    arrays: Any, factors: Any, others: Any, modes: Any, current: str, backward_mode: Any, device: Any
+) -> tuple[str, str, str, str, str] | None:
+    """Return modes, their source and element types of a product in a graph; None for a call that raises.
+
+    The compiler guards on the current mode: each has its own graph. Where ``rtol`` selects the mode, it guards on the
+    extents, on which nothing else depends: symbols are replaced by 1.
+    """
+    math_mode, (rtol, bound) = modes[0], modes[1:]
     rtol = float.fromhex(rtol) if isinstance(rtol, str) else rtol[0]
-    operands = [OperandSpec(parse_dtype(dtype), *rest) for dtype, *rest in (a, b)]
-    options = Options(out_dtype=None if out_dtype is None else parse_dtype(out_dtype))
     library: Any = library_of(torch.empty(0, device="cpu"))
-    able = capabilities(library.device_of(device) or CPU)
-    return mode_within(rtol, math_mode, options.problem(*operands), able, bound)[0].mode.value
+    place = library.device_of(device) or CPU
+    try:
+        views = [None if x is None else ArrayView.description(parse_dtype(x[0]), x[1]) for x in arrays]
+        a, b, c, bias = (x and replace(x, device=place) for x in views)
+        given = dict(zip(("alpha", "beta", "activation", "out_dtype"), (*factors, *others), strict=True))
+        call = bind(a, b, c=c, bias=bias, **given)
+        plan = look_up(_FP32, call.x, call.y, call.options, observed=False).plan
+        backward = None if backward_mode is None else parse_mode(backward_mode).value
+        mode, source = current, CURRENT
+        if rtol is not None or bound is not None:
+            mode, source = mode_of(call, math_mode, rtol, bound).mode.value, ModeSource.RTOL.value
+        elif math_mode is not None:
+            mode, source = parse_mode(math_mode).value, ModeSource.ARGUMENT.value
+    except LowprecError:
+        return None
+    return mode, backward or mode, source, *_dtypes(plan, call)
 
 
-_chosen._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
+_settings._dynamo_marked_constant = True  # type: ignore[attr-defined]  # its decorator would import the compiler
 
 
-def _check_tensors(**arguments: Any) -> None:
-    for name, x in arguments.items():
-        if not isinstance(x, Tensor) and (x is not None or name not in ("c", "bias")):
-            refuse_prepared(**{name: x})
+def _dtypes(plan: GemmPlan, call: Call) -> tuple[str, str]:
+    """Return the element type of the operator's product, as its argument, and of the result."""
+    options = call.options
+    has_addend = options.c is not None or options.bias is not None
+    if not has_addend and options.activation is None and type(options.alpha) is float:
+        return (options.out_dtype.label if options.out_dtype else ""), plan.out_dtype.label
+    return (ACCUMULATOR if plan.compute_dtype.bits <= 16 and plan.compute_dtype.format else ""), plan.out_dtype.label
+
+
+def _fit(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether the extents match; in a graph, it is guarded by them."""
+    if a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
+        return False
+    batch = []
+    for i in range(max(a.ndim, b.ndim) - 2, 0, -1):
+        m = a.shape[-2 - i] if a.ndim >= 2 + i else 1
+        n = b.shape[-2 - i] if b.ndim >= 2 + i else 1
+        if m != n and m != 1 and n != 1:
+            return False
+        batch.append(n if m == 1 else m)
+    out = [*batch, *a.shape[-2:-1], *b.shape[-1:][: b.ndim - 1]]
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != (b.shape[-1] if b.ndim > 1 else 1)):
+        return False
+    return c is None or (c.ndim <= len(out) and all(c.shape[-i] in (1, out[-i]) for i in range(1, c.ndim + 1)))
+
+
+def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: MathMode | None = None) -> Tensor:
+    """Return the product of tensors that PyTorch records, transforms or traces, or that have no memory."""
+    a, b, options = call.a, call.b, call.options
+    _, c, bias, *_ = call.others
+    _check_tensors(a, b, c, bias)
+    backward, source = backward_mode or resolved.mode, resolved.source
+    if options is PLAIN and call.x.ndim > 1 and call.y.ndim > 1:
+        return _product(
+            a, b, resolved.mode, backward, 1.0, "", source, functools.partial(run, Call(*call[:-1], None), resolved)
+        )
+
+    def multiply(x: Tensor, y: Tensor, alpha: float, dtype: str) -> Tensor:
+        return _product(x, y, resolved.mode, backward, alpha, dtype, source)
+
+    return _computed(
+        a, b, c, bias, options.alpha, options.beta, options.activation, *_dtypes(entry.plan, call), multiply
+    )
+
+
+def _check_tensors(a: Any, b: Any, c: Any, bias: Any) -> None:
+    for name, x in (("a", a), ("b", b), ("c", c), ("bias", bias)):
+        if not isinstance(x, Tensor) and x is not None:
             raise ArrayError(
                 f"{name} is a {type(x).__qualname__} together with tensors that PyTorch records, transforms or traces; "
                 f"pass torch.as_tensor({name})"
             )
-        if x is not None and x.is_nested:
-            raise ArrayError(f"{name} is nested; multiply its parts, from {name}.unbind()")
+    if a.is_meta != b.is_meta:
+        raise DeviceError(f"a is on {a.device} and b on {b.device}; move one of them to the other's device")
 
 
-def _product(a: Tensor, b: Tensor, math_mode: Any, backward_mode: Any, alpha: float, out_dtype: str) -> Tensor:
-    if _is_compiling():
-        # The compiler guards on the mode: each mode has its own graph.
-        is_current = math_mode is None
-        mode = current_mode() if is_current else str(math_mode)
-        rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
-        return OPERATOR(a, b, *rest, is_current)
-    mode = str(policy.resolve(math_mode).mode)
-    rest = (mode, _backward(backward_mode, mode), alpha, out_dtype)
-    plain = type(a) in _PLAIN and type(b) in _PLAIN and not a.is_meta
-    if plain and not _dispatch_modes() and not _transforms():
+def _computed(
+    a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None, alpha: Any, beta: Any, activation: str | None,
+    product_dtype: str, result_dtype: str, multiply: Callable[[Tensor, Tensor, Any, str], Tensor],
+) -> Tensor:  # fmt: skip
+    """Return the product of stacks of matrices by ``multiply``, with the epilogue by PyTorch, which records it."""
+    x = a.unsqueeze(0) if a.ndim == 1 else a
+    y = b.unsqueeze(-1) if b.ndim == 1 else b
+    factor: complex = 1.0
+    if isinstance(alpha, complex):
+        # The operator's alpha is real; autograd records this multiplication and conjugates a complex alpha.
+        factor, alpha = (alpha, 1.0) if alpha else (1.0, 0.0)
+    out = multiply(x, y, alpha, product_dtype)
+    if b.ndim == 1:
+        out = out.squeeze(-1)
+    if a.ndim == 1:
+        out = out.squeeze(-1 if b.ndim == 1 else -2)
+    if factor != 1.0:
+        out = out * factor
+    if c is not None and beta:
+        out = out + beta * c.to(out.dtype)
+    if bias is not None:
+        bias = (bias.squeeze(-1) if b.ndim == 1 else bias).to(out.dtype)
+        if out.dtype == torch.int32:  # saturate
+            limits = torch.iinfo(out.dtype)
+            out = out.clamp(limits.min - bias.clamp(max=0), limits.max - bias.clamp(min=0))
+        out = out + bias
+    if activation is not None:
+        out = _ACTIVATIONS[activation](out)
+    return out.to(getattr(torch, result_dtype))
+
+
+def _product(
+    a: Tensor, b: Tensor, mode: Any, backward_mode: Any, alpha: float, out_dtype: str, source: Any,
+    directly: Callable[[], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Return a product that PyTorch records or transforms; ``directly`` computes it for plain tensors."""
+    is_plain = type(a) in _PLAIN and type(b) in _PLAIN and not a.is_meta
+    if is_plain and not _dispatch_modes() and not _transforms():
         if forward_ad._current_level < 0:
             if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+                rest = (mode, backward_mode, alpha, out_dtype, source, directly)
                 return _Plain.apply(_unwrapped(a), _unwrapped(b), *rest)
-            return multiply_plain(a, b, mode, alpha, out_dtype)
+            return multiply_plain(a, b, policy.restrict(mode, source), alpha, out_dtype)
     elif not _transforms() or _innermost().key() == _FUNCTIONALIZE:
         ensure_sharded()
-        return OPERATOR(a, b, *rest)
-    return _Transformed.apply(a, b, *rest)
+        return OPERATOR(a, b, str(mode), str(backward_mode), alpha, out_dtype, str(source))
+    return _Transformed.apply(a, b, str(mode), str(backward_mode), alpha, out_dtype, str(source))
 
 
-def _backward(backward_mode: Any, mode: str) -> str:
-    return mode if backward_mode is None else str(parse_mode(backward_mode, "backward_mode"))
-
-
-def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float) -> Tensor:
-    if not _is_compiling() and (_is_batched(a) or _is_batched(b)):
+def _recorded(a: Tensor, b: Tensor, mode: str, alpha: float, source: str) -> Tensor:
+    """Return a product of a backward pass; a guard that is open now raises its mode."""
+    if _is_compiling() or _is_batched(a) or _is_batched(b):
         # In torch.autograd.grad(is_grads_batched=True) PyTorch calls the operator once per gradient.
-        return OPERATOR(a, b, mode, mode, alpha)
-    return _product(a, b, mode, mode, alpha, "")
+        return OPERATOR(a, b, str(mode), str(mode), alpha, "", str(source))
+    return _product(a, b, parse_mode(mode), mode, alpha, "", ModeSource(source))
 
 
 class _Plain(torch.autograd.function._SingleLevelFunction):
@@ -328,14 +361,14 @@ class _Plain(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        mode, ctx.mode, ctx.alpha, ctx.out_dtype = rest
+        mode, ctx.mode, ctx.alpha, ctx.out_dtype, ctx.source, directly = rest
         save_operands(ctx, a, b, ctx.needs_input_grad[:2])
-        return multiply_plain(a, b, mode, ctx.alpha, ctx.out_dtype)
+        return directly() if directly else multiply_plain(a, b, policy.restrict(mode, ctx.source), *rest[2:4])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[:2], _recorded)
-        return *found, None, None, None, None
+        of_operands = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[:2], _recorded)
+        return *of_operands, *(None,) * (len(ctx.needs_input_grad) - 2)
 
 
 class _Transformed(torch.autograd.Function):
@@ -343,12 +376,11 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def forward(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-        mode, backward_mode, alpha, out_dtype = rest
-        return OPERATOR(a, b, mode, backward_mode, alpha, out_dtype)
+        return OPERATOR(a, b, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        a, b, _, ctx.mode, ctx.alpha, ctx.out_dtype = inputs
+        a, b, _, ctx.mode, ctx.alpha, ctx.out_dtype, ctx.source = inputs
         save_operands(ctx, a, b, ctx.needs_input_grad[:2])
         ctx.save_for_forward(a, b)
         # With several levels PyTorch passes the inner one's tangents to the outer one as constants.
@@ -366,11 +398,12 @@ class _Transformed(torch.autograd.Function):
         terms = []
         for x, y in ((tangents[0], b), (a, tangents[1])):
             if x is not None and y is not None:
-                terms.append(_product(x, y, ctx.mode, ctx.mode, ctx.alpha, ctx.out_dtype))
+                mode, source = parse_mode(ctx.mode), ModeSource(ctx.source)
+                terms.append(_product(x, y, mode, mode, ctx.alpha, ctx.out_dtype, source))
         return sum(terms[1:], terms[0])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, int]:
         a, b = with_batch_first(in_dims[:2], a, b)
-        mode, backward_mode, alpha, out_dtype = rest
-        return _product(a, b, mode, backward_mode, alpha, out_dtype), 0
+        mode, backward_mode, alpha, out_dtype, source = rest
+        return _product(a, b, parse_mode(mode), backward_mode, alpha, out_dtype, ModeSource(source)), 0

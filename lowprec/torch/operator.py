@@ -17,15 +17,16 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
-from lowprec.core import dispatch
+from lowprec import policy
 from lowprec.core.arguments import parse_dtype
+from lowprec.core.call import bind, run
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, promote
-from lowprec.modes import MathMode
+from lowprec.modes import ModeSource, ResolvedMode, parse_mode
 
 _SCHEMA = (
     "matmul(Tensor a, Tensor b, str mode, str backward_mode, float alpha=1.0, str out_dtype='', "
-    "bool is_current=False) -> Tensor"
+    "str source='') -> Tensor"
 )
 _library = torch.library.Library("lowprec", "DEF")
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
@@ -36,8 +37,9 @@ OPERATOR = torch.ops.lowprec.matmul.default
 #: An ``out_dtype`` for 16-bit operands: a float32 result whose gradient has the operands' type.
 ACCUMULATOR = "accumulator"
 
-
-_DOUBLE = frozenset({torch.float64, torch.complex128})
+#: The ``source`` of a mode that was the current one during tracing: it is resolved again when the graph runs, maybe in
+#: another thread or task.
+CURRENT = "current"
 
 
 class _Options(NamedTuple):
@@ -47,26 +49,26 @@ class _Options(NamedTuple):
     backward_mode: str  # of the two products of the backward pass
     alpha: float = 1.0
     out_dtype: str = ""
-    #: Whether the mode was the current one during tracing: it is resolved again when the graph runs, maybe in another
-    #: thread or task.
-    is_current: bool = False
+    source: str = ""  # of the mode: a value of ``ModeSource``, or ``CURRENT``; by default the argument
 
 
 def _multiply(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     options = _Options(*rest)
     a = a.detach() if a.requires_grad else a
     b = b.detach() if b.requires_grad else b
-    mode = None if options.is_current else options.mode
-    return multiply_plain(a, b, mode, options.alpha, options.out_dtype)
+    if options.source == CURRENT:
+        resolved = policy.resolve()
+    else:
+        resolved = policy.restrict(parse_mode(options.mode), ModeSource(options.source or ModeSource.ARGUMENT))
+    return multiply_plain(a, b, resolved, options.alpha, options.out_dtype)
 
 
-def multiply_plain(a: Tensor, b: Tensor, mode: Any, alpha: float, out_dtype: str) -> Tensor:
+def multiply_plain(a: Tensor, b: Tensor, resolved: ResolvedMode, alpha: float, out_dtype: str) -> Tensor:
     """Multiply tensors that PyTorch neither records nor traces."""
     dtype = "float32" if out_dtype == ACCUMULATOR else out_dtype or None
-    is_double = a.dtype in _DOUBLE or b.dtype in _DOUBLE
-    if mode is not None and is_double is not (mode == MathMode.FP64_EMULATED):
-        mode = MathMode.FP32  # without effect here; only an argument would give a warning
-    return dispatch.matmul(a, b, alpha=alpha, out_dtype=dtype, math_mode=mode)
+    call = bind(a, b) if alpha == 1.0 and dtype is None else bind(a, b, alpha=alpha, out_dtype=dtype)
+    product: Tensor = run(call, resolved)
+    return product
 
 
 _DEVICES = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
@@ -75,7 +77,6 @@ for _key in _DEVICES:
 
 
 def result_dtype(a: Tensor, b: Tensor, out_dtype: str) -> torch.dtype:
-    """Return the element type of the product."""
     if out_dtype == ACCUMULATOR:
         return torch.float32
     if out_dtype:
@@ -132,7 +133,7 @@ def operand_gradients(
         gradient = gradient.to(of_a[1])
     for_a = for_b = None
     if needed[0]:
-        for_a = _operand_gradient(multiply(gradient, b.mH, ctx.mode, ctx.alpha), *of_a)
+        for_a = _operand_gradient(multiply(gradient, b.mH, ctx.mode, ctx.alpha, ctx.source), *of_a)
     if needed[1]:
         rows, of_rows = a, gradient
         if len(of_b[0]) == 2 and a.ndim > 2:
@@ -140,7 +141,7 @@ def operand_gradients(
             # batching has no rule for flatten.
             count = math.prod(a.shape[:-1])
             rows, of_rows = (x.reshape(count, x.shape[-1]) for x in (a, gradient))
-        for_b = _operand_gradient(multiply(rows.mH, of_rows, ctx.mode, ctx.alpha), *of_b)
+        for_b = _operand_gradient(multiply(rows.mH, of_rows, ctx.mode, ctx.alpha, ctx.source), *of_b)
     return for_a, for_b
 
 
@@ -166,18 +167,18 @@ class _Recorded(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
         save_operands(ctx, a, b, ctx.needs_input_grad[1:3])
-        _, ctx.mode, ctx.alpha, ctx.out_dtype, _ = rest
+        _, ctx.mode, ctx.alpha, ctx.out_dtype, ctx.source = rest
         # PyTorch switches gradients off in here; the levels of torch.func below this one need them.
         with torch.enable_grad():
             return _below_autograd(keyset, a, b, *rest)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        def multiply(x: Tensor, y: Tensor, mode: str, alpha: float) -> Any:
-            return OPERATOR(x, y, mode, mode, alpha)
+        def multiply(x: Tensor, y: Tensor, mode: str, alpha: float, source: str) -> Any:
+            return OPERATOR(x, y, mode, mode, alpha, "", "" if source == CURRENT else source)
 
-        found = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], multiply)
-        return None, *found, None, None, None, None, None
+        of_operands = operand_gradients(ctx, gradients[0], ctx.needs_input_grad[1:3], multiply)
+        return None, *of_operands, None, None, None, None, None
 
 
 def _record(keyset: Any, a: Tensor, b: Tensor, *rest: Any) -> Tensor:

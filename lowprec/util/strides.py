@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+Shape = tuple[int, ...]
+
+#: The extent of a dimension, and its stride in each array, in elements.
+Dimension = tuple[int, tuple[int, ...]]
+
 
 def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]:
     """Return the strides of a row-major array without gaps, the last one ``step``; an extent of 0 counts as 1."""
@@ -39,3 +46,20 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return True
         reach += stride * (extent - 1)
     return False
+
+
+def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
+    """Coalesce dimensions, outermost first, as far as the strides of all arrays allow.
+
+    Two adjacent dimensions become one if in every array the outer stride is the inner stride times the inner extent.
+    Dimensions of extent 1 are dropped.
+    """
+    result: list[Dimension] = []
+    for extent, strides in dimensions:
+        if extent == 1:
+            continue
+        if result and result[-1][1] == tuple(extent * s for s in strides):
+            result[-1] = (result[-1][0] * extent, strides)
+        else:
+            result.append((extent, strides))
+    return result

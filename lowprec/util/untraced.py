@@ -12,5 +12,4 @@ import torch
     "are not Python numbers; functions of lowprec that return no product are in none"
 )
 def call_untraced(function: Any, /, *arguments: Any, **keywords: Any) -> Any:
-    """Call a function outside the graph."""
     return function(*arguments, **keywords)

@@ -352,13 +352,13 @@ def test_wrong_uses(rng: np.random.Generator) -> None:
     prepared = lowprec.prepare(b, math_mode="bf16")
     c = lowprec.prepare(numbers(rng, "float32", 64, 96))
     for call in (lowprec.matmul, lowprec.plan):
-        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand, which is accepted only as b of matmul"):
+        with pytest.raises(lowprec.ArrayError, match="a: expected an array, got a prepared operand, which"):
             call(prepared, b)
-        with pytest.raises(lowprec.ArrayError, match="a is a prepared operand"):
+        with pytest.raises(lowprec.ArrayError, match="a: expected an array, got a prepared operand"):
             call(prepared, prepared)
-        with pytest.raises(lowprec.ArrayError, match="c is a prepared operand"):
+        with pytest.raises(lowprec.ArrayError, match="c: expected an array, got a prepared operand"):
             call(a, b, c=c, beta=1.0)
-        with pytest.raises(lowprec.ArrayError, match="out is a prepared operand"):
+        with pytest.raises(lowprec.ArrayError, match="out: expected an array, got a prepared operand"):
             call(a, prepared, out=c)
         with pytest.raises(lowprec.ShapeError, match="mismatch in its core dimension"):
             call(a[:, 1:], prepared)

@@ -128,7 +128,7 @@ def cupy(software: device_fixture.SoftwareGpu, monkeypatch: pytest.MonkeyPatch) 
     before = libraries._INSTANCES.pop("cupy", None)
     yield made
     libraries._INSTANCES.pop("cupy", None)
-    libraries._BY_TYPE.pop(made.ndarray, None)
+    libraries.BY_TYPE.pop(made.ndarray, None)
     if before is not None:
         libraries._INSTANCES["cupy"] = before
 

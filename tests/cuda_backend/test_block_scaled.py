@@ -287,7 +287,7 @@ def both(install: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Softwa
     monkeypatch.delitem(libraries._INSTANCES, "cupy", raising=False)
     yield gpu, made
     libraries._INSTANCES.pop("cupy", None)
-    libraries._BY_TYPE.pop(made.ndarray, None)
+    libraries.BY_TYPE.pop(made.ndarray, None)
 
 
 def on_cupy(cupy: software_cuda.Cupy, x: QuantizedArray) -> QuantizedArray:

@@ -16,7 +16,7 @@ from lowprec.backends.cuda.models import BF16X9, FIXED_POINT
 from lowprec.core import executors
 from lowprec.formats import DType
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
-from lowprec.planning.calls import CublasLtCall
+from lowprec.planning.cublaslt.calls import CublasLtCall
 from software_cuda import tables
 from software_cuda.emulation import DYNAMIC, FIXED, Emulation, bf16x9, fixed_point
 from support import machines, oracles

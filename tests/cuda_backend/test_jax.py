@@ -39,7 +39,7 @@ def jax(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch, request: pytest.
     before = libraries._INSTANCES.pop("jax", None)
     yield made
     libraries._INSTANCES.pop("jax", None)
-    libraries._BY_TYPE.pop(made.Array, None)
+    libraries.BY_TYPE.pop(made.Array, None)
     if before is not None:
         libraries._INSTANCES["jax"] = before
 

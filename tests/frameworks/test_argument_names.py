@@ -111,7 +111,7 @@ def test_out_is_named_once() -> None:
 @pytest.mark.parametrize("name", ["x", "bias"])
 def test_a_prepared_operand_in_linear_is_named_as_there(name: str) -> None:
     given = arrays_of(("x", "weight", "bias"), name, lowprec.prepare(F32))
-    with pytest.raises(lowprec.ArrayError, match=f"^{name} is a prepared operand"):
+    with pytest.raises(lowprec.ArrayError, match=f"^{name}: expected an array, got a prepared operand"):
         lowprec.linear(*given)
 
 
@@ -120,8 +120,6 @@ def test_a_tensor_with_grad_is_named_where_no_gradient_can_be_had() -> None:
     x, bias = torch.ones(3, 3), torch.ones(3, requires_grad=True)
     with pytest.raises(lowprec.UnsupportedError, match=r"here: bias: the torch tensor requires"):
         lowprec.matmul(x, x, bias=bias, k_chunk=2)
-    with pytest.raises(lowprec.ArrayError, match=r"^b: the torch tensor requires grad"):
-        lowprec.plan(x, x.clone().requires_grad_())
     with pytest.raises(lowprec.DTypeError, match=r"^b: dtype 'int64'"):
         lowprec.matmul(x.clone().requires_grad_(), x.to(torch.int64))
 
@@ -157,7 +155,7 @@ def test_two_devices_are_reported_by_the_names_of_the_function_called() -> None:
         lowprec.matmul(F32, elsewhere)
     with pytest.raises(lowprec.DeviceError, match=r"^x is on cpu and weight on cuda:0"):
         lowprec.linear(F32, elsewhere)
-    with pytest.raises(lowprec.DeviceError, match=r"^operands\[0\] is on cpu and operands\[2\] on cuda:0"):
+    with pytest.raises(lowprec.DeviceError, match=r"^operands\[2\] is on cuda:0 and operands\[0\] on cpu"):
         lowprec.einsum("ij,jk,kl->il", F32, F32, elsewhere)
 
 

@@ -280,13 +280,13 @@ def test_refused_arguments() -> None:
         matmul(x, x, math_mode="bf17")
     with pytest.raises(lowprec.ShapeError, match="compute_chunk_sizes"):
         matmul(x[x[:, 0] > 0], x)
-    with pytest.raises(lowprec.ArrayError, match="a is a list, which Dask cannot split into chunks"):
+    with pytest.raises(lowprec.ArrayError, match=r"^a: expected an array .*, got list"):
         matmul([1.0], x)
     masked = np.ma.masked_array(np.ones((4, 4), np.float32), mask=True)
     for given in (masked, da.from_array(masked, chunks=2)):
         with pytest.raises(lowprec.ArrayError, match="has no mask"):
             matmul(x, given)
-    with pytest.raises(lowprec.UnsupportedError, match="bias= cannot be used here: a: a Dask array"):
+    with pytest.raises(lowprec.UnsupportedError, match="bias= cannot be used here: a Dask array"):
         lowprec.matmul(x, x, bias=np.ones(4, np.float32))
     with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
         lowprec.matmul(x, x, out=np.ones((4, 4), np.float32))
@@ -303,7 +303,7 @@ def test_refused_arguments() -> None:
 )
 def test_a_contraction_of_unknown_chunks_reports_the_way_out(function: Any, name: str) -> None:
     x = da.ones((4, 4), chunks=2, dtype="float32")
-    way_out = rf"the shape of {name} is not known, \(nan, 4\); .* {name}.compute_chunk_sizes\(\)"
+    way_out = rf"^{name}: the shape is not known, \(nan, 4\); call compute_chunk_sizes\(\)"
     with pytest.raises(lowprec.ShapeError, match=way_out):
         function(x[x[:, 0] > 0], x)
 
@@ -361,7 +361,7 @@ def test_chunks_of_torch_are_refused_by_type() -> None:
     y = da.ones((4, 4), chunks=2, dtype="float32")
     for refuse in (lowprec.matmul, lowprec.vecdot, lowprec.tensordot):
         for a, b in ((x, y), (y, x)):
-            with pytest.raises(lowprec.ArrayError, match="Dask array of PyTorch tensors"):
+            with pytest.raises(lowprec.ArrayError, match="chunks of the Dask array are PyTorch tensors"):
                 refuse(a, b)
 
 

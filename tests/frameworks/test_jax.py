@@ -725,7 +725,6 @@ def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
 @pytest.mark.parametrize(
     ("keywords", "error", "match"),
     [
-        ({"rtol": 0.1}, lowprec.UnsupportedError, "rtol= cannot be used here: a: a JAX tracer"),
         ({"k_chunk": 2}, lowprec.UnsupportedError, "k_chunk= cannot be used here.*; omit it"),
         ({"math_mode": "half"}, lowprec.ModeError, "'half' is not a math mode"),
         ({"activation": "tanh"}, lowprec.UnsupportedError, "activation 'tanh' is not supported"),
@@ -737,7 +736,7 @@ def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
         ({"c": np.ones((2, 3, 3), np.float32)}, lowprec.ShapeError, "does not broadcast"),
         ({"c": np.ones((3, 3))}, lowprec.DTypeError, "c has dtype float64"),
         ({"bias": np.ones(4, np.float32)}, lowprec.ShapeError, r"bias has shape \(4,\)"),
-        ({"bias": [1, 2, 3]}, lowprec.ArrayError, "bias is a list"),
+        ({"bias": [1, 2, 3]}, lowprec.ArrayError, "bias: expected an array .*, got list"),
     ],
 )
 def test_refusals(jax: Any, keywords: Any, error: type[Exception], match: str) -> None:
@@ -749,7 +748,7 @@ def test_refusals(jax: Any, keywords: Any, error: type[Exception], match: str) -
 @pytest.mark.parametrize(
     ("b", "error", "match"),
     [
-        (None, lowprec.ArrayError, "b is a NoneType, not an array of JAX or NumPy"),
+        (None, lowprec.ArrayError, "b: expected an array .*, got NoneType"),
         (np.ones((2, 2), object), lowprec.DTypeError, "dtype 'object' is not supported"),
         (np.ones((2, 2), np.longdouble), lowprec.DTypeError, "is not supported"),
         (np.ma.ones((2, 2)), lowprec.ArrayError, "MaskedArray is not accepted"),
@@ -770,7 +769,7 @@ def test_constants_in_the_other_byte_order(jax: Any) -> None:
 
 def test_arrays_of_other_libraries_and_imitated_tensor_cores_are_refused(jax: Any) -> None:
     x = np.eye(3, dtype=np.float32)
-    with pytest.raises(lowprec.ArrayError, match=r"b is a list, not an array of JAX"):
+    with pytest.raises(lowprec.ArrayError, match=r"b: expected an array .*, got list"):
         jax.jit(lambda x: lowprec.jax.matmul(x, [[1.0]]))(x)
     f = Counted(jax)
     assert f.mode() == "fp32"

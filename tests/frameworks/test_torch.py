@@ -560,25 +560,26 @@ def test_wrong_operands_are_reported_by_type(torch: Any) -> None:
     import lowprec.torch as lt
 
     x = torch.ones(2, 2, requires_grad=True)
-    with pytest.raises(lowprec.ShapeError, match="at least one axis"):
+    with pytest.raises(lowprec.ShapeError, match="does not have enough dimensions"):
         lt.matmul(torch.tensor(1.0), x)
     with pytest.raises(lowprec.ShapeError, match="size 3 is different from 2"):
         lowprec.matmul(x, torch.ones(3, 2))
-    for name, wrong in (("ndarray", np.ones((2, 2), np.float32)), ("NoneType", None)):
-        with pytest.raises(lowprec.ArrayError, match=f"b is a {name} together with tensors"):
-            lowprec.matmul(x, wrong)
+    with pytest.raises(lowprec.ArrayError, match="b is a ndarray together with tensors"):
+        lowprec.matmul(x, np.ones((2, 2), np.float32))
+    with pytest.raises(lowprec.ArrayError, match=r"^b: expected an array .*, got NoneType"):
+        lowprec.matmul(x, None)
     for name in ("alpha", "beta"):
         with pytest.raises(lowprec.DTypeError, match=f"{name} must be a number, got str"):
             lowprec.matmul(x, x, c=x, **{name: "1"})
     with pytest.raises(lowprec.ShapeError, match="c is missing"):
         lowprec.matmul(x, x, beta=1.0)
-    with pytest.raises(lowprec.ShapeError, match=r"weight has shape \(2,\); linear expects \(n, k\)"):
+    with pytest.raises(lowprec.ShapeError, match=r"the weight has shape \(n, k\), got \(2,\)"):
         lt.linear(x, x[0])
     with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number"):
         lt.Linear(2, 2, rtol=0)
     with pytest.raises(lowprec.ModeError, match="bound"):
         lt.Linear(2, 2, rtol=0.1, bound="likely")
-    with pytest.raises(lowprec.UnsupportedError, match="'tanh' is not supported; choose one of: 'relu'"):
+    with pytest.raises(lowprec.UnsupportedError, match="'tanh' is not supported; choose one of: relu"):
         lowprec.matmul(x, x, activation="tanh")
     with pytest.raises(lowprec.UnsupportedError, match=r"activation \['relu'\] is not supported"):
         lowprec.matmul(x, x, activation=["relu"])
@@ -650,7 +651,6 @@ def test_subclasses_that_lack_the_product_are_refused(torch: Any, raises: bool) 
         lambda: lowprec.einsum("ij,kj->ik", x, weight),
         lambda: lowprec.tensordot(x, weight, axes=1),
         lambda: lowprec.vecdot(x, weight),
-        lambda: lowprec.plan(x, weight),
         lambda: lowprec.quantize(weight, "mxfp8"),
     ):
         with pytest.raises((lowprec.ArrayError, lowprec.UnsupportedError), match=r"Int8Tensor is not.*dequantize\(\)"):
@@ -688,8 +688,8 @@ def test_fake_tensors_are_refused_as_others_are(torch: Any) -> None:
         x, integers = torch.ones(2, 3), torch.ones(3, 3, dtype=torch.int32)
         for a, b, error, match in (
             (integers, integers, lowprec.DTypeError, "a has dtype int32; supported: "),
-            (x, x, lowprec.ShapeError, "inner dimensions differ"),
-            (torch.ones(2, 2, 3), torch.ones(3, 3, 3), lowprec.ShapeError, "do not broadcast"),
+            (x, x, lowprec.ShapeError, "mismatch in its core dimension"),
+            (torch.ones(2, 2, 3), torch.ones(3, 3, 3), lowprec.ShapeError, "could not be broadcast"),
         ):
             with pytest.raises(error, match=match):
                 lowprec.matmul(a, b)
@@ -699,7 +699,7 @@ def test_fake_tensors_are_refused_as_others_are(torch: Any) -> None:
 def test_jagged_tensors_are_refused(torch: Any) -> None:
     parts = [torch.ones(2, 3), torch.ones(4, 3)]
     jagged = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    with pytest.raises(lowprec.ArrayError, match=r"a is nested; .*unbind"):
+    with pytest.raises(lowprec.ArrayError, match=r"^a: the torch tensor is nested; .*unbind"):
         lowprec.matmul(jagged, torch.ones(3, 3))
 
 

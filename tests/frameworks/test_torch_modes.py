@@ -92,7 +92,6 @@ PLACES = {
     "out": lambda t, x: lowprec.matmul(x, x, out=t),
     "c": lambda t, x: lowprec.matmul(x, x, c=t, beta=1.0),
     "bias": lambda t, x: lowprec.matmul(x, x[:, :1], bias=t),
-    "plan": lambda t, x: lowprec.plan(t, t),
     "autotune": lambda t, x: lowprec.autotune(t, t),
 }
 
@@ -134,7 +133,7 @@ def test_no_tangent_is_lost(torch: Any) -> None:
         with pytest.raises(lowprec.UnsupportedError, match=r"out= cannot be used here: .*tangent"):
             lowprec.matmul(x, x, out=dual)
         with pytest.raises(ArrayError, match=r"has a tangent .*unpack_dual\(tensor\).primal"):
-            lowprec.plan(dual, x)
+            lowprec.prepare(dual)
         # A level alone loses nothing, nor does an unused tangent.
         assert torch.equal(lowprec.matmul(x, tangent), tangent)
         assert torch.equal(lowprec.matmul(forward_ad.unpack_dual(dual).primal, tangent), tangent)

@@ -17,7 +17,7 @@ from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
 from lowprec.planning import Capabilities, GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.costs import expected_cost
-from lowprec.planning.lowering import lower
+from lowprec.planning.cublaslt.lowering import lower
 from lowprec.planning.selection import select_mode
 from lowprec.policy import environment
 from support import machines

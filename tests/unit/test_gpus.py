@@ -12,7 +12,8 @@ import pytest
 
 import lowprec
 from lowprec.backends.cuda import models
-from lowprec.core.arguments import spec_of, view_of
+from lowprec.core.arguments import described
+from lowprec.core.options import spec_of
 from lowprec.modes import available_modes
 from lowprec.planning import GemmProblem, plan_gemm
 from lowprec.planning.gpus import MODELS, GpuModel, model_of, parse_model
@@ -139,7 +140,7 @@ def test_the_rates_of_a_present_gpu_follow_its_clock_and_size() -> None:
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
 def test_a_prediction_is_the_plan_of_the_device(mode: str) -> None:
-    spec = spec_of(view_of(SQUARE, describing=True))
+    spec = spec_of(described(SQUARE))
     there = plan_gemm(GemmProblem(spec, spec), machines.gpu((9, 0)), lowprec.MathMode(mode))
     made = lowprec.plan(SQUARE, SQUARE, math_mode=mode, device="h200")
     for name in ("call", "layout", "copies", "bound", "schedule", "flops", "kernel_row"):

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from lowprec.formats import ComputeType, DType
 from lowprec.modes import MathMode
-from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, ReasonKind, batches, plan_gemm
-from lowprec.planning.batches import split_batches
-from lowprec.planning.calls import CublasLtCall
-from lowprec.planning.lowering import lower
+from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, ReasonKind, plan_gemm
+from lowprec.planning.cublaslt import batches
+from lowprec.planning.cublaslt.batches import split_batches
+from lowprec.planning.cublaslt.calls import CublasLtCall
+from lowprec.planning.cublaslt.lowering import lower
 from lowprec.planning.tensor_cores import roundings
 from lowprec.util.strides import contiguous_strides
 from support.machines import gpu

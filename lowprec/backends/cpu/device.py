@@ -104,7 +104,6 @@ def _device() -> dict[str, Any]:
 
 
 def _units(here: list[KernelRow]) -> list[str]:
-    """Return the units for 16 and 8 bits."""
     return [row.units for row in here if row.holds_in is None and row.parts == 1]
 
 

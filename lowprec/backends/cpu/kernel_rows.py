@@ -10,14 +10,7 @@ from __future__ import annotations
 from lowprec.formats import DType
 from lowprec.planning import KernelRow, Summation
 
-_COMPILED = KernelRow(
-    name="",
-    units="",
-    executor="lowprec.backends.cpu.products:prepare",
-    products_per_complex=4,
-    packs=True,
-    keeps_b=True,
-)
+_COMPILED = KernelRow(name="", units="", products_per_complex=4, packs=True, keeps_b=True)
 
 _FP32 = _COMPILED._replace(
     formats=frozenset({"float32", "tf32", "float16", "bfloat16"}), k_chunk=768, holds_in=DType.FLOAT32, decodes_b=True
@@ -111,14 +104,7 @@ FP32_NEON = _FP32._replace(name="fp32_neon", units="FP32 vector units (NEON)", r
 INT8_NEON = _INT8._replace(name="int8_neon", units="int8 vector units (NEON)", requires="int8_neon")
 
 #: Every product, within the same bounds.
-NUMPY = KernelRow(
-    name="numpy",
-    units="NumPy's BLAS",
-    executor="lowprec.backends.cpu.numpy_products:prepare",
-    cost_per_element=300.0,
-    holds_in=DType.FLOAT32,
-    keeps_b=True,
-)
+NUMPY = KernelRow(name="numpy", units="NumPy's BLAS", cost_per_element=300.0, holds_in=DType.FLOAT32, keeps_b=True)
 
 _X86_64 = (
     BF16_AMX, BF16_AMX_PAIR, BF16_AVX512, FP32_AVX512, FP32_AVX2, INT8_AMX, INT8_AVX512, INT8_AVXVNNI, INT8_AVX2,

@@ -133,7 +133,6 @@ def _read(path: str) -> bytes:
 
 @functools.cache
 def _loaded() -> tuple[Functions | None, str]:
-    """Return the functions of the library, or None and the reason."""
     if not os.path.isfile(_PATH):
         note = os.path.splitext(_PATH)[0] + ".txt"
         why = _read(note).decode().strip() if os.path.isfile(note) else "run `python hatch_build.py`"

@@ -15,14 +15,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lowprec.architectures import Architecture
-from lowprec.arrays.prepared_view import PackedOperand, PreparedView
-from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, data_pointer
+from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu.emulation import arithmetic, products
-from lowprec.backends.execution import Arguments, Executor
+from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT16, TF32, DType, NumberFormat
 from lowprec.modes import ModeRow, row
 from lowprec.planning import Activation, GemmPlan
-from lowprec.planning.prepared import kept_modes
+from lowprec.planning.stored import kept_modes
 
 #: Elements per block, which fits the cache; length of sums of int8 products that are exact in float32.
 _BLOCK, _INT8_CHUNK = 1 << 16, 1 << 10
@@ -32,12 +31,12 @@ Split: TypeAlias = tuple[list[Any], Any]
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the executor of a plan."""
-    return _matmul if _is_plain(plan) else functools.partial(_execute, plan)
+    if _is_plain(plan):
+        return _matmul
+    return functools.partial(execute, plan, _multiply_int8 if plan.compute_dtype is DType.INT8 else _sum_products)
 
 
 def _is_plain(plan: GemmPlan) -> bool:
-    """Whether ``numpy.matmul`` of the operands is the result."""
     problem, layout = plan.problem, plan.layout
     return (
         problem.a.dtype is problem.b.dtype is plan.out_dtype is plan.accumulator
@@ -70,16 +69,13 @@ def _is_expressible(x: Any) -> bool:
     return bool(in_rows or in_columns or x.flags.c_contiguous)
 
 
-def _execute(plan: GemmPlan, arguments: Arguments) -> None:
+def execute(plan: GemmPlan, multiply: Callable[..., None], arguments: Arguments) -> None:
     a, b, out, c = _stacks(plan, arguments)
     dtype = NUMPY_DTYPES[plan.accumulator]
     # ``c`` may be ``out``, so the product must not overwrite it before it is read.
     product = out if out.dtype == dtype and c is None else np.empty(out.shape, dtype)
     with np.errstate(all="ignore"):
-        if plan.compute_dtype is DType.INT8:
-            _multiply_int8(a, b, product)
-        else:
-            _sum_products(plan, arguments, a, b, product)
+        multiply(plan, arguments, a, b, product)
         if plan.problem.has_epilogue or product is not out:
             _apply_epilogue(plan, arguments, product, out, c)
 
@@ -104,7 +100,12 @@ def _stacks(plan: GemmPlan, arguments: Arguments) -> tuple[Any, Any, Any, Any]:
     return a, b, out, c
 
 
-def _multiply_int8(a: Any, b: Any, out: Any) -> None:
+def set_to_zero(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
+    """Compute the product where ``k`` or alpha is zero."""
+    out[...] = 0
+
+
+def _multiply_int8(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` in int32, exactly, by float32 products over chunks of k."""
     product = np.empty(out.shape, np.float32)
     out[...] = 0
@@ -152,7 +153,6 @@ def _emulated(architecture: Architecture, fmt: str) -> Callable[[Any, Any, Any],
 
 
 def _rounding(plan: GemmPlan) -> NumberFormat | None:
-    """Return the format to which the mode rounds the operands, None for no rounding."""
     fmt = plan.operand_format
     return fmt if plan.mode_has_effect and fmt is not plan.accumulator.format else None
 
@@ -161,7 +161,7 @@ def _operand(plan: GemmPlan, operand: int, view: ArrayView, x: Any, dtype: np.dt
     """Return ``a`` (0) or ``b`` (1) as the plan multiplies it; a prepared ``b`` keeps it from the first product on."""
     axis = -1 - operand if plan.scaled[operand] else None
     how = dtype, row(plan.scheme), _rounding(plan), plan.split[operand], axis
-    if not (type(view) is PreparedView and view.mode in kept_modes(plan)):
+    if not (view.is_prepared and view.mode in kept_modes(plan)):
         return split(x, *how)
 
     def make() -> PackedOperand:

@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.prepared_view import PackedOperand, PreparedView, QuantizedView, copy_of
-from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, data_pointer
-from lowprec.backends.cpu import library, numpy_products, threads
+from lowprec.arrays.prepared_view import copy_of
+from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
+from lowprec.backends.cpu import library, threads
 from lowprec.backends.cpu.library import Matrix, Product, Scheme
-from lowprec.backends.execution import Arguments, Executor
+from lowprec.backends.interface import Arguments, Executor
 from lowprec.errors import BackendError
 from lowprec.formats import BFLOAT16, BLOCK_FORMATS, FLOAT16, TF32
 from lowprec.modes import row
 from lowprec.planning import Activation, GemmPlan, MatrixStack, OperandSpec, plan_gemm
-from lowprec.planning.batches import coalesce
 from lowprec.planning.layout import addend_layout, stacked_layout
-from lowprec.planning.prepared import kept_modes, reads_codes_of_b
+from lowprec.planning.stored import kept_modes, reads_codes_of_b
+from lowprec.util.strides import coalesce
 
 #: ``lp_format`` and ``lp_activation``.
 _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
@@ -50,8 +50,6 @@ _ALIGNMENT = 64
 
 def prepare(plan: GemmPlan) -> Executor:
     """Return the executor of a plan whose kernel is a unit of the library."""
-    if not plan.layout.k:
-        return numpy_products.prepare(plan)
     problem, wide, reads_codes = plan.problem, plan.accumulator, reads_codes_of_b(plan)
     a, b = _as_numbers(problem.a), problem.b if reads_codes else _as_numbers(problem.b)
     narrows = plan.out_dtype.is_float8
@@ -127,11 +125,11 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
     keeps_c = not (plan.fallbacks and plan.problem.has_beta and product.batches > 1)
 
     def execute(arguments: Arguments, keep: Any = keep) -> None:
-        a, b, out, c, bias, alpha, beta = arguments[:7]
+        a, b, out, c, bias, alpha, beta, _, _, _ = arguments
         address, at, scales = of_stored, b.address, 0
-        if has_codes and type(b) is QuantizedView:
+        if has_codes and b.blocks:
             at, scales, _ = b.packed_operand("codes", functools.partial(_codes, b))
-        elif type(b) is PreparedView and b.mode in modes and (keeps_c or c is None or c.address != out.address):
+        elif b.is_prepared and b.mode in modes and (keeps_c or c is None or c.address != out.address):
             at, _ = b.packed_operand(key, functools.partial(_pack, product, b))
             address = of_panels
         status = gemm(
@@ -151,7 +149,7 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
     return execute
 
 
-def _pack(product: Product, b: PreparedView) -> PackedOperand:
+def _pack(product: Product, b: ArrayView) -> PackedOperand:
     pack, address = library.functions().pack, ctypes.addressof(product)
     nbytes = pack(address, b.address, None, None, 1)
     if nbytes < 0:
@@ -162,7 +160,7 @@ def _pack(product: Product, b: PreparedView) -> PackedOperand:
     return PackedOperand((at, memory), nbytes)
 
 
-def _codes(b: QuantizedView) -> PackedOperand:
+def _codes(b: ArrayView) -> PackedOperand:
     """Return the addresses of codes and scales, which are contiguous, and their arrays."""
     stored = [np.asarray(x) for x in (b.quantized.codes, b.quantized.scales)]
     arrays = [np.ascontiguousarray(x) for x in stored]

@@ -75,7 +75,6 @@ def openblas_function(path: str, name: str) -> Any | None:
 
 
 def _openblas_getter() -> Callable[[], int] | None:
-    """``openblas_get_num_threads`` of an OpenBLAS in this process, preferably NumPy's."""
     for path in openblas_paths():
         getter = openblas_function(path, "openblas_get_num_threads")
         if getter is not None:

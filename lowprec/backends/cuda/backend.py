@@ -1,14 +1,13 @@
-"""The functions of the CUDA backend; see ``backends.execution.Backend``."""
+"""The functions of the CUDA backend; see ``backends.interface.Backend``."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cuda import bindings, measuring, memory, runtime
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
@@ -16,7 +15,7 @@ from lowprec.backends.cuda.libraries import libraries
 from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
 from lowprec.backends.cuda.sparse import SparseCall
-from lowprec.backends.execution import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch, imported
+from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch
 from lowprec.errors import warn
 from lowprec.formats import ComputeType, DType
 from lowprec.planning import Capabilities, GemmPlan, MatrixStack
@@ -30,7 +29,6 @@ _WRONG_CUBLAS = range(120800, 130100)
 
 
 def capabilities(device: Device) -> Capabilities:
-    """Return the capabilities of a GPU, queried once per device."""
     found, version = runtime.properties(device.index), bindings.cublas_version()
     if found.capability[0] == 10 and version in _WRONG_CUBLAS:
         warn(
@@ -42,7 +40,6 @@ def capabilities(device: Device) -> Capabilities:
 
 
 def info() -> dict[str, Any]:
-    """Return the devices and versions that :func:`lowprec.info` shows."""
     libraries()
     return {
         "devices": [_device(index) for index in range(runtime.call("cudaGetDeviceCount"))],
@@ -65,12 +62,8 @@ def _device(index: int) -> dict[str, Any]:
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the executor of a plan, which queues the work on the stream of its arguments."""
     libraries()
-    if 0 in plan.out_shape:
-        return lambda _: None
-    make: Callable[[GemmPlan], Executor] = imported(plan.kernel_row.executor)
-    return make(plan)
+    return (lambda _: None) if 0 in plan.out_shape else GemmExecutor(plan)
 
 
 def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...]:
@@ -80,7 +73,7 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
     executor = GemmExecutor(plan)
     sparse: SparseCall | str = ""
     with runtime.on_device(arguments.a.device.index):
-        if isinstance(arguments.b, PreparedView) and arguments.b.is_sparse:
+        if arguments.b.is_sparse:
             sparse = executor.lowered(arguments, 0).sparse.call(arguments)
         if not isinstance(sparse, str):
             return (("algorithm", sparse.invocation.info.text),)
@@ -103,7 +96,6 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
-    """Return the algorithm of this thread's last product."""
     if not isinstance(execute, GemmExecutor) or (last := execute.last) is None:
         return ExecutionInfo(None)
     words = filter(None, (last.info.text, execute.fallback))
@@ -111,7 +103,6 @@ def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
 
 
 def stopwatch(arguments: Arguments) -> Stopwatch:
-    """Start timing a product with events on its stream."""
     with runtime.on_device(arguments.a.device.index):
         return measuring.EventStopwatch(arguments.a.device.index, arguments.stream)
 
@@ -129,7 +120,6 @@ def tune(
 
 @contextlib.contextmanager
 def temporary(shape: tuple[int, ...], dtype: DType, device: Device, stream: int = 0) -> Iterator[ArrayView]:
-    """Return a temporary row-major array for a ``with`` block that queues work on a stream."""
     nbytes, index = prod(shape) * dtype.itemsize, device.index
     with runtime.on_device(index), memory.temporary(nbytes, index, stream) as address:
         yield ArrayView(dtype, shape, contiguous_strides(shape), device, None, False, address)
@@ -141,7 +131,6 @@ def staging_dtype(dtype: DType) -> DType:
 
 
 def copy(source: ArrayView, out: ArrayView, stream: int = 0) -> None:
-    """Queue a copy of a row-major ``source`` to ``out``, rounded to its type, on a stream."""
     if not out.size:
         return
     # An array of fewer than two dimensions is treated as a matrix with one row.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from lowprec.planning.batches import Dimension, coalesce, offsets_of
+from lowprec.planning.cublaslt.batches import offsets_of
+from lowprec.util.strides import Dimension, coalesce
 
 #: Batch dimensions of one launch.
 _PER_LAUNCH = 3
@@ -34,7 +35,6 @@ def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -
 
 
 def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:
-    """Yield the launches for a batch of ``arrays`` arrays."""
     dimensions = coalesce(dimensions)
     outer, inner = dimensions[:-_PER_LAUNCH], dimensions[-_PER_LAUNCH:]
     missing: list[Dimension] = [(1, (0,) * arrays)] * (_PER_LAUNCH - len(inner))

@@ -62,7 +62,6 @@ def cublas_version() -> int:
 
 
 def cublas_version_text() -> str:
-    """Return cuBLASLt's version as text."""
     version = cublas_version()
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
@@ -92,7 +91,6 @@ def create_handle(library: str = "cublas_lt") -> int:
 
 
 def destroy_handle(handle: int, library: str = "cublas_lt") -> None:
-    """Destroy a handle, which synchronises the device."""
     with translated(lambda: f"destroy a handle of {library}"):
         getattr(libraries, library).destroy(handle)
 
@@ -109,7 +107,6 @@ def _attribute(kind: str, name: str) -> tuple[int, np.dtype[Any]]:
 
 
 def set_attribute(kind: str, pointer: int, name: str, value: int) -> None:
-    """Set an attribute of a descriptor, layout or preference."""
     number, dtype = _attribute(kind, name)
     buffer = np.array([value], dtype)
     setter = getattr(libraries.cublas_lt, f"{kind}_set_attribute")
@@ -161,7 +158,6 @@ class MatmulDescriptors(NamedTuple):
 
     @property
     def pointers(self) -> tuple[int, ...]:
-        """Pointers in the order of the parameters of cuBLASLt functions."""
         return tuple(x.pointer for x in self)
 
 
@@ -220,13 +216,11 @@ class AlgorithmInfo:
 
     @property
     def text(self) -> str:
-        """The configuration as text."""
         splits = f"split-K {self.split_k}" + (f" ({self.reduction})" if self.split_k > 1 else "")
         return f"id {self.id}, tile {self.tile}, stages {self.stages}, {splits}, workspace {self.workspace_bytes} B"
 
     @property
     def units_text(self) -> str:
-        """The arithmetic as text."""
         used = {True: ": tensor cores", False: ": no tensor cores", None: ""}
         return f"{self.units} on {self.input_type}, summed in {self.accumulator}{used[self.uses_tensor_cores]}"
 
@@ -243,7 +237,6 @@ _INSTRUCTIONS, _TENSOR_CORES = 0xFF, 0xFE
 
 
 def describe_algorithm(algorithm: Algorithm) -> AlgorithmInfo:
-    """Return the properties of an algorithm as reported by cuBLASLt."""
     data = np.frombuffer(algorithm.data, np.uint8).copy()
     pointer = data.ctypes.data
     cublas_lt = libraries.cublas_lt
@@ -283,6 +276,5 @@ def math_mode(handle: int) -> int:
 
 
 def set_math_mode(handle: int, raw: int) -> None:
-    """Set a handle's ``cublasMath_t``."""
     with translated(lambda: f"set the math mode {raw} of a cuBLAS handle"):
         libraries.cublas.set_math_mode(handle, raw)

@@ -151,7 +151,6 @@ def source_text(file: str, definitions: tuple[tuple[str, str | int], ...] = ()) 
 
 @cached
 def _load(arch: str, name: str, file: str, definitions: tuple[tuple[str, str | int], ...]) -> Any:
-    """Return a kernel from the cache on disk or from the compiler."""
     core, source = libraries().core, source_text(file, definitions)
     # The digest is of everything that determines the code. In tests cuda.core is an object that is not a module.
     maker = f"{type(core).__name__} {core.__name__} {core.__version__}, NVRTC {_nvrtc_version()}"

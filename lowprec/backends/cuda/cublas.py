@@ -116,7 +116,6 @@ class CublasController:
             bindings.set_math_mode(handle, saved.get(_name(handle), _at_start))
 
     def describe(self) -> dict[str, Any]:
-        """Return each handle's ``cublasMath_t``."""
         return {_name(handle): bindings.math_mode(handle) for handle in tuple(_pool.devices)}
 
 

@@ -14,7 +14,7 @@ from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, VE
 from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
 from lowprec.planning import Activation, MatrixStack, OperandSpec
-from lowprec.planning.batches import Dimension, coalesce
+from lowprec.util.strides import Dimension, coalesce
 
 #: Real and imaginary parts of alpha and beta.
 _FACTORS = 4

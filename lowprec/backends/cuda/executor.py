@@ -15,7 +15,6 @@ from operator import or_
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from lowprec.arrays import ArrayView
-from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cuda import autotune, bindings, handles, memory, quantized_operands, runtime
 from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
 from lowprec.backends.cuda.gemm_ex import GemmEx
@@ -34,11 +33,11 @@ from lowprec.backends.cuda.libraries import cached
 from lowprec.backends.cuda.measuring import Measured, Progress
 from lowprec.backends.cuda.sparse import SparseCall, SparseInvocation, SparseProducts
 from lowprec.backends.cuda.staging import Staging
-from lowprec.backends.execution import Arguments
+from lowprec.backends.interface import Arguments
 from lowprec.errors import BackendError, UnsupportedError
 from lowprec.planning import GemmPlan, Product
-from lowprec.planning.calls import CublasLtCall
-from lowprec.planning.lowering import lower, reads_k_contiguous
+from lowprec.planning.cublaslt.calls import CublasLtCall
+from lowprec.planning.cublaslt.lowering import lower, reads_k_contiguous
 from lowprec.planning.rendering import title
 
 _T = TypeVar("_T")
@@ -84,10 +83,9 @@ class GemmExecutor:
         self._plain: _LoweredPlan | None = None
 
     def __call__(self, arguments: Arguments) -> None:
-        """Queue the product on the stream of its arguments."""
         device, b = arguments.a.device.index, arguments.b
         plain, pointers = self._plain, _pointers(arguments)
-        if type(b) is PreparedView:
+        if b.is_prepared:
             b.owner.used_on(arguments.stream)
             plain = None if b.is_sparse else plain
         if runtime.current_device() == device:
@@ -98,7 +96,7 @@ class GemmExecutor:
             self._run(device, arguments)
 
     def _run(self, device: int, arguments: Arguments) -> None:
-        if type(arguments.b) is PreparedView and arguments.b.is_sparse:
+        if arguments.b.is_sparse:
             lowered = self.lowered(arguments, 0)
             sparse = lowered.sparse.call(arguments)
             if not isinstance(sparse, str):
@@ -304,7 +302,6 @@ class _LoweredPlan:
         return invocation
 
     def first_invocation(self, arguments: Arguments) -> AnyInvocation:
-        """Return the invocation for the first product of the schedule."""
         with self._reads(arguments) as read:
             return self._prepared(read, self._aligned_pointers(read), self._terms[0])[-1]
 

@@ -12,7 +12,7 @@ from lowprec.arrays.device_memory import LEGACY_STREAM
 from lowprec.backends.cuda import bindings, handles, libraries, memory
 from lowprec.backends.cuda.bindings import Algorithm
 from lowprec.backends.cuda.invocation import NO_WORKSPACE, OPERATIONS, Number, Operands, Workspace, byte_offsets, number
-from lowprec.planning.calls import CublasLtCall
+from lowprec.planning.cublaslt.calls import CublasLtCall
 
 #: ``CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION``, by which sums of split products stay in FP32, and
 #: ``CUBLAS_GEMM_DEFAULT``.
@@ -43,7 +43,6 @@ class GemmEx:
         self._matrices = [(x.cuda_data_type, x.leading_dimension, x.batch_stride) for x in (first, second, d)]
 
     def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
-        """Queue the product."""
         alpha, beta = (number(x, self._call.scale_dtype) for x in (operands.alpha, operands.beta))
         a, b, _, d = operands[:4]
         pointers = [(a + x, b + y, d + w, d + w) for x, y, _, w in byte_offsets(self._call)]

@@ -74,7 +74,6 @@ handle = _cublas_lt.handle
 
 
 def device_of(owner: int) -> int:
-    """Return the device of a cuBLASLt handle."""
     return _cublas_lt.devices[owner]
 
 

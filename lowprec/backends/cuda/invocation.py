@@ -19,7 +19,7 @@ from lowprec.backends.cuda.bindings import Algorithm, AlgorithmInfo, Descriptor,
 from lowprec.backends.cuda.libraries import cached
 from lowprec.errors import UnsupportedError
 from lowprec.formats import ComputeType, DType
-from lowprec.planning.calls import MANTISSA_BITS, CublasLtCall, LtMatrix
+from lowprec.planning.cublaslt.calls import MANTISSA_BITS, CublasLtCall, LtMatrix
 
 #: Largest alignment that matters.
 ALIGNMENT_BYTES = 256
@@ -53,7 +53,6 @@ class Operands(NamedTuple):
 
     @property
     def attributes(self) -> tuple[int, int, int]:
-        """Pointers that are attributes of the operation."""
         return self.bias, self.scale_first, self.scale_second
 
 
@@ -74,7 +73,6 @@ class Number(NamedTuple):
 
 
 def number(value: complex, dtype: DType) -> Number:
-    """Return a factor for a call, cached."""
     # Numbers that differ in the sign of a zero compare equal.
     differ = not value or type(value) is complex
     return _cached_number(value, dtype, repr(value) if differ else "")
@@ -135,7 +133,6 @@ class Invocation:
 
     @property
     def info(self) -> AlgorithmInfo:
-        """Properties of the algorithm."""
         self._info = found = self._info or bindings.describe_algorithm(self.algorithm)
         return found
 

@@ -65,7 +65,6 @@ def libraries() -> Libraries:
 
 
 def loaded() -> Libraries | None:
-    """Return the modules if they are loaded."""
     return _loaded
 
 

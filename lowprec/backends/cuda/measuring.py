@@ -51,18 +51,15 @@ class EventStopwatch:
             call("cudaEventRecord", event, self.stream)
 
     def stop(self) -> None:
-        """Record the second event."""
         if self._events:
             self._record()
 
     def abandon(self) -> None:
-        """Discard the measurement."""
         events, self._events = self._events, []
         self._idle.extend(events)
 
     @property
     def has_begun(self) -> bool:
-        """Whether the device has started the product."""
         with runtime.relaxed_capture():
             return runtime.event_is_done(self._events[0])
 
@@ -110,7 +107,6 @@ class Measured:
 
     @property
     def median_ms(self) -> float:
-        """Median time of one product."""
         return statistics.median(self.times_ms)
 
 
@@ -225,7 +221,6 @@ def rotated(invocation: Invocation, operands: Operands, device: int, stream: int
 
 
 def _set_layout(invocation: Invocation, operands: Operands, names: tuple[str, ...]) -> tuple[dict[str, _Offsets], int]:
-    """Return the offsets of arrays in a set of copies, and the bytes of a set."""
     call = invocation.call
     matrices = {"first": call.first, "second": call.second, "c": call.c or call.d, "d": call.d}
     layout, nbytes = {}, 0

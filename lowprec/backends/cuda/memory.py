@@ -193,7 +193,6 @@ class _Pool:
         return captured | {UNKNOWN_STREAM} if captured else captured
 
     def recorded(self, stream: int) -> Any:
-        """Return an event recorded on a stream."""
         try:
             event = self.events.pop()
         except IndexError:
@@ -245,7 +244,6 @@ class _Pool:
         self.release_finished()
 
     def release(self) -> None:
-        """Free all unused memory."""
         failed = list(self.held)  # objects of failed calls have no event
         self.wait()
         self._collect(-1)

@@ -13,7 +13,6 @@ from lowprec.planning.gpus import flops_per_byte, model_of, parse_capability, pa
 CUBLASLT = KernelRow(
     name="cublaslt",
     units="cuBLASLt on a GPU",
-    executor="lowprec.backends.cuda.executor:GemmExecutor",
     costs=(("tf32", 51.4 / 403), ("bfloat16", 51.4 / 806), ("float16", 51.4 / 806)),
     cost_per_element=100.0,
     cost_per_byte=13.0,

@@ -17,8 +17,8 @@ from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, VE
 from lowprec.backends.cuda.libraries import cached
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
-from lowprec.planning.batches import Dimension, coalesce
-from lowprec.planning.calls import ComplexAs
+from lowprec.planning.cublaslt.calls import ComplexAs
+from lowprec.util.strides import Dimension, coalesce
 
 #: Queues the work: addresses of source, destination and exponents (0 without scaling), and a stream.
 Packer: TypeAlias = Callable[[int, int, int, int], None]

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from lowprec.arrays import ArrayView, Device, Library, library_of
-from lowprec.arrays.prepared_view import PackedOperand, QuantizedView
+from lowprec.arrays import Device, Library, library_of
 from lowprec.arrays.quantized import QuantizedArray, codes_view
+from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.packing import Packing, prepare_packing
-from lowprec.backends.execution import Arguments
+from lowprec.backends.interface import Arguments
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
 from lowprec.util.strides import contiguous_strides
@@ -29,7 +29,7 @@ def widened(arguments: Arguments) -> Iterator[Arguments]:
     """
     wide, device, stream, owners = arguments.widened(), arguments.out.device, arguments.stream, []
     for before, after in zip(arguments[:2], wide[:2], strict=True):
-        if isinstance(before, QuantizedView) and after is not before:
+        if after is not before:
             library, other = _wait(before.quantized.codes, stream, device)
             if library.keeps_owners or other != stream:
                 owners.append(after.owner)
@@ -51,13 +51,13 @@ def _wait(array: Any, stream: int, device: Device) -> tuple[Library, int]:
 @contextmanager
 def as_codes(arguments: Arguments) -> Iterator[Arguments]:
     """Return arguments with the scales of two block-scaled operands, whose addresses are those of the codes."""
-    scales = [_tiles(x, arguments.stream) for x in arguments[:2] if isinstance(x, QuantizedView)]
+    scales = [_tiles(x, arguments.stream) for x in arguments[:2] if x.blocks]
     yield arguments._replace(scale_a=scales[0], scale_b=scales[1])
 
 
 def are_contiguous(arguments: Arguments) -> bool:
     """Whether codes and scales of block-scaled operands are row-major without gaps."""
-    views = [x for x in arguments[:2] if isinstance(x, QuantizedView) and x.quantized.scales is not None]
+    views = [x for x in arguments[:2] if x.blocks and x.quantized.scales is not None]
     return all(x.packed_operand("contiguous", partial(_contiguous, x.quantized)) for x in views)
 
 
@@ -66,7 +66,7 @@ def _contiguous(x: QuantizedArray) -> PackedOperand:
     return PackedOperand(all(part.strides == contiguous_strides(part.shape) for part in parts), 0)
 
 
-def _tiles(view: QuantizedView, stream: int) -> ArrayView:
+def _tiles(view: ArrayView, stream: int) -> ArrayView:
     """Return the scales of an operand in tiles of 128 x 4, padded with zeros, arranged at the first product.
 
     The scale of row ``r`` and block ``c`` of k is byte ``r % 32 * 16 + r // 32 * 4 + c`` of a tile: the cuBLAS

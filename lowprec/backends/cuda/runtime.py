@@ -78,13 +78,11 @@ def properties(index: int) -> DeviceProperties:
 
 
 def attribute(name: str, index: int) -> int:
-    """Return a ``cudaDeviceAttr`` of a device."""
     wanted = getattr(libraries().runtime.cudaDeviceAttr, name)
     return int(call("cudaDeviceGetAttribute", wanted, index))
 
 
 def driver_version() -> str:
-    """Return the latest version of CUDA that the driver supports."""
     version = int(call("cudaDriverGetVersion"))
     return f"{version // 1000}.{version % 1000 // 10}"
 
@@ -165,7 +163,6 @@ def allocate(nbytes: int, pool: Any = None, stream: int = 0) -> int:
 
 
 def free(address: int) -> None:
-    """Free memory that is not in use."""
     with relaxed_capture():
         call("cudaFree", address)
 
@@ -204,7 +201,6 @@ def refuse_capture(stream: int, lacking: str) -> None:
 
 
 def create_event(*, timing: bool = False) -> Any:
-    """Return a new event of the current device."""
     runtime = libraries().runtime
     flags = runtime.cudaEventDefault if timing else runtime.cudaEventDisableTiming
     return call("cudaEventCreateWithFlags", flags)
@@ -222,7 +218,6 @@ def wait_for_event(event: Any) -> None:
 
 
 def event_is_done(event: Any) -> bool:
-    """Whether the work before an event is done."""
     runtime = libraries().runtime
     (status,) = runtime.cudaEventQuery(event)
     if status == runtime.cudaError_t.cudaErrorNotReady:

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lowprec.arrays.prepared_view import PackedOperand, PreparedView
 from lowprec.arrays.sparsity import TWO_OF_FOUR
+from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import handles, libraries, memory, runtime
 from lowprec.backends.cuda.bindings import Descriptor
 from lowprec.backends.cuda.invocation import number
 from lowprec.backends.cuda.staging import Staging
-from lowprec.backends.execution import Arguments
+from lowprec.backends.interface import Arguments
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.planning import GemmPlan, ReasonKind
-from lowprec.planning.calls import CublasLtCall, LtMatrix
-from lowprec.planning.prepared import sparse_reason
+from lowprec.planning.cublaslt.calls import CublasLtCall, LtMatrix
+from lowprec.planning.stored import sparse_reason
 
 # ``cusparseStatus_t``.
 _NOT_INITIALIZED, _ALLOC_FAILED, _INVALID_VALUE, _ARCH_MISMATCH, _NOT_SUPPORTED = 1, 2, 3, 4, 10
@@ -100,7 +100,7 @@ class SparseInvocation:
         self.info = SimpleNamespace(text=text, uses_tensor_cores=True)
         self._owners = (a, d, operation, selection)  # the plan may refer to them
 
-    def compress(self, source: int, view: PreparedView, stream: int) -> PackedOperand:
+    def compress(self, source: int, view: ArrayView, stream: int) -> PackedOperand:
         """Return the compressed ``b``; raise UnsupportedError if cuSPARSELt does not find the pattern in it."""
         lt, device = self._lt, view.device
         of_b = (self.handle, self._b.pointer, 1, self._operation_b, source)
@@ -151,7 +151,7 @@ class SparseProducts:
     def call(self, arguments: Arguments) -> SparseCall | str:
         """Return the call for these arguments, or the reason for a dense product, "" if the plan shows it."""
         call, view = self._call, arguments.b
-        if self._refusal is not None or call is None or not isinstance(view, PreparedView):
+        if self._refusal is not None or call is None:
             return self._refusal or ""
         packed = self._staging.packed_b(arguments) if call.pack_b and self._staging else None
         if call.pack_b and packed is None:
@@ -181,7 +181,7 @@ class SparseProducts:
         return found
 
 
-def _compressed(found: SparseInvocation, call: CublasLtCall, source: int, view: PreparedView, stream: int) -> Any:
+def _compressed(found: SparseInvocation, call: CublasLtCall, source: int, view: ArrayView, stream: int) -> Any:
     """Return the compressed operand; it is not created during a capture, and never released if a graph reads it."""
     key = (TWO_OF_FOUR, call.first, call.op_first, view.address)
     captured = runtime.is_capturing(stream)

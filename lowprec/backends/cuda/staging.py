@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lowprec.arrays.prepared_view import PackedOperand, PreparedView
+from lowprec.arrays.view import PackedOperand
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.compiling import EXPONENT_BYTES
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES
 from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
-from lowprec.backends.execution import Arguments
+from lowprec.backends.interface import Arguments
 from lowprec.modes import row
 from lowprec.planning import GemmPlan, MatrixStack
-from lowprec.planning.calls import CublasLtCall, Pack
+from lowprec.planning.cublaslt.calls import CublasLtCall, Pack
 from lowprec.planning.layout import addend_layout
-from lowprec.planning.prepared import kept_modes
+from lowprec.planning.stored import kept_modes
 
 
 class KeptPacking(NamedTuple):
@@ -95,7 +95,7 @@ class Staging:
         It is not created during a capture: it would belong to the graph. If a graph reads it, it is never released.
         """
         view, operand = arguments.b, self._operands[1]
-        if type(view) is not PreparedView or operand is None or view.mode not in self._kept_modes:
+        if not view.is_prepared or operand is None or view.mode not in self._kept_modes:
             return None
         stream = arguments.stream
         exponents = self._exponent_bytes[1] if operand.packing.scaled else 0

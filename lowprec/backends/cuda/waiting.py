@@ -37,7 +37,6 @@ class Waiter:
         self._unstarted = [True]  # removed by the caller that starts the thread
 
     def wake(self) -> None:
-        """Start polling."""
         if self._is_stopped:
             return
         if self._wakes.empty():

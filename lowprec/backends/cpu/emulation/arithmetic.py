@@ -36,7 +36,6 @@ class Arithmetic(NamedTuple):
 
 
 def formats_of(architecture: Architecture) -> tuple[str, ...]:
-    """Return the names of the emulated formats of an architecture."""
     return tuple(name for name in FORMATS if accumulation(name, architecture.capability))
 
 
@@ -53,7 +52,6 @@ def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
 
 
 def kernels(architecture: Architecture) -> tuple[KernelRow, ...]:
-    """Return the kernels of an architecture."""
     return tuple(_kernel(architecture, fmt) for fmt in formats_of(architecture))
 
 

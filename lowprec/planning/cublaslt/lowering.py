@@ -13,21 +13,13 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from lowprec.formats import BLOCK_FORMATS, DType
-from lowprec.planning.batches import split_batches
-from lowprec.planning.calls import (
-    BLOCK_CODES,
-    BLOCK_SCALES_SINCE,
-    BlockCodes,
-    ComplexAs,
-    CublasLtCall,
-    LtMatrix,
-    Op,
-    Pack,
-)
+from lowprec.planning.cublaslt.batches import split_batches
+from lowprec.planning.cublaslt.calls import BLOCK_CODES, BlockCodes, ComplexAs, CublasLtCall, LtMatrix, Op, Pack
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import Activation, GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
+from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE
 from lowprec.util.strides import contiguous_strides
 
 #: Types of D for which bias and activation are fused.
@@ -74,7 +66,6 @@ def reason_to_widen(plan: GemmPlan) -> Reason | None:
 
 
 def _block_extent(k: int, name: str) -> int:
-    """Return ``k`` with the last block padded."""
     block = BLOCK_FORMATS[name].block
     return -(-k // block) * block
 
@@ -109,7 +100,6 @@ class _Inputs(NamedTuple):
 
     @property
     def kernels(self) -> str | DType:
-        """The data of cuBLASLt's kernels, for reasons."""
         return self.codes.format if self.codes else self.data
 
 
@@ -191,7 +181,6 @@ def _epilogue(problem: GemmProblem) -> str:
 
 
 def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> tuple[MatrixStack, Pack | None]:
-    """Return an operand as read by cuBLASLt, and its packing."""
     stack = inputs.layout.a if name == "a" else inputs.layout.b
     if inputs.codes:
         k, batch = _block_extent(inputs.layout.k, inputs.codes.format), inputs.layout.batch_shape

@@ -10,7 +10,7 @@ from lowprec.modes import MathMode
 from lowprec.planning.reasons import Reason, ReasonKind
 
 if TYPE_CHECKING:
-    from lowprec.planning.calls import CublasLtCall
+    from lowprec.planning.cublaslt.calls import CublasLtCall
     from lowprec.planning.plan import GemmPlan
 
 _SPARSE_UNITS_SINCE = (8, 0)
@@ -28,7 +28,6 @@ def kept_modes(plan: GemmPlan) -> frozenset[str]:
 
 
 def reads_codes_of_b(plan: GemmPlan) -> bool:
-    """Whether the kernel reads the codes of ``b`` instead of widened numbers."""
     return plan.problem.b.blocks is not None and _reason_kind(plan, plan.mode) is ReasonKind.CODES_READ
 
 

@@ -8,10 +8,7 @@ from math import prod
 from operator import add
 from typing import NamedTuple
 
-Shape = tuple[int, ...]
-
-#: The extent of a dimension, and its stride in each array, in elements.
-Dimension = tuple[int, tuple[int, ...]]
+from lowprec.util.strides import Dimension, Shape, coalesce
 
 #: Most matrices of a call (``kMaxBatchCount`` in XLA; PyTorch issue 46001).
 MOST_MATRICES = 65535
@@ -22,23 +19,6 @@ class Run(NamedTuple):
 
     matrices: int
     offsets: tuple[Shape, ...]
-
-
-def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
-    """Coalesce dimensions, outermost first, as far as the strides of all arrays allow.
-
-    Two adjacent dimensions become one if in every array the outer stride is the inner stride times the inner extent.
-    Dimensions of extent 1 are dropped.
-    """
-    result: list[Dimension] = []
-    for extent, strides in dimensions:
-        if extent == 1:
-            continue
-        if result and result[-1][1] == tuple(extent * s for s in strides):
-            result[-1] = (result[-1][0] * extent, strides)
-        else:
-            result.append((extent, strides))
-    return result
 
 
 def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[Shape, tuple[Run, ...]]:

@@ -35,12 +35,10 @@ class Pack:
 
     @property
     def count(self) -> int:
-        """Number of matrices."""
         return prod(self.batch_shape)
 
     @property
     def line_stride(self) -> int:
-        """Stride between packed rows, in elements."""
         return self.leading_dimension * (self.parts if self.side_by_side else 1)
 
     @property
@@ -50,19 +48,16 @@ class Pack:
 
     @property
     def part_bytes(self) -> int:
-        """Stride between parts in bytes."""
         lines = 1 if self.side_by_side else self.padded_rows
         return lines * self.leading_dimension * self.dtype.itemsize
 
     @property
     def part_length(self) -> int:
-        """Length of a part along the inner dimension."""
         each = 1 if self.complex_as == "no" else 2
         return self.leading_dimension // each if self.side_by_side else self.padded_rows
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed matrices."""
         return self.count * self.matrix_stride * self.dtype.itemsize
 
 
@@ -75,10 +70,8 @@ class BlockCodes(NamedTuple):
     scale_mode: str  # name in ``cublasLtMatmulMatrixScale_t``
 
 
-#: Block-scaled formats that cuBLASLt multiplies, and the first compute capability (cuBLAS documentation, *Scaling Mode
-#: Support Overview*).
+#: Block-scaled formats that cuBLASLt multiplies.
 BLOCK_CODES = {"mxfp8": BlockCodes("mxfp8", 8, 28, "VEC32_UE8M0"), "nvfp4": BlockCodes("nvfp4", 4, 33, "VEC16_UE4M3")}
-BLOCK_SCALES_SINCE = (10, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +87,13 @@ class LtMatrix:
 
     @property
     def elements(self) -> str:
-        """Name of the elements in memory."""
         return self.codes.format if self.codes else str(self.dtype)
 
     @property
     def cuda_data_type(self) -> int:
-        """The ``cudaDataType`` of the elements in memory."""
         return (self.codes or self.dtype).cuda_data_type
 
     def nbytes(self, elements: int) -> int:
-        """Bytes of this number of elements in memory."""
         return elements * (self.codes or self.dtype).bits // 8
 
     def range_of(self, inner: Literal["rows", "cols"], op: Op, k: int, start: int, stop: int) -> tuple[LtMatrix, int]:
@@ -146,7 +136,6 @@ class CublasLtCall:
 
     @property
     def product_bytes(self) -> int:
-        """Bytes of temporary memory for a staged product."""
         each = self.d.nbytes(self.d.cols * self.d.leading_dimension)
         return each * sum(x.batch_count * len(x.offsets) for x in self.parts) if self.staged else 0
 

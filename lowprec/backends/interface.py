@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.arrays.prepared_view import QuantizedView
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
-
-
-@functools.cache
-def imported(name: str) -> Any:
-    """Return the attribute ``"module:name"``, importing the module; cached."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 class Arguments(NamedTuple):
@@ -37,11 +27,7 @@ class Arguments(NamedTuple):
 
     def widened(self, *, b: bool = True) -> Arguments:
         """Return the arguments with quantised operands, ``b`` only if it is set, replaced by their numbers."""
-        return self._replace(a=_widened(self.a), b=_widened(self.b) if b else self.b)
-
-
-def _widened(x: ArrayView) -> ArrayView:
-    return x.widened() if isinstance(x, QuantizedView) else x
+        return self._replace(a=self.a.widened(), b=self.b.widened() if b else self.b)
 
 
 #: Reads the operands and writes ``out``; safe to call from several threads at once.

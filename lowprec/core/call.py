@@ -1,0 +1,241 @@
+"""A product as a value: ``bind`` checks its arguments, ``run`` executes it.
+
+Everything that multiplies uses these two: ``matmul``, ``plan``, ``autotune``, and the products inside PyTorch, JAX and
+Dask, to which ``run`` delegates.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+from lowprec.arrays import CPU, ArrayView, Library, is_array, library_of
+from lowprec.arrays.base import Delegate
+from lowprec.arrays.libraries import BY_TYPE, promoted, refuse_subclasses
+from lowprec.arrays.prepared_view import Prepared, refuse_prepared
+from lowprec.backends import Arguments, is_out_of_memory, release_memory
+from lowprec.core import streams
+from lowprec.core.arguments import parse_length, parse_number, parse_out_dtype
+from lowprec.core.executors import CachedExecutor, look_up
+from lowprec.core.options import PLAIN, Options, with_scales
+from lowprec.errors import ArrayError, DTypeError, LowprecError, ShapeError, UnsupportedError
+from lowprec.formats import DType
+from lowprec.modes import MathMode, ResolvedMode
+from lowprec.planning import parse_activation
+
+
+class Product(NamedTuple):
+    """The product of a library: the module whose ``product`` computes it, and the arguments that it lacks."""
+
+    module: str
+    lacks: tuple[str, ...]
+
+
+_IN_PLACE = ("out", "k_chunk", "scale_a", "scale_b")
+
+#: By ``Delegate.product``. The only place where a lower layer names the modules of layer 7.
+PRODUCTS = {
+    "torch": Product("lowprec.torch.functions", _IN_PLACE),
+    "jax": Product("lowprec.jax.product", _IN_PLACE),
+    "dask": Product("lowprec.dask", ("out", "c", "alpha", "beta", "bias", "activation", "scale_a", "scale_b")),
+}
+
+
+@functools.cache
+def _product_function(name: str) -> Any:
+    """Return the function of a library from a call, its mode, executor and backward mode to the result."""
+    return importlib.import_module(PRODUCTS[name].module).product
+
+
+#: Arguments that cannot be applied to a finished product.
+_NOT_AFTERWARDS = frozenset({"out", "k_chunk"})
+
+
+class Call(NamedTuple):
+    """A product with checked arguments."""
+
+    a: Any  # the caller's arrays, weakly typed ones promoted
+    b: Any
+    library: Library  # of ``a``, and of the result
+    x: ArrayView  # of ``a``
+    y: ArrayView
+    options: Options
+    others: tuple[Any, ...]  # the caller's out, c, bias, scale_a and scale_b
+    factors: tuple[Any, Any]  # the caller's alpha and beta
+    delegate: Delegate | None  # the library's own product, if it is needed
+
+
+_NOTHING = (None,) * 5
+_ONE_ZERO = (1.0, 0.0)
+#: Makes a named tuple without a Python function.
+_new = tuple.__new__
+
+
+def bind(a: Any, b: Any, /, **arguments: Any) -> Call:
+    """Return a product as a value; raise for an array or argument that no product supports.
+
+    ``arguments`` are those of :func:`lowprec.matmul` but for the mode. Shapes, element types and devices are checked
+    together by :func:`look_up`.
+    """
+    options, others, factors, delegate, name = PLAIN, _NOTHING, _ONE_ZERO, None, "a"
+    try:
+        like, library = a, BY_TYPE.get(type(a))
+        if library is None:  # of a class that is looked up for the first time, or of a quantised array
+            like = a._like if isinstance(a, Prepared) and a._like is not None else a
+            library = library_of(like)
+        alike = type(b) is type(like)
+        if library.has_weak_types or not alike:
+            is_quantized = like is not a
+            a, b, c, bias = promoted((a, b), arguments.get("c"), arguments.get("bias"))
+            like = like if is_quantized else a
+            arguments = arguments and {**arguments, "c": c, "bias": bias}
+        x = library.describe(a) if like is a else a._view
+        name = "b"
+        if alike:
+            y: ArrayView = library.describe(b)
+            if library.delegates:
+                delegate = library.delegate(like, b)
+        else:
+            delegate = library.delegate(like)
+            if isinstance(b, Prepared):
+                y = b._view
+            else:
+                y = library_of(b).describe(b)
+                delegate = delegate or library_of(b).delegate(b)
+    except (ArrayError, DTypeError) as error:
+        error.argument = error.argument or name
+        raise
+    if arguments:
+        options, others, delegate = _options(arguments, delegate)
+        factors = arguments.get("alpha", 1.0), arguments.get("beta", 0.0)
+    if x.blocks or y.blocks or (arguments and not (others[3] is others[4] is None)):
+        options = with_scales(options, x, y)
+    return _new(Call, (a, b, library, x, y, options, others, factors, delegate))
+
+
+_ARRAYS = ("out", "c", "bias", "scale_a", "scale_b")
+
+
+def _options(given: dict[str, Any], delegate: Delegate | None) -> tuple[Options, tuple[Any, ...], Delegate | None]:
+    """Return options, their arrays, and the product that one of these needs if the operands need none."""
+    others = tuple([given.get(name) for name in _ARRAYS])
+    views: list[Any] = [None] * 5
+    for i, array in enumerate(others):
+        if array is None:
+            continue
+        name = _ARRAYS[i]
+        if i > 2 and not is_array(array):
+            views[i] = _scale(name, array)
+            continue
+        try:
+            library = library_of(array)
+            if library.delegates and delegate is None and (needed := library.delegate(array)):
+                delegate = needed._replace(why=f"{name}: {needed.why}")
+            view = library.describe(array) if i else library.writable_view(array)
+        except (ArrayError, DTypeError) as error:
+            if not str(error).startswith("out "):
+                error.argument = name
+            raise
+        views[i] = view if i < 3 else _scale(name, view)
+    out, c, bias, scale_a, scale_b = views
+    alpha, beta = given.get("alpha", 1.0), given.get("beta", 0.0)
+    for factor in (alpha, beta):  # JAX may trace it alone
+        if delegate is None and type(factor) is not float and is_array(factor):
+            delegate = library_of(factor).delegate(factor)
+    alpha = alpha if type(alpha) is float else parse_number("alpha", alpha)
+    beta = beta if type(beta) is float else parse_number("beta", beta)
+    activation, out_dtype, k_chunk = given.get("activation"), given.get("out_dtype"), given.get("k_chunk")
+    activation = None if activation is None else parse_activation(activation)
+    out_dtype = None if out_dtype is None else parse_out_dtype(out_dtype)
+    k_chunk = None if k_chunk is None else parse_length("k_chunk", k_chunk)
+    if beta != 0 and c is None:
+        raise ShapeError(f"beta is {beta}, but c is missing; pass c=")
+    options = Options(out, c, bias, alpha, beta, activation, out_dtype, scale_a, scale_b, k_chunk)
+    return PLAIN if options == PLAIN else options, others, delegate
+
+
+def _scale(name: str, value: Any) -> ArrayView | float:
+    """Return the scale of an FP8 operand: a number, or the view of one float32 in device memory."""
+    if not isinstance(value, ArrayView):
+        number = parse_number(name, value)
+        if isinstance(number, complex):
+            raise DTypeError(f"{name} must be real, got {number}")
+        return number
+    if value.dtype is not DType.FLOAT32 or value.size != 1:
+        raise DTypeError(f"{name} must be a number or one float32, got {value.dtype} of shape {value.shape}")
+    return value
+
+
+def run(call: Call, resolved: ResolvedMode, backward_mode: MathMode | None = None) -> Any:
+    """Check what depends on all arguments, and return the product.
+
+    ``backward_mode`` is the mode of gradients, by default ``resolved``, if the call's library records them.
+    """
+    a, b, library, x, y, options, others, _, delegate = call
+    entry = look_up(resolved, x, y, options)
+    if delegate is not None:
+        return _delegated(call, resolved, entry, backward_mode)
+    out, target, executor = others[0], options.out, entry.execute
+    like = a if not x.blocks else x.source(a)
+    if target is None:
+        try:
+            target = library.allocate(entry.out_shape, entry.out_dtype, x.device, like)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        if target is None:
+            release_memory()
+            target = library.allocate(entry.out_shape, entry.out_dtype, x.device, like)
+    else:
+        if entry.staged:
+            executor = functools.partial(_execute_staged, entry, target)
+        library_of(out).mark_written(out)
+    if x.device is CPU:
+        if options is PLAIN:
+            arguments = _new(Arguments, (x, y, target, None, None, 1.0, 0.0, None, None, 0))
+        else:
+            arguments = options.arguments(x, y, target)
+        executor(arguments)
+    else:
+        arguments = options.arguments(x, y, target, library.current_stream(x.device) or 0)
+        streams.run(executor, arguments, library, (a, b, *others))
+    return library.wrap(target.owner, like, b, others[1], others[2]) if out is None else out
+
+
+def _execute_staged(entry: CachedExecutor, target: ArrayView, arguments: Arguments) -> None:
+    """Compute a product in temporary memory, then copy it to an ``out`` that overlaps an operand."""
+    backend, stream = entry.backend, arguments.stream
+    with backend.temporary(entry.out_shape, entry.out_dtype, target.device, stream) as result:
+        entry.execute(arguments._replace(out=result))
+        backend.copy(result, target, stream)
+
+
+def _delegated(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: MathMode | None) -> Any:
+    """Return the product of the call's library; raise if that lacks an argument of the call."""
+    delegate = call.delegate
+    assert delegate is not None
+    if call.options is not PLAIN or call.y.mode or call.x.mode:
+        _refuse_arguments(call, delegate)
+    try:
+        return _product_function(delegate.product)(call, resolved, entry, backward_mode)
+    except (NotImplementedError, TypeError) as error:
+        if not isinstance(error, LowprecError):
+            refuse_subclasses(error, call.a, call.b, *call.others)
+        raise
+
+
+def _refuse_arguments(call: Call, delegate: Delegate) -> None:
+    """Raise for arguments that the product of a library lacks."""
+    names = ("a", "b", "out", "c", "bias", "scale_a", "scale_b")
+    given = dict(zip(names, (call.a, call.b, *call.others), strict=True))
+    refuse_prepared(delegate.why, **given)
+    given |= {"k_chunk": call.options.k_chunk, "activation": call.options.activation}
+    for name, factor, default in zip(("alpha", "beta"), call.factors, _ONE_ZERO, strict=True):
+        given[name] = None if isinstance(factor, int | float) and factor == default else factor
+    lacking = [name for name in PRODUCTS[delegate.product].lacks if given[name] is not None]
+    if lacking:
+        way_out = "omit it" if _NOT_AFTERWARDS.intersection(lacking) else "apply it to the result"
+        raise UnsupportedError(
+            f"{', '.join(f'{name}=' for name in lacking)} cannot be used here: {delegate.why}; {way_out}"
+        )

@@ -1,0 +1,97 @@
+"""The mode that ``rtol=`` selects."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from lowprec import policy
+from lowprec.backends import backend_of
+from lowprec.core.arguments import check_devices
+from lowprec.core.options import spec_of
+from lowprec.errors import ModeError
+from lowprec.modes import TABLE, BoundName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode
+from lowprec.planning import Bound, Candidate, Capabilities, GemmPlan, GemmProblem, Reason, ReasonKind, plan_gemm
+from lowprec.planning.selection import Selection, check_bound, check_rtol, select_mode
+
+if TYPE_CHECKING:
+    from lowprec.core.call import Call
+
+_TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
+
+
+def mode_within(
+    call: Call,
+    rtol: float | None,
+    math_mode: ModeName | MathMode | None,
+    bound: BoundName | None = None,
+    capabilities: Capabilities | None = None,
+) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
+    """Return the mode that ``rtol`` selects for a product, and all candidates (none if it is imposed)."""
+    measure = Bound.GUARANTEED if bound is None else check_bound(bound)
+    if rtol is None:
+        raise ModeError(f"bound={str(measure)!r} needs rtol=; pass both")
+    rtol = check_rtol(rtol)
+    if math_mode is not None:
+        raise ModeError(
+            f"rtol={rtol} and math_mode={str(parse_mode(math_mode))!r} exclude each other; pass one of them"
+        )
+    imposed = policy.overriding_mode()
+    if imposed is not None:
+        return imposed, ()
+    x, y = call.x, call.y
+    check_devices(call.options.views(x, y))
+    problem = call.options.problem(spec_of(x), spec_of(y))
+    capabilities = capabilities or backend_of(x.device).capabilities(x.device)
+    selection = select_mode(problem, capabilities, rtol, _excluded(), measure)
+    of_a, of_b = (getattr(operand, "numblocks", (1,)) for operand in (call.a, call.b))
+    links = of_a[-1] if of_a[-1] > 1 else of_b[-2:][0]  # Dask adds this number of products
+    if links > 1:
+        selection = _within_chain(links, selection, problem, capabilities, rtol, measure)
+    return policy.restrict(selection.mode, ModeSource.RTOL), selection.candidates
+
+
+def mode_of(call: Call, math_mode: ModeName | MathMode | None, rtol: float | None, bound: Any) -> ResolvedMode:
+    if rtol is None and bound is None:
+        return policy.resolve(math_mode)
+    return mode_within(call, rtol, math_mode, bound)[0]
+
+
+def _excluded() -> frozenset[MathMode]:
+    return _TF32_MODES if policy.environment.snapshot().tf32_off else frozenset()
+
+
+def _within_chain(
+    links: int, whole: Selection, problem: GemmProblem, capabilities: Capabilities, rtol: float, measure: Bound
+) -> Selection:
+    """Return the selection for products of chunks of k that are added up in the accumulator's type.
+
+    |C - AB| <= (e + g (1 + e)) |A||B|, with e the error of a partial product relative to its |A||B|, and g that of the
+    summation, in any order: by Cauchy and Schwarz, the chunks' |A||B| add up to at most the whole one. A chain of n
+    products has n roundings: g = n u / (1 - n u).
+    """
+    dtype = plan_gemm(problem, capabilities, MathMode.FP32).compute_dtype
+    if dtype.accumulator.format is None:
+        return whole  # sums of integers are exact
+    u = dtype.accumulator.format.unit_roundoff
+    growth = links * u / (1 - links * u)
+    with suppress(ModeError):
+        rest = check_rtol((rtol - growth) / (1 + growth))
+        return select_mode(problem, capabilities, rest, _excluded(), measure)
+    # FP64 sums are rounded once, however many chunks there are.
+    if any(c.mode is MathMode.FP64 and c.bound <= rtol for c in whole.candidates):
+        return Selection(MathMode.FP64, whole.candidates)
+    raise ModeError(
+        f"no math mode keeps rtol = {rtol:.3g} where {dtype} products of {links} chunks along k are added up, which "
+        f"adds {growth:.3g}; use a larger rtol or fewer chunks along k"
+    )
+
+
+def other_choice(rtol: float, bound: str | None, planned: GemmPlan) -> Reason:
+    """Return which bound ``rtol`` limits, and the mode that the other bound would choose."""
+    used, choice = Bound(bound or Bound.GUARANTEED), "no mode"
+    (other,) = set(Bound) - {used}
+    with suppress(ModeError):
+        selection = select_mode(planned.problem, planned.capabilities, float(rtol), _excluded(), other)
+        choice = next(f"{x.mode}, whose bound is {x.bound:.2g}" for x in selection.candidates if x.accepted)
+    return Reason.of(ReasonKind.TOLERANCE, bound=str(used), rtol=float(rtol), other=str(other), choice=choice)

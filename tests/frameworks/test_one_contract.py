@@ -1,0 +1,431 @@
+"""Random calls, as plain arrays and in the ways in which a library multiplies itself: results and errors are equal.
+
+Tensors that require grad, under ``vmap`` and compiled; arrays that JAX traces; Dask arrays; and ``plan``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.arrays.prepared_view import PreparedView
+from lowprec.backends.cpu import backend as cpu
+from lowprec.core import call as core_call
+from lowprec.core.call import PRODUCTS, bind
+from support.programs import run_python
+
+_TYPES = ("float32",) * 8 + (
+    *("float64", "float16", "float16", "bfloat16", "bfloat16", "complex64", "complex128", "int8", "int8", "int32"),
+    *("bool", "float8_e4m3fn"),
+)
+#: Values of each keyword; the first is its default.
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "alpha": (1.0, 0.0, 0, 2, 0.5, -1.5, np.float32(3), 2j, 1e39, "2", None),
+    "beta": (0.0, 1.0, 0, 2, -0.5, 1j, 1e39, "1"),
+    "activation": (None, "relu", "gelu", "tanh", ["relu"]),
+    "out_dtype": (None, "float32", "bfloat16", "float16", "float64", "int32", "int16", "half"),
+    "math_mode": (None, "fp32", "tf32", "bf16", "BF16X3", "fp64", "bf17", 3),
+    "rtol": (None, 1e-2, 1e-6, 1e-30, "close", -1.0),
+    "bound": (None, "probable", "guaranteed", "likely"),
+}
+_OF_DASK = ("out_dtype", "math_mode", "rtol", "bound")
+
+#: A call: shapes and element types of a, b, c and bias (None for no array), and keywords.
+Call = tuple[dict[str, tuple[tuple[int, ...], str] | None], dict[str, Any]]
+
+
+def random_call(rng: np.random.Generator) -> Call:
+    """Return a call, which most often raises for one reason or for none."""
+    wrong = rng.random() < 0.5  # other shapes and types
+    kind = str(rng.choice(_TYPES))
+
+    def dtype() -> str:
+        return str(rng.choice(_TYPES)) if wrong and rng.random() < 0.3 else kind
+
+    def size() -> int:
+        return int(rng.choice([0, 1, 2, 3, 3, 5]))
+
+    def off(shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not wrong or rng.random() < 0.7:
+            return shape
+        changes = [shape[1:], (2, *shape), (*shape[:-1], 4), (*[1] * len(shape[:1]), *shape[1:])]
+        return changes[rng.integers(len(changes))]
+
+    m, n, k, batch = size(), size(), size(), tuple(size() for _ in range(rng.integers(0, 3)))
+    a, b = ((*batch[rng.integers(0, len(batch) + 1) :], *core) for core in ((m, k), (k, n)))
+    a, b = (x if rng.random() < 0.85 else (k,) for x in (a, b))
+    out = (*np.broadcast_shapes(a[:-2], b[:-2]), *a[-2:-1], *b[-1:][: len(b) - 1])
+    has_c, has_bias = rng.random() < 0.35, rng.random() < 0.3
+    arrays = {
+        "a": (off(a), dtype()),
+        "b": (off(b), dtype()),
+        "c": (off(out[rng.integers(0, len(out) + 1) :]), dtype()) if has_c else None,
+        "bias": (off(b[-1:] if len(b) > 1 else (1,)), dtype()) if has_bias else None,
+    }
+    keywords = {}
+    for name, values in _VALUES.items():
+        if rng.random() < (0.7 if name == "beta" and has_c else 0.12):
+            legal = {"alpha": 7, "beta": 5, "activation": 3, "out_dtype": 4, "math_mode": 6, "rtol": 3, "bound": 3}
+            keywords[name] = values[rng.integers(0, len(values) if wrong else legal[name])]
+    return arrays, keywords
+
+
+def arrays_of(call: Call, seed: int) -> dict[str, Any]:
+    """Return NumPy arrays of small integers, some transposed."""
+    rng = np.random.default_rng(seed)
+    made = {}
+    for name, spec in call[0].items():
+        if spec is not None:
+            shape, label = spec
+            dtype = np.dtype(getattr(ml_dtypes, label, label))
+            values = rng.integers(-2, 3, shape).astype(dtype)
+            made[name] = values.swapaxes(-1, -2).copy().swapaxes(-1, -2) if len(shape) > 1 and seed % 3 == 0 else values
+    return made
+
+
+def outcome(function: Callable[[], Any]) -> tuple[Any, ...]:
+    """Return class and message of an error of a call, or its result as ("", result)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return "", function()
+    except Exception as error:  # noqa: BLE001 - any other class is a difference
+        # JAX adds a note to the messages of errors in traces.
+        return type(error).__name__, str(error).partition("\n-----")[0]
+
+
+def difference(plain: tuple[Any, ...], other: tuple[Any, ...], look: Callable[[Any], Any] = np.asarray) -> str:
+    """Return the kind of the difference of two outcomes; "" if there is none."""
+    if bool(plain[0]) is not bool(other[0]):
+        return "contradiction"
+    if plain[0]:
+        return "" if plain == other else ("message" if plain[0] == other[0] else "class")
+    x, y = look(plain[1]), look(other[1])
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+        return "type of the result"
+    wide = np.complex128 if x.dtype.kind == "c" else np.float64
+    # Small integers: only gelu, narrow results and the factors round.
+    return "" if np.allclose(x.astype(wide), y.astype(wide), rtol=0.05, atol=0.05, equal_nan=True) else "values"
+
+
+def compare(count: int, seed: int, ways: Callable[[Call, dict[str, Any], int], Any]) -> None:
+    """Compare the outcomes that ``ways`` yields: the plain one first, then others with their names."""
+    rng = np.random.default_rng(seed)
+    seen: Counter[str] = Counter()
+    examples: dict[str, Any] = {}
+    raised = 0
+    for i in range(count):
+        call = random_call(rng)
+        look, plain, others = ways(call, arrays_of(call, i), i)
+        raised += bool(plain[0])
+        for name, other in others:
+            kind = difference(plain, other, look)
+            if kind:
+                seen[f"{name}: {kind}"] += 1
+                examples.setdefault(f"{name}: {kind}", (call, plain, other))
+    assert not seen, f"{dict(seen)} of {count}\n" + "\n".join(f"{k}: {v}" for k, v in examples.items())
+    assert 0.2 * count < raised < 0.8 * count, "both kinds of calls are compared"
+
+
+#: In CI, and in all.
+COUNTS = [pytest.param(2000, id="some"), pytest.param(20000, id="all", marks=pytest.mark.sweep)]
+
+
+def _numpy(x: Any) -> Any:
+    """Return a tensor as a NumPy array of ml_dtypes' types."""
+    import torch
+
+    x = x.detach().resolve_conj()
+    if x.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        return x.float().numpy().astype(getattr(ml_dtypes, str(x.dtype).removeprefix("torch.")))
+    return x.numpy()
+
+
+def _tensors(arrays: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    def tensor(x: Any) -> Any:
+        if x.dtype.name not in ("bfloat16", "float8_e4m3fn"):
+            return torch.as_tensor(x)
+        return torch.as_tensor(x.astype(np.float32)).to(getattr(torch, x.dtype.name))
+
+    return {name: tensor(x) for name, x in arrays.items()}
+
+
+def _on_torch(call: Call, arrays: dict[str, Any], i: int) -> Any:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    tensors, keywords = _tensors(arrays), call[1]
+    plain = outcome(lambda: lowprec.matmul(tensors["a"], tensors["b"], **_rest(tensors), **keywords))
+    recorded = {
+        name: x.clone().requires_grad_() if (x.is_floating_point() or x.is_complex()) and (i >> bit) % 4 != 3 else x
+        for bit, (name, x) in enumerate(tensors.items())
+    }
+    others = [("grad", outcome(lambda: lowprec.matmul(recorded["a"], recorded["b"], **_rest(recorded), **keywords)))]
+    names = sorted(tensors)
+
+    def mapped(*stacks: Any) -> Any:
+        each = dict(zip(names, stacks, strict=True))
+        return lowprec.matmul(each["a"], each["b"], **_rest(each), **keywords)
+
+    def vmapped() -> Any:
+        return torch.vmap(mapped)(*(tensors[name][None] for name in names))[0]
+
+    return _numpy, plain, [*others, ("vmap", outcome(vmapped))]
+
+
+def _rest(arrays: dict[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in arrays.items() if name not in "ab"}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_tensors_that_pytorch_records_or_maps(count: int) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    compare(count, 1, _on_torch)
+
+
+@pytest.mark.parametrize("count", [pytest.param(20, id="some"), pytest.param(600, id="all", marks=pytest.mark.sweep)])
+def test_compiled_tensors(count: int) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def ways(call: Call, arrays: dict[str, Any], i: int) -> Any:
+        tensors, keywords = _tensors(arrays), call[1]
+
+        def multiply(**arrays: Any) -> Any:
+            return lowprec.matmul(arrays["a"], arrays["b"], **_rest(arrays), **keywords)
+
+        torch._dynamo.reset()
+        compiled = torch.compile(multiply, backend="eager", dynamic=[None, True][i % 2])
+        return _numpy, outcome(lambda: multiply(**tensors)), [("compiled", outcome(lambda: compiled(**tensors)))]
+
+    compare(count, 2, ways)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_arrays_that_jax_traces(count: int) -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+
+    def ways(call: Call, arrays: dict[str, Any], i: int) -> Any:
+        on_jax, keywords = {name: jax.numpy.asarray(x) for name, x in arrays.items()}, call[1]
+
+        def multiply(**arrays: Any) -> Any:
+            return lowprec.matmul(arrays["a"], arrays["b"], **_rest(arrays), **keywords)
+
+        plain = outcome(lambda: multiply(**on_jax))
+        if i % 50:  # shape and type alone: XLA takes long to compile
+            traced = outcome(lambda: jax.eval_shape(multiply, **on_jax))
+            if not plain[0]:
+                plain = "", np.empty(plain[1].shape, plain[1].dtype)
+                traced = traced if traced[0] else ("", np.empty(traced[1].shape, traced[1].dtype))
+                plain[1].fill(0)
+                if not traced[0]:
+                    traced[1].fill(0)
+            return np.asarray, plain, [("traced", traced)]
+        return np.asarray, plain, [("jit", outcome(lambda: jax.jit(multiply)(**on_jax)))]
+
+    with jax.enable_x64(True):
+        compare(count, 3, ways)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_dask_arrays(count: int) -> None:
+    da = pytest.importorskip("dask.array", reason="dask is not installed")
+
+    def ways(call: Call, arrays: dict[str, Any], i: int) -> Any:
+        keywords = {name: x for name, x in call[1].items() if name in _OF_DASK}
+        a, b = arrays["a"], arrays["b"]
+        lazy = [da.from_array(x, chunks=2 if i % 2 and "rtol" not in keywords else -1) for x in (a, b)]
+
+        def multiply() -> Any:
+            found = lowprec.matmul(*lazy, **keywords)
+            return found.compute(scheduler="synchronous") if i % 5 == 0 else np.zeros(found.shape, found.dtype)
+
+        plain = outcome(lambda: lowprec.matmul(a, b, **keywords))
+        if i % 5 and not plain[0]:
+            plain = "", np.zeros_like(plain[1])
+        return np.asarray, plain, [("dask", outcome(multiply))]
+
+    compare(count, 4, ways)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_plan_of_the_same_call(count: int) -> None:
+    def ways(call: Call, arrays: dict[str, Any], i: int) -> Any:
+        keywords = dict(call[1])
+        if i % 4 == 0:
+            keywords["k_chunk"] = [2, 0, 1.5, True][i // 4 % 4]
+        if i % 7 == 0:  # some overlap an operand, some have the wrong shape or type
+            keywords["out"] = arrays[["a", "b"][i % 2]]
+
+        def result() -> Any:
+            product = lowprec.matmul(arrays["a"], arrays["b"], **_rest(arrays), **keywords)
+            return np.zeros_like(product)
+
+        def planned() -> Any:
+            plan = lowprec.plan(arrays["a"], arrays["b"], **_rest(arrays), **keywords)
+            return np.zeros(plan.out_shape, getattr(ml_dtypes, plan.out_dtype.label, plan.out_dtype.label))
+
+        expected = outcome(planned)  # first: the product may overwrite an operand
+        return np.asarray, outcome(result), [("plan", expected)]
+
+    compare(count, 5, ways)
+
+
+# -- the same call, seen in other places ----------------------------------------------------------
+
+
+def test_one_table_names_the_products_of_libraries() -> None:
+    """No other string of a lower layer names a module above it."""
+    import ast
+    from pathlib import Path
+
+    package = Path(lowprec.__file__).parent
+    upper = {"torch", "jax", "dask", "numpy", "linalg", "amp", "contractions", "profiling", "checking", "cli", "tuning"}
+    named = {}
+    for folder in ("util", "arrays", "planning", "policy", "backends", "core"):
+        for path in sorted((package / folder).rglob("*.py")):
+            texts = (x.value for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Constant))
+            modules = (x.split(".") for x in texts if isinstance(x, str) and x.startswith("lowprec.") and " " not in x)
+            found = {".".join(x).partition(":")[0] for x in modules if x[1] in upper and len(x) > 1}
+            if found:
+                named[path.relative_to(package).as_posix()] = found
+    assert named == {"core/call.py": {product.module for product in PRODUCTS.values()}}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_library_has_the_product_that_the_table_names(name: str) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed")
+    assert callable(core_call._product_function(name))
+
+
+def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.ones(4, 4)
+    w = x.clone().requires_grad_()
+    bias = torch.ones(4)
+    found = []
+    for multiply in (lowprec.matmul, torch.vmap(lambda a, b, **k: lowprec.matmul(a, b, **k), in_dims=(0, 0))):
+        with lowprec.profile() as prof:
+            a, b = (x, w) if multiply is lowprec.matmul else (x[None], w[None])
+            with lowprec.math_mode("bf16"):
+                out = multiply(a, b)
+            multiply(a, b, rtol=1e-2)
+            multiply(a, b, math_mode="tf32")
+            if multiply is lowprec.matmul:
+                out = multiply(a, b, bias=bias, rtol=1e-2)
+                out.sum().backward()
+        found.append([record.source for record in prof.records])
+    rtol, scope, argument = "rtol= argument", "with math_mode(...)", "math_mode= argument"
+    assert found == [[scope, rtol, argument, rtol, rtol], [scope, rtol, argument]]
+
+
+def test_a_mode_without_effect_is_reported_on_a_cached_product_too() -> None:
+    code = """
+        import warnings
+        import numpy as np
+        import lowprec
+        x = np.ones((3, 3))
+        if GRAD:
+            import torch
+            x = torch.as_tensor(x).requires_grad_()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            with lowprec.math_mode("bf16"):
+                lowprec.matmul(x, x)
+            lowprec.matmul(x, x, math_mode="bf16")
+            lowprec.matmul(x, x, math_mode="bf16")
+        print(len([w for w in seen if "no effect" in str(w.message) or "convert them" in str(w.message)]))
+    """
+    for grad in (False, True):
+        if grad:
+            pytest.importorskip("torch", reason="torch is not installed")
+        assert run_python(code.replace("GRAD", str(grad))) == "1"
+
+
+def test_plan_accepts_what_matmul_accepts() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    w = torch.ones(4, 3, requires_grad=True)
+    plan = lowprec.plan(torch.ones(2, 4), w, math_mode="bf16")
+    assert (plan.out_shape, str(plan.mode)) == ((2, 3), "bf16")
+    meta = torch.ones(4, 3, device="meta")
+    assert lowprec.plan(torch.ones(2, 4, device="meta"), meta).out_shape == (2, 3)
+
+
+def test_a_product_times_zero_is_checked_by_the_caller_s_shapes() -> None:
+    a, b = np.ones((2, 3), np.float32), np.ones((4, 5), np.float32)
+    with pytest.raises(lowprec.ShapeError, match=r"shapes \(2, 3\) and \(4, 5\)"):
+        lowprec.matmul(a, b, alpha=0.0)
+    with pytest.raises(lowprec.ShapeError, match=r"shapes \(2, 3, 3\) and \(3, 3, 5\)"):
+        lowprec.matmul(np.ones((2, 3, 3), np.float32), np.ones((3, 3, 5), np.float32), alpha=0.0)
+    nan = np.full((2, 3), np.nan, np.float32)
+    for mode in ("fp32", "bf16x3", "fp64"):
+        out = lowprec.matmul(nan, b[:3], alpha=0.0, bias=b[0], math_mode=mode)
+        assert np.array_equal(out, np.ones((2, 5)))
+    call = bind(nan, lowprec.prepare(b[:3]), alpha=0.0)
+    assert type(call.y) is PreparedView, "on a GPU its memory is ordered by lowprec itself"
+
+
+def test_a_refused_prepared_operand_has_one_way_out_each() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    prepared, w = lowprec.prepare(np.ones((3, 3), np.float32)), torch.ones(3, 3, requires_grad=True)
+    with pytest.raises(lowprec.ArrayError, match=r"requires grad.*; or pass the array itself$") as caught:
+        lowprec.matmul(w, prepared)
+    assert str(caught.value).count("pass the array itself") == 1
+    with pytest.raises(lowprec.ArrayError) as caught:
+        lowprec.matmul(prepared, w)
+    assert str(caught.value).count("pass the array itself") == 1
+
+
+def test_an_out_that_overlaps_an_operand_has_one_executor(
+    monkeypatch: pytest.MonkeyPatch, fresh_executors: None
+) -> None:
+    prepared = []
+    prepare = cpu.prepare
+    monkeypatch.setattr(cpu, "prepare", lambda plan: prepared.append(plan) or prepare(plan))
+    a = np.arange(9, dtype=np.float32).reshape(3, 3)
+    expected = a @ a
+    lowprec.matmul(a, a, out=a)
+    assert np.array_equal(a, expected)
+    assert len(prepared) == 1
+    with pytest.raises(lowprec.ShapeError, match="out has shape"):
+        lowprec.matmul(a, a[:, :2], out=a)
+
+
+# -- frames ---------------------------------------------------------------------------------------
+
+
+def frames(function: Callable[[], Any]) -> int:
+    """Return the number of Python functions that a warm call enters, itself included."""
+    names = []
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_qualname)
+
+    for _ in range(3):
+        function()
+    sys.setprofile(look)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(names) - 1
+
+
+def test_a_warm_call_enters_few_functions() -> None:
+    x = np.ones((8, 8), np.float32)
+    assert frames(lambda: lowprec.matmul(x, x)) <= 22
+
+
+def test_a_warm_recorded_call_enters_few_functions() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, w = torch.ones(8, 8), torch.ones(8, 8, requires_grad=True)
+    assert frames(lambda: lowprec.matmul(x, x)) <= 22
+    assert frames(lambda: lowprec.matmul(x, w)) <= 35
