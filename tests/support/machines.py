@@ -21,6 +21,10 @@ ROWS: dict[str, KernelRow] = {row.name: row for row in (*CPU_KERNELS, *CUDA_KERN
 
 BARE = Capabilities("cpu", "a plain CPU", kernels_of("x86_64"))
 AVX2 = replace(BARE, name="a CPU with AVX2", features=frozenset({"fp32_avx2", "int8_avx2"}))
+AVX512 = replace(
+    BARE, name="a CPU with AVX-512", features=AVX2.features | {"fp32_avx512", "bf16_avx512", "int8_avx512"}
+)
+AMX = replace(BARE, name="a CPU with AMX", features=AVX512.features | {"bf16_amx", "int8_amx"})
 
 
 def gpu(capability: tuple[int, int] = (9, 0), workspace_bytes: int = 32 << 20, *features: str | None) -> Capabilities:

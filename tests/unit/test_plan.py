@@ -14,15 +14,11 @@ from lowprec.formats import OPERAND_DTYPES, DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, available_modes
 from lowprec.planning import Activation, Capabilities, GemmProblem, OperandSpec, parse_activation, plan_gemm
 from lowprec.planning.bounds import MAX_K_INT8
-from support.machines import AVX2, BARE, ROWS
+from support.machines import AMX, AVX2, AVX512, BARE, ROWS
 
 F64, F32, F16, BF16 = DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16
 C64, C128, I8, I32 = DType.COMPLEX64, DType.COMPLEX128, DType.INT8, DType.INT32
 
-AVX512 = dataclasses.replace(
-    BARE, name="a CPU with AVX-512", features=AVX2.features | {"fp32_avx512", "bf16_avx512", "int8_avx512"}
-)
-AMX = dataclasses.replace(BARE, name="a CPU with AMX", features=AVX512.features | {"bf16_amx", "int8_amx"})
 NEON = Capabilities("cpu", "a CPU with NEON", kernels_of("aarch64"), frozenset({"fp32_neon", "bf16_neon", "int8_neon"}))
 
 
