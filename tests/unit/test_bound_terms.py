@@ -47,6 +47,11 @@ def test_complex_numbers() -> None:
     check(bound, joint(sqrt(2) * gamma(6), 2.0**-8, 2.0**-8), 2.0**-134, 6 * HALF_STEP, 2)
 
 
+def test_narrow_results() -> None:
+    bound = error_bound(MathMode.FP32, F32, F16, 8, ROWS["numpy"])
+    check(bound, joint(gamma(8), 2.0**-11), 0, 8 * HALF_STEP + 2.0**-25)
+
+
 def test_pairs_of_parts_on_tile_units() -> None:
     # 17 roundings and one for each 32 of k; 3 additions of 4 sums. 4 k products may be flushed, and each operand.
     bound = error_bound(MathMode.TF32, F32, F32, 64, ROWS["bf16_amx_pair"])

@@ -76,17 +76,6 @@ def test_devices_and_versions(capability: tuple[int, int], version: int, single:
         assert ("cuBLASLt does not emulate" in plan.note) is not double
 
 
-@pytest.mark.parametrize("mode", [m for m in MathMode if m not in (MathMode.BF16X9, MathMode.FP32_EMULATED)])
-def test_no_other_mode_of_single_precision_is_emulated(mode: MathMode) -> None:
-    for dtype in (*SINGLE, DType.FLOAT16, DType.INT8, DType.FLOAT8_E4M3FN):
-        plan = plan_gemm(square(512, dtype), present((10, 0)), mode)
-        assert plan.kernel == "cublaslt"
-        assert not plan.passed_over
-    for dtype in DOUBLE:
-        plan = plan_gemm(square(512, dtype), present((10, 0)), mode)
-        assert (plan.kernel == "cublaslt_fixed_point") is (mode is MathMode.FP64_EMULATED)
-
-
 @pytest.mark.parametrize(
     ("mode", "native", "dtypes"),
     [(MathMode.BF16X9, MathMode.FP32, SINGLE), (MathMode.FP64_EMULATED, MathMode.FP32, DOUBLE)],
@@ -140,25 +129,6 @@ def test_rtol_takes_bf16x9_by_the_bound_of_fp32_and_never_fp64_emulated() -> Non
     assert MathMode.FP64_EMULATED not in candidates
     (only,) = select_mode(square(2048, DType.FLOAT64), able, 1e-9).candidates
     assert only.mode is MathMode.FP32
-
-
-def test_predictions_show_it() -> None:
-    a, b = lowprec.ShapeDtype((256, 4096), "float32"), lowprec.ShapeDtype((4096, 4096), "float32")
-    made = lowprec.plan(a, b, math_mode="bf16x9", device="sm_100")
-    text = " ".join(str(made).split())
-    assert "kernel cublaslt_bf16x9: cuBLASLt's BF16x9 emulation of FP32" in text
-    assert "compute type COMPUTE_32F_EMULATED_16BFX9" in text
-    assert "a becomes float32, split by cuBLASLt into bfloat16 parts" in text
-    assert made.roofline is not None
-    # Nine products of bfloat16 numbers at the B200's peak rate.
-    assert made.roofline.arithmetic == pytest.approx(9 * 2 * 256 * 4096 * 4096 / 2250e12)
-    wide = lowprec.ShapeDtype((64, 64), "float64")
-    made = lowprec.plan(wide, wide, math_mode="fp64_emulated", device="rtx-5090")
-    assert made.compute_type == "COMPUTE_64F_EMULATED_FIXEDPOINT"
-    assert made.roofline is None, "the number of products depends on the data"
-    for device, mode in (("h100", "bf16x9"), ("rtx-5090", "bf16x9"), ("t4", "fp64_emulated")):
-        x = a if mode == "bf16x9" else wide
-        assert lowprec.plan(x, x if x is wide else b, math_mode=mode, device=device).passed_over
 
 
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "int8", "float64", "complex128"])
