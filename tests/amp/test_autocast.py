@@ -14,6 +14,7 @@ from frameworks.backends import Backend
 from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, fp32_guard
 from lowprec.amp import AutocastNamespace, Policy, autocast
+from support.programs import in_threads
 
 NAMESPACES = ["numpy", "torch", "jax.numpy", "array_api_strict"]
 
@@ -187,6 +188,13 @@ def test_the_inner_policy_holds() -> None:
     assert types == ["float16", "bfloat16", "float32", "float16"]
     assert [xp.report().calls for xp in (outer, inner, full)] == [2, 1, 1]
     assert isinstance(inner, AutocastNamespace)
+
+
+def test_threads_share_a_namespace() -> None:
+    xp, x = autocast(np, "O1"), np.ones((2, 2), np.float32)
+    types = in_threads(8, lambda _: {xp.exp(xp.matmul(x, x)).dtype for _ in range(50)})
+    assert types == [{np.dtype(np.float32)}] * 8
+    assert {row.function: row.calls for row in xp.report().rows} == {"matmul": 400, "exp": 400}
 
 
 def test_it_logs_how_many_calls_it_cast(caplog: pytest.LogCaptureFixture) -> None:

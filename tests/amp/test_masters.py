@@ -113,6 +113,16 @@ def test_a_damaged_checkpoint_changes_nothing() -> None:
     assert (weights.masters[0] == 1).all()
 
 
+def test_a_checkpoint_holds_copies() -> None:
+    weights = MasterWeights([np.ones(2, np.float32)])
+    state = weights.state_dict()
+    weights.masters[0][:] = 5
+    assert (state["masters"][0] == 1).all()
+    weights.load_state_dict(state)
+    weights.masters[0][:] = 7
+    assert (state["masters"][0] == 1).all()
+
+
 # -- the schedule ---------------------------------------------------------------------------------
 
 

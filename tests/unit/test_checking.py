@@ -13,7 +13,7 @@ import pytest
 import lowprec
 from lowprec.checking import Verdict
 from lowprec.modes import available_modes
-from lowprec.util.tables import Table, plain_text
+from lowprec.util.tables import Table, html, plain_text
 
 
 @pytest.fixture
@@ -79,6 +79,11 @@ def test_notebooks_show_the_same(a: np.ndarray) -> None:
     assert cells["mode"] == "tf32, from math_mode= argument"
     # A row that is printed in lines is one in a notebook.
     assert "  ".join(cells["provided"].split()) in "  ".join(str(plan).split())
+
+
+def test_markup_is_escaped() -> None:
+    text = html(Table("<i>", ["<b>"], [["</td><script>&"]]), ["<img>"])
+    assert _Cells(text).rows == [["<b>"], ["</td><script>&"]]
 
 
 def test_overflow_and_its_remark(a: np.ndarray) -> None:

@@ -178,3 +178,8 @@ def test_batch_strides_are_zero_where_a_matrix_is_broadcast():
 def test_an_out_that_cannot_be_written_is_refused(out, words):
     with pytest.raises(ShapeError, match=words):
         gemm_layout(spec(numbered(2, 3)), spec(numbered(3, 4)), spec(out))
+
+
+def test_stored_bytes_count_a_broadcast_dimension_once():
+    assert spec(np.broadcast_to(numbered(5), (4, 5))).stored_bytes == 20
+    assert spec(np.broadcast_to(numbered(5), (0, 5))).stored_bytes == 0

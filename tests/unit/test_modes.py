@@ -58,11 +58,17 @@ def test_names_in_any_case_and_presets(mode: MathMode) -> None:
     assert {parse_mode(name) for name in names if name is not None} == {mode}
 
 
-def test_every_preset_is_an_alias_and_no_alias_hides_a_mode() -> None:
-    presets = {r.jax_preset.lower(): r.mode for r in TABLE if r.jax_preset}
-    assert presets.items() <= ALIASES.items()
+def test_aliases_are_the_presets_and_words_of_other_libraries() -> None:
+    """PyTorch's and JAX's words; none hides a mode."""
+    words = {
+        "fp32": "default float32 highest ieee", "fp32_pedantic": "pedantic", "fp64": "float64", "fp16": "float16",
+        "tf32": "high tensorfloat32", "bf16": "medium bfloat16 fastest", "bf16x3": "bfloat16_3x",
+        "bf16x6": "bfloat16_6x",
+    }  # fmt: skip
+    expected = {word: mode for mode, text in words.items() for word in text.split()}
+    expected |= {preset.lower(): mode for mode, (*_, preset, _, _) in DESIGN.items() if preset}
+    assert expected == ALIASES
     assert not ALIASES.keys() & {m.value for m in MathMode}
-    assert all(alias == alias.strip().lower() for alias in ALIASES)
 
 
 @pytest.mark.parametrize("name", ["fp23", "", "tf-32", 32, None, 1.5])

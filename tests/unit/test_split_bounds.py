@@ -1,4 +1,4 @@
-"""Errors of products of parts against their bounds: never exceeded by data made to hurt, and not absurdly loose.
+"""Errors of rounded and of split operands against their bounds: never exceeded, and nearly reached by data made for it.
 
 The products are formed here, without lowprec's code, with every sum in the worst order: one term after another.
 """
@@ -18,11 +18,13 @@ from lowprec.planning.split_bounds import Depth, chunk_for, confidence
 from support import machines
 from support.oracles import round_to
 
-SCHEMES = [r.mode for r in TABLE if r.parts > 1]
+#: Modes that round or split the operands, and full FP32.
+SCHEMES = [MathMode.FP32, *(r.mode for r in TABLE if r.operand_format.name in ("bfloat16", "float16", "tf32"))]
 FLOAT16 = [m for m in SCHEMES if "fp16" in m]
 
 
 ROUND = {
+    "float32": lambda x: x,
     "bfloat16": lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32),
     "float16": lambda x: x.astype(np.float16).astype(np.float32),
     "tf32": lambda x: round_to(x, "tf32"),
@@ -107,6 +109,18 @@ def test_the_bound_of_single_products_is_nearly_reached(mode, rng):
         exact = a.astype(np.float64) * b
         seen = max(seen, np.max(np.abs(product(mode, a, b) - exact) / exact))
     assert 0.45 < seen / bound.relative <= 1
+
+
+def test_underflow_after_scaling_is_in_the_bound_of_the_norms(rng):
+    """Small numbers are lost next to a large one of their row: elements may exceed the bound, norms may not."""
+    a, b = ((rng.standard_normal(s)).astype(np.float32) for s in ((6, 30), (30, 5)))
+    a[:, 0], b[0] = 2.0**40, 0
+    bound = error_bound(MathMode.FP16, DType.FLOAT32, DType.FLOAT32, 30, machines.ROWS["numpy"])
+    computed = product(MathMode.FP16, a, b)
+    error = np.abs(computed - a.astype(np.float64) @ b)
+    assert bound.by_norms
+    assert (error > bound.relative * (np.abs(a[:, 1:]) @ np.abs(b[1:]))).any()
+    assert np.linalg.norm(error) <= bound.frobenius(*map(np.linalg.norm, (a, b)), 6, 5)
 
 
 @pytest.mark.parametrize("mode", SCHEMES)
