@@ -160,6 +160,13 @@ def test_check_of_other_storage(command: Command, dtype: str) -> None:
         assert [row["error"] for row in case["rows"]] == [0, 0]
 
 
+def test_check_of_files(command: Command, files: Files) -> None:
+    found = _json(command("check", *files, "--rounds", "1", "--json"))
+    (case,) = found["cases"]
+    assert (case["name"], found["seed"]) == ("files", None)
+    assert str(files[0]) in case["description"]
+
+
 def test_check_of_double_files_as_single(command: Command, tmp_path: Path, files: Files) -> None:
     wide = tmp_path / "wide.npy"
     np.save(wide, np.load(files[0]).astype(np.float64))

@@ -81,6 +81,15 @@ def test_zero_size(xp: ArrayNamespace, dtype: str, shapes: Any, rng: np.random.G
     assert (got == 0).all()
 
 
+def test_an_empty_sum_leaves_the_epilogue(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b, c, bias = make(rng, 2, 0), make(rng, 0, 3), make(rng, 2, 3), make(rng, 3)
+    got = lowprec.matmul(
+        xp.asarray(a), xp.asarray(b), c=xp.asarray(c), beta=2.0, bias=xp.asarray(bias), activation="relu", alpha=3.0
+    )
+    # 2 c is exact, so that the sum is rounded once.
+    np.testing.assert_array_equal(xp.to_numpy(got), np.maximum(2 * c + bias, 0))
+
+
 def test_int8(xp: ArrayNamespace, rng: np.random.Generator) -> None:
     a, b = make(rng, 2, 5, 70, dtype="int8"), make(rng, 70, 9, dtype="int8")
     want = (a.astype(np.int64) @ b.astype(np.int64)).astype(np.int32)
@@ -297,6 +306,17 @@ def test_int8_refuses_non_integers(name: str, rng: np.random.Generator) -> None:
         lowprec.matmul(a, b, **given)
 
 
+def test_complex_factors(rng: np.random.Generator) -> None:
+    a, b, c = (make(rng, *s, dtype="complex64") for s in ((20, 30), (30, 25), (20, 25)))
+    then = Epilogue(alpha=0.5 - 2j, beta=1j, c=c)
+    got = lowprec.matmul(a, b, alpha=then.alpha, beta=then.beta, c=c)
+    # A complex product takes three roundings per part instead of one; 4 units of the magnitudes more.
+    size = abs(then.alpha) * 2 * (oracles.magnitude(a) @ oracles.magnitude(b)) + 2 * oracles.magnitude(c)
+    want = then.alpha * oracles.product(a, b) + then.beta * oracles.widen(c)
+    allowed = 2.1 * 2 * oracles.accumulation_bound(a, b, "fp32") + oracles.gamma(10, 2.0**-24) * size
+    oracles.assert_close(got, want, allowed)
+
+
 @pytest.mark.parametrize("a_shape", [(30,), (4, 20, 30), (20, 30)], ids=str)
 @pytest.mark.parametrize("b_shape", [(30, 25), (4, 30, 25)], ids=str)
 def test_c_and_bias_broadcast(xp: ArrayNamespace, a_shape: Any, b_shape: Any, rng: np.random.Generator) -> None:
@@ -389,6 +409,21 @@ def test_out_of_any_strides(mode: str, view: str, machine: str, rng: np.random.G
     assert (base == 7).sum() == base.size - out.size, "memory around out was written"
 
 
+@pytest.mark.parametrize("shapes", [((3,), (3,)), ((3,), (3, 4)), ((2, 3), (3,)), ((5, 2, 3), (3, 4))], ids=str)
+def test_out_of_every_rank(writable: ArrayNamespace, shapes: Any, rng: np.random.Generator) -> None:
+    a, b = (make(rng, *s) for s in shapes)
+    out = writable.asarray(np.full(np.matmul(a, b).shape, 7, np.float32))
+    assert lowprec.matmul(writable.asarray(a), writable.asarray(b), out=out) is out
+    oracles.assert_within_bound(writable.to_numpy(out), a, b)
+
+
+def test_out_of_zero_size(writable: ArrayNamespace, rng: np.random.Generator) -> None:
+    out = writable.asarray(np.full((2, 3), 7, np.float32))
+    a, b = writable.asarray(make(rng, 2, 0)), writable.asarray(make(rng, 0, 3))
+    assert lowprec.matmul(a, b, out=out) is out
+    assert (writable.to_numpy(out) == 0).all()
+
+
 # Square operands and an ``out`` on the memory of one of them. Each takes a (2n, 2n) base and gives a, b, out.
 OVERLAPS = {
     "out is a": lambda x, y, n: (x[:n, :n], y, x[:n, :n]),
@@ -448,7 +483,14 @@ def test_out_may_share_the_memory_of_another_dtype(n: int, machine: str, rng: np
     oracles.assert_within_bound(out, a, b)
 
 
-# -- no copies ------------------------------------------------------------------------------------
+def test_the_result_is_new_memory(xp: ArrayNamespace, rng: np.random.Generator) -> None:
+    a, b = xp.asarray(make(rng, 20, 20)), xp.asarray(make(rng, 20, 20))
+    first = lowprec.matmul(a, b)
+    kept = xp.to_numpy(first).copy()
+    for _ in range(3):
+        second = lowprec.matmul(b, a)
+        assert not np.shares_memory(xp.to_numpy(first), xp.to_numpy(second))
+    np.testing.assert_array_equal(xp.to_numpy(first), kept)
 
 
 # -- what is refused ------------------------------------------------------------------------------
