@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,15 +17,10 @@ from lowprec import amp
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def digits() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("digits_example", ROOT / "docs/examples/digits.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["digits_example"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def digits(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "examples")
+    return importlib.import_module("digits")
 
 
 def data() -> tuple[Any, ...]:
