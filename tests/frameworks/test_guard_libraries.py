@@ -1,4 +1,4 @@
-"""The guard over PyTorch and JAX: real switches, and real errors where this machine can show them."""
+"""The guard over PyTorch and JAX: real switches, which come back, also after an exception at any step."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from frameworks.torch_switches import ALL, LEAVES, Switches
 from lowprec import LowprecWarning, MathMode, fp32_guard, info, math_mode
 from lowprec.policy.controllers import controllers
+from support import interrupts
 
 # -- PyTorch: the switches come back --------------------------------------------------------------
 
@@ -97,8 +98,6 @@ def test_a_mode_sets_pytorch(switches: Switches, mode: str, word: str, onednn: s
     assert switches.read() == before
 
 
-# -- PyTorch: the numbers -------------------------------------------------------------------------
-
 # -- JAX ------------------------------------------------------------------------------------------
 
 
@@ -155,3 +154,42 @@ def test_the_modes_of_a_library_can_all_be_set(name: str) -> None:
                 pass
     assert controller.save() == before
     assert MathMode.FP32 in controller.modes
+
+
+# -- exceptions of signal handlers while switches are read, set and restored ------------------------
+
+#: Start states, in each of which PyTorch's switches are read in another way.
+STATES: dict[str, Callable[[Switches], object]] = {
+    "inherited": lambda s: s.put("generic", "all", "tf32"),
+    "refused": lambda s: (
+        s.put("cuda", "matmul", "tf32"), s.put("cuda", "conv", "ieee"), s.put("mkldnn", "all", "bf16"),
+    ),
+}  # fmt: skip
+
+
+def blocks(library: str) -> None:
+    with math_mode("tf32", frameworks=[library]), fp32_guard(frameworks=[library]):
+        pass
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_pytorch_at_every_step(switches: Switches, state: str) -> None:
+    blocks("torch")  # imports modules
+    STATES[state](switches)
+    before = switches.read()
+
+    def check() -> None:
+        assert switches.read() == before
+
+    assert interrupts.count(lambda: blocks("torch"), check, RuntimeError) > 50
+
+
+def test_jax_at_every_step(jax: Any) -> None:
+    def check() -> None:
+        assert jax.config.jax_default_matmul_precision is None
+        # The thread has no setting, so that it follows the process.
+        jax.config.update("jax_default_matmul_precision", "tensorfloat32")
+        assert jax.config.jax_default_matmul_precision == "tensorfloat32"
+        jax.config.update("jax_default_matmul_precision", None)
+
+    assert interrupts.count(lambda: blocks("jax"), check, RuntimeError) > 50

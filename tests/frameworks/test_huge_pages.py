@@ -82,3 +82,13 @@ def test_a_refusal_and_small_results_go_unnoticed(recorder: Recorder) -> None:
     assert len(recorder.calls) == 1
     assert (lowprec.matmul(a, a[1:].T) == torch.full((1024, 1023), 4.0)).all()
     assert len(recorder.calls) == 1
+
+
+def test_a_system_without_huge_pages_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    torch_library._madvise.cache_clear()
+    try:
+        torch_library.request_huge_pages(0, 64 * PAGE)
+        assert torch_library._madvise() is None
+    finally:
+        torch_library._madvise.cache_clear()

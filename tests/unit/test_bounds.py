@@ -1,6 +1,11 @@
-"""Guaranteed errors: their formulas, and the conditions under which they hold."""
+"""Each term of a guaranteed error, by hand from the derivations in ``planning.bounds`` and ``planning.split_bounds``.
+
+Experiments show that a bound holds; most terms are too small next to others for an experiment to miss them.
+"""
 
 from __future__ import annotations
+
+from math import prod, sqrt
 
 import numpy as np
 import pytest
@@ -8,9 +13,207 @@ import pytest
 import lowprec
 from lowprec.formats import BFLOAT16, FLOAT16, FLOAT32, TF32, DType
 from lowprec.modes import MathMode
+from lowprec.planning import ErrorBound, split_bounds
 from lowprec.planning.bounds import MAX_K_INT8, error_bound, holds
-from lowprec.planning.split_bounds import gamma
 from support.machines import ROWS
+
+F32, C64, F16 = DType.FLOAT32, DType.COMPLEX64, DType.FLOAT16
+HOPPER = (9, 0)
+
+#: Half the spacing of float32 near zero, and its smallest normal number.
+HALF_STEP, NORMAL = 2.0**-150, 2.0**-126
+
+
+def gamma(count: float) -> float:
+    return count * 2.0**-24 / (1 - count * 2.0**-24)
+
+
+def joint(*errors: float) -> float:
+    return prod(1 + x for x in errors) - 1
+
+
+def check(bound: ErrorBound, relative: float, operand_loss: float, result_loss: float, components: int = 1) -> None:
+    """Compare with losses that are carried through the roundings that follow, and count in each component."""
+    carried = (1 + relative) * components
+    expected = (relative, carried * operand_loss, carried * result_loss)
+    found = (bound.relative, bound.operand_absolute, bound.result_absolute)
+    assert found == pytest.approx(expected, rel=1e-9, abs=0)
+
+
+# -- one product ----------------------------------------------------------------------------------
+
+
+def test_complex_numbers() -> None:
+    # 2 k products in each component; sqrt(2) on their gamma, and 2 on what underflows.
+    bound = error_bound(MathMode.BF16, C64, C64, 3, ROWS["numpy"])
+    check(bound, joint(sqrt(2) * gamma(6), 2.0**-8, 2.0**-8), 2.0**-134, 6 * HALF_STEP, 2)
+
+
+def test_narrow_results() -> None:
+    bound = error_bound(MathMode.FP32, F32, F16, 8, ROWS["numpy"])
+    check(bound, joint(gamma(8), 2.0**-11), 0, 8 * HALF_STEP + 2.0**-25)
+
+
+def test_pairs_of_parts_on_tile_units() -> None:
+    # 17 roundings and one for each 32 of k; 3 additions of 4 sums. 4 k products may be flushed, and each operand.
+    bound = error_bound(MathMode.TF32, F32, F32, 64, ROWS["bf16_amx_pair"])
+    relative = joint(gamma(17 + 2 + 3), 2.0**-11, 2.0**-11)
+    check(bound, relative, NORMAL, 4 * 64 * NORMAL)
+
+
+def test_scaled_rows() -> None:
+    # Below the normal range 2^-39 of a row's largest number is lost, sqrt(k) times; scaling back may meet a subnormal.
+    k = 2**20
+    lost = 2.0**-11 + 2.0**-39 * 2**10
+    bound = error_bound(MathMode.FP16, F32, F32, k, ROWS["numpy"])
+    check(bound, joint(gamma(k), lost, lost), 0, 2 * HALF_STEP)
+
+
+# -- tensor cores ---------------------------------------------------------------------------------
+# On Hopper a group of 16 products (8 of TF32) costs (16 + 1) / 2 + 2 units (9 / 2 + 2).
+
+
+def test_scaled_rows_on_tensor_cores() -> None:
+    # What is aligned early: 2^-27 sqrt(k) of the norms.
+    k = 1024
+    lost, cut = 2.0**-11 + 2.0**-39 * 32, gamma(64 * 10.5)
+    bound = error_bound(MathMode.FP16, F32, F32, k, ROWS["cublaslt"], capability=HOPPER)
+    check(bound, joint(cut, lost, lost, cut * 2.0**-27 * 32), 0, 2 * HALF_STEP)
+
+
+def test_bfloat16_on_tensor_cores() -> None:
+    # Half a bfloat16 step near zero, and nu of each operand; of each product the spacing of a cut result.
+    cut = gamma(11)
+    bound = error_bound(MathMode.BF16, F32, F32, 16, ROWS["cublaslt"], capability=HOPPER)
+    check(bound, joint(cut, 2.0**-8, 2.0**-8), 2.0**-134 + cut * NORMAL, 16 * 2.0**-148)
+
+
+def test_float16_data_on_tensor_cores() -> None:
+    # nu is 2^-14, and products never underflow: all that is lost is aligned early.
+    cut = gamma(21)
+    bound = error_bound(MathMode.FP32, F16, F32, 32, ROWS["cublaslt"], capability=HOPPER)
+    check(bound, cut, cut * 2.0**-14, cut * 32 * 2.0**-28)
+
+
+def test_tf32_data_is_cut_where_it_is_not_split() -> None:
+    # Truncation, the worst case, loses 2^-10, and near zero twice as much as rounding.
+    cut = gamma(7)
+    bound = error_bound(MathMode.TF32, F32, F32, 8, ROWS["cublaslt"], capability=HOPPER)
+    check(bound, joint(cut, 2.0**-10, 2.0**-10), 2.0**-136 + cut * NORMAL, 8 * 2.0**-148)
+    # Parts are rounded before: 2 operands' losses of 2^-137; 1 + 2 parts that are aligned early.
+    split = error_bound(MathMode.TF32X3, F32, F32, 8, ROWS["cublaslt"], capability=HOPPER)
+    high, low = 1 + 2.0**-11, 2.0**-11
+    fixed = 2 * 2.0**-23 + 2.0**-46 + low * low
+    relative = fixed + 2 * high * low * gamma(7 + 2) + high**2 * gamma(7 + 1)
+    early = 3 * gamma(8) * NORMAL
+    check(split, relative, 2 * 2.0**-137 + early, (3 * 8 + 2) * 2.0**-148)
+
+
+# -- products of parts ----------------------------------------------------------------------------
+
+
+def test_two_parts() -> None:
+    # The sums of the small products are added twice, that of the large one once; what is not formed is low times low.
+    high, low = 1 + 2.0**-8, 2.0**-8
+    fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
+    relative = fixed + 2 * high * low * gamma(5 + 2) + high**2 * gamma(5 + 1)
+    bound = error_bound(MathMode.BF16X3, F32, F32, 5, ROWS["numpy"])
+    # Underflow: twice what one part loses; 3 k products and two sums that are added.
+    check(bound, relative, 2 * 2.0**-134, (3 * 5 + 2) * HALF_STEP)
+
+
+def test_three_parts() -> None:
+    # They hold a float32, and nothing is left.
+    w = (1 + 2.0**-8, 2.0**-8, 2.0**-17)
+    dropped = 2 * w[1] * w[2] + w[2] ** 2
+    # (0, 2) and (1, 1) are added 5 times, each later one once less.
+    relative = dropped + sum(
+        w[i] * w[j] * gamma(9 + added)
+        for i, j, added in ((0, 2, 5), (1, 1, 5), (2, 0, 4), (0, 1, 3), (1, 0, 2), (0, 0, 1))
+    )
+    bound = error_bound(MathMode.BF16X6, F32, F32, 9, ROWS["numpy"])
+    check(bound, relative, 2 * 2.0**-134, (6 * 9 + 5) * HALF_STEP)
+
+
+def test_scaled_parts() -> None:
+    k = 64
+    lost = 2.0**-39 * 8  # and of the rest 2^-11 of it
+    high, low, rest = 1 + 2.0**-11 + lost, 2.0**-11 + lost, 2.0**-23 + lost * 2.0**-11
+    fixed = 2 * rest + rest**2 + low * low
+    relative = fixed + 2 * high * low * gamma(k + 2) + high**2 * gamma(k + 1)
+    bound = error_bound(MathMode.FP16X3, F32, F32, k, ROWS["numpy"])
+    check(bound, relative, 0, 2 * HALF_STEP)
+
+
+def test_the_sum_of_the_parts() -> None:
+    # Karatsuba: 2^-11 (h + l) (h + l) with the sums rounded; two of the factors are no powers of two.
+    k, u = 64, 2.0**-11
+    lost = 2.0**-39 * 8
+    high, low, rest = 1 + u + lost, 1 + lost / u, 2.0**-23 + lost * u
+    both = (1 + u) * (high + low)
+    fixed = 2 * rest + rest**2 + u * (both**2 - (high + low) ** 2)
+    relative = (
+        fixed
+        + u * (1 - u) * low**2 * gamma(k + 2 + 1)
+        + u * both**2 * gamma(k + 2)
+        + (1 - u) * high**2 * gamma(k + 1 + 1)
+    )
+    bound = error_bound(MathMode.FP16_KARATSUBA, F32, F32, k, ROWS["numpy"])
+    check(bound, relative, 0, 2 * HALF_STEP)
+
+
+@pytest.mark.parametrize(("k", "length", "chunks"), [(768, 768, 1), (769, 448, 2), (2000, 704, 3)])
+def test_chunks_on_fp32_units(k: int, length: int, chunks: int) -> None:
+    # Of each chunk the sum is added, after the first.
+    bound = error_bound(MathMode.FP32, F32, F32, k, ROWS["fp32_avx512"])
+    check(bound, gamma(length + chunks - 1), 0, (k + chunks - 1) * HALF_STEP)
+
+
+def test_complex_numbers_on_fp32_units() -> None:
+    # Two sums of each chunk are added: of products of real parts, and of imaginary ones.
+    bound = error_bound(MathMode.FP32, C64, C64, 2000, ROWS["fp32_avx2"])
+    check(bound, sqrt(2) * gamma(704 + 2 * 3 - 1), 0, 2 * (2000 + 2) * HALF_STEP, 2)
+
+
+@pytest.mark.parametrize(("k", "length", "chunks"), [(101, 102, 1), (1536, 1536, 1), (6000, 1536, 4)])
+def test_parts_on_vector_units(k: int, length: int, chunks: int) -> None:
+    # An odd length takes an even number of roundings. Each chunk of a product is added, the smallest first.
+    high, low = 1 + 2.0**-8, 2.0**-8
+    fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
+    counts = [length + 3 * chunks - after for after in (1, 1, 2)]
+    relative = fixed + high * low * (gamma(counts[0]) + gamma(counts[1])) + high**2 * gamma(counts[2])
+    bound = error_bound(MathMode.BF16X3, F32, F32, k, ROWS["bf16_avx512"])
+    check(bound, relative, 2 * NORMAL, (3 * (k + chunks - 1) + 2) * NORMAL)
+
+
+def test_pairs_that_are_rounded_to_odd() -> None:
+    # Twice the error of each of 2 roundings, whose variance is that of 4 times as many.
+    bound = error_bound(MathMode.FP32, DType.BFLOAT16, F32, 100, ROWS["bf16_neon"])
+    check(bound, gamma(8 * 50), NORMAL, 100 * NORMAL)
+
+
+def test_parts_on_tile_units() -> None:
+    # 17 roundings and one for each 32 of a chunk of 1536, of which there are 4.
+    high, low = 1 + 2.0**-8, 2.0**-8
+    fixed = 2 * 2.0**-17 + 2.0**-34 + low * low
+    counts = [17 + 48 + 3 * 4 - after for after in (1, 1, 2)]
+    relative = fixed + high * low * (gamma(counts[0]) + gamma(counts[1])) + high**2 * gamma(counts[2])
+    bound = error_bound(MathMode.BF16X3, F32, F32, 6000, ROWS["bf16_amx"])
+    check(bound, relative, 2 * NORMAL, (3 * (6000 + 3) + 2) * NORMAL)
+
+
+# -- norms ----------------------------------------------------------------------------------------
+
+
+def test_underflow_of_both_operands_is_in_the_bound_of_the_norms() -> None:
+    # Of operands that are lost altogether, k products of two losses in each of m n elements.
+    bound = ErrorBound(0.5, 2.0**-10, 2.0**-30, 4, "", "", "", unconditional=True)
+    assert bound.frobenius(0, 0, 9, 16) == 12 * (4 * 2.0**-20 + 2.0**-30)
+    assert bound.frobenius(8, 0, 9, 16) == 12 * (4 * 2.0**-20 + 2.0**-30) + 2 * 4 * 8 * 2.0**-10
+    assert bound.frobenius(8, 4, 0, 0) == 16
+
+
+# -- formulas, and the conditions under which bounds hold ------------------------------------------
 
 MODES = (MathMode.FP32, MathMode.TF32, MathMode.BF16, MathMode.FP16)
 
@@ -62,7 +265,7 @@ def test_sums_of_no_or_one_product():
 def test_sums_too_long_for_the_accumulator_have_no_bound():
     bound = error_bound(MathMode.FP32, DType.FLOAT32, DType.FLOAT32, 2**24, ROWS["numpy"])
     assert bound.relative == np.inf
-    assert gamma(2**24 - 1, FLOAT32) == 2**24 - 1
+    assert split_bounds.gamma(2**24 - 1, FLOAT32) == 2**24 - 1
 
 
 def test_no_mode_depends_on_the_range_of_the_data():

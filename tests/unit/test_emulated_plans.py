@@ -131,6 +131,25 @@ def test_rtol_takes_bf16x9_by_the_bound_of_fp32_and_never_fp64_emulated() -> Non
     assert only.mode is MathMode.FP32
 
 
+def test_predictions_show_it() -> None:
+    a, b = lowprec.ShapeDtype((256, 4096), "float32"), lowprec.ShapeDtype((4096, 4096), "float32")
+    made = lowprec.plan(a, b, math_mode="bf16x9", device="sm_100")
+    text = " ".join(str(made).split())
+    assert "kernel cublaslt_bf16x9: cuBLASLt's BF16x9 emulation of FP32" in text
+    assert "compute type COMPUTE_32F_EMULATED_16BFX9" in text
+    assert "a becomes float32, split by cuBLASLt into bfloat16 parts" in text
+    assert made.roofline is not None
+    # Nine products of bfloat16 numbers at the B200's peak rate.
+    assert made.roofline.arithmetic == pytest.approx(9 * 2 * 256 * 4096 * 4096 / 2250e12)
+    wide = lowprec.ShapeDtype((64, 64), "float64")
+    made = lowprec.plan(wide, wide, math_mode="fp64_emulated", device="rtx-5090")
+    assert made.compute_type == "COMPUTE_64F_EMULATED_FIXEDPOINT"
+    assert made.roofline is None, "the number of products depends on the data"
+    for device, mode in (("h100", "bf16x9"), ("rtx-5090", "bf16x9"), ("t4", "fp64_emulated")):
+        x = a if mode == "bf16x9" else wide
+        assert lowprec.plan(x, x if x is wide else b, math_mode=mode, device=device).passed_over
+
+
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "float16", "int8", "float64", "complex128"])
 def test_on_the_cpu_fp64_emulated_is_the_same_as_fp32(dtype: str) -> None:
     """Which computes float64 operands in FP64."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowprec.policy import environment, fp32_guard, process
+from lowprec.policy import environment, fp32_guard, math_mode, process
 from lowprec.policy.protocol import Tier
 from support.synthetic_library import Library, WithDefault
 
@@ -50,6 +50,17 @@ def test_a_mode_does_not_lower_below_a_guard(library: Library, guard: str, monke
             environment.refresh()
         assert "an open fp32_guard keeps it at full FP32" in str(process.set_library("one", "tf32"))
         assert library.is_as_before
+
+
+def test_blocks_come_back_to_it_and_not_below_the_guard(register: Any) -> None:
+    library = register()
+    process.set_library("one", "tf32")
+    with fp32_guard(frameworks=["one"]):
+        assert library.is_full
+    assert set(library.values.values()) == {"tf32"}
+    process.set_library("one", "fp32_guard")
+    with math_mode("tf32", frameworks=["one"]):
+        assert library.is_full
 
 
 @pytest.mark.parametrize("order", ["tf32", "fp32_guard"])

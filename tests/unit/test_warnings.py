@@ -78,6 +78,13 @@ def test_other_calls_give_no_warning(call: Callable[[], Any], first: None) -> No
     assert given(call) == []
 
 
+def test_a_mode_of_a_scope_gives_no_warning_in_pytorch(first: None) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+    with lowprec.math_mode("bf16"):
+        assert given(lambda: lowprec.matmul(x, x).sum().backward()) == []
+
+
 def test_dask_warns_where_the_graph_is_made(first: None) -> None:
     da = pytest.importorskip("dask.array", reason="dask is not installed")
     x = da.ones((4, 4), chunks=2)
