@@ -12,7 +12,7 @@ import pytest
 from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
 from lowprec import ArrayError, MathMode, ModeError, ShapeError, get_math_mode
-from lowprec.amp import LossScaler, MasterWeights, PrecisionSchedule, SettingError
+from lowprec.amp import LossScaler, MasterWeights, Policy, PrecisionSchedule, SettingError
 from lowprec.arrays.namespaces import dtype_name
 
 
@@ -55,6 +55,19 @@ def test_a_rule_may_write_in_place() -> None:
     found = weights.update(rule, {"w": np.ones(2, np.float16)}, rate=0.5)
     assert (weights.masters["w"] == 0.5).all()
     assert (found["w"] == np.float16(0.5)).all()
+
+
+def test_norms_and_other_types_keep_theirs() -> None:
+    params = {
+        "norm": np.ones(2, np.float32),
+        "w": np.ones(2, np.float32),
+        "exact": np.ones(1),
+        "steps": np.ones(1, np.int32),
+    }
+    weights = MasterWeights(params, Policy.preset("O2", half="bfloat16"))
+    types = {name: x.dtype.name for name, x in weights.params.items()}
+    assert types == {"norm": "float32", "w": "bfloat16", "exact": "float64", "steps": "int32"}
+    assert {x.dtype.name for x in weights.masters.values()} == {"float32", "float64", "int32"}
 
 
 def test_a_rule_that_fails_changes_nothing() -> None:

@@ -47,6 +47,14 @@ def test_plan_sees_the_order_of_a_file(command: Command, tmp_path: Path, files: 
     assert (found["layout"]["a"]["order"], found["layout"]["b"]["order"]) == ("col", "row")
 
 
+def test_plan_of_shapes(command: Command) -> None:
+    words = ("plan", "--shapes", "2x1024x512", "512X2048", "--dtype", "bfloat16", "--json")
+    found = _json(command(*words))
+    assert found["out_shape"] == [2, 1024, 2048]
+    assert found["out_dtype"] == "bfloat16"
+    assert found["mode_has_effect"] is False
+
+
 def test_plan_for_a_gpu_that_is_not_here(command: Command, files: Files) -> None:
     for words in ([*files], ["--shapes", "24x8", "8x16"]):
         found = _json(command("plan", *words, "--mode", "bf16", "--device", "H200", "--json"))
@@ -172,6 +180,14 @@ def test_check_of_double_files_as_single(command: Command, tmp_path: Path, files
     np.save(wide, np.load(files[0]).astype(np.float64))
     found = _json(command("check", wide, files[1], "--dtype", "float32", "--rounds", "1", "--json"))
     assert found["cases"][0]["a"]["dtype"] == "float32"
+
+
+def test_check_of_several_sizes(command: Command) -> None:
+    words = ("check", "--sizes", "16,8x4x2", "--rounds", "1", "--modes", "bf16", "--json")
+    cases = _json(command(*words))["cases"]
+    kinds = ("normal", "positive", "wide")
+    assert [case["name"] for case in cases] == [f"{k} {s}" for s in ("16", "8x4x2") for k in kinds]
+    assert [case["a"]["shape"] for case in cases] == [[16, 16]] * 3 + [[8, 4]] * 3
 
 
 def test_a_busy_machine_is_reported(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import lowprec
+from lowprec.checking.comparison import seconds
 from lowprec.cli import main, output
 from lowprec.cli.commands import check
 from lowprec.util.tables import Table, plain_text
@@ -78,6 +79,13 @@ def test_the_bar_reports_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
         step("normal, fp32")
         step("normal, tf32")
     assert "check: normal, tf32" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0, "0.00 us"), (2.5e-6, "2.50 us"), (1e-3, "1.00 ms"), (0.1234, "123 ms"), (250.0, "250 s")]
+)
+def test_seconds(value: float, shown: str) -> None:
+    assert seconds(value) == shown
 
 
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
