@@ -60,14 +60,6 @@ def test_shares_are_those_of_rounding_each_number() -> None:
         assert (shares.lost, shares.subnormal, shares.overflow) == expected, shares
 
 
-def test_the_histogram_counts_exponents() -> None:
-    values = np.float32([1.0, 1.5, -2.0, 0.0, np.inf, np.nan, 2.0**-149])
-    report = gradient_report(values)
-    assert report.exponents == {-149: 1, 0: 2, 1: 1}
-    assert (report.zeros, report.nonfinite) == (1, 2)
-    assert (report.smallest, report.largest) == (2.0**-149, 2.0)
-
-
 @pytest.mark.parametrize(
     ("largest", "expected"),
     [

@@ -140,11 +140,3 @@ def test_json_holds_all_that_was_measured(command: Command, gpu: list[tuple[Any,
     }  # fmt: skip
     assert [x["rank"] for x in result["timed"]] == [2, 1, 0]
     assert result["timed"][0] == {"rank": 2, "median_ms": 0.5, "algorithm": "id 66"}
-
-
-def test_a_device_without_a_choice_says_so(
-    command: Command, gpu: list[tuple[Any, Any, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module.tuning, "autotune", lambda a, b, **_: AutotuneResult("a product", "cuda:0", ()))
-    monkeypatch.setenv("COLUMNS", "200")
-    assert command(*WORDS).out.splitlines()[-1].endswith("nothing to choose")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,14 +80,6 @@ def test_plan_within_rtol_lists_the_candidates(command: Command) -> None:
     assert [c["mode"] for c in taken] == [found["mode"]]
     assert taken[0]["bound"] <= 1e-2
     assert found["mode"] in command(*words).out
-
-
-def test_a_forced_mode_is_reported(command: Command, files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWPREC_FORCE_MATH_MODE", "bf16")
-    done = command("plan", *files, "--mode", "fp32")
-    assert done.code == 0
-    assert "bf16, from LOWPREC_FORCE_MATH_MODE" in done.out
-    assert "LOWPREC_FORCE_MATH_MODE=bf16 overrules fp32" in done.out
 
 
 # -- info -----------------------------------------------------------------------------------------
@@ -204,3 +198,84 @@ def test_a_busy_machine_is_reported(command: Command, monkeypatch: pytest.Monkey
     assert ratios
     assert all(ratio.startswith("~") for ratio in ratios)
     assert json.loads(command(*CHECK, "--json").out)["load_average"] == 99
+
+
+# -- check --csv, check --plot -----------------------------------------------------------------------
+
+EXPORTED = ("check", "--sizes", "16", "--rounds", "3", "--modes", "tf32,fp16")
+SIZES = ("check", "--sizes", "8,16", "--rounds", "1", "--dtype", "int8")
+
+
+@pytest.mark.parametrize("words", [EXPORTED, SIZES])
+def test_csv_has_the_rows_of_json(command: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = command(*words, "--csv", tmp_path / "out.csv", "--json")
+    found = json.loads(done.out)
+    rows = [{"case": case["name"], **row} for case in found["cases"] for row in case["rows"]]
+    with (tmp_path / "out.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert len(read) == len(rows)
+    for line, row in zip(read, rows, strict=True):
+        assert {key: line[key] for key in row} == {
+            key: "" if value is None else str(value) for key, value in row.items()
+        }
+
+
+@pytest.mark.parametrize("words", [EXPORTED, SIZES])
+@pytest.mark.parametrize(("suffix", "begins"), [("svg", b"<?xml"), ("PNG", b"\x89PNG")])
+def test_plot(command: Command, tmp_path: Path, words: tuple[str, ...], suffix: str, begins: bytes) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / f"out.{suffix}"
+    assert command(*words, "--plot", path).code == 0
+    assert path.read_bytes().startswith(begins)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that a command would write."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
+    return figures
+
+
+def test_the_plot_of_check_has_every_error_and_bound(command: Command, drawn: list[Any], tmp_path: Path) -> None:
+    cases = json.loads(command(*EXPORTED, "--plot", tmp_path / "out.svg", "--json").out)["cases"]
+    (figure,) = drawn
+    assert [panel.get_title() for panel in figure.axes] == [case["name"] for case in cases]
+    for panel, case in zip(figure.axes, cases, strict=True):
+        bounds, *named = panel.lines
+        expected = [[row["speedup"], row["bound"]] for row in case["rows"]]
+        assert bounds.get_xydata().tolist() == expected
+        points = {line.get_label(): line.get_xydata().tolist() for line in named}
+        assert points == {row["mode"]: [[row["speedup"], row["scaled_error"]]] for row in case["rows"]}
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["guaranteed bound", "fp32", "tf32", "fp16"]
+
+
+def test_refused_before_anything_is_measured(refused: Callable[..., str]) -> None:
+    assert "chosen by the suffix of the path, got 'out.txt'" in refused("check", "--plot", "out.txt")
+
+
+def test_a_missing_matplotlib_is_named(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    assert 'pip install "lowprec[plot]"' in refused("check", "--plot", tmp_path / "out.svg")
+
+
+def test_no_two_modes_look_alike(command: Command, drawn: list[Any], tmp_path: Path) -> None:
+    words = ("--sizes", "16,8", "--rounds", "1", "--distribution", "normal")
+    assert command("check", *words, "--plot", tmp_path / "out.svg").code == 0
+    above, below = drawn[0].axes
+    looks = {(line.get_color(), line.get_marker()) for line in above.lines}
+    assert len(looks) == len(above.lines) == len(below.lines) == len(available_modes()) - 1, "all but fp64_emulated"
+
+
+def test_matplotlib_is_not_loaded_without_a_plot(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert command(*EXPORTED, "--csv", tmp_path / "out.csv").code == 0

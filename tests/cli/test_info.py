@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.arrays import libraries
 from lowprec.backends.cpu import cpuinfo, library
 from lowprec.backends.cpu.kernel_rows import BF16_AVX512, INT8_AVX512, kernels_of
 from lowprec.checking.measure import load
@@ -37,17 +36,8 @@ def _named(entries: list[dict[str, object]], name: str) -> dict[str, object]:
     return next(e for e in entries if e["name"] == name)
 
 
-def test_the_public_name_is_the_function() -> None:
-    assert lowprec.info is info
-
-
 #: What the kernels for AVX-512 need.
 AVX512 = frozenset({"avx2", "fma", "avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
-
-
-def test_everything_is_ready_for_json() -> None:
-    found = info()
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
 def test_versions_are_those_installed() -> None:
@@ -69,15 +59,6 @@ def test_the_cpu_is_this_one() -> None:
     assert 1 <= cpu["threads"] <= cpu["affinity"] <= cpu["cores"]
     present = {s["name"] for s in cpu["instruction_sets"] if s["present"]}
     assert present == cpuinfo.cpu_flags() & {s["name"] for s in cpu["instruction_sets"]}
-
-
-def test_tile_units_are_reported_as_the_plan_uses_them() -> None:
-    (cpu,) = info()["devices"]
-    a = np.ones((512, 512), np.float32)
-    uses = lowprec.plan(a, a, math_mode="bf16").kernel == "bf16_amx"
-    # After the plan, which has asked the machine.
-    (cpu,) = info()["devices"]
-    assert any(s["used"] for s in cpu["instruction_sets"] if s["name"] == "amx_bf16") is uses
 
 
 def test_measurements_name_the_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,16 +100,6 @@ def test_a_variable_changed_too_late_is_a_warning(monkeypatch: pytest.MonkeyPatc
     found = info()
     assert found["mode"]["name"] == "fp32"
     assert any("LOWPREC_MATH_MODE" in w and "'bf16' now" in w for w in found["warnings"])
-
-
-def test_every_variable_is_reported() -> None:
-    names = [v.name for v in environment.VARIABLES]
-    assert [v["name"] for v in info()["environment"]] == names
-
-
-def test_array_libraries_are_reported_from_their_rows() -> None:
-    named = {entry["name"] for entry in info()["libraries"] if entry["role"] == "arrays"}
-    assert named == set(libraries.OPTIONAL)
 
 
 # -- machines unlike this one ---------------------------------------------------------------------

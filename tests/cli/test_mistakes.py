@@ -31,25 +31,17 @@ PRODUCT = ("plan", "A.npy", "B.npy")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("multiply",), "invalid choice: 'multiply'"),
         (("chek",), "invalid choice: 'chek'; did you mean 'check'?"),
-        (("Check",), "did you mean 'check'?"),
         (("check", "--distribution", "wid"), "invalid choice: 'wid'; did you mean 'wide'?"),
         ((*PRODUCT, "--mode", "ft32"), "did you mean 'tf32'?"),
-        ((*PRODUCT, "--mode", "FP23"), "did you mean 'fp32'?"),
         (("check", "--modes", "tf32,bf61"), "did you mean 'bf16'?"),
         ((*PRODUCT, "--dtype", "bflaot16"), "did you mean 'bfloat16'?"),
         (("info", "--verbose"), "unrecognized arguments: --verbose"),
-        (("info", "--js"), "unrecognized arguments: --js"),
-        ((*PRODUCT, "--mode", "nonsense"), "'nonsense' is not a math mode; choose one of: fp32, "),
         ((*PRODUCT, "--bound", "likely"), "invalid choice: 'likely'"),
         ((*PRODUCT, "--bound", "probable"), "needs rtol=; pass both"),
         ((*PRODUCT, "--k-chunk", "0"), "is not a whole number of at least 1"),
-        ((*PRODUCT, "--dtype", "float31"), "'float31' is not supported"),
         ((*PRODUCT, "--rtol", "tight"), "invalid float value: 'tight'"),
         ((*PRODUCT, "--rtol", "-1"), "rtol must be a positive finite number"),
-        ((*PRODUCT, "--rtol", "nan"), "rtol must be a positive finite number"),
-        ((*PRODUCT, "--rtol", "inf"), "rtol must be a positive finite number"),
         ((*PRODUCT, "--rtol", "1e-30"), "no math mode guarantees rtol"),
         ((*PRODUCT, "--rtol", "1e-2", "--mode", "tf32"), "exclude each other"),
         ((*PRODUCT, "--out-dtype", "int8"), "out_dtype int8 is not supported"),
@@ -63,22 +55,17 @@ PRODUCT = ("plan", "A.npy", "B.npy")
         (("check", "A.npy"), "give two .npy files, or none"),
         (("check", "A.npy", "B.npy", "--sizes", "8"), "--sizes is for random operands"),
         (("check", "A.npy", "B.npy", "--distribution", "wide"), "--distribution is for random"),
-        (("check", "--distribution", "odd"), "invalid choice: 'odd'"),
         (("check", "--sizes", "0"), "'0' is not one extent (1024) or three"),
-        (("check", "--sizes", "8,4x0x4"), "'4x0x4' is not one extent (1024) or three"),
         (("check", "--sizes", "8x8"), "is not one extent (1024) or three"),
-        (("check", "--modes", "tf32,nonsense"), "'nonsense' is not a math mode"),
         (("check", "--rounds", "0"), "'0' is not a whole number of at least 1"),
         (("check", "--budget", "soon"), "'soon' is not a number of seconds"),
         (("check", "--seed", "x"), "'x' is not a whole number"),
         (("check", "--dtype", "float64"), "products of float64 have no wider reference"),
         (("check", "float64.npy", "float64.npy"), "check the operands rounded to float32"),
         (("check", "--sizes", "99999999999"), "not enough memory: "),
-        (("check", "--sizes", "99999999999", "--dtype", "int8"), "not enough memory: "),
         (("check", "--sizes", "9" * 5000), "is too large"),
         (("plan", "--shapes", "2x" + "9" * 30, "2x2"), "is too large"),
         (("check", "--seed", "9" * 5000), "is too large"),
-        (("check", "--dtype", "float31"), "'float31' is not supported"),
     ],
 )
 def test_words(refused: Refused, words: tuple[str, ...], says: str) -> None:
@@ -134,11 +121,3 @@ def test_environment_variable(
     assert variable in message
     assert "'fp17'" in message
     assert "fp32, fp32_pedantic, fp64, tf32" in message
-
-
-def test_too_little_memory(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*args: object, **kwargs: object) -> None:
-        raise MemoryError("Unable to allocate 8 EiB")
-
-    monkeypatch.setattr(np.lib.format, "read_array", load)
-    assert "not enough memory: Unable to allocate 8 EiB" in refused("check", "A.npy", "B.npy")

@@ -38,15 +38,6 @@ def _terminal(monkeypatch: pytest.MonkeyPatch, stream: str) -> _Terminal:
     return terminal
 
 
-def test_plain_text_is_aligned() -> None:
-    assert plain_text(TABLE).splitlines() == [
-        "Sizes [of things]",
-        "  name        n",
-        "  [bold]a     8",
-        "  bc       1024",
-    ]
-
-
 def test_no_terminal_no_drawing(capsys: pytest.CaptureFixture[str]) -> None:
     output.print_tables([TABLE])
     assert capsys.readouterr().out == plain_text(TABLE) + "\n"

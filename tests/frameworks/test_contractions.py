@@ -87,23 +87,6 @@ def test_einsum_of_anything(data: st.DataObject) -> None:
     np.testing.assert_array_equal(lowprec.einsum(subscripts, *operands), np.einsum(subscripts, *operands))
 
 
-@pytest.mark.parametrize("subscripts", ["ab,bc->ac", "ab->a", "ab,cb->", "ab,ab->ab"])
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.complex64, np.float64])
-def test_einsum_keeps_the_type(subscripts: str, dtype: Any) -> None:
-    operands = operands_of(subscripts, dtype)
-    found = lowprec.einsum(subscripts, *operands)
-    assert found.dtype == dtype
-    wide = np.complex128 if dtype is np.complex64 else np.float64
-    true = np.einsum(subscripts, *(x.astype(wide) for x in operands))
-    np.testing.assert_array_equal(np.asarray(found).astype(wide), true)
-
-
-def test_a_sum_over_an_axis_of_one_operand_is_added_in_fp32() -> None:
-    """4096 ones and a 1: in bfloat16 a running sum would stop at 256."""
-    x = np.ones((2, 4096), ml_dtypes.bfloat16)
-    assert lowprec.einsum("ab->a", x).tolist() == [4096, 4096]
-
-
 def test_int8_is_summed_in_int32() -> None:
     x = np.full((3, 4), 127, np.int8)
     for subscripts in ("ab,cb->ac", "ab,ab->ab"):
@@ -154,14 +137,6 @@ def test_einsum_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opt_einsum", None)
     with pytest.raises(lowprec.UnsupportedError, match=r"lowprec\[einsum\]"):
         lowprec.einsum("ab,bc->ac", np.ones((7, 11)), np.ones((11, 13)))
-
-
-def test_a_recipe_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = operands_of("ab,bc->ca")
-    lowprec.einsum("ab,bc->ca", *operands)
-    before = recipes.recipe.cache_info().misses
-    lowprec.einsum("ab,bc->ca", *operands)
-    assert recipes.recipe.cache_info().misses == before
 
 
 # -- tensordot, vecdot, linear --------------------------------------------------------------------
@@ -248,6 +223,8 @@ def test_linear_reports_which_shapes_do_not_fit(xp: ArrayNamespace) -> None:
     x, weight = xp.asarray(draw(0, 3, 4)), xp.asarray(draw(0, 2, 4))
     with pytest.raises(lowprec.ShapeError, match=r"x has shape \(3, 4\), but the weight takes \(..., 6\)"):
         lowprec.linear(x, xp.asarray(draw(0, 5, 6)))
+    with pytest.raises(lowprec.ShapeError, match=r"shape \(n, k\), got \(1, 2, 4\)"):
+        lowprec.linear(x, weight[None])
     with pytest.raises(lowprec.ShapeError, match=r"bias has shape \(3,\), but the weight gives \(2,\)"):
         lowprec.linear(x, weight, xp.asarray(draw(0, 3)))
 
@@ -259,11 +236,6 @@ def test_linear(xp: ArrayNamespace) -> None:
     np.testing.assert_array_equal(xp.to_numpy(found), np.maximum(x @ weight.T + bias, 0))
     found = lowprec.linear(xp.asarray(x), xp.asarray(weight), bias=xp.asarray(bias))
     np.testing.assert_array_equal(xp.to_numpy(found), x @ weight.T + bias)
-
-
-def test_linear_refuses_a_stack_of_weights() -> None:
-    with pytest.raises(lowprec.ShapeError, match=r"shape \(n, k\), got \(1, 2, 3\)"):
-        lowprec.linear(np.ones(3), np.ones((1, 2, 3)))
 
 
 # -- libraries of the Array API -------------------------------------------------------------------

@@ -260,12 +260,6 @@ def test_torch_computes_in_full_fp32(function: str, units: str, medium: Any, rng
         assert float(medium.linalg.norm(lowered - full) / medium.linalg.norm(full)) > 1e-4
 
 
-def test_torchs_switch_is_restored_after_an_exception(medium: Any) -> None:
-    with pytest.raises(medium.linalg.LinAlgError, match="singular"):
-        linalg.inv(medium.zeros(3, 3))
-    assert medium.get_float32_matmul_precision() == "medium"
-
-
 def test_torch_records_gradients(torch: Any) -> None:
     a = (torch.eye(3, dtype=torch.float64) * 2).requires_grad_()
     linalg.det(a).backward()
@@ -284,13 +278,6 @@ def test_jax_compiles_at_the_highest_precision(jax: Any) -> None:
         assert "precision = [DEFAULT, DEFAULT]" in unguarded, "what the guard is compared with"
         assert "precision = [HIGHEST, HIGHEST]" in program()
         assert "precision = [DEFAULT, DEFAULT]" not in program()
-        assert jax.config.jax_default_matmul_precision == "bfloat16"
-
-
-def test_jaxs_switch_is_restored_after_an_exception(jax: Any) -> None:
-    with jax.default_matmul_precision("bfloat16"):
-        with pytest.raises(ValueError, match="must have shape"):
-            linalg.inv(jax.numpy.ones((2, 3)))
         assert jax.config.jax_default_matmul_precision == "bfloat16"
 
 
@@ -360,16 +347,6 @@ def test_without_scipy(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = rf"^numpy \d.* has no function {function} \(.*scipy\..*\); scipy is not installed: .*pip install scipy"
     with pytest.raises(lowprec.UnsupportedError, match=text):
         getattr(linalg, function)(np.eye(2), *([np.eye(2)] * (function == "cdist")))
-
-
-def test_a_singular_matrix_is_handled_as_the_library_does(xp: ArrayNamespace) -> None:
-    a = xp.asarray(np.zeros((3, 3), np.float32))
-    if xp.name == "jax":
-        assert not np.isfinite(xp.to_numpy(linalg.inv(a))).any()
-        return
-    errors = xp.torch.linalg.LinAlgError if xp.name == "torch" else np.linalg.LinAlgError
-    with pytest.raises(errors, match="ingular"):
-        linalg.inv(a)
 
 
 # -- CuPy, and CUDA memory, without a GPU ---------------------------------------------------------

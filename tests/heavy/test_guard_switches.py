@@ -10,7 +10,6 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -96,31 +95,6 @@ def test_a_mode_sets_it_and_the_guard_takes_precedence(user: User) -> None:
     assert user.read() == before
     with pytest.warns(LowprecWarning, match=f"{user.name} has no switch for bf16"):
         math_mode("bf16", frameworks=[user.name]).__enter__().__exit__()
-
-
-def test_settings_made_inside_are_kept(user: User) -> None:
-    user.write([False] * len(user.read()))
-    guard = fp32_guard().__enter__()
-    user.write([True] * len(user.read()))
-    with pytest.warns(LowprecWarning, match=f"{user.name}: .*True (was|were) set inside.*kept"):
-        guard.__exit__()
-    assert all(user.read())
-
-
-def test_threads_that_overlap(user: User) -> None:
-    user.write([True] * len(user.read()))
-    guard = fp32_guard()
-
-    def run(_: int) -> int:
-        mistakes = 0
-        for _ in range(300):
-            with guard:
-                mistakes += any(user.read())
-        return mistakes
-
-    with ThreadPoolExecutor(8) as pool:
-        assert sum(pool.map(run, range(8))) == 0
-    assert all(user.read())
 
 
 def test_info_shows_it(user: User) -> None:

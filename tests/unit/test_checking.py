@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from html.parser import HTMLParser
 from typing import Any
+from xml.etree import ElementTree
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -28,31 +26,13 @@ def _idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
 
 
-class _Cells(HTMLParser):
-    """The cells of a table, and that everything that was opened is closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.rows: list[list[str]] = []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        assert tag in {"table", "caption", "thead", "tbody", "tr", "th", "td", "div"}
-        # Colours are the notebook's, so that a dark one is readable.
-        assert all("color" not in (value or "") for _, value in attrs)
-        self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1] in ("td", "th"):
-            self.rows[-1].append(data)
+def _cells(text: str) -> list[list[str]]:
+    """Return the rows of a table, in which everything that was opened is closed."""
+    elements = [*ElementTree.fromstring(f"<div>{text}</div>").iter()]
+    assert {x.tag for x in elements} <= {"table", "caption", "thead", "tbody", "tr", "th", "td", "div"}
+    # Colours are the notebook's, so that a dark one is readable.
+    assert not any("color" in value for x in elements for value in x.attrib.values())
+    return [[cell.text or "" for cell in x] for x in elements if x.tag == "tr"]
 
 
 def test_every_mode_has_a_row(a: np.ndarray) -> None:
@@ -71,30 +51,13 @@ def test_every_mode_has_a_row(a: np.ndarray) -> None:
     assert found.within
 
 
-def test_it_is_frozen_and_plain_values(a: np.ndarray) -> None:
-    found = lowprec.check(a, a, modes=["bf16"], rounds=1)
-    with pytest.raises(dataclasses.FrozenInstanceError, match="rows"):
-        found.rows = ()
-    values = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert values["a"] == {"dtype": "float32", "shape": [24, 24]}
-    assert [row["mode"] for row in values["rows"]] == ["fp32", "bf16"]
-    assert values["rows"][1]["verdict"] == "within"
-
-
-def test_it_prints(a: np.ndarray) -> None:
-    title, heading, fp32, bf16, *_ = str(lowprec.check(a, a, modes="bf16", rounds=1)).splitlines()
-    assert title == "check: float32 24x24 @ float32 24x24"
-    assert heading.split()[:3] == ["mode", "kernel", "time"]
-    assert (fp32.split()[0], bf16.split()[0]) == ("fp32", "bf16")
-
-
 def test_notebooks_show_the_same(a: np.ndarray) -> None:
     found = lowprec.check(a, a, modes=["tf32"], rounds=1)
-    heading, *rows = _Cells(found._repr_html_()).rows
+    heading, *rows = _cells(found._repr_html_())
     assert heading == found.table.headings
     assert rows == [list(row) for row in found.table.rows]
     plan = lowprec.plan(a, a, math_mode="tf32")
-    cells = dict(_Cells(plan._repr_html_()).rows)
+    cells = dict(_cells(plan._repr_html_()))
     assert cells["mode"] == "tf32, from math_mode= argument"
     # A row that is printed in lines is one in a notebook.
     assert "  ".join(cells["provided"].split()) in "  ".join(str(plan).split())
@@ -102,7 +65,7 @@ def test_notebooks_show_the_same(a: np.ndarray) -> None:
 
 def test_markup_is_escaped() -> None:
     text = html(Table("<i>", ["<b>"], [["</td><script>&"]]), ["<img>"])
-    assert _Cells(text).rows == [["<b>"], ["</td><script>&"]]
+    assert _cells(text) == [["<b>"], ["</td><script>&"]]
 
 
 def test_overflow_and_its_remark(a: np.ndarray) -> None:
@@ -114,19 +77,6 @@ def test_overflow_and_its_remark(a: np.ndarray) -> None:
     assert row.to_dict()["error"] is None
     for text in row.plan.fallbacks:
         assert f"fp16: {text}" in str(found)
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int8])
-def test_elements_on_which_no_mode_acts(a: np.ndarray, dtype: Any) -> None:
-    found = lowprec.check(a.astype(dtype), a.astype(dtype), rounds=1)
-    assert [row.name for row in found.rows] == ["float32 copies", np.dtype(dtype).name]
-    assert "has no effect" in str(found)
-
-
-def test_vectors_batches_and_views(a: np.ndarray) -> None:
-    assert lowprec.check(a[0], a[:, 1], modes=["bf16"], rounds=1).within
-    assert lowprec.check(np.broadcast_to(a, (3, 24, 24)), a.T, modes=["bf16"], rounds=1).within
-    assert lowprec.check(a[:0], a, modes=["bf16"], rounds=1).within
 
 
 def test_arrays_of_other_libraries(a: np.ndarray) -> None:
@@ -205,11 +155,3 @@ def test_a_narrow_table_omits_columns_then_is_shown_by_row() -> None:
     assert plain_text(table, 12) == "T\n  name  size\n  one     23"
     assert plain_text(table, 11) == "T\n  name\n  one"
     assert plain_text(dataclasses.replace(table, optional=[]), 11) == "T\none\n  size  23"
-
-
-def test_a_busy_machine_comes_first(a: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 1.0, 1.0), raising=False)
-    found = lowprec.check(a, a, modes="bf16", rounds=1)
-    assert str(found).startswith("the machine is busy (load average 99.0")
-    assert found._repr_html_().startswith("<div>the machine is busy (load average 99.0")
-    assert [row.is_noisy for row in found.rows] == [True, True]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -198,9 +197,3 @@ def test_a_link_to_itself_instead_of_a_file_stops_nothing(cache: Path) -> None:
     assert disk.read("kernels/x") is None
     disk.write("kernels/x", b"new")  # newer Pythons put the file in its place
     assert disk.read("kernels/x") in (None, b"new")
-
-
-def test_an_absent_file_is_no_reason_to_warn(cache: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert disk.read("kernels/x") is None

@@ -76,17 +76,6 @@ def test_devices_and_versions(capability: tuple[int, int], version: int, single:
         assert ("cuBLASLt does not emulate" in plan.note) is not double
 
 
-@pytest.mark.parametrize("mode", [m for m in MathMode if m not in (MathMode.BF16X9, MathMode.FP32_EMULATED)])
-def test_no_other_mode_of_single_precision_is_emulated(mode: MathMode) -> None:
-    for dtype in (*SINGLE, DType.FLOAT16, DType.INT8, DType.FLOAT8_E4M3FN):
-        plan = plan_gemm(square(512, dtype), present((10, 0)), mode)
-        assert plan.kernel == "cublaslt"
-        assert not plan.passed_over
-    for dtype in DOUBLE:
-        plan = plan_gemm(square(512, dtype), present((10, 0)), mode)
-        assert (plan.kernel == "cublaslt_fixed_point") is (mode is MathMode.FP64_EMULATED)
-
-
 @pytest.mark.parametrize(
     ("mode", "native", "dtypes"),
     [(MathMode.BF16X9, MathMode.FP32, SINGLE), (MathMode.FP64_EMULATED, MathMode.FP32, DOUBLE)],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import random
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ from lowprec.policy import (
     restrict,
     set_math_mode,
 )
-from lowprec.policy.resolution import FULL_FP32
 
 PLAIN_MODES = tuple(MathMode(n) for n in ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16"))
 FP32, PEDANTIC, TF32, BF16, FP16 = PLAIN_MODES
@@ -64,91 +63,33 @@ class Settings(NamedTuple):
             return resolve(self.argument)
 
 
-def case(mode: MathMode, source: ModeSource, requested: MathMode | None = None, **levels: object):
-    return pytest.param(Settings(**levels), mode, source, requested, id=str(levels or "nothing"))
+def expected(s: Settings) -> tuple[MathMode, ModeSource, MathMode | None]:
+    """Return the mode and its source, and the first mode that is overruled."""
+    levels = {
+        S.FORCED: s.force, S.ARGUMENT: s.argument, S.CONTEXT: s.context, S.PROCESS: s.process,
+        S.ENVIRONMENT: s.variable, S.DEFAULT: "fp32",
+    }  # fmt: skip
+    given = {source: MathMode(name) for source, name in levels.items() if name}
+    source, mode = next(iter(given.items()))
+    if mode is TF32 and s.tf32 == "0":
+        mode = FP32
+    # The guard is a floor, not a ceiling.
+    if (s.guard or s.guard_variable == "1") and mode is not PEDANTIC:
+        mode, source = FP32, S.GUARD if s.guard else S.GUARD_VARIABLE
+    forced = given.pop(S.FORCED, None)
+    requests = [next(iter(given.values())) if len(given) > 1 else None, forced]
+    return mode, source, next((x for x in requests if x not in (None, mode)), None)
 
 
-@pytest.mark.parametrize(
-    ("settings", "mode", "source", "requested"),
-    [
-        # Each level alone.
-        case(FP32, S.DEFAULT),
-        case(TF32, S.ENVIRONMENT, variable="tf32"),
-        case(TF32, S.PROCESS, process="tf32"),
-        case(TF32, S.CONTEXT, context="tf32"),
-        case(TF32, S.ARGUMENT, argument="tf32"),
-        case(TF32, S.FORCED, force="tf32"),
-        case(FP32, S.GUARD, guard=True),
-        # Each level with all lower ones.
-        case(FP16, S.PROCESS, process="fp16", variable="tf32"),
-        case(BF16, S.CONTEXT, context="bf16", process="fp16", variable="tf32"),
-        case(TF32, S.ARGUMENT, argument="tf32", context="bf16", process="fp16", variable="bf16"),
-        case(
-            FP16, S.FORCED, TF32,
-            force="fp16", argument="tf32", context="bf16", process="bf16", variable="bf16",
-        ),
-        case(
-            FP32, S.GUARD, TF32,
-            guard=True, force="fp16", argument="tf32", context="bf16", process="bf16", variable="bf16",
-        ),
-        # The guard's variable has the rank of the guard, which is the source of both.
-        case(FP32, S.GUARD_VARIABLE, guard_variable="1"),
-        case(
-            FP32, S.GUARD_VARIABLE, TF32, guard_variable="1",
-            force="fp16", argument="tf32", context="bf16", process="bf16", variable="bf16",
-        ),
-        case(FP32, S.GUARD, TF32, guard=True, guard_variable="1", argument="tf32"),
-        case(PEDANTIC, S.ARGUMENT, guard_variable="1", argument="fp32_pedantic"),
-        case(FP32, S.GUARD_VARIABLE, TF32, guard_variable="1", argument="tf32", tf32="0"),
-        case(TF32, S.ARGUMENT, guard_variable="0", argument="tf32"),
-        # A level may raise the precision as well as lower it, so fp32 must win where it is higher up.
-        case(FP32, S.PROCESS, process="fp32", variable="tf32"),
-        case(FP32, S.CONTEXT, context="fp32", process="tf32"),
-        case(FP32, S.ARGUMENT, argument="fp32", context="tf32"),
-        case(FP32, S.FORCED, TF32, force="fp32", argument="tf32"),
-        # Every overruled mode is reported, with its source.
-        case(FP16, S.FORCED, BF16, force="fp16", context="bf16"),
-        case(FP16, S.FORCED, force="fp16", argument="fp16"),
-        case(FP32, S.GUARD, BF16, guard=True, variable="bf16"),
-        case(FP32, S.GUARD, BF16, guard=True, force="bf16"),
-        case(FP32, S.GUARD, guard=True, argument="fp32"),
-        # The guard is a floor, not a ceiling.
-        case(PEDANTIC, S.ARGUMENT, guard=True, argument="fp32_pedantic"),
-        case(PEDANTIC, S.CONTEXT, guard=True, context="fp32_pedantic", process="bf16"),
-        case(PEDANTIC, S.FORCED, BF16, guard=True, force="fp32_pedantic", argument="bf16"),
-        case(FP32, S.GUARD, PEDANTIC, guard=True, force="bf16", argument="fp32_pedantic"),
-        # Without TF32 its modes become fp32, wherever they came from; no other mode changes.
-        case(FP32, S.ENVIRONMENT, TF32, variable="tf32", tf32="0"),
-        case(FP32, S.PROCESS, TF32, process="tf32", tf32="0"),
-        case(FP32, S.CONTEXT, TF32, context="tf32", tf32="0"),
-        case(FP32, S.ARGUMENT, TF32, argument="high", tf32="0"),
-        case(FP32, S.FORCED, TF32, force="tf32", tf32="0"),
-        case(FP32, S.FORCED, BF16, force="tf32", argument="bf16", tf32="0"),
-        case(FP32, S.GUARD, TF32, guard=True, argument="tf32", tf32="0"),
-        case(BF16, S.ARGUMENT, argument="bf16", tf32="0"),
-        case(PEDANTIC, S.ARGUMENT, argument="pedantic", tf32="0"),
-        case(TF32, S.ARGUMENT, argument="tf32", tf32="1"),
-    ],
-)  # fmt: skip
-def test_precedence(
-    settings: Settings, mode: MathMode, source: ModeSource, requested: MathMode | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = settings.resolve(monkeypatch)
-    assert (found.mode, found.source, found.requested) == (mode, source, requested)
-    # A decision that differs from the request explains itself.
-    assert bool(found.reasons) >= (requested is not None)
-
-
-@pytest.mark.parametrize("guard", [(True, None), (False, "1")], ids=["block", "variable"])
-@pytest.mark.parametrize("argument", [None, *PLAIN_MODES])
-def test_nothing_gets_below_the_guard(
-    argument: MathMode | None, guard: tuple[bool, str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    block, own = guard
-    choices = (None, *(m.value for m in PLAIN_MODES))
-    for force, context, process in itertools.product(choices, repeat=3):
-        settings = Settings(block, force, argument, context, process, "bf16", None, own)
-        assert settings.resolve(monkeypatch).mode in FULL_FP32, settings
+def test_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    for _ in range(4000):
+        names = [rng.choice((*[None] * 4, *(m.value for m in PLAIN_MODES))) for _ in range(5)]
+        settings = Settings(rng.random() < 0.3, *names, rng.choice((None, "0", "1")), rng.choice((None, "0", "1")))
+        found = settings.resolve(monkeypatch)
+        assert (found.mode, found.source, found.requested) == expected(settings), settings
+        # A decision that differs from the request explains itself.
+        assert bool(found.reasons) >= (found.requested is not None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import asyncio
 import contextvars
 import functools
 import inspect
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,8 +14,7 @@ import pytest
 
 from lowprec.errors import LowprecWarning, ModeError
 from lowprec.modes import MathMode
-from lowprec.policy import fp32_guard, get_math_mode, math_mode, resolve, set_math_mode
-from lowprec.policy.resolution import FULL_FP32
+from lowprec.policy import fp32_guard, get_math_mode, math_mode, set_math_mode
 
 FP32, PEDANTIC = MathMode.FP32, MathMode.FP32_PEDANTIC
 TF32, BF16, FP16 = MathMode.TF32, MathMode.BF16, MathMode.FP16
@@ -35,10 +33,6 @@ def outside(clean_policy: None) -> Iterator[None]:
     set_math_mode(OUTSIDE)
     yield
     assert get_math_mode() is OUTSIDE
-
-
-def test_modes_of_full_fp32() -> None:
-    assert {MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64} == FULL_FP32
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -133,24 +127,6 @@ def test_the_process_default_reaches_every_thread() -> None:
     set_math_mode(OUTSIDE)
 
 
-def test_each_of_eight_threads_sees_its_own_mode() -> None:
-    guard, together = fp32_guard(), threading.Barrier(8)
-    own = [(guard, FP32), *((math_mode(m), m) for m in (FP32, PEDANTIC, TF32))] * 2
-
-    def count_others(scope: Any, mode: MathMode) -> int:
-        others = 0
-        together.wait()
-        for _ in range(1000):
-            with scope:
-                others += resolve().mode is not mode
-                others += resolve("tf32").mode is not (FP32 if scope is guard else TF32)
-            others += resolve().mode is not OUTSIDE
-        return others
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(count_others, *zip(*own, strict=True))) == [0] * 8
-
-
 @scopes
 def test_wrap_carries_the_scope_into_a_worker(make: Make, inside: MathMode) -> None:
     with ThreadPoolExecutor(1) as pool, make() as scope:
@@ -180,20 +156,6 @@ def test_tasks_overlap_without_leaking() -> None:
     assert asyncio.run(main()) == [
         [TF32] * 3 + [OUTSIDE], [FP32, OUTSIDE], [FP32] * 2 + [OUTSIDE], [OUTSIDE] * 4, [FP32] * 2,
     ]  # fmt: skip
-
-
-@scopes
-def test_a_task_and_a_thread_of_asyncio_inherit_the_scope(make: Make, inside: MathMode) -> None:
-    async def mode() -> MathMode:
-        return get_math_mode()
-
-    async def main() -> list[MathMode]:
-        with make():
-            task = asyncio.create_task(mode())
-            in_thread = await asyncio.to_thread(get_math_mode)
-        return [await task, in_thread, get_math_mode()]
-
-    assert asyncio.run(main()) == [inside, inside, OUTSIDE]
 
 
 # -- decorators -----------------------------------------------------------------------------------

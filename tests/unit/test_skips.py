@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
 from pathlib import Path
 from types import ModuleType
 from xml.sax.saxutils import quoteattr
@@ -22,14 +21,8 @@ pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason=".ci is not part of
 
 @pytest.fixture
 def checker(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_skips", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Where its data classes look for their own module.
-    monkeypatch.setitem(sys.modules, "check_skips", module)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("check_skips")
 
 
 def results(folder: Path, name: str, skips: dict[str, str]) -> str:

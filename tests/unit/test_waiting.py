@@ -118,20 +118,18 @@ def test_a_stopped_one_looks_no_more(stopped: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_interrupt_anywhere_leaves_one_that_works(stopped: Any) -> None:
-    def act() -> None:
-        raise interrupts.Interrupt
+    made: list[tuple[Work, Waiter]] = []
 
-    at, struck = 0, True
-    while struck:
+    def start_one() -> None:
         work = Work()
-        waiter = stopped(work.look)
-        try:
-            struck = interrupts.strike(waiter.wake, at, act)
-        except interrupts.Interrupt:
-            at += 1
-        waiter.wake()
-        assert work.done.wait(LONG_S)
-    assert at > 5
+        made.append((work, stopped(work.look)))
+        made[-1][1].wake()
+
+    for _ in interrupts.interrupted(start_one):
+        for work, waiter in made[-1:]:
+            waiter.wake()
+            assert work.done.wait(LONG_S)
+    assert len(made) > 5
 
 
 def run(code: str) -> tuple[int, str, str]:
