@@ -131,13 +131,15 @@ def child_environment(
     *,
     guard: bool = False,
     force: bool = False,
-    intercept: bool = False,
+    intercept: str = "",
     profile: bool = False,
+    folder: str = "",
 ) -> dict[str, str]:
     """Return the environment for a program that ``lowprec run`` starts.
 
     ``startup``, the folder of the start-up hook, is put first in ``PYTHONPATH``. ``mode`` is None if the program
-    chooses its modes, or with the guard; with ``force`` the program cannot change it.
+    chooses its modes, or with the guard; with ``force`` the program cannot change it. ``intercept`` is a JSON object of
+    modes by layer, and ``folder`` is for the counts of the program's processes.
     """
     found = dict(os.environ)
     if guard:
@@ -146,9 +148,10 @@ def child_environment(
         variable = variables.FORCE_MATH_MODE if force else variables.MATH_MODE
         found |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
     found[f"{RUN_VARIABLE}_PROGRAM"] = str(os.getpid())  # on POSIX also the program's
-    found |= {f"{RUN_VARIABLE}_{x}": "1" for x, is_set in (("INTERCEPT", intercept), ("PROFILE", profile)) if is_set}
-    hook = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
+    hooks = {"INTERCEPT": intercept, "PROFILE": "1" if profile else "", "FOLDER": folder}
+    found |= {f"{RUN_VARIABLE}_{name}": value for name, value in hooks.items() if value}
+    start = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
     paths = found.get("PYTHONPATH")
-    others = [path for path in paths.split(os.pathsep) if not path.endswith(hook)] if paths else []
+    others = [path for path in paths.split(os.pathsep) if not path.endswith(start)] if paths else []
     found["PYTHONPATH"] = os.pathsep.join([startup, *others])
     return found
