@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from lowprec._version import __version__
-from lowprec.cli.commands import autotune, check, completion, info, matmul, plan, run
+from lowprec.cli.commands import audit, autotune, check, completion, info, matmul, plan, run
 from lowprec.cli.files import is_standard_output
 from lowprec.cli.output import USAGE, CommandError, flush, in_terminal, note, print_text
 from lowprec.errors import LowprecError, LowprecWarning, did_you_mean
@@ -36,14 +36,15 @@ examples:
   lowprec matmul A.npy B.npy -o C.npy --mode bf16
   lowprec run --mode tf32 train.py
 
-"lowprec COMMAND --help" has the options of a command. Exit codes: 0; 1 if check found an error above its bound;
-2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C. SIGTERM and SIGHUP
-end a command by the signal, with nothing half-written left. After run: those of the program.
+"lowprec COMMAND --help" has the options of a command. Exit codes: 0; 1 if check found an error above its bound, or
+audit a precision below --require; 2 after a mistake in the command line, in a file or in an environment variable; 130
+after Ctrl-C. SIGTERM and SIGHUP end a command by the signal, with nothing half-written left. After run: those of the
+program.
 """
 
 
 #: Commands in the order of the help.
-COMMANDS = (info, plan, matmul, check, autotune, run, completion)
+COMMANDS = (info, plan, matmul, check, audit, autotune, run, completion)
 
 
 class Help(argparse.HelpFormatter):

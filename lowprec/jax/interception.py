@@ -33,7 +33,8 @@ class intercept(Interception):
 
     All routes are seen that end in ``lax.dot_general``: ``@``, ``jnp.matmul``, ``einsum``, ``lax.dot``, their
     gradients, and products under ``jit``, ``vmap`` and ``scan``. XLA computes them as in :func:`lowprec.jax.matmul`.
-    Convolutions and products of other element types are XLA's; :meth:`report` names them.
+    Convolutions, products of other element types and those with a ``precision=`` of their own, as in JAX's solvers, are
+    XLA's; :meth:`report` names them.
 
     The block applies to this thread. The report counts products when they are compiled: those of all functions that
     this process has compiled in the mode.
@@ -51,12 +52,12 @@ class intercept(Interception):
     Examples
     --------
     >>> import jax.numpy as jnp
-    >>> x = jnp.full((4, 4), 1 + 2.0**-9)
+    >>> x = jnp.full((4, 4), 1 + 2.0**-9, "float32")
     >>> with intercept("bf16") as seen:
     ...     float((x @ x)[0, 0])
     4.0
-    >>> [(p.operator, p.mode) for p in seen.report().taken]
-    [('dot_general', 'bf16')]
+    >>> {p.operator for p in seen.report().taken}
+    {'dot_general'}
     """
 
     _module = "jax"
@@ -129,14 +130,9 @@ def _lower_product(own: Callable[..., Any], platform: str, ctx: Any, a: Any, b: 
     mode = policy.resolve(asked).mode
     kinds = [aval.dtype for aval in (*ctx.avals_in, ctx.avals_out[0])]
     name = np.dtype(kinds[0]).name
-    if (
-        len(set(kinds)) > 1
-        or name not in _FLOATS
-        or not row(mode).acts(dtype_from_name(name))
-        or params["precision"] is not None
-    ):
-        reason = PassedBy.ELEMENT_TYPE if params["precision"] is None else PassedBy.PRECISION
-        _count(ctx, asked, "dot_general", "", reason)
+    acts = len(set(kinds)) == 1 and name in _FLOATS and row(mode).acts(dtype_from_name(name))
+    if not acts or params["precision"] not in (None, _default_precision(jax.config.jax_default_matmul_precision)):
+        _count(ctx, asked, "dot_general", "", PassedBy.PRECISION if acts else PassedBy.ELEMENT_TYPE)
         return own(ctx, a, b, **params)
     _count(ctx, asked, "dot_general", mode.value, None)
     compute = functools.partial(
@@ -148,6 +144,13 @@ def _lower_product(own: Callable[..., Any], platform: str, ctx: Any, a: Any, b: 
         return mlir.lower_fun(compute, multiple_results=False)(ctx, a, b)
     finally:
         _thread.is_busy = False
+
+
+@functools.lru_cache
+def _default_precision(_: Any) -> Any:
+    """Return the precision of products that choose none, which depends on JAX's switch, the argument."""
+    (equation,) = jax.make_jaxpr(lax.dot)(*[jax.ShapeDtypeStruct((1, 1), np.float32)] * 2).eqns
+    return equation.params["precision"]
 
 
 def _lower_other(own: Callable[..., Any], platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:

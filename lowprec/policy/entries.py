@@ -6,6 +6,7 @@ If a signal handler raises while a block is entered or left, its changes are und
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from threading import get_ident
@@ -123,6 +124,8 @@ class PolicyEntry(Entry):
             notify()
         if scope._libraries is not NO_LIBRARY:
             scope._set_libraries(self)
+        if scope._verifies:
+            importlib.import_module("lowprec.auditing").verify()
 
     def close(self) -> list[str]:
         """Remove the entry from this context, if it is still there, and restore other libraries' switches."""

@@ -8,7 +8,7 @@ program that multiplies. A blank value counts as unset.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -117,6 +117,11 @@ def rows() -> tuple[VariableRow, ...]:
 def problems() -> tuple[str, ...]:
     """Return the warnings among :func:`rows`."""
     return tuple(r.problem for r in rows() if r.problem is not None)
+
+
+def variables_set(names: Iterable[str]) -> dict[str, str]:
+    """Return other libraries' variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 #: A mode or :data:`RUN_GUARD`, passed by ``lowprec run`` to its start-up hook. Not in the table, because only the

@@ -72,6 +72,7 @@ class PolicyScope(Scope):
     _mode: MathMode | None
     _libraries: frozenset[str] | None
     _guards: bool = False
+    _verifies: bool = False
     _emulates: Architecture | None = None
 
     _entry_type = PolicyEntry

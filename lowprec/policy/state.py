@@ -92,9 +92,14 @@ class fp32_guard(PolicyScope):
     ----------
     frameworks : bool or list of str, optional
         The other libraries to set, such as ``["torch", "jax"]``; all loaded ones by default or if True, none if False.
+    verify : bool
+        Whether to measure the libraries' precision at each entry, as :func:`lowprec.audit` does, which takes some
+        tenths of a second.
 
     Raises
     ------
+    BackendError
+        With ``verify``: an operation of a library is below full FP32 inside the guard.
     TypeError
         ``frameworks`` has another type.
     UnsupportedError
@@ -116,14 +121,15 @@ class fp32_guard(PolicyScope):
     <MathMode.FP32: 'fp32'>
     """
 
-    __slots__ = ()
+    __slots__ = ("_verifies",)
     _guards = True
 
-    def __init__(self, frameworks: Frameworks | None = None) -> None:
+    def __init__(self, frameworks: Frameworks | None = None, *, verify: bool = False) -> None:
         if callable(frameworks):
             raise TypeError("@fp32_guard needs parentheses: write @fp32_guard()")
         self._mode = None
         self._libraries = selection(True if frameworks is None else frameworks)
+        self._verifies = verify
 
     def __repr__(self) -> str:
         chosen = self._frameworks

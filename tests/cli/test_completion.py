@@ -31,7 +31,7 @@ def script(command: Callable[..., Any], tmp_path: Path) -> Callable[[str], Path]
 
 LINES = [
     ("ch", ["check"]),
-    ("", ["info", "plan", "matmul", "check", "autotune", "run", "completion"]),
+    ("", ["info", "plan", "matmul", "check", "audit", "autotune", "run", "completion"]),
     ("plan --mo", ["--mode"]),
     ("plan --mode tf", ["tf32", "tf32x3"]),
     ("check --modes fp3", ["fp32", "fp32_pedantic", "fp32_emulated"]),

@@ -89,3 +89,10 @@ def test_products_that_are_not_taken_are_reported(jax: Any, intercept: Any) -> N
     assert "compiled products" in str(report)
     with pytest.raises(lowprec.ModeError, match="bf17"):
         intercept("bf17")
+
+
+def test_the_default_precision_of_jax_is_overridden(jax: Any, intercept: Any) -> None:
+    x = jax.numpy.full((4, 4), ABOVE, "float32")
+    for default in ("highest", "bfloat16"):
+        with jax.default_matmul_precision(default), intercept("bf16"):
+            assert (x @ x)[0, 0] == 4

@@ -31,6 +31,7 @@ NAMES = [
     "UnsupportedError",
     "__version__",
     "amp",
+    "audit",
     "autotune",
     "check",
     "cublas_handle",
