@@ -140,7 +140,7 @@ def _kernels() -> Iterator[Kernel]:
             continue
         name, _, overload = rest.partition(".")
         reason = reason_of(rest)
-        # Autograd differentiates through composites, so they are not replaced; what they are made of is.
+        # Autograd differentiates through composites. The operators that they call are replaced instead.
         if reason is None or has(operator, "CompositeImplicitAutograd"):
             continue
         is_composite = has(operator, "CompositeExplicitAutograd") and "out" not in overload

@@ -32,12 +32,12 @@ def in_16_bits(a: Any, b: Any) -> Any:
         ("bf16x3", "split"), ("bf16x9", "fp32"), ("tf32x3", "fp32"), ("fp16x3", "fp32"),
     ],
 )  # fmt: skip
-def test_modes_are_told_apart(mode: Any, precision: str, size: int) -> None:
+def test_modes_are_distinguished(mode: Any, precision: str, size: int) -> None:
     run: Callable[[Any, Any], Any] = partial(lowprec.matmul, math_mode=mode)
     assert auditing.measure(run, size) == precision
 
 
-def test_float16_and_its_sums_are_told_apart() -> None:
+def test_float16_and_its_sums_are_distinguished() -> None:
     def rounded(a: Any, b: Any) -> Any:
         return a.astype(np.float16).astype(np.float32) @ b.astype(np.float16).astype(np.float32)
 
