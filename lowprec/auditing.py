@@ -30,7 +30,7 @@ SIZES = (16, 512, 1024)
 # for the first number. The last one is zero in float16.
 _VALUES = np.array([1 + 2.0**-9 + 2.0**-23, 1 + 2.0**-12, 1 + 2.0**-10, 1 + 2.0**-7, 2.0**-30], np.float32)
 #: The precision by which of these numbers are unchanged.
-_UNCHANGED = {
+_UNCHANGED: dict[tuple[bool, ...], str] = {
     (True, True, True, True, True): "fp32",
     (False, True, True, True, True): "split",
     (False, False, True, True, True): "tf32",

@@ -112,7 +112,7 @@ _originals = {name: getattr(module, name) for module, name in reversed(_PLACES)}
 _KINDS = {type(function) for function in _originals.values()}
 
 _holders: frozenset[object] = frozenset()
-#: By function and type: the loop that was replaced, and ours, which must not be freed.
+#: By function and type: NumPy's loop and ours. Another thread may run ours after it was replaced, so none is freed.
 _loops: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
@@ -121,7 +121,9 @@ def _hold(holder: object) -> None:
     _holders |= {holder}
     for name in _CORES:
         for code in _CODES:
-            if (name, code) not in _loops:
+            if (name, code) in _loops:
+                _exchange(name, code, _loops[name, code][1])
+            else:
                 _replace(name, code)
     for module, name in _PLACES:
         setattr(module, name, _REPLACED[name])
@@ -138,9 +140,8 @@ def _release(holder: object) -> None:
         setattr(module, name, _originals[name])
     for kind in _KINDS:
         copyreg.dispatch_table.pop(kind, None)
-    for (name, code), (old, _) in list(_loops.items()):
-        _exchange(name, code, old)
-        del _loops[name, code]
+    for (name, code), (own, _) in _loops.items():
+        _exchange(name, code, own)
 
 
 def _exchange(name: str, code: str, loop: Any) -> Any:
@@ -153,26 +154,32 @@ def _exchange(name: str, code: str, loop: Any) -> Any:
     )(table[30])
     before = ctypes.c_void_p()
     number = np.dtype(code).num
-    if replace(getattr(np, name), loop, (ctypes.c_int * 3)(number, number, number), ctypes.byref(before)):
+    address = ctypes.cast(loop, ctypes.c_void_p)
+    if replace(getattr(np, name), address, (ctypes.c_int * 3)(number, number, number), ctypes.byref(before)):
         raise LookupError(f"numpy.{name} has no loop for {code}")
-    return before
+    return before.value
 
 
 def _replace(name: str, code: str) -> None:
-    own: list[Any] = []
+    """Put a loop in front of NumPy's, which it calls outside of scopes."""
+    found: list[Any] = []
 
-    def run(args: Any, dims: Any, steps: Any, data: Any) -> None:
+    def own(*arguments: Any) -> None:
+        while not found:  # between the replacement and the line after it, in another thread
+            time.sleep(0)
+        found[0](*arguments)
+
+    def run(*arguments: Any) -> None:
         try:
-            if not _taken(name, code, args, dims, steps):
-                own[0](args, dims, steps, data)
+            if not _taken(name, code, *arguments[:3]):
+                own(*arguments)
         except BaseException as error:  # noqa: BLE001 - it cannot leave a loop of C
-            own[0](args, dims, steps, data)
+            own(*arguments)
             _raise_after(sys._getframe(), type(error))
 
     loop = _LOOP(run)
-    own.append(_LOOP(_exchange(name, code, None).value))
-    _loops[name, code] = ctypes.cast(own[0], ctypes.c_void_p), loop
-    _exchange(name, code, ctypes.cast(loop, ctypes.c_void_p))
+    found.append(_LOOP(_exchange(name, code, loop)))
+    _loops[name, code] = found[0], loop
 
 
 def _raise_after(frame: Any, error: type[BaseException]) -> None:
