@@ -23,7 +23,8 @@ Layer = tuple[tuple[str, str], ...]
 _MOST_ACTIVATIONS = 1 << 16
 _MOST_LAYERS = 16  # of one activation
 _MOST_VIEWS = 4
-_WRAPPERS = ("_orig_mod.", "module.")
+#: Names by which compiled, parallel and other wrappers hold a model.
+_WRAPPERS = ("", "_orig_mod", "module")
 
 
 class LayerNames:
@@ -147,9 +148,10 @@ def _parameter(node: Any) -> Tensor | None:
 
 
 def _shown(name: str, module: Any) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name or type(module).__name__
+    parts = name.split(".")
+    while parts and parts[0] in _WRAPPERS:
+        del parts[0]
+    return ".".join(parts) or type(module).__name__
 
 
 NAMES = LayerNames()

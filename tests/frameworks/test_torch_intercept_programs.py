@@ -156,6 +156,22 @@ def test_ledgers_are_bounded() -> None:
     assert {p.count for p in report.products if p.layer == "(further layers)"} == {100}
 
 
+def test_a_layer_of_lowprec_uses_the_functions_of_its_weight(torch: Any) -> None:
+    """As torchao.quantize_ replaces weights of torch.nn.Linear and its subclasses."""
+    import lowprec.torch as lt
+
+    class Quantised(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.nn.functional.linear:
+                return "quantised"
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    layer = lt.Linear(4, 2, math_mode="bf16")
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Quantised), requires_grad=False)
+    assert layer(torch.ones(3, 4)) == "quantised"
+
+
 # -- transforms, graphs, backward passes ----------------------------------------------------------
 
 
