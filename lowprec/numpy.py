@@ -112,19 +112,18 @@ _originals = {name: getattr(module, name) for module, name in reversed(_PLACES)}
 _KINDS = {type(function) for function in _originals.values()}
 
 _holders: frozenset[object] = frozenset()
-#: By function and type: NumPy's loop and ours. Another thread may run ours after it was replaced, so none is freed.
+#: By function and type: the address of NumPy's loop, and our loop. Another thread may run ours after it was replaced,
+#: so none is freed.
 _loops: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
 def _hold(holder: object) -> None:
     global _holders
     _holders |= {holder}
-    for name in _CORES:
+    for name in (name for name in _CORES if hasattr(np, name)):  # two of them since NumPy 2.2
         for code in _CODES:
-            if (name, code) in _loops:
-                _exchange(name, code, _loops[name, code][1])
-            else:
-                _replace(name, code)
+            own, loop = _loops.get((name, code)) or _loops.setdefault((name, code), _made(name, code))
+            _exchange(name, code, loop, ctypes.c_void_p() if own.value else own)
     for module, name in _PLACES:
         setattr(module, name, _REPLACED[name])
     for kind in _KINDS:
@@ -141,33 +140,30 @@ def _release(holder: object) -> None:
     for kind in _KINDS:
         copyreg.dispatch_table.pop(kind, None)
     for (name, code), (own, _) in _loops.items():
-        _exchange(name, code, own)
+        if own.value:
+            _exchange(name, code, own, ctypes.c_void_p())
 
 
-def _exchange(name: str, code: str, loop: Any) -> Any:
-    """Set the inner loop of a function for a type, and return the address of the one before."""
+def _exchange(name: str, code: str, loop: Any, before: Any) -> None:
+    """Set the inner loop of a function for a type, and ``before`` to the address of the one that was there."""
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     table = ctypes.cast(get_pointer(_multiarray_umath._UFUNC_API, None), ctypes.POINTER(ctypes.c_void_p))
     replace = ctypes.PYFUNCTYPE(
         ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
     )(table[30])
-    before = ctypes.c_void_p()
     number = np.dtype(code).num
     address = ctypes.cast(loop, ctypes.c_void_p)
     if replace(getattr(np, name), address, (ctypes.c_int * 3)(number, number, number), ctypes.byref(before)):
         raise LookupError(f"numpy.{name} has no loop for {code}")
-    return before.value
 
 
-def _replace(name: str, code: str) -> None:
-    """Put a loop in front of NumPy's, which it calls outside of scopes."""
-    found: list[Any] = []
+def _made(name: str, code: str) -> tuple[Any, Any]:
+    """Return a loop that calls NumPy's outside of scopes, and a place for the address of that."""
+    address = ctypes.c_void_p()  # set by the call that replaces the loop, so that no thread finds it empty
 
     def own(*arguments: Any) -> None:
-        while not found:  # between the replacement and the line after it, in another thread
-            time.sleep(0)
-        found[0](*arguments)
+        _LOOP(address.value)(*arguments)
 
     def run(*arguments: Any) -> None:
         try:
@@ -177,9 +173,7 @@ def _replace(name: str, code: str) -> None:
             own(*arguments)
             _raise_after(sys._getframe(), type(error))
 
-    loop = _LOOP(run)
-    found.append(_LOOP(_exchange(name, code, loop)))
-    _loops[name, code] = found[0], loop
+    return address, _LOOP(run)
 
 
 def _raise_after(frame: Any, error: type[BaseException]) -> None:

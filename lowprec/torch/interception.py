@@ -94,9 +94,9 @@ class intercept(Interception):
         if compiler is None or not compiler.counters["frames"]["ok"]:
             return []
         text = (
-            "Compiled graphs ran in this process. Products that Inductor turns into multiplications and sums (few "
-            "elements), and those of its C++ GEMMs (max_autotune), flex_attention, cpp_wrapper and AOTInductor are not "
-            "seen; lowprec.torch.inductor_options takes the former."
+            "Compiled graphs ran in this process. Not seen are products of few elements that Inductor turns into "
+            "multiplications and sums, flex_attention, AOTInductor and, without lowprec.torch.inductor_options, "
+            "products of max_autotune's C++ GEMMs and of cpp_wrapper."
         )
         return [text]
 
