@@ -40,7 +40,7 @@ _grad_enabled = torch.is_grad_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
 _graph_task = torch._C._current_graph_task_id
 _function_modes = torch._C._len_torch_function_stack
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class intercept(Interception):
@@ -170,6 +170,13 @@ def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Call
     def multiply(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if not _holders or (found := _current()) is None:
             return own(keyset, *args, **kwargs)
+        if _function_modes() or not _PLAIN.issuperset(map(type, args)):
+            # Attributes of tensors would call the functions of modes and subclasses.
+            with torch._C.DisableTorchFunction():
+                return compute(found, keyset, args, kwargs)
+        return compute(found, keyset, args, kwargs)
+
+    def compute(found: tuple[Any, Context | None], keyset: Any, args: Any, kwargs: Any) -> Any:
         scope, context = found
         given = dict(kwargs)
         out = given.pop("out", None)
@@ -223,9 +230,6 @@ def _computed(terms: Terms, resolved: ResolvedMode, out: Tensor | None) -> Tenso
     try:
         if records:
             _set_grad_enabled(False)
-        if _function_modes() or not _PLAIN.issuperset(map(type, terms[:3])):
-            with torch._C.DisableTorchFunction():
-                return _multiplied(terms, resolved, out)
         return _multiplied(terms, resolved, out)
     finally:
         if records:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 from bisect import bisect_right
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 #: (name, class) of each layer that a product may belong to; empty if it is unknown.
 Layer = tuple[tuple[str, str], ...]
@@ -31,10 +31,10 @@ class LayerNames:
     """Layers of the parameters of all modules, and of the activations that were multiplied by them."""
 
     def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ranges: list[tuple[int, Layer, StorageWeakRef]] = []  # end address, layer and memory
+        #: Start addresses of parameters; by parameter, the end address, layer and memory.
+        self._table: tuple[list[int], list[tuple[int, Layer, StorageWeakRef]]] = [], []
         self._activations: dict[int, tuple[Layer, StorageWeakRef]] = {}
-        self._orphans: WeakSet[Tensor] = WeakSet()  # parameters without a module
+        self._orphans = WeakIdKeyDictionary()  # parameters without a module
         self._is_current = False
         self._is_watching = False
 
@@ -82,20 +82,32 @@ class LayerNames:
         return ()
 
     def _of_parameter(self, address: int, x: Tensor) -> Layer:
-        i = bisect_right(self._starts, address) - 1
-        if i >= 0 and address < self._ranges[i][0]:
-            _, layer, memory = self._ranges[i]
-            if not memory.expired():
-                return layer
-            self._is_current = False
-        if self._is_current:
-            # A parameter whose memory was replaced, as by `model.to`, is not found.
-            base = x._base if x._is_view() else x
-            if not isinstance(base, torch.nn.Parameter) or base in self._orphans:
-                return ()
-            self._orphans.add(base)
+        found = self._find(address)
+        if found:
+            return found
+        if not self._is_current:
+            self._scan()
+            return self._find(address)
+        # A parameter whose memory was replaced, as by `model.to`, is not found.
+        base = x._base if x._is_view() else x
+        if not isinstance(base, torch.nn.Parameter) or base in self._orphans:
+            return ()
         self._scan()
-        return self._of_parameter(address, x)
+        found = self._find(address)
+        if not found:
+            self._orphans[base] = True
+        return found
+
+    def _find(self, address: int) -> Layer:
+        starts, ranges = self._table
+        i = bisect_right(starts, address) - 1
+        if i < 0 or address >= ranges[i][0]:
+            return ()
+        _, layer, memory = ranges[i]
+        if memory.expired():
+            self._is_current = False
+            return ()
+        return layer
 
     def _scan(self) -> None:
         if not self._is_watching:
@@ -112,8 +124,8 @@ class LayerNames:
                 for p in each._parameters.values():
                     if p is not None:
                         self._add(found, p, _shown(name, each), type(each))
-        self._starts = sorted(found)
-        self._ranges = [found[start] for start in self._starts]
+        starts = sorted(found)
+        self._table = starts, [found[start] for start in starts]
 
     def _add(self, found: dict[int, tuple[int, Layer, StorageWeakRef]], p: Any, name: str, kind: type) -> None:
         if type(p) not in (Tensor, torch.nn.Parameter) or p.is_meta or p.layout is not torch.strided or not p.numel():

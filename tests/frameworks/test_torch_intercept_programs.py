@@ -103,11 +103,15 @@ def test_layers_are_found_by_class_after_moves_and_in_new_models(torch: Any, int
         first = nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 2))
         x = torch.ones(2, 4)
         first[1](first[0](x), x)
-        first.double().float()  # other memory
-        first[0](x)
+        for _ in range(2):
+            first.double().float()  # other memory
+            first[0](x)
         nn.Linear(4, 3)(x)
+        bare = nn.Parameter(torch.ones(4, 4))  # of no layer
+        for _ in range(2):
+            x @ bare
     report = seen.report()
-    assert {(p.layer, p.operator): p.count for p in report.taken} == {("0", "addmm"): 2, ("Linear", "addmm"): 1}
+    assert {(p.layer, p.operator): p.count for p in report.taken} == {("0", "addmm"): 3, ("Linear", "addmm"): 1}
     assert {p.reason for p in report.passed} == {"no mode for this layer"}
     embedding = nn.Embedding(8, 4)
     head = nn.Linear(4, 8, bias=False)
@@ -233,6 +237,22 @@ def test_products_of_a_program_are_taken(torch: Any, intercept: Any, name: str) 
     assert not torch.equal(found, full)
     torch.testing.assert_close(found, full, rtol=2.0**-5, atol=0)
     torch._dynamo.reset()
+
+
+def test_modes_of_functions_see_the_products_of_the_program_alone(torch: Any, intercept: Any) -> None:
+    from torch.overrides import TorchFunctionMode
+
+    class Recording(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    called: list[Any] = []
+    x = torch.ones(4, 4)
+    with intercept("bf16") as seen, Recording():
+        torch.mm(x, x)
+    assert called == [torch.mm]
+    assert counts(seen.report().taken) == {"mm": 1}
 
 
 def test_compiled_products_are_taken_without_an_option(torch: Any, intercept: Any) -> None:
