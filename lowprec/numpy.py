@@ -163,7 +163,7 @@ def _made(name: str, code: str) -> tuple[Any, Any]:
     address = ctypes.c_void_p()  # set by the call that replaces the loop, so that no thread finds it empty
 
     def own(*arguments: Any) -> None:
-        _LOOP(address.value)(*arguments)
+        _LOOP(address.value or 0)(*arguments)
 
     def run(*arguments: Any) -> None:
         try:

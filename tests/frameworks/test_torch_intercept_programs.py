@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import lowprec
@@ -124,6 +126,19 @@ def test_layers_are_found_by_class_after_moves_and_in_new_models(torch: Any, int
         intercept({1: "bf16"})
     with pytest.raises(lowprec.ModeError, match="empty"):
         intercept({})
+
+
+def test_memory_of_a_deleted_layer_belongs_to_no_layer(torch: Any, intercept: Any) -> None:
+    memory = np.ones((8, 8), np.float32)
+    layer = torch.nn.Linear(8, 8, bias=False)
+    layer.weight = torch.nn.Parameter(torch.from_numpy(memory))
+    with torch.no_grad(), intercept("fp32") as seen:
+        layer(torch.ones(2, 8))
+        del layer
+        gc.collect()
+        again = torch.from_numpy(memory)
+        again.mm(again)
+    assert {p.layer: p.count for p in seen.report().taken} == {"Linear": 1, "": 1}
 
 
 def test_layers_of_different_modes_that_share_a_product_are_noted(torch: Any, intercept: Any) -> None:
