@@ -27,8 +27,9 @@ from lowprec.modes import MathMode
 from lowprec.policy import fp32_guard, get_math_mode, math_mode, register_controller, set_math_mode
 
 if typing.TYPE_CHECKING:
-    from lowprec import amp, dask, emulation, jax, linalg, torch  # noqa: F401
+    from lowprec import amp, dask, emulation, jax, linalg, numpy, torch  # noqa: F401
     from lowprec.arrays.quantized import QuantizedArray, quantize
+    from lowprec.auditing import audit
     from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
     from lowprec.checking import check
@@ -42,10 +43,11 @@ if typing.TYPE_CHECKING:
 
 #: Imported with their first use.
 _LAZY = {
-    **{name: f"lowprec.{name}" for name in ("amp", "dask", "emulation", "jax", "linalg", "torch")},
+    **{name: f"lowprec.{name}" for name in ("amp", "dask", "emulation", "jax", "linalg", "numpy", "torch")},
     **dict.fromkeys(("einsum", "linear", "tensordot", "vecdot"), "lowprec.contractions"),
     **dict.fromkeys(("PreparedOperand", "prepare"), "lowprec.core.prepare"),
     **dict.fromkeys(("QuantizedArray", "quantize"), "lowprec.arrays.quantized"),
+    "audit": "lowprec.auditing",
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",
     "cublas_handle": "lowprec.backends.cuda.cublas",
@@ -57,14 +59,14 @@ _LAZY = {
 }
 
 #: Modules for a library, and the package to install. Not in ``__all__``: a star import loads no library.
-_OF_LIBRARIES = {"dask": "dask[array]", "jax": "jax", "torch": "torch"}
+_OF_LIBRARIES = {"dask": "dask[array]", "jax": "jax", "numpy": "numpy", "torch": "torch"}
 
 __all__ = [
     "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
     "EnvironmentVariableError", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
     "QuantizedArray", "ShapeDtype", "ShapeError", "SparsityError", "UnsupportedError", "__version__", "amp",
-    "autotune", "check", "cublas_handle", "einsum", "emulate", "emulation", "fp32_guard", "get_math_mode", "info",
-    "linalg", "linear", "math_mode", "matmul", "plan", "prepare", "profile", "quantize", "register_controller",
+    "audit", "autotune", "check", "cublas_handle", "einsum", "emulate", "emulation", "fp32_guard", "get_math_mode",
+    "info", "linalg", "linear", "math_mode", "matmul", "plan", "prepare", "profile", "quantize", "register_controller",
     "release_memory", "set_math_mode", "tensordot", "vecdot",
 ]  # fmt: skip
 

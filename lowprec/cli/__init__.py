@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from lowprec._version import __version__
-from lowprec.cli.commands import autotune, check, info, plan, run
+from lowprec.cli.commands import audit, autotune, check, info, plan, run
 from lowprec.cli.output import USAGE, CommandError, flush, in_terminal, note, print_text
 from lowprec.errors import LowprecError, LowprecWarning, did_you_mean
 from lowprec.util.tables import fill
@@ -31,14 +31,14 @@ examples:
   lowprec plan --shapes 1024x512 512x2048 --mode tf32
   lowprec run --mode tf32 train.py
 
-"lowprec COMMAND --help" has the options of a command. Exit codes: 0; 1 if check found an error above its bound;
-2 after a mistake in the command line, in a file or in an environment variable; 130 after Ctrl-C. After run: those of
-the program.
+"lowprec COMMAND --help" has the options of a command. Exit codes: 0; 1 if check found an error above its bound, or
+audit a precision below --require; 2 after a mistake in the command line, in a file or in an environment variable; 130
+after Ctrl-C. After run: those of the program.
 """
 
 
 #: Commands in the order of the help.
-COMMANDS = (info, plan, check, autotune, run)
+COMMANDS = (info, plan, check, audit, autotune, run)
 
 
 class Help(argparse.HelpFormatter):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from lowprec.jax.interception import intercept
 from lowprec.jax.product import matmul
 
-__all__ = ["matmul"]
+__all__ = ["intercept", "matmul"]

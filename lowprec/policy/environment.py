@@ -8,7 +8,7 @@ program that multiplies. A blank value counts as unset.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -119,6 +119,11 @@ def problems() -> tuple[str, ...]:
     return tuple(r.problem for r in rows() if r.problem is not None)
 
 
+def variables_set(names: Iterable[str]) -> dict[str, str]:
+    """Return other libraries' variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 #: A mode or :data:`RUN_GUARD`, passed by ``lowprec run`` to its start-up hook. Not in the table, because only the
 #: launcher sets it.
 RUN_VARIABLE = "LOWPREC_RUN"
@@ -131,13 +136,15 @@ def child_environment(
     *,
     guard: bool = False,
     force: bool = False,
-    intercept: bool = False,
+    intercept: str = "",
     profile: bool = False,
+    folder: str = "",
 ) -> dict[str, str]:
     """Return the environment for a program that ``lowprec run`` starts.
 
     ``startup``, the folder of the start-up hook, is put first in ``PYTHONPATH``. ``mode`` is None if the program
-    chooses its modes, or with the guard; with ``force`` the program cannot change it.
+    chooses its modes, or with the guard; with ``force`` the program cannot change it. ``intercept`` is a JSON object of
+    modes by layer, and ``folder`` is for the counts of the program's processes.
     """
     child = dict(os.environ)
     if guard:
@@ -146,9 +153,10 @@ def child_environment(
         variable = variables.FORCE_MATH_MODE if force else variables.MATH_MODE
         child |= {RUN_VARIABLE: mode.value, variable.name: mode.value}
     child[f"{RUN_VARIABLE}_PROGRAM"] = str(os.getpid())  # on POSIX also the program's
-    child |= {f"{RUN_VARIABLE}_{x}": "1" for x, is_set in (("INTERCEPT", intercept), ("PROFILE", profile)) if is_set}
-    hook = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
+    hooks = {"INTERCEPT": intercept, "PROFILE": "1" if profile else "", "FOLDER": folder}
+    child |= {f"{RUN_VARIABLE}_{name}": value for name, value in hooks.items() if value}
+    start = os.sep.join(startup.split(os.sep)[-5:])  # an outer run's is removed, also that of another copy of lowprec
     paths = child.get("PYTHONPATH")
-    others = [path for path in paths.split(os.pathsep) if not path.endswith(hook)] if paths else []
+    others = [path for path in paths.split(os.pathsep) if not path.endswith(start)] if paths else []
     child["PYTHONPATH"] = os.pathsep.join([startup, *others])
     return child

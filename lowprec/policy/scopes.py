@@ -6,6 +6,7 @@ libraries' switches, which ``policy.switches`` sets and restores.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class PolicyScope:
     _mode: MathMode | None
     _libraries: frozenset[str] | None
     _guards: bool = False
+    _verifies: bool = False
     _emulates: Architecture | None = None
 
     def __enter__(self: S) -> S:
@@ -90,6 +92,8 @@ class PolicyScope:
                 entries.notify()
             if self._libraries is not _NO_LIBRARY:
                 self._set_libraries(policy)
+            if self._verifies:
+                importlib.import_module("lowprec.auditing").verify()
         except BaseException:
             self._leave(policy)
             raise
@@ -313,9 +317,14 @@ class fp32_guard(PolicyScope):
     ----------
     frameworks : bool or list of str, optional
         The other libraries to set, such as ``["torch", "jax"]``; all loaded ones by default or if True, none if False.
+    verify : bool
+        Whether to measure the libraries' precision at each entry, as :func:`lowprec.audit` does, which takes some
+        tenths of a second.
 
     Raises
     ------
+    BackendError
+        With ``verify``: an operation of a library is below full FP32 inside the guard.
     TypeError
         ``frameworks`` has another type.
     UnsupportedError
@@ -338,14 +347,15 @@ class fp32_guard(PolicyScope):
     <MathMode.FP32: 'fp32'>
     """
 
-    __slots__ = ()
+    __slots__ = ("_verifies",)
     _guards = True
 
-    def __init__(self, frameworks: Frameworks | None = None) -> None:
+    def __init__(self, frameworks: Frameworks | None = None, *, verify: bool = False) -> None:
         if callable(frameworks):
             raise TypeError("@fp32_guard needs parentheses: write @fp32_guard()")
         self._mode = None
         self._libraries = _selection(True if frameworks is None else frameworks)
+        self._verifies = verify
 
     def __repr__(self) -> str:
         chosen = self._frameworks

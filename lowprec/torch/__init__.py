@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+from lowprec.core.interception_report import InterceptedProduct, InterceptionReport, PassedBy
 from lowprec.torch.functions import linear, matmul
 from lowprec.torch.inductor import inductor_options
 from lowprec.torch.interception import intercept
-from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
 from lowprec.torch.layers import Linear
 
 __all__ = [

@@ -1,119 +1,149 @@
-"""PyTorch's matrix product operators: their terms for lowprec, or the reason to leave them to PyTorch."""
+"""PyTorch's operators that multiply: the terms of matrix products, and the reason to leave the others to PyTorch."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lowprec.core.interception_report import PassedBy
 from lowprec.formats import DType
 from lowprec.modes import TABLE
-from lowprec.torch.interception_report import PassedBy
+from lowprec.planning.problem import broadcasts
 
 #: Element types on which each mode acts.
 ACTED_ON = {r.mode: frozenset(getattr(torch, d.label) for d in DType if r.acts(d)) for r in TABLE}
 
 
 class Terms(NamedTuple):
-    """An operator's result as ``alpha * a @ b + beta * c``."""
+    """An operator's result as ``activation(alpha * a @ b + beta * c)``."""
 
     a: Tensor
     b: Tensor
     c: Tensor | None = None
     alpha: Any = 1
     beta: Any = 1
+    activation: Callable[[Tensor], Tensor] | None = None
+
+    def is_accepted(self, axes: tuple[int, int], out: Tensor | None, in_place: bool) -> bool:
+        """Whether PyTorch's operator accepts these arguments; else it raises its error."""
+        a, b, c = self[:3]
+        k = b.shape[-2:][0] if b.ndim else 0
+        alike = a.dtype == b.dtype and a.device == b.device and a.shape[-1:] == (k,)
+        if not alike or (a.ndim, b.ndim) != axes or a.shape[:-2] != b.shape[:-2]:
+            return False
+        shape = (*a.shape[:-1], *b.shape[-1:][: b.ndim - 1])
+        for x, is_whole in ((c, in_place), (out, False)):
+            if x is not None and (x.dtype != a.dtype or x.device != a.device or (is_whole and x.shape != shape)):
+                return False
+        return c is None or broadcasts(c.shape, shape)
 
 
 def _added(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Terms:
     return Terms(a, b, c, alpha, beta)
 
 
-def _summed(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Terms:
-    return Terms(a.transpose(0, 1).flatten(1), b.flatten(0, 1), c, alpha, beta)
+def _activated(c: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1, use_gelu: bool = False) -> Terms:
+    gelu = torch.ops.aten.gelu_.default
+    activation = (lambda x: gelu(x, approximate="tanh" if x.is_cuda else "none")) if use_gelu else torch.relu_
+    return Terms(a, b, c, alpha, beta, activation)
 
 
-#: By operator name: the terms, and the numbers of axes of both factors. In-place and ``out=`` overloads share them.
-_PRODUCTS: dict[str, tuple[Callable[..., Terms], tuple[int, int]]] = {
-    "mm": (Terms, (2, 2)),
-    "bmm": (Terms, (3, 3)),
-    "mv": (Terms, (2, 1)),
-    "dot": (Terms, (1, 1)),
-    "vdot": (lambda a, b: Terms(a.conj(), b), (1, 1)),
-    "addmm": (_added, (2, 2)),
-    "baddbmm": (_added, (3, 3)),
-    "addmv": (_added, (2, 1)),
-    "addbmm": (_summed, (2, 2)),
+class Product(NamedTuple):
+    """The terms of an operator, from its arguments, and the numbers of axes of both factors."""
+
+    terms: Callable[..., Terms]
+    axes: tuple[int, int]
+    overloads: tuple[str, ...]
+
+
+_FUNCTIONAL, _ALL = ("", ".out"), ("", "_", ".out")
+#: By operator name. ``matmul``, ``linear``, ``mv``, ``addbmm``, ``einsum``, ``cdist`` and others are made of these.
+PRODUCTS = {
+    "mm": Product(Terms, (2, 2), _FUNCTIONAL),
+    "bmm": Product(Terms, (3, 3), _FUNCTIONAL),
+    "dot": Product(Terms, (1, 1), ("",)),
+    "vdot": Product(lambda a, b: Terms(a.conj(), b), (1, 1), ("",)),
+    "addmm": Product(_added, (2, 2), _ALL),
+    "baddbmm": Product(_added, (3, 3), _ALL),
+    "addmv": Product(_added, (2, 1), _ALL),
+    "_addmm_activation": Product(_activated, (2, 2), _FUNCTIONAL),
 }
 
-#: Name prefixes of operators that multiply internally and are left to PyTorch.
+#: Name prefixes of operators that multiply internally and are left to PyTorch, in the namespaces below.
 _OTHERS: dict[PassedBy, str] = {
     PassedBy.ATTENTION: (
         "_scaled_dot_product_ _flash_attention_ _efficient_attention_ _cudnn_attention_ "
-        "_transformer_encoder_layer_fwd _native_multi_head_attention _triton_scaled_dot_attention "
-        "_triton_multi_head_attention"
+        "_triton_scaled_dot_attention _triton_multi_head_attention"
     ),
     PassedBy.CONVOLUTION: (
         "convolution _convolution cudnn_convolution miopen_convolution mkldnn_convolution slow_conv "
-        "_slow_conv thnn_conv conv_depthwise _conv_depthwise"
+        "_slow_conv thnn_conv conv_ conv1d conv2d conv3d _conv_depthwise qconv"
     ),
-    PassedBy.RECURRENT: "mkldnn_rnn_layer _cudnn_rnn miopen_rnn lstm_mps _lstm_mps",
+    PassedBy.RECURRENT: "mkldnn_rnn_layer _cudnn_rnn miopen_rnn quantized_lstm quantized_gru quantized_rnn",
     PassedBy.FUSED: (
-        "_cdist_forward _cdist_backward _trilinear addr _addmm_activation _scaled_mm "
-        "_scaled_grouped_mm _grouped_mm _int_mm _weight_int _dyn_quant_matmul mkldnn_linear "
-        "_linear_pointwise _mkl_linear _sparse_semi_structured _cslt_sparse_mm sspaddmm hspmm _spdiags"
+        "mm.dtype bmm.dtype addmm.dtype baddbmm.dtype _trilinear addr _scaled_mm _scaled_grouped_mm "
+        "_grouped_mm _int_mm _weight_int _dyn_quant_matmul mkldnn_linear _linear_pointwise _mkl_linear "
+        "_sparse_semi_structured _cslt_sparse_mm sspaddmm hspmm _sparse_mm _sparse_sparse _sparse_addmm "
+        "sparse_sampled linear qlinear matmul _mixed_dtypes_linear _fused_linear linear_cross_entropy"
     ),
     PassedBy.LINEAR_ALGEBRA: (
-        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve _linalg_svd linalg_cholesky linalg_eig "
-        "linalg_householder_product linalg_inv linalg_ldl linalg_lstsq linalg_lu linalg_matrix_exp "
-        "linalg_pinv linalg_qr linalg_solve cholesky geqrf lu_unpack ormqr triangular_solve"
+        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve _linalg_svd linalg_cholesky_ex linalg_eig "
+        "linalg_householder_product linalg_inv_ex linalg_ldl linalg_lstsq linalg_lu linalg_qr linalg_solve_tri "
+        "cholesky geqrf ormqr triangular_solve"
     ),
 }
+_NAMESPACES = ("aten", "quantized", "_quantized", "onednn", "mkldnn", "mkl", "mkldnn_prepacked", "sparse")
+_DENSE = ("CPU", "CUDA")
+_STORAGES = ("SparseCPU", "SparseCUDA", "SparseCsrCPU", "SparseCsrCUDA", "QuantizedCPU")
+_NOT_PRODUCTS = ("prepack", "unpack", "reorder", "_cholesky_solve_helper", "linear_backward", "matmul_backward")
 
 
-#: Operators on a tensor's state, not its elements; PyTorch lists them as composite too.
-_ON_STATE = (
-    *("_backward", "_fw_primal", "_make_dual", "_version", "data", "is_leaf", "output_nr"),
-    *("requires_grad_", "retain_grad", "retains_grad", "set_data"),
-)
+class Kernel(NamedTuple):
+    """A kernel of PyTorch's that an interception replaces."""
 
-
-class Rule(NamedTuple):
-    """The handling of an overload."""
-
-    name: str  # without the underscore of in-place operators
-    #: From the operator's arguments; None where PyTorch computes or decomposes it.
-    terms: Callable[..., Terms] | None = None
-    axes: tuple[int, int] = (0, 0)  # of the factors
-    passed_by: PassedBy | None = None  # the reason why PyTorch computes it
+    operator: str  # with its namespace and overload
+    key: str  # of the dispatcher
+    name: str  # without namespace, overload, and the underscore of in-place operators
+    product: Product | None = None
     in_place: bool = False  # the first argument receives the result
-    decomposes: bool = False  # PyTorch decomposes it into other operators
+    passed_by: PassedBy | None = None
 
-    def accepts(self, terms: Terms, out: Tensor | None) -> bool:
-        """Whether PyTorch's operator accepts these arguments; it broadcasts and casts less than lowprec."""
-        a, b, c = terms.a, terms.b, terms.c
-        alike = all(x.dtype == a.dtype for x in (b, c, out) if x is not None)
-        if not alike or (a.ndim, b.ndim) != self.axes or a.shape[:-2] != b.shape[:-2]:
-            return False
-        out_shape = (*a.shape[:-1], *b.shape[-1:][: b.ndim - 1])
-        return not self.in_place or c is None or c.shape == out_shape
+
+def reason_of(operator: str) -> PassedBy | None:
+    """Return the reason why PyTorch computes an operator that multiplies; None for all others."""
+    if any(part in operator for part in _NOT_PRODUCTS):
+        return None
+    return next((r for r, prefixes in _OTHERS.items() if operator.startswith(tuple(prefixes.split()))), None)
 
 
 @functools.cache
-def rule_of(operator: Any) -> Rule | None:
-    """Return the handling of an overload, None if it does not multiply."""
-    name: str = operator._opname
-    in_place = name.endswith("_") and name[:-1] in _PRODUCTS
-    base = name[:-1] if in_place else name
-    if operator.namespace == "aten" and base in _PRODUCTS and "dtype" not in operator._overloadname:
-        return Rule(base, *_PRODUCTS[base], in_place=in_place)
-    if name not in _ON_STATE and torch._C._dispatch_has_kernel_for_dispatch_key(
-        operator.name(), "CompositeImplicitAutograd"
-    ):
-        return Rule(name, decomposes=True)
-    for reason, prefixes in _OTHERS.items():
-        if name.startswith(tuple(prefixes.split())):
-            return Rule(name, passed_by=reason)
-    return None
+def kernels() -> tuple[Kernel, ...]:
+    """Return the kernels of this build of PyTorch and its loaded libraries."""
+    return tuple(_kernels())
+
+
+def _kernels() -> Iterator[Kernel]:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name, product in PRODUCTS.items():
+        for overload in product.overloads:
+            operator = f"aten::{name}{overload}"
+            yield from (Kernel(operator, key, name, product, overload == "_") for key in _DENSE if has(operator, key))
+            storages = (key for key in _STORAGES if has(operator, key))
+            yield from (Kernel(operator, key, name, passed_by=PassedBy.STORAGE) for key in storages)
+    for operator in sorted(torch._C._dispatch_get_all_op_names()):
+        space, _, rest = operator.partition("::")
+        if space not in _NAMESPACES:
+            continue
+        name, _, overload = rest.partition(".")
+        reason = reason_of(rest)
+        # Autograd differentiates through composites. The operators that they call are replaced instead.
+        if reason is None or has(operator, "CompositeImplicitAutograd"):
+            continue
+        is_composite = has(operator, "CompositeExplicitAutograd") and "out" not in overload
+        for key in (*_DENSE, *_STORAGES):
+            if has(operator, key) or (is_composite and (key == "CPU" or (key == "CUDA" and torch.version.cuda))):
+                yield Kernel(operator, key, name.removesuffix("_"), passed_by=reason)

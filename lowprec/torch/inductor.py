@@ -14,9 +14,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec._version import __version__
+from lowprec.core.interception_report import PassedBy
 from lowprec.errors import warn
 from lowprec.modes import MathMode, ModeName, parse_mode
-from lowprec.torch.aten import ACTED_ON, rule_of
+from lowprec.torch.aten import ACTED_ON, reason_of
 from lowprec.torch.operator import OPERATOR
 
 _aten = torch.ops.aten
@@ -88,15 +89,20 @@ class _PlainAttention(_Pass):
                 node.target = _ATTENTION[node.target]
 
 
+#: Composites of which a graph shows the call alone.
+_FAST_PATHS = ("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
+
+
 class _Products(_Pass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         passed = set()
         for node in list(graph.nodes):
             if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            rule = rule_of(node.target)
-            if rule is not None and rule.passed_by is not None:
-                passed.add(f"{rule.name} ({rule.passed_by})")
+            name = node.target._opname
+            reason = PassedBy.ATTENTION if name in _FAST_PATHS else reason_of(name)
+            if reason is not None:
+                passed.add(f"{name} ({reason})")
             elif node.target in _TERMS and _acted_on(node, self._mode):
                 self._replace(graph, node)
         graph.lint()

@@ -1,145 +1,73 @@
-"""``intercept``: lowprec computes the products of an unmodified model, by a PyTorch mode below autograd."""
+"""``intercept``: lowprec computes the products of an unmodified program, by kernels in PyTorch's dispatcher.
+
+The kernels are in front of PyTorch's own. They are below autograd, functorch's transforms, dispatch modes and tracers,
+so these see the operators as usual, and above nothing: products inside C++ composites and compiled graphs are seen.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
-from collections.abc import Callable, Mapping
-from threading import get_ident
-from types import MappingProxyType
-from typing import Any, TypeVar, cast
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from contextvars import Context, ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, _len_torch_dispatch_stack
-from torch._C import _SetExcludeDispatchKeyGuard as _exclude
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lowprec import policy
+from lowprec.arrays.libraries import library_of
 from lowprec.core import dispatch
-from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError, warn
-from lowprec.modes import MathMode, ModeName, parse_mode
-from lowprec.policy.decorators import decorated
-from lowprec.policy.protocol import Tier
-from lowprec.policy.switches import Hold, acquire, release
-from lowprec.torch.aten import ACTED_ON, Rule, Terms, rule_of
-from lowprec.torch.interception_report import InterceptedProduct, InterceptionReport, PassedBy
+from lowprec.core.arguments import PLAIN, Options
+from lowprec.core.executors import look_up
+from lowprec.core.interception import Block, Interception
+from lowprec.core.interception_report import PassedBy, Row
+from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
+from lowprec.modes import MathMode, ResolvedMode, row
+from lowprec.torch.aten import ACTED_ON, Kernel, Product, Terms, kernels
+from lowprec.torch.layer_names import NAMES, Layer
 from lowprec.util.lock import locked
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 #: Errors raised before any computation; PyTorch then computes the product.
 _REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
+#: Elements of a result from which a bias is added by the product's epilogue; it costs more than a small addition.
+_FUSED_BIAS = 1 << 14
 
-F = TypeVar("F", bound=Callable[..., Any])
-#: The fields of an InterceptedProduct but its count.
-_Key = tuple[str, tuple[tuple[int, ...], ...], str, bool, str, PassedBy | None, str]
-
-
-_FLAGS_OF_ATTENTION = ("flash", "mem_efficient", "cudnn", "overrideable", "math")
-_FAST_PATH = "mha fast path"
-
-
-class _AttentionController:
-    """PyTorch's process-wide switches for attention; overlapping blocks of threads restore them once, in any order."""
-
-    name = "torch attention"
-    module = "torch"
-    tier = Tier.PROCESS
-    modes = (MathMode.FP32,)
-    switches: Mapping[str, str] = MappingProxyType({})
-
-    def save(self) -> dict[str, Any]:
-        flags = _FLAGS_OF_ATTENTION
-        found = {flag: getattr(torch._C, f"_get_{flag}_sdp_enabled")() for flag in flags}
-        return {**found, _FAST_PATH: torch.backends.mha.get_fastpath_enabled()}
-
-    def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        plain = dict.fromkeys(_FLAGS_OF_ATTENTION, False) | {"math": True, _FAST_PATH: False}
-        self.restore(plain)
-        return plain
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        for flag in _FLAGS_OF_ATTENTION:
-            getattr(torch._C, f"_set_sdp_use_{flag}")(saved[flag])
-        torch.backends.mha.set_fastpath_enabled(saved[_FAST_PATH])
-
-    describe = save
+_grad_enabled = torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
+_graph_task = torch._C._current_graph_task_id
+_function_modes = torch._C._len_torch_function_stack
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
-_ATTENTION = _AttentionController()
-
-
-#: Process-wide flags that disable PyTorch's compiler. Overlapping modes of several threads restore them wrongly, so
-#: this module restores them.
-_FLAGS = [
-    name
-    for name in ("_is_in_torch_dispatch_mode", "_is_in_non_infra_torch_dispatch_mode")
-    if hasattr(_python_dispatch, name)
-]
-
-#: The open blocks of all threads, and the flags outside of all.
-_open: dict[_Entry, None] = {}
-_outside: dict[str, bool] = {}
-
-
-class _Entry(Hold):
-    __slots__ = ("_depth", "scope")
-
-    def __init__(self, scope: intercept) -> None:
-        super().__init__()
-        self.scope = scope
-        self._depth = _len_torch_dispatch_stack()
-
-    def open(self) -> None:
-        """Push the mode, and switch attention to its plain form."""
-        locked(self._set_process)
-        self.scope._mode.__enter__()
-
-    def _set_process(self) -> None:
-        if not _open:
-            _outside.update({name: getattr(_python_dispatch, name) for name in _FLAGS})
-        _open[self] = None
-        acquire(self, [_ATTENTION], MathMode.FP32)
-
-    def _restore_process(self) -> None:
-        for name, value in _outside.items():
-            setattr(_python_dispatch, name, value or bool(_open.keys() - {self}))
-        release(self)
-        _open.pop(self, None)
-
-    def close(self) -> None:
-        """Pop the mode and all above it."""
-        while _len_torch_dispatch_stack() > self._depth:
-            try:
-                self.scope._mode.__exit__(None, None, None)
-            except IndexError:  # after an interrupt the mode's stack of flags lacks an entry
-                _python_dispatch._pop_mode()
-        locked(self._restore_process)
-
-
-class intercept:
+class intercept(Interception):
     """Compute the products of PyTorch's own operators by lowprec, in a block.
 
-    The operators are ``mm``, ``bmm``, ``mv``, ``dot``, ``addmm``, ``baddbmm``, ``addmv``, ``addbmm``, and all that are
-    made of them: ``matmul``, ``linear``, ``einsum``, layers, attention (the block switches the process to its plain
-    form), also under ``torch.inference_mode``. PyTorch computes products of element types on which no mode acts, and
-    those inside fused kernels; :meth:`report` names them.
+    The operators are ``mm``, ``bmm``, ``dot``, ``vdot``, ``addmm``, ``baddbmm``, ``addmv``, and all that are made of
+    them: ``matmul``, ``linear``, ``einsum``, layers, compiled graphs. PyTorch computes products of element types on
+    which no mode acts, and those inside fused kernels (attention, convolutions, recurrent layers); :meth:`report` names
+    them.
 
-    The block applies to this thread and the threads of a backward pass that starts inside it. A later backward pass is
-    PyTorch's own. As under every such mode, ``torch.compile`` compiles nothing; use :func:`inductor_options` for
-    compiled models.
+    The block applies to this thread and task, and to backward passes that start inside it. A later backward pass is
+    PyTorch's own. Products that checkpointing recomputes, and those of ``torch.func.grad`` and ``create_graph=True``,
+    are counted as forward products.
 
     Parameters
     ----------
-    math_mode : str or MathMode
-        Mode of the products; an ``fp32_guard`` overrides it.
+    math_mode : str, MathMode, or mapping
+        Mode of the products, or modes by layer: ``{"lm_head": "fp32", "*.mlp.*": "bf16", "*": "tf32"}``. The keys are
+        patterns of the layers' names, or their classes; the first one that matches is used, and a product that none
+        matches is PyTorch's. An ``fp32_guard`` overrides the modes.
+    statistics : bool
+        Whether to measure the largest magnitude of the operands' elements, and the share of those that are not zero but
+        below the normal numbers of the mode's format.
 
     Raises
     ------
     ModeError
-        ``math_mode`` is unknown.
+        A mode is unknown.
 
     Examples
     --------
@@ -147,139 +75,275 @@ class intercept:
     >>> layer = torch.nn.Linear(4, 2)
     >>> with intercept("bf16") as seen:
     ...     layer(torch.ones(3, 4)).sum().backward()
-    >>> [(p.operator, p.backward, p.count) for p in seen.report().taken]
-    [('addmm', False, 1), ('mm', True, 1)]
+    >>> [(p.layer, p.operator, p.backward, p.count) for p in seen.report().taken]
+    [('Linear', 'addmm', False, 1), ('Linear', 'mm', True, 1)]
     """
 
-    def __init__(self, math_mode: ModeName | MathMode) -> None:
-        self.math_mode = parse_mode(math_mode)
-        self._mode = _Intercepting(self.math_mode)
+    _module = "torch"
+    _stack: ContextVar[tuple[Block, ...]] = ContextVar("lowprec_torch", default=())
 
-    def __enter__(self) -> intercept:
-        entry = _Entry(self)
-        try:
-            entry.open()
-        except BaseException:
-            entry.close()
-            raise
-        return self
+    def _install(self, holder: object) -> None:
+        locked(_hold, holder)
 
-    def __exit__(self, *exc_info: object) -> None:
-        opened = [entry for entry in list(_open) if entry.scope is self and entry.thread == get_ident()]
-        if opened:
-            opened[-1].close()
-        else:
-            warn(f"{self!r} was left in another thread than it was entered in, where it stays open")
+    def _uninstall(self, holder: object) -> None:
+        locked(_release, holder)
 
-    def __call__(self, function: F) -> F:
-        """Return the function with this block around each of its calls, which share one report.
-
-        Raises TypeError for an ``async def``: the block belongs to the thread, in which other tasks run meanwhile.
-        """
-        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-            raise TypeError(
-                f"{self!r} decorates functions that run in one piece, got an async one; open a block in it, between "
-                "two awaits"
-            )
-        return cast(F, decorated(self, function))
-
-    def report(self) -> InterceptionReport:
-        """Return the products so far, with the reason for each that PyTorch computed."""
-        return self._mode.report()
-
-    def __repr__(self) -> str:
-        return f"lowprec.torch.intercept({self.math_mode.value!r})"
+    def _remarks(self) -> list[str]:
+        compiler = sys.modules.get("torch._dynamo.utils")
+        if compiler is None or not compiler.counters["frames"]["ok"]:
+            return []
+        text = (
+            "Compiled graphs ran in this process. Not seen are products of few elements that Inductor turns into "
+            "multiplications and sums, flex_attention, AOTInductor and, without lowprec.torch.inductor_options, "
+            "products of max_autotune's C++ GEMMs and of cpp_wrapper."
+        )
+        return [text]
 
 
-class _Intercepting(TorchDispatchMode):
-    def __init__(self, math_mode: MathMode) -> None:
-        super().__init__()
-        self._math_mode = math_mode
-        # By thread, so that no lock is needed.
-        self._counts: dict[tuple[int, _Key], int] = {}
-        self._records_grad = False
+# -- registration ---------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # PyTorch excludes these keys here; kernels with lazy conjugation (pinv) would then omit the conjugation.
-        with _exclude(DispatchKey.Conjugate, False), _exclude(DispatchKey.Negative, False):
-            return self._dispatch(func, types, args, kwargs or {})
+# Each is changed by one assignment, so that an exception of a signal handler leaves no half of it. A library that is
+# not referenced removes its kernels.
+_holders: frozenset[object] = frozenset()
+_libraries: tuple[torch.library.Library, ...] = ()
 
-    def _dispatch(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not _PLAIN.issuperset(types):
-            # A subclass splits the operator into those of its plain tensors, which this mode sees. A fake tensor has
-            # none: it is only a shape, as in DTensor's sharding rules.
-            is_fake = any(issubclass(t, FakeTensor) for t in types)
-            return func(*args, **kwargs) if is_fake else NotImplemented
-        rule = rule_of(func)
-        if rule is None:
-            return func(*args, **kwargs)
-        if rule.decomposes:
-            with self:
-                return func.decompose(*args, **kwargs)
-        if rule.terms is None:
-            found = func(*args, **kwargs)
-            self._count(rule.name, (*args, *kwargs.values()), "", rule.passed_by)
-            return found
-        return self._multiply(rule, rule.terms, func, args, kwargs)
 
-    def _multiply(self, rule: Rule, make: Callable[..., Terms], func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _hold(holder: object) -> None:
+    global _holders, _libraries
+    _holders |= {holder}
+    if not _libraries:
+        _libraries = _registered()
+
+
+def _release(holder: object) -> None:
+    """Remove the kernels with the last scope, if no other thread can multiply meanwhile."""
+    global _holders, _libraries
+    _holders -= {holder}
+    if not _holders and threading.active_count() == 1:
+        removed, _libraries = _libraries, ()
+        for library in removed:
+            library._destroy()
+
+
+def _registered() -> tuple[torch.library.Library, ...]:
+    # PyTorch warns once per process. `catch_warnings` would replace the filters of other threads.
+    warnings.filterwarnings("ignore", r"\s*Warning only once for all operators, .*overrid", UserWarning)
+    made: dict[str, torch.library.Library] = {}
+    for kernel in kernels():
+        space, _, name = kernel.operator.partition("::")
+        library = made.get(space) or made.setdefault(space, torch.library.Library(space, "IMPL"))
+        own = torch.library.get_kernel(kernel.operator, kernel.key).call_boxed
+        replacement = _watched(kernel, own) if kernel.product is None else _replaced(kernel, kernel.product, own)
+        library.impl(name, replacement, kernel.key, with_keyset=True, allow_override=True)
+    return tuple(made.values())
+
+
+def _current() -> tuple[Any, Context | None] | None:
+    """Return the scope that applies to a product, and the context of a backward pass on another thread."""
+    stack = intercept._stack.get()
+    if stack:
+        return stack[-1].scope, None
+    if _graph_task() != -1 and torch._C._is_key_in_tls("context"):
+        context: Context = torch._C._get_obj_in_tls("context")
+        stack = context.get(intercept._stack) or ()
+        if stack:
+            return stack[-1].scope, context
+    scope = intercept._of_process
+    return None if scope is None else (scope, None)
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    counted = 0  # products
+    is_watching = False  # inside an operator that multiplies
+
+
+_thread = _Thread()
+
+
+def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Callable[..., Any]:
+    name, make, axes, in_place = kernel.name, product.terms, product.axes, kernel.in_place
+
+    def multiply(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _holders or (found := _current()) is None:
+            return own(keyset, *args, **kwargs)
+        if _function_modes() or not _PLAIN.issuperset(map(type, args)):
+            # Attributes of tensors would call the functions of modes and subclasses.
+            with torch._C.DisableTorchFunction():
+                return compute(found, keyset, args, kwargs)
+        return compute(found, keyset, args, kwargs)
+
+    def compute(found: tuple[Any, Context | None], keyset: Any, args: Any, kwargs: Any) -> Any:
+        scope, context = found
         given = dict(kwargs)
         out = given.pop("out", None)
         terms = make(*args, **given)
-        if terms.alpha == 0:  # no product: PyTorch, as BLAS, does not read the factors
-            return func(*args, **kwargs)
-        operands = (terms.a, terms.b)
+        a, b = terms.a, terms.b
+        # PyTorch raises its errors, and reads no factors for an alpha of zero.
+        if terms.alpha == 0 or not terms.is_accepted(axes, out, in_place):
+            return own(keyset, *args, **kwargs)
+        backward = _graph_task() != -1 and not _grad_enabled()
+        layer = NAMES.of(a, b, backward)
+        mode = scope.mode_of(layer)
         reason, detail = PassedBy.ELEMENT_TYPE, ""
-        if terms.a.dtype in ACTED_ON[self._math_mode] and rule.accepts(terms, out):  # else PyTorch raises its error
+        if mode is None:
+            reason = PassedBy.LAYER
+        elif a.dtype in ACTED_ON[mode]:
             try:
-                mode = policy.resolve(self._math_mode).mode.value
-                found = _product(terms, mode)
+                resolved = policy.resolve(mode) if context is None else context.copy().run(policy.resolve, mode)
+                result = _computed(terms, resolved, args[0] if in_place else out)
+                _count(scope, layer, name, terms, backward, resolved.mode.value)
+                return result
             except _REFUSALS as error:
                 reason, detail = PassedBy.REFUSED, str(error)
-            else:
-                self._count(rule.name, operands, mode, None)
-                return _stored(found, args[0] if rule.in_place else out)
-        result = func(*args, **kwargs)
-        self._count(rule.name, operands, "", reason, detail)
+        result = own(keyset, *args, **kwargs)
+        _count(scope, layer, name, terms, backward, "", reason, detail)
         return result
 
-    def _count(self, name: str, arguments: Any, mode: str, reason: PassedBy | None, detail: str = "") -> None:
-        tensors = [x for x in arguments if isinstance(x, Tensor)]
-        shapes = tuple(tuple(x.shape) for x in tensors)
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        backward = torch._C._current_autograd_node() is not None
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            self._records_grad = True
-        key = get_ident(), (name, shapes, dtype, backward, mode, reason, detail)
-        self._counts[key] = self._counts.get(key, 0) + 1
-
-    def report(self) -> InterceptionReport:
-        """Return the counts of all threads."""
-        sums: Counter[_Key] = Counter()
-        for (_, key), count in self._counts.copy().items():
-            sums[key] += count
-        products = tuple(InterceptedProduct(*key[:5], count, *key[5:]) for key, count in sums.items())
-        remarks: tuple[str, ...] = ()
-        if self._records_grad and not any(p.backward for p in products):
-            remarks = (
-                "No backward pass ran inside the block; one that runs after it is PyTorch's own, in full precision.",
-            )
-        return InterceptionReport(self._math_mode.value, products, remarks)
+    return multiply
 
 
-def _product(terms: Terms, mode: Any) -> Tensor:
-    a, b, c, alpha, beta = terms
-    rest: dict[str, Any] = {}
-    if c is not None and c.ndim == 1 and c.shape == b.shape[1:] and alpha == beta == 1:
-        rest = {"bias": c.detach()}
-    elif c is not None:
-        rest = {"alpha": alpha} if beta == 0 else {"c": c.detach(), "alpha": alpha, "beta": beta}
-    return dispatch.matmul(a.detach(), b.detach(), math_mode=mode, **rest)
+def _watched(kernel: Kernel, own: Callable[..., Any]) -> Callable[..., Any]:
+    def watch(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _holders or (found := _current()) is None:
+            return own(keyset, *args, **kwargs)
+        if _thread.is_watching:
+            return own(keyset, *args, **kwargs)
+        before, _thread.is_watching = _thread.counted, True
+        try:
+            result = own(keyset, *args, **kwargs)
+        finally:
+            _thread.is_watching = False
+        if _thread.counted == before:  # else its own products were counted
+            _count_passed(found[0], kernel, args, kwargs, result)
+        return result
+
+    return watch
 
 
-def _stored(found: Tensor, out: Tensor | None) -> Tensor:
-    if out is None:
-        return found
-    if out.shape != found.shape:
-        out.resize_(found.shape)
-    return out.copy_(found)
+def _computed(terms: Terms, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
+    """Return a product; the caller is below autograd, whose recording the tensors do not show."""
+    records = _grad_enabled()
+    try:
+        if records:
+            _set_grad_enabled(False)
+        return _multiplied(terms, resolved, out)
+    finally:
+        if records:
+            _set_grad_enabled(True)
+
+
+def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
+    a, b, c, alpha, beta, activation = terms
+    bias = None
+    if c is not None and c.ndim == 1 and alpha == beta == 1 and a.shape[0] * b.shape[-1] >= _FUSED_BIAS:
+        bias = c if c.shape == b.shape[1:] else None
+    if a.is_cpu:
+        result = _on_cpu(a, b, bias, resolved, None if out is None or _shares(out, a, b, c) else out)
+    else:
+        added = None if bias is None else bias.detach()
+        result = dispatch.matmul(a.detach(), b.detach(), bias=added, math_mode=resolved.mode)
+    if alpha != 1:
+        result.mul_(alpha)
+    if c is not None and bias is None and beta != 0:
+        result.add_(c, alpha=beta)
+    if activation is not None:
+        activation(result)
+    if out is None or result is out:
+        return result
+    if out.shape != result.shape:
+        out.resize_(result.shape)
+    return out.copy_(result)
+
+
+def _shares(out: Tensor, *others: Tensor | None) -> bool:
+    storage = out.untyped_storage()._cdata
+    return any(x is not None and x.untyped_storage()._cdata == storage for x in others)
+
+
+def _on_cpu(a: Tensor, b: Tensor, bias: Tensor | None, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
+    library = library_of(a)
+    view = library.view_same_type
+    x, y = view(a), view(b)
+    options = PLAIN if bias is None else Options(bias=view(bias))
+    found = look_up(resolved, x, y, options)
+    if out is not None and tuple(out.shape) == found.out_shape and out.is_contiguous() and not out.is_conj():
+        target = view(out)
+        result = out
+    else:
+        target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
+        result = target.owner
+    found.execute(options.arguments(x, y, target))
+    return result
+
+
+# -- counts ---------------------------------------------------------------------------------------
+
+
+def _count(
+    scope: Any, layer: Layer, name: str, terms: Terms, backward: bool, mode: str, reason: Any = None, detail: str = ""
+) -> None:
+    a, b = terms.a, terms.b
+    _thread.counted += 1
+    ledger = scope.ledger
+    if not ledger.records_gradients and _grad_enabled() and (a.requires_grad or b.requires_grad):
+        ledger.records_gradients = True
+    found = Row(_shown(scope, layer), name, _named(a), backward, mode, reason, detail)
+    shape = b.shape
+    statistics = _statistics(terms, mode) if scope.statistics and not reason else None
+    multiplications = a.numel() * (shape[-1] if len(shape) > 1 else 1)
+    ledger.add(found, multiplications, lambda: (tuple(a.shape), tuple(shape)), statistics)
+
+
+def _count_passed(scope: Any, kernel: Kernel, args: Any, kwargs: Any, result: Any) -> None:
+    _thread.counted += 1
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    dtype = _named(tensors[0]) if tensors else ""
+    backward = _graph_task() != -1 and not _grad_enabled()
+    found = Row(_shown(scope, NAMES.of_any(tensors)), kernel.name, dtype, backward, passed_by=kernel.passed_by)
+    if any(x.requires_grad for x in tensors):
+        scope.ledger.records_gradients |= _grad_enabled()
+    multiplications = _multiplications(kernel.operator, args, kwargs, result)
+    scope.ledger.add(found, multiplications, lambda: tuple(tuple(x.shape) for x in tensors[:2]), None)
+
+
+def _multiplications(operator: str, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the number of multiplications of an operator of which PyTorch has a formula, else 0."""
+    from torch.utils.flop_counter import flop_registry
+
+    space, _, name = operator.partition("::")
+    formula = flop_registry.get(getattr(getattr(torch.ops, space), name.partition(".")[0], None))
+    try:
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result)) // 2
+    except Exception:  # noqa: BLE001 - a formula for other arguments; the count is information
+        return 0
+
+
+_names: dict[torch.dtype, str] = {}
+
+
+def _named(x: Tensor) -> str:
+    dtype = x.dtype
+    return _names.get(dtype) or _names.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+
+def _shown(scope: Any, layer: Layer) -> str:
+    """Return the text of a layer; a note if its product may belong to layers with different modes."""
+    if len(layer) < 2:
+        return layer[0][0] if layer else ""
+    shown = "|".join(dict.fromkeys(name for name, _ in layer))
+    if len({scope.mode_of((each,)) for each in layer}) > 1:
+        scope.ledger.notes[
+            f"{shown} have different modes, and share an operand; the first pattern's mode was used."
+        ] = None
+    return shown
+
+
+def _statistics(terms: Terms, mode: str) -> tuple[float, float]:
+    least = row(MathMode(mode)).operand_format.smallest_normal
+    with torch.no_grad():
+        sizes = [x.detach().abs() for x in (terms.a, terms.b) if x.numel()]
+        shares = [float(((x > 0) & (x < least)).float().mean()) for x in sizes]
+        return max((float(x.max()) for x in sizes), default=0.0), max(shares, default=0.0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from lowprec.modes import BoundName, MathMode, ModeName, parse_mode
 from lowprec.planning import check_bound, check_rtol
@@ -66,7 +67,12 @@ class Linear(torch.nn.Linear):
         return made.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Return ``input @ weight.T + bias``, shape (..., out_features)."""
+        """Return ``input @ weight.T + bias``, shape (..., out_features).
+
+        A weight with functions of its own, as of ``torchao.quantize_``, is multiplied by these.
+        """
+        if has_torch_function((self.weight,)):
+            return super().forward(input)
         return linear(
             input, self.weight, self.bias,
             math_mode=self.math_mode, rtol=self.rtol, bound=self.bound, backward_mode=self.backward_mode,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -127,6 +128,10 @@ def test_settings_already_in_the_environment(
         ("--intercept script.py", "give --mode MODE, --guard or --profile"),
         ("--intercept --guard script.py", "--intercept goes with --mode"),
         ("--intercept --profile script.py", "--intercept goes with --mode"),
+        ("--mode tf32 --layers a=fp32 script.py", "--layers goes with --intercept"),
+        ("--mode tf32 --intercept --layers a script.py", "'a' is not a list of NAME=MODE"),
+        ("--mode tf32 --intercept --layers a=fp23 script.py", "'fp23' is not a math mode"),
+        ("--mode tf32 --intercept --layers a.toml script.py", "cannot read a.toml"),
         ("--force --profile script.py", "--force goes with --mode; give --mode MODE"),
         ("--guard --verbose script.py", "unrecognized arguments: --verbose"),
         ("--guard missing.py", "lowprec: cannot read missing.py: No such file or directory"),
@@ -241,3 +246,14 @@ def test_where_a_process_cannot_be_replaced_the_program_decides_about_ctrl_c() -
         f"sys.exit(wait_for([sys.executable, '-c', {child + '; os._exit(9)'!r}], os.environ))"
     )
     assert start("-c", code) == (9, "", "")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is in Python 3.11")
+def test_layers_are_read_from_a_file(started: Callable[..., Started], refused: Callable[..., str]) -> None:
+    Path("modes.toml").write_text('[layers]\nlm_head = "fp32"\n"*.mlp.*" = "BF16"\n')
+    write("")
+    found = started("--mode", "tf32", "--intercept", "--layers", "modes.toml", "script.py")
+    assert json.loads(found.variables["LOWPREC_RUN_INTERCEPT"]) == {"lm_head": "fp32", "*.mlp.*": "bf16"}
+    Path(found.variables["LOWPREC_RUN_FOLDER"]).rmdir()
+    Path("modes.toml").write_text("layers = 3")
+    assert "no table [layers]" in refused("run", "--mode", "tf32", "--intercept", "--layers", "modes.toml", "script.py")

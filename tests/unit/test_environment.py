@@ -152,8 +152,8 @@ def test_reports_of_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(os.environ) | {"LOWPREC_RUN_PROGRAM": str(os.getpid())}
     found = environment.child_environment("startup", None, profile=True)
     assert found == {**before, "PYTHONPATH": "startup", "LOWPREC_RUN_PROFILE": "1"}
-    found = environment.child_environment("startup", MathMode.TF32, intercept=True)
-    assert found["LOWPREC_RUN_INTERCEPT"] == "1"
+    found = environment.child_environment("startup", MathMode.TF32, intercept="{}")
+    assert found["LOWPREC_RUN_INTERCEPT"] == "{}"
     assert "LOWPREC_RUN_PROFILE" not in found
 
 

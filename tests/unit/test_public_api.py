@@ -31,6 +31,7 @@ NAMES = [
     "UnsupportedError",
     "__version__",
     "amp",
+    "audit",
     "autotune",
     "check",
     "cublas_handle",
@@ -60,7 +61,7 @@ ERRORS = [name for name in NAMES if name.endswith("Error")]
 
 def test_the_names_are_these_and_sorted() -> None:
     assert lowprec.__all__ == NAMES == sorted(NAMES)
-    assert dir(lowprec) == sorted([*NAMES, "dask", "jax", "torch"])
+    assert dir(lowprec) == sorted([*NAMES, "dask", "jax", "numpy", "torch"])
     assert all(hasattr(lowprec, name) for name in NAMES)
     extra = {n for n, v in vars(lowprec).items() if not n.startswith("_") and not inspect.ismodule(v)}
     assert extra - set(NAMES) <= {"annotations"}

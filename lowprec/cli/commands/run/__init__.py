@@ -2,9 +2,9 @@
 
 --mode sets lowprec's default mode and the switches of PyTorch, JAX, TensorFlow, CuPy and Paddle, each when the program
 has imported the library; later settings by the program take precedence. With --guard, lowprec and these libraries
-compute in full FP32. With --intercept, lowprec computes the products of PyTorch's own operators, and with --profile
-lowprec's products are recorded; either shows a table at the end, on standard error. Processes that the program starts
-inherit these settings.
+compute in full FP32. With --intercept, lowprec computes the products of PyTorch, JAX and NumPy (float64 ones too, which
+are rounded to the mode's type and back), and with --profile lowprec's products are recorded; either shows a table at
+the end, on standard error. Processes that the program starts inherit these settings.
 """
 
 # The interpreter replaces this process, so `__main__`, arguments, exit code and signals of the program are as without
@@ -14,13 +14,16 @@ inherit these settings.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from lowprec.cli.options import mode
 from lowprec.cli.output import CommandError, flush, note
@@ -32,6 +35,7 @@ examples:
   lowprec run --mode tf32 train.py --epochs 3
   lowprec run --guard train.py
   lowprec run --mode bf16 --intercept train.py
+  lowprec run --mode tf32 --intercept --layers "lm_head=fp32,*.mlp.*=bf16" train.py
   lowprec run --profile train.py
   lowprec run --mode bf16 --force -m package.module argument
 
@@ -51,19 +55,25 @@ _REPLACES = os.name != "nt"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    how = "[--mode MODE [--force] [--intercept] | --guard] [--profile]"
+    how = "[--mode MODE [--force] [--intercept [--layers LAYERS]] | --guard] [--profile]"
     parser.usage = f"lowprec run [-h] {how} (SCRIPT | -m MODULE) ..."
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--mode", type=mode, help=f"math mode of the program ({mode_names()})")
     chosen.add_argument("--guard", action="store_true", help="full FP32: a floor for lowprec, and set in the libraries")
     switches = {
         "--force": "with --mode: lowprec keeps the mode and ignores the program's choices",
-        "--intercept": "with --mode: PyTorch's products in the thread that imports it, and in backward passes, are "
-        "lowprec's",
+        "--intercept": "with --mode: the products of PyTorch, JAX and NumPy are lowprec's",
         "--profile": "show at the end which products lowprec ran, and how fast",
     }
     for name, words in switches.items():
         parser.add_argument(name, action="store_true", help=words)
+    parser.add_argument(
+        "--layers",
+        type=layers,
+        metavar="LAYERS",
+        help="with --intercept: modes of PyTorch's layers by patterns of their names or by classes, as "
+        "lm_head=fp32,*.mlp.*=bf16, or a TOML file with a table [layers]; --mode is that of all others",
+    )
     parser.add_argument(
         "-m",
         dest="module",
@@ -89,14 +99,43 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"run: --force goes with --mode; {why}")
     if options.intercept and mode is None:
         raise CommandError("run: --intercept goes with --mode; give --mode MODE")
+    if options.layers and not options.intercept:
+        raise CommandError("run: --layers goes with --intercept")
     command = python_command(_program(options))
     force = options.force
     if mode is not None:
         mode, force = _in_force(mode, force)
         guard = mode is None
-    hooks = {"intercept": options.intercept, "profile": options.profile}
+    hooks: dict[str, Any] = {"profile": options.profile}
+    if options.intercept:
+        hooks["intercept"] = json.dumps(options.layers or {})
+        hooks["folder"] = tempfile.mkdtemp(prefix="lowprec-run-") if _REPLACES else ""
     variables = environment.child_environment(STARTUP, mode, guard=guard, force=force, **hooks)
     return start(command, variables)
+
+
+def layers(text: str) -> dict[str, str]:
+    """Read modes by layer: ``NAME=MODE,...``, or a TOML file with a table ``[layers]``."""
+    if text.endswith(".toml"):
+        found = _toml(text).get("layers")
+        if not isinstance(found, dict):
+            raise argparse.ArgumentTypeError(f"{text} has no table [layers]")
+    else:
+        found = dict(word.strip().rpartition("=")[::2] for word in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=MODE")
+    return {name: mode(str(value)).value for name, value in found.items()}
+
+
+def _toml(path: str) -> dict[str, Any]:
+    try:
+        import tomllib
+    except ImportError:
+        raise argparse.ArgumentTypeError("TOML files need Python 3.11; give NAME=MODE,...") from None
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
 
 
 def _program(options: argparse.Namespace) -> list[str]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: The modules to wait for; the libraries' names are the same.
 _LIBRARIES = frozenset(["torch", "jax", "tensorflow", "cupy", "paddle"])
+#: Libraries whose products are intercepted, and the module with ``intercept``.
+_INTERCEPTED = {"torch": "lowprec.torch.interception", "jax": "lowprec.jax.interception", "numpy": "lowprec.numpy"}
 _GUARD = "fp32_guard"
 _LOWPREC = "lowprec"
 
@@ -21,15 +23,17 @@ _LOWPREC = "lowprec"
 class _Watcher:
     """A finder that uses the other finders, and sets a library's switches once it is executed."""
 
-    def __init__(self, order: "Any", home: str, intercepts: bool, profiles: bool) -> None:
+    def __init__(self, order: "Any", home: str, intercepts: "Any", profiles: bool) -> None:
         self.order = order
         self.home = home
-        self.intercepts = intercepts
+        self.intercepts = intercepts  # None, or modes by layer as JSON
         self.profiles = profiles
         self.profile = None  # type: Any
         self.reports_changes = False
         self.reaches = False  # whether a library's switches or products have been set
         self.names = (_LIBRARIES if order else frozenset()) | {_LOWPREC if profiles else ""}
+        if intercepts:
+            self.names |= set(_INTERCEPTED)
 
     def find_spec(self, name: str, path: "Any" = None, target: "Any" = None) -> "Any":
         if name not in self.names:
@@ -52,12 +56,12 @@ class _Watcher:
         if name == _LOWPREC:
             self.start_profile()
             return
-        why = self.on_path(self.set_switches, name)
-        if self.intercepts and name == "torch":
-            failure = self.on_path(self.intercept)
+        why = None if name == "numpy" else self.on_path(self.set_switches, name)
+        if self.intercepts and name in _INTERCEPTED:
+            failure = self.on_path(self.intercept, name)
             if failure is not None:
-                _print(f"lowprec run --intercept: PyTorch's products are its own ({failure})")
-            self.reaches |= failure is None
+                _print(f"lowprec run --intercept: {name}'s products are its own ({failure})")
+            self.reaches |= failure is None and name != "numpy"
         elif why is None:
             self.reaches = True
         if why is None:
@@ -91,15 +95,25 @@ class _Watcher:
             atexit.register(_print_changes, process.changes)
         return why
 
-    def intercept(self) -> None:
-        """Compute PyTorch's products of this thread with lowprec until the process ends."""
-        import atexit
+    def intercept(self, name: str) -> None:
+        """Compute a library's products with lowprec until the process ends."""
+        import importlib
+        import json
 
-        from lowprec.torch.interception import intercept
+        module = importlib.import_module(_INTERCEPTED[name])
+        mode = "fp32" if self.order == _GUARD else self.order
+        layers = json.loads(self.intercepts) if name == "torch" else {}
+        options = {"cast": True} if name == "numpy" else {}
+        is_first = os.environ.get("LOWPREC_RUN_PROGRAM") == str(os.getpid())
+        folder = os.environ.get("LOWPREC_RUN_FOLDER")
+        seen = module.intercept(dict(layers, **{"*": mode}) if layers else mode, **options)
+        seen.apply_to_process(folder and os.path.join(folder, name), is_first, self.show)
 
-        seen = intercept("fp32" if self.order == _GUARD else self.order)
-        atexit.register(self.on_path, lambda: _print(seen.report().table(_columns())))
-        seen.__enter__()
+    def show(self, report: "Any") -> None:
+        """Show a report; NumPy's only if it has products, because most programs import NumPy."""
+        self.reaches |= bool(report.products)
+        if report.products or "numpy" not in report.title:
+            self.on_path(lambda: _print(report.table(_columns())))
 
     def start_profile(self) -> None:
         """Record lowprec's products until the process ends."""
@@ -116,11 +130,15 @@ class _Watcher:
             return
         products = getattr(sys.modules.get("lowprec.core.executors"), "_executors", None)
         if self.order not in ("", _GUARD) and not (self.reaches or products or _has_had_children()):
-            how = "NumPy's own never are; call lowprec.matmul"
+            how = "NumPy's own are with --intercept" if self.intercepts is None else "none was seen"
             _print(f"lowprec run --mode {self.order}: no product was affected ({how})")
-        for option, module, is_set in (("profile", _LOWPREC, self.profiles), ("intercept", "torch", self.intercepts)):
-            if is_set and module not in sys.modules:
-                _print(f"lowprec run --{option}: the program did not import {module}")
+        if self.profiles and _LOWPREC not in sys.modules:
+            _print("lowprec run --profile: the program did not import lowprec")
+        folder = os.environ.get("LOWPREC_RUN_FOLDER")
+        if folder:
+            import shutil
+
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _has_had_children() -> bool:
@@ -189,7 +207,7 @@ def _start() -> None:
         home = folder
         for _ in ("lowprec", "cli", "commands", "run", "startup"):
             home = os.path.dirname(home)
-        watcher = _Watcher(order or "", home, bool(intercepts), bool(profiles))
+        watcher = _Watcher(order or "", home, intercepts, bool(profiles))
         sys.meta_path.insert(0, watcher)
         import atexit
 

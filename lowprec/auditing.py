@@ -1,0 +1,289 @@
+"""``audit``: the precision of float32 operations of the loaded libraries, as their results show it.
+
+Each probe is a product with an identity, so that a result has the bits of one rounded operand, at several sizes,
+because some libraries use TF32 only for large extents. Another product shows whether sums are accumulated in FP32.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lowprec.errors import BackendError, UnsupportedError
+from lowprec.policy import environment
+from lowprec.policy.controllers import controllers
+from lowprec.policy.protocol import attempt
+from lowprec.util.tables import Table, plain_text
+
+#: Precisions, the lowest first; "fp16 sums" rounds sums to 16 bits.
+PRECISIONS = ("fp16 sums", "bf16", "fp16", "tf32", "split", "fp32")
+LIBRARIES = ("torch", "jax", "numpy", "cupy")
+SIZES = (16, 512, 1024)
+
+# TF32 and float16 have 10 bits after the point, bfloat16 has 7, and two parts of bfloat16 have 16, which are too few
+# for the first number. The last one is zero in float16.
+_VALUES = np.array([1 + 2.0**-9 + 2.0**-23, 1 + 2.0**-12, 1 + 2.0**-10, 1 + 2.0**-7, 2.0**-30], np.float32)
+#: The precision by which of these numbers are unchanged.
+_UNCHANGED: dict[tuple[bool, ...], str] = {
+    (True, True, True, True, True): "fp32",
+    (False, True, True, True, True): "split",
+    (False, False, True, True, True): "tf32",
+    (False, False, True, True, False): "fp16",
+    (False, False, False, True, True): "bf16",
+}
+#: A number whose sums with 1 need more than 11 bits, and fit in 24.
+_SMALL = 2.0**-12
+
+_VARIABLES = {
+    "torch": ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+    "jax": ("NVIDIA_TF32_OVERRIDE", "JAX_DEFAULT_MATMUL_PRECISION", "XLA_FLAGS"),
+    "cupy": ("NVIDIA_TF32_OVERRIDE", "CUPY_TF32"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """The precision of one operation of a library on a device.
+
+    >>> import lowprec
+    >>> lowprec.audit(libraries=["numpy"], sizes=[16]).rows[0].precision
+    'fp32'
+    """
+
+    library: str
+    device: str
+    operation: str
+    size: int  #: Extents of the matrices, or channels.
+    precision: str  #: One of ``"fp32"``, ``"split"`` (parts of 16 bits), ``"tf32"``, ``"fp16"``, ``"bf16"``,
+    #: ``"fp16 sums"``; ``"unknown"`` if the operation failed.
+    detail: str = ""  #: The error message of a failed operation.
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The result of :func:`audit`; ``print`` shows it as a table.
+
+    >>> import lowprec
+    >>> lowprec.audit(libraries=["numpy"], sizes=[16]).below("fp32")
+    ()
+    """
+
+    rows: tuple[AuditRow, ...]
+    switches: dict[str, dict[str, str]]  #: By library: the switches that are set, and the variables of its environment.
+
+    def below(self, precision: str) -> tuple[AuditRow, ...]:
+        """Return the operations whose precision is lower than this one."""
+        if precision not in PRECISIONS:
+            raise UnsupportedError(f"precision {precision!r} is not one of: {', '.join(PRECISIONS)}")
+        least = PRECISIONS.index(precision)
+        return tuple(r for r in self.rows if r.precision in PRECISIONS[:least])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the rows and switches for JSON."""
+        return {"rows": [asdict(row) for row in self.rows], "switches": self.switches}
+
+    def tables(self) -> list[Table]:
+        """Return the table of operations, and that of switches."""
+        found: dict[tuple[str, str, str, str], list[str]] = {}
+        for r in self.rows:
+            key = r.library, r.device, r.operation, r.precision
+            found.setdefault(key, []).append(f"{r.size}{f' ({r.detail})' if r.detail else ''}")
+        rows = [[*key, ", ".join(sizes)] for key, sizes in found.items()]
+        tables = [Table("precision of float32", ["library", "device", "operation", "precision", "sizes"], rows)]
+        switches = [[library, name, x] for library, each in self.switches.items() for name, x in each.items()]
+        return [*tables, *([Table("switches", ["library", "switch", "value"], switches)] if switches else [])]
+
+    def __str__(self) -> str:
+        return "\n".join(map(plain_text, self.tables()))
+
+
+def audit(libraries: Iterable[str] | None = None, sizes: Sequence[int] = SIZES) -> Audit:
+    """Measure in which precision the loaded libraries compute float32 now.
+
+    Products, linear layers, convolutions, attention and solvers of PyTorch, JAX, NumPy and CuPy are run on each of
+    their devices. The bits of the results distinguish FP32, TF32, float16, bfloat16, operands split into parts, and
+    sums in 16 bits. No switch is changed.
+
+    Parameters
+    ----------
+    libraries : list of str, optional
+        Of ``"torch"``, ``"jax"``, ``"numpy"``, ``"cupy"``; they are imported. By default those that are loaded.
+    sizes : sequence of int
+        Extents of the operands, at least 4. Some kernels use TF32 only for large ones.
+
+    Returns
+    -------
+    Audit
+
+    Raises
+    ------
+    UnsupportedError
+        A library is unknown, or a size is below 4.
+
+    Examples
+    --------
+    >>> print(audit(libraries=["numpy"], sizes=[16]))
+    precision of float32
+      library  device  operation  precision  sizes
+      numpy    cpu     matmul     fp32       16
+      numpy    cpu     dot        fp32       16
+      numpy    cpu     solve      fp32       16
+    """
+    names = [n for n in LIBRARIES if n in sys.modules] if libraries is None else list(libraries)
+    unknown = [name for name in names if name not in LIBRARIES]
+    if unknown:
+        raise UnsupportedError(f"no audit of {', '.join(unknown)}; choose among {', '.join(LIBRARIES)}")
+    if min(sizes) < len(_VALUES):
+        raise UnsupportedError(f"sizes must be at least {len(_VALUES)}, got {min(sizes)}")
+    rows = [row for name in names for row in _rows(name, importlib.import_module(name), sizes)]
+    return Audit(tuple(rows), {name: found for name in names if (found := _switches(name))})
+
+
+def verify() -> None:
+    """Raise BackendError if a float32 operation of a loaded library is below FP32; for ``fp32_guard(verify=True)``."""
+    low = audit(sizes=(512,)).below("fp32")
+    if low:
+        found = ", ".join(f"{r.library}'s {r.operation} on {r.device} ({r.precision})" for r in low)
+        raise BackendError(f"inside fp32_guard these are not in full FP32: {found}")
+
+
+def _switches(name: str) -> dict[str, str]:
+    found = environment.variables_set(_VARIABLES.get(name, ()))
+    for controller in controllers():
+        if controller.name == name:
+            values, error = attempt(controller, controller.describe)
+            found |= {key: str(x) for key, x in (values or {"switches": error}).items()}
+    return found
+
+
+def _rows(name: str, library: Any, sizes: Sequence[int]) -> Iterator[AuditRow]:
+    for device, operations in _DEVICES[name](library):
+        for operation, run in operations.items():
+            for size in sizes:
+                try:
+                    precision, detail = measure(run, size), ""
+                except Exception as error:  # noqa: BLE001 - an operation that a device lacks is reported
+                    precision, detail = "unknown", f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+                yield AuditRow(name, device, operation, size, precision, detail)
+
+
+#: Computes ``a @ b`` of NumPy arrays by an operation of a library.
+Operation = Callable[[Any, Any], Any]
+
+
+def measure(run: Operation, size: int) -> str:
+    """Return the precision of an operation, from its results for matrices of this size."""
+    identity = np.eye(size, dtype=np.float32)
+    x = np.ascontiguousarray(np.broadcast_to(np.resize(_VALUES, size), (size, size)))
+    count = len(_VALUES)
+    found = []
+    for result in (run(x, identity), run(identity, x)):
+        unchanged = tuple(bool(np.all(result[:, i::count] == _VALUES[i])) for i in range(count))
+        found.append(_UNCHANGED.get(unchanged, PRECISIONS[0]))
+    few = np.full((size, size), _SMALL, np.float32)
+    few[:, 0] = 1
+    total = run(few, np.ones((size, size), np.float32))[0, 0]
+    return min(found, key=PRECISIONS.index) if total == 1 + (size - 1) * _SMALL else PRECISIONS[0]
+
+
+# -- operations -----------------------------------------------------------------------------------
+
+Operations = dict[str, Operation]
+#: Tokens and channels of attention, and a scale by which its weights are 0 and 1.
+_TOKENS, _SHARP = 64, 1e4
+
+
+def _blocks(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return a system whose solution starts with ``-a @ b``, the update of a block in an LU decomposition."""
+    n = len(a)
+    matrix, right = np.eye(2 * n, dtype=np.float32), np.zeros((2 * n, n), np.float32)
+    matrix[:n, n:], right[n:] = a, b
+    return matrix, right
+
+
+def _solved(solve: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    return -np.asarray(solve(*_blocks(a, b)))[: len(a)]
+
+
+def _attended(attend: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    """Return a product by attention, whose weights are 0 and 1; a product of other numbers is not attention's."""
+    n = min(len(a), _TOKENS)
+    if not np.array_equal(a, np.eye(len(a))):
+        return a @ b
+    return attend(np.eye(n, dtype=np.float32), np.ascontiguousarray(b[:n, :n]))
+
+
+def _of_torch(torch: Any) -> Iterator[tuple[str, Operations]]:
+    functional = torch.nn.functional
+
+    def attend(x: Any, v: Any) -> Any:
+        return functional.scaled_dot_product_attention(*(y[None, None] for y in (x, x, v)), scale=_SHARP)[0, 0]
+
+    for device in ("cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))):
+
+        def on(call: Callable[..., Any], a: Any, b: Any, device: str = device) -> Any:
+            with torch.no_grad():
+                return call(*(torch.tensor(x, device=device) for x in (a, b))).cpu().numpy()
+
+        yield (
+            device,
+            {
+                "matmul": partial(on, torch.matmul),
+                "linear": partial(on, lambda a, b: functional.linear(a, b.T, torch.zeros_like(b[0]))),
+                "convolution": partial(on, lambda a, b: functional.conv2d(_pixels(a), _pixels(b.T))[..., 0, 0]),
+                "attention": partial(_attended, partial(on, attend)),
+                "solve": partial(_solved, partial(on, torch.linalg.solve)),
+            },
+        )
+
+
+def _pixels(x: Any) -> Any:
+    return x[..., None, None]
+
+
+def _of_jax(jax: Any) -> Iterator[tuple[str, Operations]]:
+    for device in [*jax.local_devices(), *(() if jax.default_backend() == "cpu" else jax.local_devices(backend="cpu"))]:
+
+        def on(call: Callable[..., Any], a: Any, b: Any, device: Any = device) -> Any:
+            return np.asarray(call(*(jax.device_put(x, device) for x in (a, b))))
+
+        def convolve(a: Any, b: Any) -> Any:
+            return jax.lax.conv(_pixels(a), _pixels(b.T), (1, 1), "VALID")[..., 0, 0]
+
+        def attend(x: Any, v: Any) -> Any:
+            return jax.nn.dot_product_attention(*(y[None, :, None] for y in (x, x, v)), scale=_SHARP)[0, :, 0]
+
+        yield (
+            str(device),
+            {
+                "matmul": partial(on, jax.numpy.matmul),
+                "attention": partial(_attended, partial(on, attend)),
+                "convolution": partial(on, convolve),
+                "solve": partial(_solved, partial(on, jax.numpy.linalg.solve)),
+            },
+        )
+
+
+def _of_numpy(numpy: Any) -> Iterator[tuple[str, Operations]]:
+    yield "cpu", {"matmul": numpy.matmul, "dot": numpy.dot, "solve": partial(_solved, numpy.linalg.solve)}
+
+
+def _of_cupy(cupy: Any) -> Iterator[tuple[str, Operations]]:
+    for number in range(cupy.cuda.runtime.getDeviceCount()):
+
+        def on(call: Callable[..., Any], a: Any, b: Any, number: int = number) -> Any:
+            with cupy.cuda.Device(number):
+                return cupy.asnumpy(call(cupy.asarray(a), cupy.asarray(b)))
+
+        yield f"cuda:{number}", {
+            "matmul": partial(on, cupy.matmul), "solve": partial(_solved, partial(on, cupy.linalg.solve)),
+        }  # fmt: skip
+
+
+_DEVICES = {"torch": _of_torch, "jax": _of_jax, "numpy": _of_numpy, "cupy": _of_cupy}

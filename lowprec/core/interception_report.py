@@ -1,0 +1,272 @@
+"""Report of an interception: products computed by lowprec, and those left to the library, with the reason.
+
+A :class:`Ledger` sums products by layer and operator, so its size does not depend on the number of products or shapes.
+Forked processes write their sums to files, which the report of the first process adds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import unique
+from math import prod
+from pathlib import Path
+from threading import get_ident
+from typing import NamedTuple
+
+from lowprec.util.plain import StrEnum
+from lowprec.util.tables import Table, fill, plain_text
+
+Shapes = tuple[tuple[int, ...], ...]
+
+#: Rows of a ledger; products of further layers are summed in one row per operator.
+_MOST_ROWS = 4096
+_FURTHER = "(further layers)"
+
+
+@unique
+class PassedBy(StrEnum):
+    """The reason why a product was left to its library.
+
+    >>> str(PassedBy.CONVOLUTION)
+    'a convolution is no matrix product'
+    """
+
+    ELEMENT_TYPE = "the mode does not act on this element type"
+    LAYER = "no mode for this layer"
+    ATTENTION = "attention in one kernel, which hides its products"
+    CONVOLUTION = "a convolution is no matrix product"
+    RECURRENT = "recurrent layers in one kernel, which hides their products"
+    FUSED = "a fused kernel, which hides its products"
+    STORAGE = "sparse, quantised or nested storage"
+    LINEAR_ALGEBRA = "a solver or a factorisation, not a product"
+    PRECISION = "the program chooses its precision"
+    UNREACHED = "a function that cannot be replaced"
+    REFUSED = "refused by lowprec"
+
+
+class Row(NamedTuple):
+    """The properties by which a ledger sums products."""
+
+    layer: str
+    operator: str
+    dtype: str
+    backward: bool = False
+    mode: str = ""
+    passed_by: PassedBy | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InterceptedProduct:
+    """Products of one operator in one layer.
+
+    >>> import torch
+    >>> from lowprec.torch import intercept
+    >>> with intercept("bf16") as seen:
+    ...     c = torch.ones(4, 8) @ torch.ones(8, 2)
+    >>> seen.report().products[0].shapes
+    ((4, 8), (8, 2))
+    """
+
+    layer: str  #: Name of the layer whose parameter is an operand, or was in the forward pass; empty if there is none.
+    operator: str  #: The library's name, such as ``"addmm"``.
+    shapes: Shapes  #: Of the operands of the largest product; of the first two arrays where the library computed it.
+    dtype: str  #: Element type of the first operand.
+    backward: bool  #: Whether they were part of a backward pass.
+    mode: str  #: The resolved mode; empty where the library computed it.
+    count: int  #: Number of such products.
+    multiplications: int  #: Number of multiplications of elements; 0 where it is unknown.
+    passed_by: PassedBy | None = None  #: The reason why the library computed it; None where lowprec did.
+    detail: str = ""  #: The error message, where lowprec raised one.
+    magnitude: float = 0.0  #: Largest magnitude of an operand's elements, with ``statistics=True``.
+    underflow: float = 0.0  #: Largest share of an operand's elements that are below the mode's normal numbers.
+
+    @property
+    def reason(self) -> str:
+        """Why the library computed it, as text; empty where lowprec did."""
+        return ": ".join(filter(None, (str(self.passed_by or ""), self.detail)))
+
+
+@dataclass(frozen=True, slots=True)
+class InterceptionReport:
+    """The products of an interception; ``print`` shows them as tables.
+
+    >>> import torch
+    >>> from lowprec.torch import intercept
+    >>> with intercept("bf16") as seen:
+    ...     c = torch.ones(4, 8) @ torch.ones(8, 2)
+    >>> seen.report().title
+    "lowprec.torch.intercept('bf16')"
+    """
+
+    title: str  #: The interception.
+    products: tuple[InterceptedProduct, ...]  #: The most multiplications first.
+    remarks: tuple[str, ...] = ()  #: Notes on the counts.
+    processes: int = 1  #: Number of processes that multiplied.
+    statistics: bool = False  #: Whether magnitudes and underflow were measured.
+
+    @property
+    def taken(self) -> tuple[InterceptedProduct, ...]:
+        """The products that lowprec computed."""
+        return tuple(p for p in self.products if p.passed_by is None)
+
+    @property
+    def passed(self) -> tuple[InterceptedProduct, ...]:
+        """The products that the library computed."""
+        return tuple(p for p in self.products if p.passed_by is not None)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, width: int = 120) -> str:
+        """Return the report as text tables with lines of this many characters."""
+        taken, passed = self.taken, self.passed
+        summary = (
+            f"{self.title}: {_count(taken)} taken ({_count(p for p in taken if p.backward)} in backward passes), "
+            f"{_count(passed)} passed by{f', in {self.processes} processes' if self.processes > 1 else ''}"
+        )
+        tables = [self._rows("taken", "mode", taken)] if taken else []
+        tables += [self._rows("passed by", "why", passed)] if passed else []
+        remarks = (fill(text, width) for text in self.remarks)
+        return "\n".join([fill(summary, width), *(plain_text(each, width) for each in tables), *remarks])
+
+    def _rows(self, title: str, last: str, products: tuple[InterceptedProduct, ...]) -> Table:
+        total, shows = sum(p.multiplications for p in self.products), self.statistics and title == "taken"
+        rows = []
+        for p in products:
+            shapes = " @ ".join("x".join(map(str, shape)) or "scalar" for shape in p.shapes)
+            direction = "backward" if p.backward else "forward"
+            share = f"{p.multiplications / total:.1%}" if p.multiplications else ""
+            measured = [f"{p.magnitude:.2g}", f"{p.underflow:.1%}"] if shows else []
+            rows.append(
+                [p.layer, p.operator, shapes, p.dtype, direction, str(p.count), share, *measured, p.mode or p.reason]
+            )
+        measured = [">largest", ">underflow"] if shows else []
+        columns = ["layer", "operator", "operands", "dtype", "pass", ">calls", ">share", *measured, last]
+        return Table(title, columns, rows, ("pass", "dtype", "operands"))
+
+
+def _count(products: Iterable[InterceptedProduct]) -> int:
+    return sum(p.count for p in products)
+
+
+class _Sum:
+    """The sums of one row in one thread."""
+
+    __slots__ = ("count", "largest", "magnitude", "multiplications", "shapes", "underflow")
+
+    def __init__(self) -> None:
+        self.count = self.multiplications = 0
+        self.largest = -1
+        self.shapes: Shapes = ()
+        self.magnitude = self.underflow = 0.0
+
+    def add(self, other: _Sum) -> None:
+        self.count += other.count
+        self.multiplications += other.multiplications
+        self.magnitude = max(self.magnitude, other.magnitude)
+        self.underflow = max(self.underflow, other.underflow)
+        if other.largest > self.largest:
+            self.largest, self.shapes = other.largest, other.shapes
+
+
+class Ledger:
+    """Sums of products by :class:`Row`, of all threads and forked processes."""
+
+    def __init__(self) -> None:
+        # By thread, so that no lock is needed.
+        self._sums: dict[tuple[int, Row], _Sum] = {}
+        self.folder: Path | None = None  # of the sums of other processes
+        self.notes: dict[str, None] = {}
+        self.records_gradients = False
+
+    def add(
+        self, row: Row, multiplications: int, shapes: Callable[[], Shapes], statistics: tuple[float, float] | None
+    ) -> None:
+        """Count a product."""
+        key = get_ident(), row
+        found = self._sums.get(key)
+        if found is None:
+            if len(self._sums) >= _MOST_ROWS:
+                key = get_ident(), row._replace(layer=_FURTHER if row.layer else "", detail="")
+            found = self._sums.setdefault(key, _Sum())
+        found.count += 1
+        found.multiplications += multiplications
+        if multiplications > found.largest:
+            found.largest, found.shapes = multiplications, shapes()
+        if statistics is not None:
+            found.magnitude = max(found.magnitude, statistics[0])
+            found.underflow = max(found.underflow, statistics[1])
+
+    def prepare_fork(self) -> None:
+        """Make the folder for the sums of forked processes."""
+        if self.folder is None:
+            self.folder = Path(tempfile.mkdtemp(prefix="lowprec-"))
+            atexit.register(remove, self.folder, os.getpid())
+        if "multiprocessing.util" in sys.modules:
+            from multiprocessing import util
+
+            # The children of multiprocessing end without atexit.
+            util.register_after_fork(self, lambda ledger: util.Finalize(None, ledger.write, exitpriority=0))
+
+    def start_child(self) -> None:
+        """Drop the sums of the parent process in a forked one."""
+        self._sums = {}
+        atexit.register(self.write)
+
+    def write(self) -> None:
+        """Write the sums of this process for the report of the first one."""
+        if self.folder is None or not self._sums:
+            return
+        with suppress(OSError):  # the folder is gone, and with it the report
+            path = self.folder / f"{os.getpid()}-{id(self)}"
+            path.with_suffix(".new").write_bytes(pickle.dumps(self._summed()))
+            path.with_suffix(".new").rename(path.with_suffix(".sums"))
+
+    def _summed(self) -> dict[Row, _Sum]:
+        found: dict[Row, _Sum] = {}
+        for (_, row), each in self._sums.copy().items():
+            found.setdefault(row, _Sum()).add(each)
+        return found
+
+    def report(self, title: str, remarks: Iterable[str], statistics: bool) -> InterceptionReport:
+        """Return the sums of all threads and of the processes that have ended."""
+        sums, processes = self._summed(), 1
+        for path in sorted(self.folder.glob("*.sums")) if self.folder else ():
+            processes += 1
+            for row, each in pickle.loads(path.read_bytes()).items():
+                sums.setdefault(row, _Sum()).add(each)
+        products = [
+            InterceptedProduct(
+                row.layer, row.operator, s.shapes, row.dtype, row.backward, row.mode, s.count, s.multiplications,
+                row.passed_by, row.detail, s.magnitude, s.underflow,
+            )
+            for row, s in sums.items()
+        ]  # fmt: skip
+        products.sort(key=lambda p: -p.multiplications)
+        found = list(self.notes)
+        if self.records_gradients and not any(p.backward for p in products):
+            found.append(
+                "No backward pass ran inside the block; one that runs after it is PyTorch's own, in full precision."
+            )
+        return InterceptionReport(title, tuple(products), (*found, *remarks), processes, statistics)
+
+
+def remove(folder: Path, process: int) -> None:
+    """Remove a folder of sums, in the process that made it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def multiplications_of(shapes: Shapes) -> int:
+    """Return the number of multiplications of a product of two matrices or stacks of them."""
+    (a, b) = shapes
+    return prod(a) * (b[-1] if len(b) > 1 else 1)

@@ -1,0 +1,164 @@
+"""``intercept``: the products of an unmodified JAX program in a mode, by a lowering rule of ``dot_general``.
+
+The rule reads a value that is part of JAX's key for compiled functions: functions that were compiled outside are
+compiled again inside, and are used again outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.interpreters import mlir
+
+from lowprec import policy
+from lowprec.core.interception import Block, Interception
+from lowprec.core.interception_report import Ledger, PassedBy, Row
+from lowprec.formats import dtype_from_name
+from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
+from lowprec.jax.lowering import multiply
+from lowprec.modes import MathMode, ModeName, row
+from lowprec.util.lock import locked
+
+
+class intercept(Interception):
+    """Compute the products of JAX's own functions in a mode, in a block.
+
+    All routes are seen that end in ``lax.dot_general``: ``@``, ``jnp.matmul``, ``einsum``, ``lax.dot``, their
+    gradients, and products under ``jit``, ``vmap`` and ``scan``. XLA computes them as in :func:`lowprec.jax.matmul`.
+    Convolutions, products of other element types and those with a ``precision=`` of their own, as in JAX's solvers, are
+    XLA's; :meth:`report` names them.
+
+    The block applies to this thread. The report counts products when they are compiled: those of all functions that
+    this process has compiled in the mode.
+
+    Parameters
+    ----------
+    math_mode : str or MathMode
+        Mode of the products; an ``fp32_guard`` overrides it.
+
+    Raises
+    ------
+    ModeError
+        The mode is unknown.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> x = jnp.full((4, 4), 1 + 2.0**-9, "float32")
+    >>> with intercept("bf16") as seen:
+    ...     float((x @ x)[0, 0])
+    4.0
+    >>> {p.operator for p in seen.report().taken}
+    {'dot_general'}
+    """
+
+    _module = "jax"
+    _stack: ContextVar[tuple[Block, ...]] = ContextVar("lowprec_jax", default=())
+
+    def __init__(self, math_mode: ModeName | MathMode) -> None:
+        super().__init__(math_mode)
+        # Functions that are compiled already are not compiled again, so scopes of one mode share their counts.
+        self.ledger = _ledgers.setdefault(self._mode.value, self.ledger)
+
+    @property
+    def _mode(self) -> MathMode:
+        return self._patterns[0][1]
+
+    def _install(self, holder: object) -> None:
+        locked(_register)
+        if holder is self:  # for the process
+            _context.set_global(self._mode.value)
+
+    def _opened(self) -> None:
+        """Put the innermost mode of this thread into JAX's key."""
+        stack = self._stack.get()
+        if stack:
+            _context(stack[-1].scope._mode.value).__enter__()
+        else:
+            _outside.__exit__(None, None, None)
+
+    def _remarks(self) -> list[str]:
+        return ["Counts are of compiled products, not of their executions; equal products of a graph count once."]
+
+
+_FLOATS = ("float32", "complex64", "float64", "complex128")
+_ledgers: dict[str, Ledger] = {}
+_context = jax.make_user_context("")
+#: Its exit clears the value of the current thread.
+_outside = _context("")
+_outside.__enter__()
+_outside.__exit__(None, None, None)
+
+
+class _Thread(threading.local):
+    is_busy = False  # while a product's own operations are lowered
+
+
+_thread = _Thread()
+#: Rules that were replaced, by primitive and platform; "" for the default one.
+_rules: dict[tuple[Any, str], Callable[..., Any]] = {}
+
+
+def _register() -> None:
+    """Put the rules in front of JAX's, once per process; outside of scopes they call these."""
+    for primitive, replacement in ((lax.dot_general_p, _lower_product), (lax.conv_general_dilated_p, _lower_other)):
+        if (primitive, "") in _rules:
+            continue
+        for platform, rules in mlir._platform_specific_lowerings.items():
+            if primitive in rules:
+                _replace(primitive, platform, rules[primitive].rule, replacement)
+        _replace(primitive, "", mlir._lowerings[primitive].rule, replacement)
+
+
+def _replace(primitive: Any, platform: str, own: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    _rules[primitive, platform] = own
+    mlir.register_lowering(primitive, functools.partial(replacement, own, platform), platform=platform or None)
+
+
+def _lower_product(own: Callable[..., Any], platform: str, ctx: Any, a: Any, b: Any, **params: Any) -> Any:
+    asked = "" if _thread.is_busy else _context.value
+    if not asked:
+        return own(ctx, a, b, **params)
+    mode = policy.resolve(asked).mode
+    kinds = [aval.dtype for aval in (*ctx.avals_in, ctx.avals_out[0])]
+    name = np.dtype(kinds[0]).name
+    acts = len(set(kinds)) == 1 and name in _FLOATS and row(mode).acts(dtype_from_name(name))
+    if not acts or params["precision"] not in (None, _default_precision(jax.config.jax_default_matmul_precision)):
+        _count(ctx, asked, "dot_general", "", PassedBy.PRECISION if acts else PassedBy.ELEMENT_TYPE)
+        return own(ctx, a, b, **params)
+    _count(ctx, asked, "dot_general", mode.value, None)
+    compute = functools.partial(
+        multiply, dimensions=params["dimension_numbers"], out_sharding=params.get("out_sharding"), mode=mode.value,
+        out_dtype=name, on_gpu=platform in ("cuda", "rocm"),
+    )  # fmt: skip
+    _thread.is_busy = True
+    try:
+        return mlir.lower_fun(compute, multiple_results=False)(ctx, a, b)
+    finally:
+        _thread.is_busy = False
+
+
+@functools.lru_cache
+def _default_precision(_: Any) -> Any:
+    """Return the precision of products that choose none, which depends on JAX's switch, the argument."""
+    (equation,) = jax.make_jaxpr(lax.dot)(*[jax.ShapeDtypeStruct((1, 1), np.float32)] * 2).eqns
+    return equation.params["precision"]
+
+
+def _lower_other(own: Callable[..., Any], platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
+    if _context.value and not _thread.is_busy:
+        _count(ctx, _context.value, "conv_general_dilated", "", PassedBy.CONVOLUTION)
+    return own(ctx, *operands, **params)
+
+
+def _count(ctx: Any, asked: str, operator: str, mode: str, reason: PassedBy | None) -> None:
+    shapes = tuple(tuple(aval.shape) for aval in ctx.avals_in[:2])
+    found = Row("", operator, ctx.avals_in[0].dtype.name, False, mode, reason)
+    _ledgers[asked].add(found, 0, lambda: shapes, None)
