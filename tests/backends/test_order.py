@@ -75,7 +75,7 @@ def test_the_order_on_fp32_units(unit: str, mode: str, rng: np.random.Generator)
 UNUSUAL = {
     "29 binades below the largest": ((1, 1.37 * 2.0**-29), (0, 1.37)),
     "large": ((2.0**115, 0), (1.37, 1.37)),
-    "small": ((0, 1.37 * 2.0**-120), (1.37, 1.37 * 2.0**-27)),
+    "small": ((0, 1.37 * 2.0**-120), (2.0**100, 1.37 * 2.0**73)),
     "subnormal": ((0, 1.37 * 2.0**-140), (1.37, 1.37)),
     "NaN that looks like infinity": ((0, np.uint32(0x7F800001).view(np.float32)), (1.37, 1.37)),
 }

@@ -24,7 +24,7 @@ Unit (*const UNITS[LP_UNITS])() = {nullptr, nullptr, nullptr, nullptr, nullptr, 
 #endif
 
 bool find(int unit, bool pairs, Unit& to) {
-    if (unit < 0 || unit >= LP_UNITS || !(lp_units() >> unit & 1)) return false;
+    if (unit < 0 || unit >= LP_UNITS || !UNITS[unit] || !(lp_units() >> unit & 1)) return false;
 #if defined(__x86_64__)
     if (pairs) return to = lp::pair_amx(), true;
 #endif
