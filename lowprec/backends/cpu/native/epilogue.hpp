@@ -98,13 +98,16 @@ template <int WIDTH> INLINE void write_row(const lp::Target& out, int64_t row, i
         for (int j = 0; j < count; j++) __builtin_memcpy(to + j * out.col * size, stored + j * size, (size_t)size);
 }
 
+// GCC 12 fuses products of complex numbers in vectors, in spite of -ffp-contract=off.
+static __attribute__((noinline)) float sum_of_two(float a, float b, float c, float d) { return a * b + c * d; }
+
 // One row of complex results from two planes of sums.
 template <int WIDTH> static void finish_complex(const lp::Work& p, const float* re, const float* im, int64_t row, int64_t col, int count) {
     alignas(64) float v[2 * WIDTH], addend[2 * WIDTH];
     for (int j = 0; j < count; j++) v[2 * j] = re[j], v[2 * j + 1] = im[j];
     auto multiply = [&](float* x, const float* f) {  // as numpy does: no factor of zero is skipped
         for (int j = 0; j < count; j++, x += 2) {
-            const float product[2] = {f[1] == 0 ? x[0] * f[0] : x[0] * f[0] - x[1] * f[1], f[1] == 0 ? x[1] * f[0] : x[0] * f[1] + x[1] * f[0]};
+            const float product[2] = {f[1] == 0 ? x[0] * f[0] : sum_of_two(x[0], f[0], -x[1], f[1]), f[1] == 0 ? x[1] * f[0] : sum_of_two(x[0], f[1], x[1], f[0])};
             x[0] = product[0], x[1] = product[1];
         }
     };

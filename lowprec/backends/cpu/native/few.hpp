@@ -99,8 +99,7 @@ template <class U> struct Few {
     static bool serves(const lp::Work& p) {
         if (p.packed_b || p.term_count > 1 || p.planes > 1) return false;
         if (p.m <= M) return (p.b.k == 1 && !p.b.k_offsets) || along_lanes(p);
-        const bool is_small = p.n * p.k <= 2048 && p.m <= (P == 1 ? 8 : 2) * M;
-        return is_small && p.n % W == 0 && in_place_for(p, p.m);
+        return p.n * p.k <= 2048 && p.m <= (P == 1 ? 8 : 2) * M && p.n % W == 0 && in_place_for(p, p.m);
     }
 
     // Adds the products of the rows [top, top + M) and the columns [first, first + lanes).
@@ -168,7 +167,6 @@ template <class U> struct Few {
         if (m <= 2) return m == 1 ? few_rows<U, 1, TYPE, FORMAT> : few_rows<U, 2, TYPE, FORMAT>;
         return m <= 4 ? few_rows<U, 4, TYPE, FORMAT> : few_rows<U, M, TYPE, FORMAT>;
     }
-    static bool is_exact(int64_t m) { return m == 1 || m == 2 || m == 4 || m % M == 0; }  // no rows but m are computed
 
     template <int TYPE, int FORMAT> static void find(const lp::Work& p, int64_t m, Rows*& rows) {
         if constexpr (can_pack(U::ELEMENT, TYPE, FORMAT))
@@ -188,7 +186,7 @@ template <class U> struct Few {
         Job j(p);
         j.pack_a = find_pack<U::ELEMENT>(p.a), j.pack_b = find_pack<U::ELEMENT>(p.b);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
-        const bool exact = is_exact(p.m);
+        const bool exact = p.m == 1 || p.m == 2 || p.m == 4 || p.m % M == 0;  // no more rows are computed
         j.in_place = in_place_for(p, 1), j.size = bits_of(p.b.type) / 8;
         j.plain_a = exact && U::ELEMENT == E_F32 && p.a.type == LP_F32 && p.a.format == LP_EXACT && p.a.k == 1 && !p.a.k_offsets && !p.a.lane_offsets;
         j.direct = exact && G::FLOATS && G::is_plain(p) && p.out.type == LP_F32 && p.out.col == 1 && !p.out.row_offsets && p.n % W == 0;
