@@ -194,8 +194,7 @@ template <class U> struct Few {
         j.blocks = G::ceil(p.k, P * W), j.chunk = G::ceil(chunk_of(p.k, G::LONGEST), P * W);
         int64_t most = along_lanes(p) ? 1024 : 256;
         if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
-        const int64_t share = G::ceil(p.n, threads);
-        const int64_t pieces = G::ceil(share, most) * threads;  // equal shares of all threads
+        const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), 64) * 64, j.tasks = G::ceil(p.n, j.columns);
         j.ldy = j.columns + N, j.a_dwords = j.plain_a ? 0 : G::ceil(j.blocks * G::ceil(p.m, M) * M * W, 64) * 64;
         j.memory_each = G::ceil(j.a_dwords + 2 * M * j.ldy + j.columns * (W + 2), 1024) * 1024;

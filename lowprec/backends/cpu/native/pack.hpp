@@ -259,7 +259,8 @@ INLINE void find_exponents(const Source& all_lanes, int64_t first, int64_t end, 
     if (s.lane_offsets) s.lane_offsets += first;
     else s.at += first * s.lane * bits_of(s.type) / 8;
     const bool by_lane = s.k == 1 && !s.k_offsets;
-    const int lanes = by_lane ? W : s.lanes < MOST_LANES ? (int)(s.lanes + W - 1) / W * W : MOST_LANES;
+    const int64_t most = by_lane ? W : MOST_LANES;
+    const int lanes = (int)(s.lanes < most ? (s.lanes + W - 1) / W * W : most);
     const Layout l{by_lane, lanes, by_lane ? W : lanes, lanes * W, 0};
     Pack* const pack_numbers = s.type == LP_C64 ? pack<LP_C64, LP_EXACT, E_F32, false> : s.type == LP_BF16 ? pack<LP_BF16, LP_EXACT, E_F32, false>
                                                                                                            : pack<LP_F32, LP_EXACT, E_F32, false>;
