@@ -70,6 +70,28 @@ def test_the_order_on_fp32_units(unit: str, mode: str, rng: np.random.Generator)
             np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want, f"k = {k}, more rows")
 
 
+#: Two numbers of a column of zeros, and of the two columns of a that multiply them: few rows round to float16 without
+#: scaling only where that gives the same bits.
+UNUSUAL = {
+    "29 binades below the largest": ((1, 1.37 * 2.0**-29), (0, 1.37)),
+    "large": ((2.0**115, 0), (1.37, 1.37)),
+    "small": ((0, 1.37 * 2.0**-120), (2.0**100, 1.37 * 2.0**73)),
+    "subnormal": ((0, 1.37 * 2.0**-140), (1.37, 1.37)),
+    "NaN that looks like infinity": ((0, np.uint32(0x7F800001).view(np.float32)), (1.37, 1.37)),
+}
+
+
+@fp32_units
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_few_rows_in_fp16_are_scaled_where_many_are(unit: str, kind: str) -> None:
+    a, b = np.ones((200, 10), np.float32), np.zeros((10, 64), np.float32)
+    b[:2, 5], a[:, :2] = UNUSUAL[kind]
+    with alone(unit):
+        want = lowprec.matmul(a, b, math_mode="fp16")
+        for m in (1, 2, 3, 4, 8):
+            np.testing.assert_array_equal(lowprec.matmul(a[:m], b, math_mode="fp16"), want[:m], f"{m} rows")
+
+
 #: By name: dtypes of a and b, a format of b, and modes.
 KINDS: dict[str, tuple[Any, Any, str, list[str]]] = {
     "float32": (np.float32, np.float32, "", MODES),

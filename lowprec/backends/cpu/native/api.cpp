@@ -14,32 +14,21 @@ Unit fp32_neon(), bf16_neon(), int8_neon();
 }  // namespace lp
 
 namespace {
-using lp::bits_of;
-using lp::block_of;
-using lp::is_coded;
-using lp::Target;
-using lp::Unit;
-using lp::Work;
+using namespace lp;
+
+// In the order of lp_unit.
+#if defined(__x86_64__)
+Unit (*const UNITS[LP_UNITS])() = {lp::fp32_avx2, lp::int8_avx2, lp::int8_avxvnni, lp::fp32_avx512, lp::bf16_avx512, lp::int8_avx512, lp::bf16_amx, lp::int8_amx};
+#else
+Unit (*const UNITS[LP_UNITS])() = {nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, lp::fp32_neon, lp::bf16_neon, lp::int8_neon};
+#endif
 
 bool find(int unit, bool pairs, Unit& to) {
-    if (unit < 0 || unit >= LP_UNITS || !(lp_units() >> unit & 1)) return false;
-    switch (unit) {
+    if (unit < 0 || unit >= LP_UNITS || !UNITS[unit] || !(lp_units() >> unit & 1)) return false;
 #if defined(__x86_64__)
-    case LP_FP32_AVX2: to = lp::fp32_avx2(); return true;
-    case LP_INT8_AVX2: to = lp::int8_avx2(); return true;
-    case LP_INT8_AVXVNNI: to = lp::int8_avxvnni(); return true;
-    case LP_FP32_AVX512: to = lp::fp32_avx512(); return true;
-    case LP_BF16_AVX512: to = lp::bf16_avx512(); return true;
-    case LP_INT8_AVX512: to = lp::int8_avx512(); return true;
-    case LP_BF16_AMX: to = pairs ? lp::pair_amx() : lp::bf16_amx(); return true;
-    case LP_INT8_AMX: to = lp::int8_amx(); return true;
-#else
-    case LP_FP32_NEON: to = lp::fp32_neon(); return true;
-    case LP_BF16_NEON: to = lp::bf16_neon(); return true;
-    case LP_INT8_NEON: to = lp::int8_neon(); return true;
+    if (pairs) return to = lp::pair_amx(), true;
 #endif
-    }
-    return false;
+    return to = UNITS[unit](), true;
 }
 
 int fp32_unit_of(int unit) {
@@ -84,18 +73,13 @@ void make_terms(Work& w, const lp_scheme& s, bool pairs) {
             }
 }
 
-template <class T> void swap(T& x, T& y) {
-    T kept = x;
-    x = y, y = kept;
-}
-
 // out^T = b^T a^T: if the columns of out are contiguous, or the product is narrow.
 void orient(Work& w) {
     const bool by_column = w.out.row == 1 && w.out.col != 1, narrow = w.n <= 16 && w.n < w.m;
     if (w.packed_b || w.out.row_offsets || w.c.row_offsets || is_coded(w.b.type) || !(by_column || narrow)) return;
-    swap(w.m, w.n), swap(w.a, w.b), swap(w.scales_a, w.scales_b);
-    for (Target* x : {&w.out, &w.c, &w.bias}) swap(x->row, x->col);
-    for (int i = 0; i < w.term_count; i++) swap(w.terms[i].a, w.terms[i].b);
+    std::swap(w.m, w.n), std::swap(w.a, w.b), std::swap(w.scales_a, w.scales_b);
+    for (Target* x : {&w.out, &w.c, &w.bias}) std::swap(x->row, x->col);
+    for (int i = 0; i < w.term_count; i++) std::swap(w.terms[i].a, w.terms[i].b);
 }
 
 bool is_split(const lp_scheme& s) { return s.parts_a > 1 || s.parts_b > 1; }
@@ -170,35 +154,6 @@ int32_t one(const lp_product& p, const lp_call& c, const Unit& unit, int64_t pro
     return w.packed_b ? LP_NOT_FINITE : in_memory(p, w, unit);
 }
 
-struct Batch {
-    const lp_product& p;
-    const lp_call& c;
-    Unit unit;
-    int threads_each;
-    int64_t packed_bytes;
-    std::atomic<int64_t> next;
-    std::atomic<int> status;
-};
-
-// Prefetches a small matrix without gaps of the next product.
-void prefetch(const lp_matrix& x, const void* data, int64_t rows, int64_t cols, int64_t product) {
-    const int64_t bytes = rows * cols * bits_of(x.type) / 8, extent = (rows - 1) * x.row + (cols - 1) * x.col + 1;
-    if (!x.batch_offsets || x.row_offsets || x.inner_offsets || extent != rows * cols || bytes > 64 << 10) return;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(moved(data, x, product) + i, 0, 2);
-}
-
-void run_batch(void* at, int) {
-    Batch& b = *(Batch*)at;
-    for (int64_t i; (i = b.next.fetch_add(1)) < b.p.batches;) {
-        if (b.threads_each == 1 && i + 1 < b.p.batches) {
-            prefetch(b.p.a, b.c.a, b.p.m, b.p.k, i + 1);
-            if (!b.p.b.packed) prefetch(b.p.b, b.c.b, b.p.k, b.p.n, i + 1);
-        }
-        const int32_t status = one(b.p, b.c, b.unit, i, b.threads_each, b.packed_bytes);
-        if (status) b.status = status;
-    }
-}
-
 const int64_t SHARED_PRODUCT = 1 << 25;  // multiplications from which all threads share each product of a batch
 
 int64_t bytes_of_packed(const lp_product& p, const Unit& unit) {
@@ -213,15 +168,20 @@ int64_t bytes_of_packed(const lp_product& p, const Unit& unit) {
 LP_API int32_t lp_gemm(const lp_product* p, const lp_call* c) {
     const lp::Arithmetic standard;  // the caller's thread may flush subnormal numbers
     Unit unit;
-    if (!find(p->unit, uses_pairs(*p), unit) || p->m < 0 || p->n < 0 || p->k < 1) return LP_UNSUPPORTED;
+    // Eight columns fill a vector of AVX2, of which all bits are the same.
+    const bool is_small = p->unit == LP_FP32_AVX512 && p->m <= 8 && p->n <= 8 && !p->b.packed;
+    if (!find(is_small ? (int)LP_FP32_AVX2 : p->unit, uses_pairs(*p), unit) || p->m < 0 || p->n < 0 || p->k < 1) return LP_UNSUPPORTED;
     if (!p->m || !p->n || !p->batches) return LP_OK;
     const int64_t packed_bytes = p->b.packed && p->batches > 1 ? bytes_of_packed(*p, unit) : 0;
     if (p->batches == 1) return one(*p, *c, unit, 0, c->threads, packed_bytes);
     const bool shared = p->m * p->n * p->k >= SHARED_PRODUCT || p->batches < c->threads;
     const bool alone = shared || p->batches * p->m * p->n * p->k < 1 << 19;
-    Batch batch{*p, *c, unit, shared ? c->threads : 1, packed_bytes, {0}, {LP_OK}};
-    lp::run(run_batch, &batch, alone ? 1 : c->threads);
-    return batch.status;
+    std::atomic<int> status{LP_OK};
+    auto multiply = [&](int64_t i) {
+        if (const int32_t found = one(*p, *c, unit, i, shared ? c->threads : 1, packed_bytes)) status = found;
+    };
+    lp::share(p->batches, alone ? 1 : c->threads, multiply);
+    return status;
 }
 
 LP_API int64_t lp_pack(const lp_product* p, const void* b, const void* b_scales, void* to, int32_t threads) {

@@ -14,13 +14,11 @@ struct Bf16 : Lanes4 {
     typedef f32v Acc;
     static constexpr int ELEMENT = E_BF16;
     INLINE f32v dot(f32v acc, u32v a, u32v b) { return (f32v)vbfdotq_f32((float32x4_t)acc, (bfloat16x8_t)a, (bfloat16x8_t)b); }
-    template <int R> static constexpr Micro* micro_kernel() { return micro<Bf16, R>; }
 };
 struct Int8 : Lanes4 {
     typedef i32v Acc;
     static constexpr int ELEMENT = E_I8;
     INLINE i32v dot(i32v acc, u32v a, u32v b) { return (i32v)vdotq_s32((int32x4_t)acc, (int8x16_t)a, (int8x16_t)b); }
-    template <int R> static constexpr Micro* micro_kernel() { return micro<Int8, R>; }
 };
 }  // namespace
 namespace lp {

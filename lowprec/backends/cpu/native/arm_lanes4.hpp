@@ -4,10 +4,8 @@ template <class V> static inline V load_f16_as(const void* at) { return (V)vcvt_
 template <class V> static inline void narrow_f16(void* to, V x) { vst1_f16((__fp16*)to, vcvt_f16_f32((float32x4_t)x)); }
 template <class V> static inline V round_f16(V x) { return (V)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x)); }
 template <class V> static inline void stream(void* to, V x) { vst1q_f32((float*)to, (float32x4_t)x); }
+template <class V> static inline bool any(V x) { return vmaxvq_u32((uint32x4_t)x) != 0; }
 
-struct Lanes4 {
+struct Lanes4 : lp::Vectors {
     static constexpr int ROWS = 6, COLUMNS = 4, FEW = 4;
-    static constexpr bool WHOLE_ONLY = false;
-    static void begin() {}
-    static void end() {}
 };

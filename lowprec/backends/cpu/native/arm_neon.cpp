@@ -12,7 +12,6 @@ struct Fp32 : Lanes4 {
     typedef f32v Acc;
     static constexpr int ELEMENT = E_F32;
     INLINE f32v dot(f32v acc, u32v a, u32v b) { return (f32v)vfmaq_f32((float32x4_t)acc, (float32x4_t)a, (float32x4_t)b); }
-    template <int R> static constexpr Micro* micro_kernel() { return micro<Fp32, R>; }
 };
 }  // namespace
 namespace lp {

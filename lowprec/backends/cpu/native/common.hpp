@@ -59,6 +59,20 @@ private:
 // able to complete the work. Each thread runs in the default floating-point mode (Arithmetic).
 void run(void (*work)(void*, int), void* argument, int threads);
 
+// Calls each(i) for i from 0 to count - 1 in up to `threads` threads, which claim one i after the other.
+template <class Each> void share(int64_t count, int threads, const Each& each) {
+    struct Shared {
+        const Each& each;
+        int64_t count;
+        std::atomic<int64_t> next;
+        static void work(void* at, int) {
+            Shared& s = *(Shared*)at;
+            for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.each(i);
+        }
+    } shared{each, count, {0}};
+    run(Shared::work, &shared, threads);
+}
+
 // The processor's default rounding and subnormal numbers, for the lifetime of this object, whatever the thread's mode.
 struct Arithmetic {
 #if defined(__x86_64__)

@@ -12,8 +12,6 @@ typedef int32_t i32h __attribute__((vector_size(2 * W)));
 
 using lp::EMULATED_K;
 
-INLINE i32v larger(i32v x, i32v y) { return x > y ? x : y; }
-
 // 2^exponent and integers as float64, W / 2 from lane FIRST. By shuffles, because GCC 12 converts 4 lanes at a time.
 template <int FIRST, int... I> INLINE f64v powers_from(i32v exponent, std::integer_sequence<int, I...>) {
     return (f64v)__builtin_shufflevector(i32v{}, (exponent + 1023) << 20, (I % 2 ? W + FIRST + I / 2 : 0)...);
@@ -110,11 +108,6 @@ INLINE f32v get_some(const float* from, int64_t count) {
     if (count > 0) memcpy(&x, from, 4 * (size_t)count);
     return x;
 }
-INLINE bool any_special(i32v exponents) {
-    bool found = false;
-    for (int i = 0; i < W; i++) found |= exponents[i] == 128;
-    return found;
-}
 
 // Adds `count` products, from element `inner` of k, to W elements of R rows.
 template <int R>
@@ -131,7 +124,7 @@ INLINE void add_rows(const lp::Emulation& job, const EmulatedB& b, bool special,
         }
         c[r] = get_some(job.c + (row + r) * job.n + column, columns);
     }
-    special |= any_special(largest);
+    special |= any((u32v)(largest == 128));
     for (int i = 0; i < count; i += job.core.group) add_group<R>(job.core, a, b, i, special, c);
     UNROLLED(r, R) {
         c[r] = floats(choose((u32v)(c[r] != c[r]), all(0x7fffffff), bits(c[r])));
@@ -153,7 +146,7 @@ static void emulate_block(const lp::Emulation& job, int64_t top, int64_t column)
             f32v x = get_some(from, i < count ? job.n - column : 0);
             largest = larger(largest, decompose(x, job.core.emin, &b.significand[i], &b.exponent[i]));
         }
-        bool special = any_special(largest);
+        const bool special = any((u32v)(largest == 128));
         int64_t row = top;
         for (; row + 4 <= bottom; row += 4) add_rows<4>(job, b, special, row, column, inner, count);
         for (; row < bottom; row++) add_rows<1>(job, b, special, row, column, inner, count);

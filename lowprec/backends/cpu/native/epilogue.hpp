@@ -39,19 +39,18 @@ static void read_row(const lp::Target& x, int64_t row, int64_t col, int count, f
         for (int j = 0; j < count; j++) __builtin_memcpy(to + 2 * j, at + j * x.col * size, 8);
         return;
     }
-    int j = 0;
-    if (x.col == 1 && floats_each == 1)
-        for (; j + W <= count; j += W) put(to + j, load(at + j * size));
-    if (x.col == 0 && floats_each == 1 && count >= W) {
-        alignas(64) char one[4 * W] = {};
-        __builtin_memcpy(one, at, (size_t)size);
-        f32v same = all_floats(load(one)[0]);
-        for (; j + W <= count; j += W) put(to + j, same);
-    }
-    for (; j < count; j++) {
+    auto number = [&](int64_t j) {
         alignas(64) char one[4 * W] = {};
         __builtin_memcpy(one, at + j * x.col * size, (size_t)size);
-        to[j * floats_each] = load(one)[0];
+        return load(one)[0];
+    };
+    int j = 0;
+    if (floats_each == 1 && (x.col == 1 || x.col == 0) && count >= W) {
+        const f32v same = all_floats(x.col ? 0 : number(0));
+        for (; j + W <= count; j += W) put(to + j, x.col ? load(at + j * size) : same);
+    }
+    for (; j < count; j++) {
+        to[j * floats_each] = number(j);
         if (floats_each == 2) to[2 * j + 1] = 0;
     }
 }
@@ -65,9 +64,7 @@ INLINE i32v limited(i32v v, int low, int high) {
 INLINE f32v unscaled(f32v x, i32v e) {
     const i32v within = limited(e, -126, 126);
     u32v outside = (u32v)(within ^ e);
-    uint32_t any = 0;
-    UNROLLED(i, W) any |= outside[i];
-    if (__builtin_expect(!any, 1)) return x * floats((u32v)(127 - e) << 23);
+    if (__builtin_expect(!any(outside), 1)) return x * floats((u32v)(127 - e) << 23);
     const i32v first = limited(-e, -70, 127), second = limited(-e - first, -149, 127);
     return x * powers(first) * powers(second);
 }
@@ -101,39 +98,34 @@ template <int WIDTH> INLINE void write_row(const lp::Target& out, int64_t row, i
         for (int j = 0; j < count; j++) __builtin_memcpy(to + j * out.col * size, stored + j * size, (size_t)size);
 }
 
+// GCC 12 fuses products of complex numbers in vectors, in spite of -ffp-contract=off.
+static __attribute__((noinline)) float sum_of_two(float a, float b, float c, float d) { return a * b + c * d; }
+
 // One row of complex results from two planes of sums.
 template <int WIDTH> static void finish_complex(const lp::Work& p, const float* re, const float* im, int64_t row, int64_t col, int count) {
-    alignas(64) float v[2 * WIDTH], addend[2 * WIDTH] = {};
-    auto multiplied = [](float x, float y, const float* f, float* to) {  // as numpy does: no factor of zero is skipped
-        if (f[1] == 0) to[0] = x * f[0], to[1] = y * f[0];
-        else to[0] = x * f[0] - y * f[1], to[1] = x * f[1] + y * f[0];
-    };
-    bool adds = p.c.at && (p.beta[0] != 0 || p.beta[1] != 0);
-    if (adds) read_row(p.c, row, col, count, addend, 2);
-    for (int j = 0; j < count; j++) {
-        float x[2] = {re[j], im[j]};
-        if (p.alpha[0] != 1 || p.alpha[1] != 0) multiplied(re[j], im[j], p.alpha, x);
-        if (adds) {
-            float y[2];
-            multiplied(addend[2 * j], addend[2 * j + 1], p.beta, y);
-            x[0] += y[0], x[1] += y[1];
+    alignas(64) float v[2 * WIDTH], addend[2 * WIDTH];
+    for (int j = 0; j < count; j++) v[2 * j] = re[j], v[2 * j + 1] = im[j];
+    auto multiply = [&](float* x, const float* f) {  // as numpy does: no factor of zero is skipped
+        for (int j = 0; j < count; j++, x += 2) {
+            const float product[2] = {f[1] == 0 ? x[0] * f[0] : sum_of_two(x[0], f[0], -x[1], f[1]), f[1] == 0 ? x[1] * f[0] : sum_of_two(x[0], f[1], x[1], f[0])};
+            x[0] = product[0], x[1] = product[1];
         }
-        v[2 * j] = x[0], v[2 * j + 1] = x[1];
-    }
-    if (p.bias.at) {
-        read_row(p.bias, row, col, count, addend, 2);
+    };
+    if (p.alpha[0] != 1 || p.alpha[1] != 0) multiply(v, p.alpha);
+    for (const lp::Target* x : {&p.c, &p.bias}) {
+        if (!x->at || (x == &p.c && p.beta[0] == 0 && p.beta[1] == 0)) continue;
+        read_row(*x, row, col, count, addend, 2);
+        if (x == &p.c) multiply(addend, p.beta);
         for (int j = 0; j < 2 * count; j++) v[j] += addend[j];
     }
     char* to = p.out.at + p.out.offset(row, col) * 8;
-    if (p.out.col == 1) __builtin_memcpy(to, v, (size_t)count * 8);
-    else
-        for (int j = 0; j < count; j++) __builtin_memcpy(to + j * p.out.col * 8, v + 2 * j, 8);
+    for (int j = 0; j < count; j++) __builtin_memcpy(to + j * p.out.col * 8, v + 2 * j, 8);
 }
 
 // One row of results of WIDTH sums, of which `count` exist; returns whether any sum is Inf or NaN, if p.checks.
 template <int WIDTH>
 static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int64_t row, int64_t col, int count, const int32_t* e, const int32_t* f) {
-    alignas(64) float v[2][WIDTH], addend[WIDTH] = {};
+    alignas(64) float v[2][WIDTH], addend[WIDTH], bias[WIDTH];
     bool special = false;
     if (p.checks || e || f) {
         for (int c = 0; c < p.planes; c++) {
@@ -146,7 +138,7 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
                 if (f) scale += get<i32v>(f + col + j);
                 put(v[c] + j, e || f ? unscaled(x, scale) : x);
             }
-            for (int j = 0; j < W; j++) special |= found[j] != 0;
+            special |= any(found);
         }
         sums = v[0], plane = WIDTH;
         special = special && p.checks;
@@ -155,24 +147,17 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
         finish_complex<WIDTH>(p, sums, sums + plane, row, col, count);
         return special;
     }
-    bool adds = p.c.at && p.beta[0] != 0, scales = p.alpha[0] != 1;
-    if (!(adds || scales || p.bias.at || p.activation)) {
-        write_row<WIDTH>(p.out, row, col, count, sums, p.streams);
-        return special;
-    }
+    const bool adds = p.c.at && p.beta[0] != 0;
     if (adds) read_row(p.c, row, col, count, addend, 1);
+    if (p.bias.at) read_row(p.bias, row, col, count, bias, 1);
     UNROLLED_BY(j, WIDTH, W) {
         f32v x = get<f32v>(sums + j);
-        if (scales) x *= p.alpha[0];
+        if (p.alpha[0] != 1) x *= p.alpha[0];
         if (adds) x += p.beta[0] * get<f32v>(addend + j);
+        if (p.bias.at) x += get<f32v>(bias + j);
         put(v[0] + j, x);
     }
-    if (p.bias.at) {
-        read_row(p.bias, row, col, count, addend, 1);
-        UNROLLED_BY(j, WIDTH, W) put(v[0] + j, get<f32v>(v[0] + j) + get<f32v>(addend + j));
-    }
-    if (p.activation)
-        for (int j = 0; j < WIDTH; j += W) put(v[0] + j, activated(get<f32v>(v[0] + j), p.activation));
+    for (int j = 0; p.activation && j < WIDTH; j += W) put(v[0] + j, activated(get<f32v>(v[0] + j), p.activation));
     write_row<WIDTH>(p.out, row, col, count, v[0], p.streams);
     return special;
 }

@@ -1,24 +1,26 @@
 // The micro-kernel and the loops around it (BLIS's, with blocks of a in the L2 cache), as templates of a unit. A unit U has
-//   ELEMENT, ROWS (MR), COLUMNS (NR, in vectors), Acc, dot(acc, a, b), micro_kernel<ROWS>(), WHOLE_ONLY (the
-//   micro-kernel has no variants for fewer rows), begin(), end().
+//   ELEMENT, ROWS (MR), COLUMNS (NR, in vectors), Acc, dot(acc, a, b), begin(), end(), and IS_TILED: then its micro-kernel is
+//   `tile`, without variants for fewer rows.
 // One call of a micro-kernel sums one product of parts over one chunk of k from zero, then adds the sum to a tile of C.
 // Chunks depend on k only, so an element of the result depends on its row of a, its column of b and k alone.
 
+const int SETS = 0, ADDS = 1, STREAMS = 2;  // how a micro-kernel writes C: past the caches if it STREAMS
+
 typedef void Micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c,
-                   int64_t ldc, float factor, const int32_t* sums, bool adds, const char* next);
+                   int64_t ldc, float factor, const int32_t* sums, int write, const char* next);
 
 // a, b: the first block, step_a and step_b dwords between blocks. dwords: of k. c: a tile, ldc floats between its rows.
 // sums: 128 times the sums of the columns of b, which int8 units with an offset subtract. next: what to prefetch.
 template <class U, int ROWS>
 static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c, int64_t ldc,
-                  float factor, const int32_t* sums, bool adds, const char* next) {
+                  float factor, const int32_t* sums, int write, const char* next) {
     typedef typename U::Acc Acc;
     constexpr int N = U::COLUMNS, LINES = 4;
     constexpr bool OFFSET = U::ELEMENT == E_U8;
     Acc acc[ROWS][N];
     UNROLLED(i, ROWS)
         UNROLLED(j, N) acc[i][j] = Acc{};
-    for (int i = 0; i < ROWS; i++)
+    for (int i = 0; write != STREAMS && i < ROWS; i++)
         for (int j = 0; j < N * W; j += 16) __builtin_prefetch((char*)c + 4 * (i * ldc + j), 1);
     auto step = [&](int d) __attribute__((always_inline)) {
         u32v row[N];
@@ -41,8 +43,9 @@ static void micro(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t 
                 if (sums) acc[i][j] = plus(acc[i][j], (Acc)(0 - get<u32v>(sums + j * W)));
             }
             if constexpr (__is_same(Acc, f32v)) acc[i][j] *= factor;
-            if (adds) acc[i][j] = plus(acc[i][j], get<Acc>(at));
-            put(at, acc[i][j]);
+            if (write == ADDS) acc[i][j] = plus(acc[i][j], get<Acc>(at));
+            if (write == STREAMS) stream(at, acc[i][j]);
+            else put(at, acc[i][j]);
         }
 }
 
@@ -58,6 +61,7 @@ template <class U> struct Few;
 template <class U> struct Gemm {
     static constexpr int M = U::ROWS, N = U::COLUMNS * W, P = per_dword(U::ELEMENT);
     static constexpr bool FLOATS = __is_same(typename U::Acc, f32v), OFFSET = U::ELEMENT == E_U8;
+    static constexpr bool SCALES = U::ELEMENT == E_F32 || U::ELEMENT == E_PAIR;
     static constexpr int64_t LONGEST = 768 * P, A_BYTES = 448 << 10, PAD = 48;
 
     struct Job {
@@ -67,7 +71,7 @@ template <class U> struct Gemm {
         int64_t strips_m, strips_n, blocks, chunk;   // chunk: blocks
         int64_t task_m, task_n, grid_n, tasks;       // strips per task
         int64_t strip_a, strip_b;                    // dwords of a strip of a chunk of a, of a strip of all of b
-        bool own_b, direct, plain;                   // tasks pack their strips of b; sums are kept in the result, and final
+        bool own_b, direct, plain, streams;          // tasks pack their strips of b; sums are kept in the result, and final
         uint32_t *packed_b, *memory;
         int64_t memory_each, b_at, acc_at, tile;     // dwords
         int64_t pack_tasks, pack_strips;
@@ -86,7 +90,7 @@ template <class U> struct Gemm {
     static int64_t strip_dwords(int64_t blocks, int slots) { return blocks * slots * N * W + PAD + sums_dwords(); }
 
     // 128 times the sums of the columns of a packed strip, at its end.
-    static const int32_t* sum_columns(uint32_t* b, int64_t blocks, int64_t strip) {
+    static const int32_t* sum_columns([[maybe_unused]] uint32_t* b, [[maybe_unused]] int64_t blocks, [[maybe_unused]] int64_t strip) {
         if constexpr (OFFSET) {
             int32_t* sums = (int32_t*)(b + strip - sums_dwords());
             for (int j = 0; j < U::COLUMNS; j++) {
@@ -96,7 +100,6 @@ template <class U> struct Gemm {
             }
             return sums;
         }
-        (void)b, (void)blocks, (void)strip;
         return nullptr;
     }
 
@@ -105,71 +108,74 @@ template <class U> struct Gemm {
         for (int64_t s = first; s < end; s++, to += j.strip_b) sum_columns(to, j.blocks, j.strip_b);
     }
 
+    template <int R> static constexpr Micro* kernel() {
+        if constexpr (U::IS_TILED) return U::tile;
+        else return micro<U, R>;
+    }
     // The micro-kernel for the rows of the last strip; those for an odd number compute one row more.
     template <int... I> static Micro* micro_for(int64_t rows, std::integer_sequence<int, I...>) {
         Micro* found = nullptr;
-        (void)((rows <= 2 * I + 2 ? (found = U::template micro_kernel<(2 * I + 2 < M ? 2 * I + 2 : M)>(), true) : false) || ...);
+        (void)((rows <= 2 * I + 2 ? (found = kernel<(2 * I + 2 < M ? 2 * I + 2 : M)>(), true) : false) || ...);
         return found;
     }
 
-    struct Tiles {  // the ranges of a task
-        int64_t m0, m1, n0, n1;
-    };
-
-    static void chunk_of_task(Job& j, const Tiles& t, int64_t k0, int64_t k1, uint32_t* memory) {
+    // The rows and columns of a task, in strips, and a chunk of k, in blocks.
+    static void chunk_of_task(Job& j, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t k0, int64_t k1, uint32_t* memory) {
         const lp::Work& p = j.p;
         const int64_t rows_last = p.m - (j.strips_m - 1) * M, k_end = least(k1 * P * W, p.k);
         const int64_t rest = k_end - (k1 - 1) * P * W, dwords = (k1 - k0 - 1) * W + (rest < W ? rest : W);
-        Micro *whole = U::template micro_kernel<M>(), *last = micro_for(rows_last, std::make_integer_sequence<int, (M + 1) / 2>());
-        const bool last_exact = rows_last == M || (rows_last % 2 == 0 && !U::WHOLE_ONLY), one_chunk = j.chunk >= j.blocks;
+        Micro *whole = kernel<M>(), *last = micro_for(rows_last, std::make_integer_sequence<int, (M + 1) / 2>());
+        const bool last_exact = rows_last == M || (rows_last % 2 == 0 && !U::IS_TILED), one_chunk = j.chunk >= j.blocks;
+        const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = p.scales_b ? j.exponents_b : nullptr;
         const uint32_t* packed_a = memory;
         if (j.own_b) {  // this thread has packed all of a
             packed_a += k0 * j.slots_a * M * W;
-            j.pack_b(p.b, LAYOUT_B, t.n0, t.n1, k0, k1, memory + j.b_at, j.strip_b);
+            j.pack_b(p.b, LAYOUT_B, n0, n1, k0, k1, memory + j.b_at, j.strip_b);
         } else {
-            j.pack_a(p.a, LAYOUT_A, t.m0, t.m1, k0, k1, memory, j.strip_a);
+            j.pack_a(p.a, LAYOUT_A, m0, m1, k0, k1, memory, j.strip_a);
         }
-        for (int64_t n = t.n0; n < t.n1; n++) {
-            uint32_t* b = j.own_b ? memory + j.b_at + (n - t.n0) * j.strip_b : j.packed_b + n * j.strip_b + k0 * j.slots_b * N * W;
+        for (int64_t n = n0; n < n1; n++) {
+            uint32_t* b = j.own_b ? memory + j.b_at + (n - n0) * j.strip_b : j.packed_b + n * j.strip_b + k0 * j.slots_b * N * W;
             const int32_t* sums = nullptr;
             if (OFFSET && j.own_b) sums = sum_columns(b, k1 - k0, j.strip_b);
             else if (OFFSET && !k0) sums = (const int32_t*)(j.packed_b + (n + 1) * j.strip_b - sums_dwords());
             const int columns = (int)least(p.n - n * N, N);
             const char* next = (const char*)(b + j.strip_b);
-            for (int64_t m = t.m0; m < t.m1; m++) {
+            for (int64_t m = m0; m < m1; m++) {
                 const bool is_last = m == j.strips_m - 1;
                 const int rows = (int)(is_last ? rows_last : M);
                 const bool direct = j.direct && columns == N && (!is_last || last_exact);
-                float* c = (float*)(memory + j.acc_at) + (one_chunk ? 0 : ((m - t.m0) * j.task_n + n - t.n0) * j.tile);
+                float* c = (float*)(memory + j.acc_at) + (one_chunk ? 0 : ((m - m0) * j.task_n + n - n0) * j.tile);
                 int64_t ldc = N;
                 if (direct) c = (float*)p.out.at + m * M * p.out.row + n * N, ldc = p.out.row;
-                const uint32_t* a = packed_a + (m - t.m0) * j.strip_a;
+                const uint32_t* a = packed_a + (m - m0) * j.strip_a;
                 for (int i = 0; i < p.term_count; i++) {
                     const lp::Term& term = p.terms[i];
                     (is_last ? last : whole)(a + term.a * M * W, j.slots_a * M * W, b + term.b * N * W, j.slots_b * N * W, dwords,
-                                             c + term.plane * M * N, ldc, term.factor, sums, k0 > 0 || term.adds, next);
+                                             c + term.plane * M * N, ldc, term.factor, sums, k0 > 0 || term.adds ? ADDS : direct && j.streams ? STREAMS
+                                                                                                                                              : SETS,
+                                             next);
                 }
-                next = (m - t.m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;
+                next = (m - m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;
                 if (k1 < j.blocks || (direct && j.plain)) continue;
-                for (int i = 0; i < rows; i++) finish(j, c + i * ldc, m * M + i, n * N, columns);
+                for (int i = 0; i < rows; i++) finish(p, c + i * ldc, m * M + i, n * N, columns, e, f, 0, j.not_finite);
             }
         }
     }
 
-    static void finish(Job& j, const float* sums, int64_t row, int64_t col, int columns) {
-        const lp::Work& p = j.p;
+    // Writes a row of a tile's results. e, f: exponents of rows and columns; offset: what int8 sums have too much.
+    static void finish(const lp::Work& p, const void* sums, int64_t row, int64_t col, int columns, const int32_t* e, const int32_t* f, int32_t offset, std::atomic<int>& not_finite) {
         if constexpr (FLOATS) {
-            const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = p.scales_b ? j.exponents_b : nullptr;
-            if (finish_row<N>(p, sums, M * N, row, col, columns, e, f)) j.not_finite.store(1, std::memory_order_relaxed);
+            if (finish_row<N>(p, (const float*)sums, M * N, row, col, columns, e, f)) not_finite.store(1, std::memory_order_relaxed);
         } else {
-            finish_integers<N>(p, (const int32_t*)sums, 0, row, col, columns);
+            finish_integers<N>(p, (const int32_t*)sums, offset, row, col, columns);
         }
     }
 
     static void task(Job& j, int64_t index, uint32_t* memory) {
         int64_t m0 = index / j.grid_n * j.task_m, n0 = index % j.grid_n * j.task_n;
-        Tiles tiles{m0, least(m0 + j.task_m, j.strips_m), n0, least(n0 + j.task_n, j.strips_n)};
-        for (int64_t k0 = 0; k0 < j.blocks; k0 += j.chunk) chunk_of_task(j, tiles, k0, least(k0 + j.chunk, j.blocks), memory);
+        int64_t m1 = least(m0 + j.task_m, j.strips_m), n1 = least(n0 + j.task_n, j.strips_n);
+        for (int64_t k0 = 0; k0 < j.blocks; k0 += j.chunk) chunk_of_task(j, m0, m1, n0, n1, k0, least(k0 + j.chunk, j.blocks), memory);
     }
 
     static void work(void* at, int thread) {
@@ -181,11 +187,8 @@ template <class U> struct Gemm {
         }
         if (j.pack_tasks) lp::wait_for(j.done_pack, j.pack_tasks);
         U::begin();
-        bool packed_a = !j.own_b;
-        for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) {
-            if (!packed_a) j.pack_a(j.p.a, LAYOUT_A, 0, j.strips_m, 0, j.blocks, memory, j.strip_a), packed_a = true;
-            task(j, i, memory);
-        }
+        if (j.own_b) j.pack_a(j.p.a, LAYOUT_A, 0, j.strips_m, 0, j.blocks, memory, j.strip_a);
+        for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) task(j, i, memory);
         U::end();
     }
 
@@ -234,20 +237,16 @@ template <class U> struct Gemm {
     static int64_t exponents_dwords(int64_t lanes) { return 3 * (lanes + 64); }
     static int64_t exponents_dwords(const lp::Work& p) { return (p.scales_a ? exponents_dwords(p.m) : 0) + (p.scales_b ? exponents_dwords(p.n) : 0); }
 
-    static void scale(lp::Work& p, bool of_a, int32_t* exponents) {
-        struct Share {
-            lp::Source& s;
-            int32_t* exponents;
-            std::atomic<int64_t> next;
-        } share{of_a ? p.a : p.b, exponents, {0}};
-        const int64_t lanes = share.s.lanes;
-        for (int i = 0; i < 3; i++) __builtin_memset(exponents + i * (lanes + 64) + lanes, 0, 64 * 4);
-        share.s.factors = (float*)(exponents + lanes + 64);
-        auto find = [](void* at, int) {
-            Share& s = *(Share*)at;
-            for (int64_t i; (i = s.next.fetch_add(MOST_LANES)) < s.s.lanes;) find_exponents(s.s, i, least(i + MOST_LANES, s.s.lanes), s.exponents);
+    // Gives the lanes of an operand memory for their exponents and factors, and finds them if `now`.
+    static void scale(lp::Work& p, bool of_a, int32_t* exponents, bool now) {
+        if (!SCALES || !(of_a ? p.scales_a : p.scales_b)) return;
+        lp::Source& s = of_a ? p.a : p.b;
+        for (int i = 0; i < 3; i++) __builtin_memset(exponents + i * (s.lanes + 64) + s.lanes, 0, 64 * 4);
+        s.factors = (float*)(exponents + s.lanes + 64);
+        auto find = [&](int64_t i) {
+            if constexpr (SCALES) find_exponents(s, i * MOST_LANES, least((i + 1) * MOST_LANES, s.lanes), exponents);
         };
-        lp::run(find, &share, lanes * p.k >= 1 << 19 ? p.threads : 1);
+        if (now) lp::share(ceil(s.lanes, MOST_LANES), s.lanes * p.k >= 1 << 19 ? p.threads : 1, find);
     }
 
     static bool is_plain(const lp::Work& p) {
@@ -255,12 +254,11 @@ template <class U> struct Gemm {
         return !(scales || p.c.at || p.bias.at || p.activation || p.checks);
     }
 
-    // Whether sums may be kept in the result: with several chunks, or if they are final and not written past the caches.
+    // Whether sums may be kept in the result: with several chunks, or if they are final.
     static bool is_direct(const Job& j) {
         const lp::Work& p = j.p;
         bool fits = p.planes == 1 && p.out.col == 1 && !p.out.row_offsets && bits_of(p.out.type) == 32 && p.c.at != p.out.at;
-        bool one_chunk = j.chunk >= j.blocks;
-        return fits && (one_chunk ? j.plain && p.term_count == 1 && !p.streams : true);
+        return fits && (j.chunk < j.blocks || (j.plain && p.term_count == 1));
     }
 
     static int32_t gemm(lp::Work& p) {
@@ -272,6 +270,7 @@ template <class U> struct Gemm {
         int threads = p.m * p.n * p.k * p.term_count >= 1 << 20 ? p.threads : 1;
         divide(j, threads);
         j.plain = is_plain(p), j.direct = is_direct(j);
+        j.streams = p.streams && j.chunk >= j.blocks && ((intptr_t)p.out.at | 4 * p.out.row) % (4 * W) == 0;
         int64_t b_dwords = j.pack_tasks ? ceil(j.strips_n * j.strip_b, 1024) * 1024 : 0;
         threads = (int)least(threads, j.tasks > j.pack_tasks ? j.tasks : j.pack_tasks);
         lp::Memory borrowed(4 * (b_dwords + threads * j.memory_each + exponents_dwords(p)));
@@ -279,9 +278,9 @@ template <class U> struct Gemm {
         uint32_t* memory = (uint32_t*)borrowed.at;
         j.packed_b = p.packed_b ? (uint32_t*)p.packed_b : memory, j.memory = memory + b_dwords;
         j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? exponents_dwords(p.m) : 0);
-        if (p.scales_a) scale(p, true, j.exponents_a);
+        scale(p, true, j.exponents_a, true);
         if (p.scales_b && p.packed_b) j.exponents_b = (int32_t*)(p.packed_b + j.strips_n * j.strip_b);
-        else if (p.scales_b) scale(p, false, j.exponents_b);
+        else scale(p, false, j.exponents_b, true);
         j.next_pack = j.done_pack = j.next_task = 0, j.not_finite = 0;
         lp::run(work, &j, threads);
         return j.not_finite ? lp::NOT_FINITE : LP_OK;
@@ -291,7 +290,7 @@ template <class U> struct Gemm {
         Job j(p);
         if (!setup(j)) return -1;
         j.packed_b = (uint32_t*)target;
-        if (target && p.scales_b) scale(p, false, (int32_t*)(j.packed_b + j.strips_n * j.strip_b));
+        if (target) scale(p, false, (int32_t*)(j.packed_b + j.strips_n * j.strip_b), true);
         if (target) {
             j.pack_strips = 1, j.pack_tasks = j.strips_n, j.tasks = 0, j.own_b = false, j.memory = nullptr, j.memory_each = 0;
             j.next_pack = j.done_pack = j.next_task = 0;

@@ -52,6 +52,13 @@ struct Work {
 
 const int NOT_FINITE = 100;  // a status, if `checks`
 
+// What units of vectors share: any number of rows, and nothing to begin.
+struct Vectors {
+    static constexpr bool IS_TILED = false;
+    static void begin() {}
+    static void end() {}
+};
+
 struct Unit {
     int32_t (*gemm)(Work&);
     int64_t (*pack)(Work&, void* target);  // -> bytes, which are all that is computed if target is null; -1: unsupported

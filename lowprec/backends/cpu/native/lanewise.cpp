@@ -28,19 +28,6 @@ const lp::Lanewise* found() {
 #endif
 }
 
-struct Emulated {
-    const lp::Lanewise* functions;
-    lp::Emulation arguments;
-    std::atomic<int64_t> next;  // block
-};
-void emulate(void* at, int) {
-    Emulated& job = *(Emulated*)at;
-    const int64_t rows = (job.arguments.m + lp::EMULATED_ROWS - 1) / lp::EMULATED_ROWS, lanes = job.functions->lanes;
-    const int64_t blocks = rows * ((job.arguments.n + lanes - 1) / lanes);
-    for (int64_t i; (i = job.next.fetch_add(1)) < blocks;)
-        job.functions->emulate(job.arguments, i % rows * lp::EMULATED_ROWS, i / rows * lanes);
-}
-
 struct Unscaled {
     const lp::Lanewise* functions;
     const lp_flat* arrays;
@@ -70,8 +57,10 @@ LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, i
     const lp::Lanewise* functions = found();
     const bool is_exact = core->fraction_bits <= MOST_FRACTION_BITS && core->group <= lp::EMULATED_K;
     if (!functions || !is_exact) return LP_UNSUPPORTED;
-    Emulated job = {functions, {a, b, c, m, n, k, *core}, {0}};
-    lp::run(emulate, &job, m * n * k < PRODUCTS_TO_SHARE ? 1 : threads);
+    const lp::Emulation job = {a, b, c, m, n, k, *core};
+    const int64_t rows = (m + lp::EMULATED_ROWS - 1) / lp::EMULATED_ROWS, columns = (n + functions->lanes - 1) / functions->lanes;
+    auto emulate = [&](int64_t i) { functions->emulate(job, i % rows * lp::EMULATED_ROWS, i / rows * functions->lanes); };
+    lp::share(rows * columns, m * n * k < PRODUCTS_TO_SHARE ? 1 : threads, emulate);
     return LP_OK;
 }
 

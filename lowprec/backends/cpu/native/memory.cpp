@@ -16,7 +16,12 @@
 namespace {
 
 const int SLOTS = 64;
-const int64_t MOST_KEPT = 512LL << 20, HUGE_PAGE = 2LL << 20;
+#if defined(LP_EXACT_MEMORY)
+const int64_t MOST_KEPT = 0;
+#else
+const int64_t MOST_KEPT = 512LL << 20;
+#endif
+const int64_t HUGE_PAGE = 2LL << 20;
 std::atomic<uint64_t> slots[SLOTS];
 std::atomic<int64_t> kept;
 std::atomic<unsigned> victim;
@@ -29,7 +34,13 @@ void* address_of(uint64_t word) { return (void*)(word & ~4095ull); }
 #if defined(_WIN32)
 void* allocate(int64_t bytes) { return VirtualAlloc(nullptr, (size_t)bytes, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE); }
 void release(void* at, int64_t) { VirtualFree(at, 0, MEM_RELEASE); }
-#elif !defined(LP_EXACT_MEMORY)
+#elif defined(LP_EXACT_MEMORY)
+void* allocate(int64_t bytes) {
+    void* at;
+    return posix_memalign(&at, 4096, (size_t)bytes) ? nullptr : at;
+}
+void release(void* at, int64_t) { free(at); }
+#else
 void release(void* at, int64_t bytes) { munmap(at, (size_t)bytes); }
 void* allocate(int64_t bytes) {
     const int64_t extra = bytes >= 2 * HUGE_PAGE ? HUGE_PAGE : 0;  // huge pages save misses of the TLB
@@ -46,7 +57,6 @@ void* allocate(int64_t bytes) {
 }
 #endif
 
-#if !defined(LP_EXACT_MEMORY)
 void release_word(uint64_t word) {
     if (!word) return;
     kept -= bytes_of(class_of(word));
@@ -74,18 +84,11 @@ void keep(uint64_t word) {
     }
     release_word(slots[victim++ % SLOTS].exchange(word));
 }
-#endif
 
 }  // namespace
 
 namespace lp {
 
-#if defined(LP_EXACT_MEMORY)
-Memory::Memory(int64_t bytes) : at(nullptr), size_class(0) {
-    if (posix_memalign(&at, 4096, (size_t)bytes)) at = nullptr;
-}
-Memory::~Memory() { free(at); }
-#else
 Memory::Memory(int64_t bytes) : at(nullptr), size_class(0) {
     while (bytes_of(size_class) < bytes)
         if (++size_class > 300) return;
@@ -93,19 +96,17 @@ Memory::Memory(int64_t bytes) : at(nullptr), size_class(0) {
         at = address_of(word), size_class = class_of(word);
         return;
     }
-    at = allocate(bytes_of(size_class));
-    if (!at) lp_release_memory(), at = allocate(bytes_of(size_class));
+    if (MOST_KEPT) bytes = bytes_of(size_class);
+    at = allocate(bytes);
+    if (!at) lp_release_memory(), at = allocate(bytes);
 }
 Memory::~Memory() {
     if (at) keep((uint64_t)(uintptr_t)at | (uint64_t)size_class);
 }
-#endif
 
 }  // namespace lp
 
 LP_API void lp_release_memory(void) {
-#if !defined(LP_EXACT_MEMORY)
     for (auto& slot : slots) release_word(slot.exchange(0));
-#endif
 }
 LP_API int64_t lp_kept_bytes(void) { return kept.load(); }

@@ -117,51 +117,52 @@ struct Layout {
     uint32_t offset;  // added to the numbers of a by units that multiply unsigned by signed numbers
 };
 
-// Packs a tile of W lanes and W * P numbers of k, of which the first `lanes` lanes are written. An edge, or a matrix with
-// strides on both sides, is first copied to `raw`.
+// Packs a tile of W lanes and W * P numbers of k, of which the first `lanes` lanes are written. Runs of memory that do not
+// have W numbers, and numbers with strides on both sides, are first copied.
 template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
 static __attribute__((noinline)) void pack_tile(const Source& s, const Layout& l, int64_t lane, int64_t step, int lanes, uint32_t* to) {
-    constexpr int P = per_dword(ELEMENT), BITS = bits_of(TYPE), SIZE = BITS / 8 ? BITS / 8 : 1, RUN = W * P * BITS / 8;
-    const int64_t have = s.lanes - lane < lanes ? s.lanes - lane : lanes, steps = s.steps - step < W * P ? s.steps - step : W * P;
-    const bool along_k = s.k == 1 && !s.k_offsets, along_lanes = s.lane == 1 && !s.lane_offsets && !is_coded(TYPE);
-    const bool copies = steps < W * P || !(along_k || (along_lanes && s.lanes - lane >= W)), by_lane = copies || along_k;
-    const char* base = s.at + step * BITS / 8;
-    alignas(64) char raw[W * RUN];
-    if (copies) {
-        __builtin_memset(raw, 0, sizeof raw);
-        for (int64_t i = 0; i < have; i++) {
-            if (along_k) {
-                __builtin_memcpy(raw + i * RUN, base + s.lane_offset(lane + i) * (is_coded(TYPE) ? 1 : SIZE), (size_t)((steps * BITS + 7) / 8));
-                if (BITS == 4 && steps % 2) raw[i * RUN + steps / 2] &= 0x0f;
-            } else {
-                for (int64_t j = 0; j < steps; j++)
-                    __builtin_memcpy(raw + i * RUN + j * SIZE, s.at + (s.lane_offset(lane + i) + s.k_offset(step + j)) * SIZE, SIZE);
-            }
+    constexpr int P = per_dword(ELEMENT), BITS = bits_of(TYPE), SIZE = BITS / 8 ? BITS / 8 : 1, RUN = W * BITS / 8;
+    const int64_t have = s.lanes - lane < W ? s.lanes - lane : W;
+    const bool along_k = s.k == 1 && !s.k_offsets, by_lane = along_k || s.lane != 1 || s.lane_offsets || is_coded(TYPE);
+    alignas(64) static const char zeros[RUN] = {};
+    alignas(64) char copies[P][RUN];
+    auto copy = [&](const char* at, int p, int64_t k, int64_t count) __attribute__((noinline)) {
+        __builtin_memset(copies[p], 0, RUN);
+        if (along_k || !by_lane) {
+            __builtin_memcpy(copies[p], at, (size_t)((count * BITS + 7) / 8));
+            if (BITS == 4 && count % 2) copies[p][(uint64_t)count / 2 % RUN] &= 0x0f;
+        } else {
+            for (int64_t j = 0; j < count && j < W; j++) __builtin_memcpy(copies[p] + j * SIZE, at + s.k_offset(k + j) * SIZE, SIZE);
         }
-    }
+    };
+    auto run = [&](int64_t i, int p) __attribute__((always_inline)) -> const char* {
+        const int64_t k = step + p * W + (by_lane ? 0 : i), count = by_lane ? s.steps - k : have;
+        if (k >= s.steps) return zeros;
+        const char* at = s.at + (by_lane ? s.lane_offset(lane + i) * (is_coded(TYPE) ? 1 : SIZE) : (lane + s.k_offset(k)) * SIZE);
+        if (along_k) at += k * BITS / 8;
+        if (count >= W && (along_k || !by_lane)) return at;
+        copy(at, p, k, count);
+        return copies[p];
+    };
     const int slots = SPLITS ? slots_of<ELEMENT>(s) : whole_slots(TYPE, ELEMENT);
     u32v rows[most_slots(TYPE, ELEMENT, SPLITS)][W], out[most_slots(TYPE, ELEMENT, SPLITS)];
     f32v f[2];
     const char* at[P];
     if (!by_lane) lane_factors<FORMAT>(s, lane, true, f);
     UNROLLED(i, W) {
-        if (by_lane && i >= have) {
+        if (by_lane && i >= (have < lanes ? have : lanes)) {
             for (int p = 0; p < slots; p++) rows[p][i] = u32v{};
             continue;
         }
         float scale[P] = {};
-        if (by_lane) {
-            const char* row = copies ? raw + i * RUN : base + s.lane_offset(lane + i) * (is_coded(TYPE) ? 1 : SIZE);
-            for (int p = 0; p < P; p++) at[p] = row + p * W * BITS / 8;
-            if (is_coded(TYPE))
-                for (int p = 0; p < P; p++) {
-                    int64_t k = step + p * W < s.steps ? step + p * W : s.steps - 1;
-                    scale[p] = block_scale(TYPE, s.scales[(lane + i) * s.scale_lane + k / block_of(TYPE)]);
-                }
-            lane_factors<FORMAT>(s, lane + i, false, f);
-        } else {
-            for (int p = 0; p < P; p++) at[p] = s.at + (lane + s.k_offset(step + p * W + i)) * SIZE;
+        UNROLLED(p, P) {
+            at[p] = run(i, p);
+            if (is_coded(TYPE)) {
+                int64_t k = step + p * W < s.steps ? step + p * W : s.steps - 1;
+                scale[p] = block_scale(TYPE, s.scales[(lane + i) * s.scale_lane + k / block_of(TYPE)]);
+            }
         }
+        if (by_lane) lane_factors<FORMAT>(s, lane + i, false, f);
         pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, s, f, scale, l.offset, out);
         for (int p = 0; p < slots; p++) rows[p][i] = out[p];
     }
@@ -248,63 +249,42 @@ template <int ELEMENT, int... I> INLINE Pack* find_pack(const Source& s, std::in
 }
 template <int ELEMENT> static Pack* find_pack(const Source& s) { return find_pack<ELEMENT>(s, std::make_integer_sequence<int, LP_TYPES * LP_FORMATS>()); }
 
-// --- powers of two -------------------------------------------------------------------------------------------------
+const int MOST_LANES = 256;
 
-INLINE u32v finite(u32v x) { return choose(is_special(x), u32v{}, x & 0x7fffffffu); }
-INLINE u32v most(u32v x, u32v y) { return choose((u32v)(x > y), x, y); }
-
-const int64_t MOST_LANES = 512;
-
-// The largest finite magnitudes of the lanes [first, end), at most MOST_LANES, as float32 bits.
-template <int TYPE> static void lane_maxima(const Source& s, int64_t first, int64_t end, uint32_t* largest) {
-    constexpr int SIZE = bits_of(TYPE) / 8, FLOATS = TYPE == LP_C64 ? 2 : 1, READ = TYPE == LP_C64 ? LP_F32 : TYPE;
-    int64_t done = first;
-    if (s.lane == 1 && !s.lane_offsets) {
-        constexpr int64_t MOST = MOST_LANES / W * FLOATS;
-        const int64_t vectors = (end - first) / W * FLOATS;
-        u32v found[MOST];
-        for (int64_t v = 0; v < vectors; v++) found[v] = u32v{};
-        for (int64_t k = 0; k < s.steps; k++) {
-            const char* at = s.at + (first + s.k_offset(k)) * SIZE;
-            for (int64_t v = 0; v < vectors; v++) found[v] = most(found[v], finite(bits(widened<READ>(at + v * W * SIZE / FLOATS))));
+// The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade,
+// and the factors: of lanes [first, end), of which `first` is a multiple of W.
+INLINE void find_exponents(const Source& all_lanes, int64_t first, int64_t end, int32_t* exponents) {
+    Source s = all_lanes;
+    s.format = LP_EXACT, s.parts = 0, s.lanes = end - first;
+    if (s.lane_offsets) s.lane_offsets += first;
+    else s.at += first * s.lane * bits_of(s.type) / 8;
+    const bool by_lane = s.k == 1 && !s.k_offsets;
+    const int64_t most = by_lane ? W : MOST_LANES;
+    const int lanes = (int)(s.lanes < most ? (s.lanes + W - 1) / W * W : most);
+    const Layout l{by_lane, lanes, by_lane ? W : lanes, lanes * W, 0};
+    Pack* const pack_numbers = s.type == LP_C64 ? pack<LP_C64, LP_EXACT, E_F32, false> : s.type == LP_BF16 ? pack<LP_BF16, LP_EXACT, E_F32, false>
+                                                                                                           : pack<LP_F32, LP_EXACT, E_F32, false>;
+    u32v panel[2 * MOST_LANES], found[MOST_LANES], square[W];
+    for (int64_t strip = 0; strip * lanes < s.lanes; strip++) {
+        for (int i = 0; i < lanes; i++) found[i] = u32v{};
+        for (int64_t block = 0; block * W < s.steps; block++) {
+            pack_numbers(s, l, strip, strip + 1, block, block + 1, (uint32_t*)panel, 0);
+            for (int i = 0; i < lanes * slots_of<E_F32>(s); i++) {
+                const u32v finite = panel[i] & 0x7fffffffu & ~is_special(panel[i]);
+                found[i % lanes] = (u32v)larger((i32v)found[i % lanes], (i32v)finite);
+            }
         }
-        for (int64_t i = 0; i < vectors * W; i++) {
-            uint32_t x = found[i / W][i % W], &to = largest[i / FLOATS];
-            to = x > to ? x : to;
+        for (int64_t lane = 0; lane < lanes && strip * lanes + lane < s.lanes; lane += W) {
+            for (int i = 0; i < W; i++) square[i] = found[by_lane ? lane + i : (i * lanes + lane) / W];
+            if (by_lane) transpose(square);
+            i32v x = {};
+            for (int i = 0; i < W; i++) x = larger(x, (i32v)square[i]);
+            i32v e = 141 - (x >> 23);
+            for (int i = 0; i < W; i++)  // subnormal numbers, and zeros
+                if (x[i] < 0x00800000) e[i] = x[i] ? 132 + __builtin_clz((unsigned)x[i]) : 0;
+            const int64_t at = first + strip * lanes + lane;  // memory for all lanes is padded
+            put(exponents + at, e);
+            put(all_lanes.factors + at, powers(e >> 1)), put(all_lanes.factors + all_lanes.lanes + 64 + at, powers(e - (e >> 1)));
         }
-        done += vectors * W / FLOATS;
-    }
-    for (int64_t i = done; i < end; i++) {
-        const char* row = s.at + s.lane_offset(i) * SIZE;
-        u32v found = {};
-        alignas(64) char one[8 * W];
-        int64_t k = 0;
-        for (; s.k == 1 && !s.k_offsets && k + W <= s.steps; k += W)
-            for (int c = 0; c < FLOATS; c++) found = most(found, finite(bits(widened<READ>(row + k * SIZE + c * 4 * W))));
-        for (; k < s.steps; k++) {
-            __builtin_memset(one, 0, sizeof one);
-            __builtin_memcpy(one, row + s.k_offset(k) * SIZE, SIZE);
-            found = most(found, finite(bits(widened<READ>(one))));
-        }
-        for (int j = 0; j < W; j++)
-            if (found[j] > largest[i - first]) largest[i - first] = found[j];
-    }
-}
-
-// The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade.
-static void find_exponents(Source& s, int64_t first, int64_t end, int32_t* exponents) {
-    uint32_t largest[MOST_LANES + W];
-    __builtin_memset(largest, 0, (size_t)(end - first + W) * 4);
-    if (s.type == LP_C64) lane_maxima<LP_C64>(s, first, end, largest);
-    else if (s.type == LP_BF16) lane_maxima<LP_BF16>(s, first, end, largest);
-    else lane_maxima<LP_F32>(s, first, end, largest);
-    for (int64_t lane = first; lane < end; lane += W) {  // memory for all lanes is padded
-        const u32v x = get<u32v>(largest + lane - first);
-        i32v e = 141 - (i32v)(x >> 23);
-        for (int i = 0; i < W && lane + i < end; i++)  // subnormal numbers, and zeros
-            if (x[i] < 0x00800000u) e[i] = x[i] ? 132 + __builtin_clz(x[i]) : 0;
-        const i32v half = e >> 1;
-        put(exponents + lane, e);
-        put(s.factors + lane, powers(half)), put(s.factors + s.lanes + 64 + lane, powers(e - half));
     }
 }

@@ -33,9 +33,10 @@ struct Offer {
 #if defined(__linux__)
     cpu_set_t cpus;  // of the caller; a worker runs on these
 #endif
-    void enter() {
+    static void enter(void* at) {
         lp::Arithmetic standard;
-        work(argument, next.fetch_add(1));
+        Offer& offer = *(Offer*)at;
+        offer.work(offer.argument, offer.next.fetch_add(1));
     }
 };
 Offer* const CLAIMED = (Offer*)1;
@@ -95,7 +96,7 @@ bool serve_once(Worker& w) {
         sched_setaffinity(0, sizeof w.cpus, &w.cpus);
     }
 #endif
-    offer->enter();
+    Offer::enter(offer);
     w.mailbox = nullptr;
     offer->done.fetch_add(1);
     return true;
@@ -159,8 +160,6 @@ int ready(int wanted) {
     return count;
 }
 
-void enter(void* offer) { ((Offer*)offer)->enter(); }
-
 }  // namespace
 
 namespace lp {
@@ -179,10 +178,10 @@ void wait_for(const std::atomic<int64_t>& counter, int64_t value) {
 void run(void (*work)(void*, int), void* argument, int threads) {
     Offer offer = {};
     offer.work = work, offer.argument = argument;
-    if (threads <= 1) return offer.enter();
+    if (threads <= 1) return Offer::enter(&offer);
     if (auto parallel = gomp_parallel.load(); parallel && !is_child) {
         // A thread of a parallel region works alone: the region has the CPUs already.
-        return omp_in_parallel.load()() ? offer.enter() : parallel(::enter, &offer, (unsigned)threads, 0);
+        return omp_in_parallel.load()() ? Offer::enter(&offer) : parallel(Offer::enter, &offer, (unsigned)threads, 0);
     }
 #if defined(__linux__)
     sched_getaffinity(0, sizeof offer.cpus, &offer.cpus);
@@ -197,7 +196,7 @@ void run(void (*work)(void*, int), void* argument, int threads) {
         is_offered[i] = true, offered++;
         if (w.is_asleep) lock(w), ::wake(w), unlock(w);
     }
-    offer.enter();
+    Offer::enter(&offer);
     for (int i = 0; i < known; i++) {
         Offer* same = &offer;
         if (is_offered[i]) claimed += !workers[i].mailbox.compare_exchange_strong(same, nullptr);

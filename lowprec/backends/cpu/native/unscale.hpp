@@ -8,7 +8,7 @@ template <class V, int BYTES> INLINE V load_numbers(const char* at) {
     else return get<V>(at);
 }
 template <class V, int BYTES> INLINE void store_numbers(char* at, V x) {
-    if constexpr (BYTES == 2) put(at, __builtin_convertvector(nearest<16, false>(bits(x)) >> 16, u16v));
+    if constexpr (BYTES == 2) store<LP_BF16>(at, x);
     else put(at, x);
 }
 
@@ -17,23 +17,16 @@ static bool scale(const char* from, char* to, int64_t count, Number inverse) {
     const int bytes = (BYTES == 8 ? W / 2 : W) * BYTES;
     const V factor = inverse - V{};
     u32v special = {};
-    int64_t rest = count * BYTES;
-    for (; rest >= bytes; rest -= bytes, from += bytes, to += bytes) {
-        V x = load_numbers<V, BYTES>(from);
+    char some[bytes] = {};
+    for (int64_t rest = count * BYTES; rest > 0; rest -= bytes, from += bytes, to += bytes) {
+        const bool whole = rest >= bytes;
+        if (!whole) memcpy(some, from, (size_t)rest);
+        V x = load_numbers<V, BYTES>(whole ? from : some);
         special |= (u32v)(x - x);  // NaN for Inf and NaN, otherwise +0
-        store_numbers<V, BYTES>(to, x * factor);
+        store_numbers<V, BYTES>(whole ? to : some, x * factor);
+        if (!whole) memcpy(to, some, (size_t)rest);
     }
-    if (rest) {
-        char some[bytes] = {};
-        memcpy(some, from, (size_t)rest);
-        V x = load_numbers<V, BYTES>(some);
-        special |= (u32v)(x - x);
-        store_numbers<V, BYTES>(some, x * factor);
-        memcpy(to, some, (size_t)rest);
-    }
-    bool found = false;
-    for (int i = 0; i < W; i++) found |= special[i] != 0;
-    return found;
+    return any(special);
 }
 
 static bool unscale_some(const lp_flat& x, int64_t first, int64_t count, double inverse) {

@@ -1,7 +1,7 @@
 // Vectors of W 32-bit lanes: loads of every element type as float32, roundings, and the transposition of W x W dwords.
 //
 // Written in the compilers' portable vector types. A file of an instruction set includes it once, inside its namespace,
-// after it has defined W, load_f16_as (W float16 as float32) and narrow_f16 (float32 to W float16, to nearest even).
+// after it has defined W, load_f16_as (W float16 as float32), narrow_f16 (float32 to W float16, to nearest even) and any.
 // Inf and NaN pass through every rounding, and NaN becomes quiet.
 
 typedef float f32v __attribute__((vector_size(4 * W)));
@@ -35,11 +35,11 @@ INLINE f32v plus(f32v a, f32v b) { return a + b; }
 INLINE i32v plus(i32v a, i32v b) { return (i32v)((u32v)a + (u32v)b); }
 INLINE f32v all_floats(float x) { return floats(all(__builtin_bit_cast(uint32_t, x))); }
 INLINE u32v choose(u32v condition, u32v yes, u32v no) { return (condition & yes) | (~condition & no); }
+INLINE i32v larger(i32v x, i32v y) { return x > y ? x : y; }
 INLINE u32v is_special(u32v x) { return (u32v)((x & 0x7fffffffu) >= 0x7f800000u); }  // Inf or NaN
 
 // GCC 12 converts 8 to 32 bits one element at a time unless it goes by 16 bits.
 INLINE u16v wide_u8(const void* at) { return __builtin_convertvector(get<u8v>(at), u16v); }
-INLINE u32v widen_u8(const void* at) { return __builtin_convertvector(wide_u8(at), u32v); }
 INLINE u32v widen_i8(const void* at) {
     return (u32v) __builtin_convertvector(__builtin_convertvector(get<i8v>(at), i16v), i32v);
 }
@@ -59,32 +59,27 @@ template <int FORMAT> INLINE f32v rounded(f32v x) {
     return x;
 }
 
-// The numbers of floating-point codes with a sign, STORED bits of the significand and the exponent EMIN of the smallest
-// normal number; `magnitude` and `sign` are shifted to float32's places by the caller's constants.
-template <int STORED, int EMIN, int BITS> INLINE u32v decoded(u32v code) {
-    u32v magnitude = code & ((1u << (BITS - 1)) - 1), sign = (code >> (BITS - 1)) << 31;
-    u32v aligned = (magnitude << (23 - STORED)) + ((126u + EMIN) << 23);
-    const float smallest = __builtin_bit_cast(float, (127u + EMIN) << 23);
-    u32v subnormal = bits(floats(aligned + (1u << 23)) - smallest);
-    u32v value = choose((u32v)(magnitude < (1u << STORED)), subnormal, aligned);
-    if (BITS == 8) value = choose((u32v)(magnitude == 0x7fu), all(0x7fc00000u), value);
-    return value | sign;
+// The numbers of W codes with a sign, an exponent of EXPONENT bits and a significand: float16 with another bias.
+template <int BITS, int EXPONENT> INLINE f32v decoded(const void* at) {
+    constexpr int UNUSED = 5 - EXPONENT;
+    const u16v halves = (u16v)((i16v)(wide_u8(at) << (16 - BITS)) >> UNUSED) & (uint16_t)(0x8000 | 0x7fff >> UNUSED);
+    f32v x = load_f16_as<f32v>(&halves) * (float)(1 << (16 - (1 << (EXPONENT - 1))));
+    if (EXPONENT != 4) return x;
+    return floats(bits(x) | ((u32v)((bits(x) & 0x7fffffffu) == 0x43f00000u) & 0x7fc00000u));  // 480: NaN of E4M3
 }
 
 // W stored numbers as float32. Codes of 4 bits: the first in the low half of a byte.
 template <int TYPE> INLINE f32v widened(const void* at) {
     if constexpr (TYPE == LP_BF16) return floats(__builtin_convertvector(get<u16v>(at), u32v) << 16);
     else if constexpr (TYPE == LP_F16) return load_f16_as<f32v>(at);
-    else if constexpr (TYPE == LP_E5M2) {
-        u16v halves = wide_u8(at) << 8;
-        return load_f16_as<f32v>(&halves);
-    } else if constexpr (TYPE == LP_E4M3 || TYPE == LP_MXFP8) return floats(decoded<3, -6, 8>(widen_u8(at)));
+    else if constexpr (TYPE == LP_E5M2) return decoded<8, 5>(at);
+    else if constexpr (TYPE == LP_E4M3 || TYPE == LP_MXFP8) return decoded<8, 4>(at);
     else if constexpr (TYPE == LP_MXFP4 || TYPE == LP_NVFP4) {
         typedef uint8_t half __attribute__((vector_size(W / 2)));
         typedef uint16_t wide __attribute__((vector_size(W)));
         wide pairs = __builtin_convertvector(get<half>(at), wide);
         pairs = (pairs | pairs << 4) & 0x0f0f;  // little-endian: the low half first
-        return floats(decoded<1, 0, 4>(widen_u8(&pairs)));
+        return decoded<4, 2>(&pairs);
     } else return get<f32v>(at);
 }
 
@@ -92,7 +87,7 @@ template <int TYPE> INLINE f32v widened(const void* at) {
 INLINE float block_scale(int type, uint8_t code) {
     if (type == LP_NVFP4) {
         alignas(4 * W) uint8_t one[W] = {code};
-        return floats(decoded<3, -6, 8>(widen_u8(one)))[0];
+        return decoded<8, 4>(one)[0];
     }
     uint32_t power = code ? (uint32_t)code << 23 : 1u << 22;
     if (code == 255) power = 0x7fc00000u;
@@ -126,10 +121,6 @@ INLINE void transpose(u32v* rows) {
 template <int... I> INLINE void deinterleave(u32v a, u32v b, u32v* parts, std::integer_sequence<int, I...>) {
     parts[0] = __builtin_shufflevector(a, b, (2 * I)...);
     parts[1] = __builtin_shufflevector(a, b, (2 * I + 1)...);
-}
-template <int... I> INLINE void interleave(u32v re, u32v im, u32v* to, std::integer_sequence<int, I...>) {
-    to[0] = __builtin_shufflevector(re, im, (I % 2 ? W + I / 2 : I / 2)...);
-    to[1] = __builtin_shufflevector(re, im, (I % 2 ? W + (W + I) / 2 : (W + I) / 2)...);
 }
 
 // The dwords of 4 * W lanes from four rows of int8: bytes, then pairs of bytes, are interleaved within blocks of 16 bytes,

@@ -14,7 +14,8 @@ namespace {
 // clang-format off: tiles side by side
 template <class U>
 static void tile_kernel(const uint32_t* a, int64_t step_a, const uint32_t* b, int64_t step_b, int64_t dwords, void* c, int64_t ldc,
-                        float factor, const int32_t*, bool adds, const char* next) {
+                        float factor, const int32_t*, int write, const char* next) {
+    const bool adds = write == ADDS;
     const bool whole = adds && factor == 1;  // the tiles begin with C; else the sums begin with zero
     char *to = (char*)c, *half = to + 64 * ldc;
     const int64_t ld = 4 * ldc;
@@ -52,7 +53,7 @@ static void tile_kernel(const uint32_t* a, int64_t step_a, const uint32_t* b, in
 // clang-format on
 struct Tiles {
     static constexpr int ROWS = 32, COLUMNS = 2, FEW = 0;
-    static constexpr bool WHOLE_ONLY = true;
+    static constexpr bool IS_TILED = true;
     static void begin() {
         alignas(64) unsigned char config[64] = {1};  // palette 1: eight tiles of 16 rows of 64 bytes
         for (int i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = 16;
@@ -60,26 +61,16 @@ struct Tiles {
     }
     static void end() { _tile_release(); }
 };
-struct Bf16 : Tiles {
-    typedef f32v Acc;
-    static constexpr int ELEMENT = E_BF16;
-    template <int> static constexpr Micro* micro_kernel() { return tile_kernel<Bf16>; }
-};
-struct Pair : Tiles {
-    typedef f32v Acc;
-    static constexpr int ELEMENT = E_PAIR;
-    template <int> static constexpr Micro* micro_kernel() { return tile_kernel<Pair>; }
-};
-struct Int8 : Tiles {
-    typedef i32v Acc;
-    static constexpr int ELEMENT = E_I8;
-    template <int> static constexpr Micro* micro_kernel() { return tile_kernel<Int8>; }
+template <int E, class A> struct Tile : Tiles {
+    typedef A Acc;
+    static constexpr int ELEMENT = E;
+    static constexpr Micro* tile = tile_kernel<Tile>;
 };
 }  // namespace
 namespace lp {
-Unit bf16_amx() { return unit<Bf16>(); }
-Unit pair_amx() { return unit<Pair>(); }
-Unit int8_amx() { return unit<Int8>(); }
+Unit bf16_amx() { return unit<Tile<E_BF16, f32v>>(); }
+Unit pair_amx() { return unit<Tile<E_PAIR, f32v>>(); }
+Unit int8_amx() { return unit<Tile<E_I8, i32v>>(); }
 }  // namespace lp
 TARGET_END
 #endif

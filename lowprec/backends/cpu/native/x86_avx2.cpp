@@ -14,13 +14,11 @@ struct Fp32 : Lanes8 {
     typedef f32v Acc;
     static constexpr int ELEMENT = E_F32;
     INLINE f32v dot(f32v acc, u32v a, u32v b) { return (f32v)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)acc); }
-    template <int R> static constexpr Micro* micro_kernel() { return micro<Fp32, R>; }
 };
 struct Int8 : Lanes8 {
     typedef i32v Acc;
     static constexpr int ELEMENT = E_I16;
     INLINE i32v dot(i32v acc, u32v a, u32v b) { return acc + (i32v)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
-    template <int R> static constexpr Micro* micro_kernel() { return micro<Int8, R>; }
 };
 }  // namespace
 namespace lp {

@@ -13,7 +13,6 @@ struct Fp32 : Lanes16 {
     typedef f32v Acc;
     static constexpr int ELEMENT = E_F32;
     INLINE f32v dot(f32v acc, u32v a, u32v b) { return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)acc); }
-    template <int R> static constexpr Micro* micro_kernel() { return micro<Fp32, R>; }
 };
 }  // namespace
 namespace lp {

@@ -10,7 +10,6 @@ struct Bf16 : Lanes16 {
     typedef f32v Acc;
     static constexpr int ELEMENT = E_BF16;
     INLINE f32v dot(f32v acc, u32v a, u32v b) { return (f32v)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b); }
-    template <int R> static constexpr Micro* micro_kernel() { return micro<Bf16, R>; }
 };
 }  // namespace
 namespace lp {

@@ -10,7 +10,6 @@ struct Int8 : Lanes16 {
     typedef i32v Acc;
     static constexpr int ELEMENT = E_U8;
     INLINE i32v dot(i32v acc, u32v a, u32v b) { return (i32v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b); }
-    template <int R> static constexpr Micro* micro_kernel() { return micro<Int8, R>; }
 };
 }  // namespace
 namespace lp {

@@ -10,7 +10,6 @@ struct Int8 : Lanes8 {
     typedef i32v Acc;
     static constexpr int ELEMENT = E_U8;
     INLINE i32v dot(i32v acc, u32v a, u32v b) { return (i32v)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b); }
-    template <int R> static constexpr Micro* micro_kernel() { return micro<Int8, R>; }
 };
 }  // namespace
 namespace lp {

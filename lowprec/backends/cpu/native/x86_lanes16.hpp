@@ -4,10 +4,8 @@ template <class V> static inline V load_f16_as(const void* at) { return (V)_mm51
 template <class V> static inline void narrow_f16(void* to, V x) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline V round_f16(V x) { return (V)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline void stream(void* to, V x) { _mm512_stream_ps((float*)to, (__m512)x); }
+template <class V> static inline bool any(V x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }
 
-struct Lanes16 {
+struct Lanes16 : lp::Vectors {
     static constexpr int ROWS = 14, COLUMNS = 2, FEW = 8;
-    static constexpr bool WHOLE_ONLY = false;
-    static void begin() {}
-    static void end() {}
 };

@@ -4,10 +4,8 @@ template <class V> static inline V load_f16_as(const void* at) { return (V)_mm25
 template <class V> static inline void narrow_f16(void* to, V x) { _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline V round_f16(V x) { return (V)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline void stream(void* to, V x) { _mm256_stream_ps((float*)to, (__m256)x); }
+template <class V> static inline bool any(V x) { return !_mm256_testz_si256((__m256i)x, (__m256i)x); }
 
-struct Lanes8 {
+struct Lanes8 : lp::Vectors {
     static constexpr int ROWS = 6, COLUMNS = 2, FEW = 4;
-    static constexpr bool WHOLE_ONLY = false;
-    static void begin() {}
-    static void end() {}
 };
