@@ -80,7 +80,7 @@ class intercept(Interception):
         """Put the innermost mode of this thread into JAX's key."""
         stack = self._stack.get()
         if stack:
-            _context(stack[-1].scope._mode.value).__enter__()
+            _context(stack[-1].scope._patterns[0][1].value).__enter__()
         else:
             _outside.__exit__(None, None, None)
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lowprec import policy
-from lowprec.arrays.libraries import library_of
+from lowprec.arrays import ArrayView, Library, library_of
 from lowprec.core import dispatch
-from lowprec.core.arguments import PLAIN, Options
 from lowprec.core.executors import look_up
 from lowprec.core.interception import Block, Interception
 from lowprec.core.interception_report import PassedBy, Row
+from lowprec.core.options import PLAIN, Options
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, ResolvedMode, row
 from lowprec.torch.aten import ACTED_ON, Kernel, Product, Terms, kernels
@@ -265,18 +265,24 @@ def _shares(out: Tensor, *others: Tensor | None) -> bool:
 
 def _on_cpu(a: Tensor, b: Tensor, bias: Tensor | None, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
     library = library_of(a)
-    view = library.view_same_type
-    x, y = view(a), view(b)
-    options = PLAIN if bias is None else Options(bias=view(bias))
+    x, y = _view(library, a), _view(library, b)
+    options = PLAIN if bias is None else Options(bias=_view(library, bias))
     found = look_up(resolved, x, y, options)
     if out is not None and tuple(out.shape) == found.out_shape and out.is_contiguous() and not out.is_conj():
-        target = view(out)
+        target = _view(library, out)
         result = out
     else:
         target = library.allocate(found.out_shape, found.out_dtype, x.device, a)
         result = target.owner
     found.execute(options.arguments(x, y, target))
     return result
+
+
+def _view(library: Library, x: Tensor) -> ArrayView:
+    view = library.describe(x if type(x) in _PLAIN else x.detach())
+    if not view.address and view.size:
+        raise ArrayError("the torch tensor has no memory")
+    return view
 
 
 # -- counts ---------------------------------------------------------------------------------------
