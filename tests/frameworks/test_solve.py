@@ -317,6 +317,12 @@ def test_the_current_mode_is_not_the_factors(rng: np.random.Generator) -> None:
         assert check(a, b).backward_error <= bound(256, "float32")
 
 
+def test_the_environment_overrides_the_mode(variables: Any, rng: np.random.Generator) -> None:
+    variables({"LOWPREC_FORCE_MATH_MODE": "bf16"})
+    a, b = conditioned(rng, 256, 5.0, "float64"), normal(rng, (256,), "float64")
+    assert check(a, b, factor_mode="fp32").factor_mode == "bf16"
+
+
 # -- what is left to the library ------------------------------------------------------------------
 
 
