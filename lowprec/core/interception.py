@@ -127,7 +127,7 @@ class Interception:
         self._install(self)
         type(self)._of_process = self
         if folder:
-            self.ledger.folder = Path(folder)
+            self.ledger.folder, self.ledger.name = Path(folder), "run"
             self.ledger.folder.mkdir(exist_ok=True)
         process = os.getpid() if is_first else 0
         atexit.register(lambda: show(self.report()) if os.getpid() == process else self.ledger.write())

@@ -7,6 +7,8 @@ Forked processes write their sums to files, which the report of the first proces
 from __future__ import annotations
 
 import atexit
+import functools
+import itertools
 import os
 import pickle
 import shutil
@@ -184,7 +186,9 @@ class Ledger:
     def __init__(self) -> None:
         # By thread, so that no lock is needed.
         self._sums: dict[tuple[int, Row], _Sum] = {}
+        self.name = str(next(_numbers))  # the same in forked processes
         self.folder: Path | None = None  # of the sums of other processes
+        self._is_prepared = False
         self.notes: dict[str, None] = {}
         self.records_gradients = False
 
@@ -207,15 +211,14 @@ class Ledger:
             found.underflow = max(found.underflow, statistics[1])
 
     def prepare_fork(self) -> None:
-        """Make the folder for the sums of forked processes."""
-        if self.folder is None:
-            self.folder = Path(tempfile.mkdtemp(prefix="lowprec-"))
-            atexit.register(remove, self.folder, os.getpid())
-        if "multiprocessing.util" in sys.modules:
+        """Choose the folder for the sums of forked processes."""
+        self.folder = self.folder or _shared_folder()
+        if "multiprocessing.util" in sys.modules and not self._is_prepared:
             from multiprocessing import util
 
             # The children of multiprocessing end without atexit.
             util.register_after_fork(self, lambda ledger: util.Finalize(None, ledger.write, exitpriority=0))
+            self._is_prepared = True
 
     def start_child(self) -> None:
         """Drop the sums of the parent process in a forked one."""
@@ -227,7 +230,7 @@ class Ledger:
         if self.folder is None or not self._sums:
             return
         with suppress(OSError):  # the folder is gone, and with it the report
-            path = self.folder / f"{os.getpid()}-{id(self)}"
+            path = self.folder / f"{self.name}-{os.getpid()}"
             path.with_suffix(".new").write_bytes(pickle.dumps(self._summed()))
             path.with_suffix(".new").rename(path.with_suffix(".sums"))
 
@@ -240,7 +243,7 @@ class Ledger:
     def report(self, title: str, remarks: Iterable[str], statistics: bool) -> InterceptionReport:
         """Return the sums of all threads and of the processes that have ended."""
         sums, processes = self._summed(), 1
-        for path in sorted(self.folder.glob("*.sums")) if self.folder else ():
+        for path in sorted(self.folder.glob(f"{self.name}-*.sums")) if self.folder else ():
             processes += 1
             for row, each in pickle.loads(path.read_bytes()).items():
                 sums.setdefault(row, _Sum()).add(each)
@@ -260,10 +263,15 @@ class Ledger:
         return InterceptionReport(title, tuple(products), (*found, *remarks), processes, statistics)
 
 
-def remove(folder: Path, process: int) -> None:
-    """Remove a folder of sums, in the process that made it."""
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)
+_numbers = itertools.count()
+
+
+@functools.cache
+def _shared_folder() -> Path:
+    """Return a folder that this process removes at its end, and its forked children use."""
+    folder, process = Path(tempfile.mkdtemp(prefix="lowprec-")), os.getpid()
+    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == process else None)
+    return folder
 
 
 def multiplications_of(shapes: Shapes) -> int:

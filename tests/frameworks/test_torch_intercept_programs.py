@@ -6,6 +6,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -336,7 +337,7 @@ def test_a_backward_pass_on_other_threads_has_the_mode(torch: Any, intercept: An
 @pytest.mark.usefixtures("torch")
 @pytest.mark.parametrize("start", ["fork", "os.fork"])
 def test_forked_workers_are_in_the_report(start: str) -> None:
-    run_python(
+    folder = run_python(
         """
         import multiprocessing, os, sys
         import torch
@@ -361,10 +362,17 @@ def test_forked_workers_are_in_the_report(start: str) -> None:
         (row,) = seen.report().products
         assert row.count == 3, row
         assert "in 3 processes" in str(seen.report())
+        with intercept("bf16") as other:
+            if os.fork() == 0:
+                os._exit(0)
+            os.wait()
+        assert not other.report().products
+        assert other.ledger.folder == seen.ledger.folder
         print(seen.ledger.folder)
         """,
         start,
     )
+    assert not Path(folder).exists()
 
 
 # -- PyTorch's samples ----------------------------------------------------------------------------
