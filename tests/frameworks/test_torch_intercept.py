@@ -25,9 +25,11 @@ UNIT = 2.0**-8
 @pytest.fixture
 def intercept(torch: Any) -> Any:
     import lowprec.torch as lt
+    from lowprec.torch import interception
 
     yield lt.intercept
-    assert not registered(torch)
+    assert not interception._holders
+    assert threading.active_count() > 1 or not registered(torch)
 
 
 def registered(torch: Any) -> bool:
