@@ -20,6 +20,7 @@ from lowprec.policy import environment
 from lowprec.policy.controllers import controllers
 from lowprec.policy.protocol import attempt
 from lowprec.util.tables import Table, plain_text
+from lowprec.util.tracing import uncompiled
 
 #: Precisions, the lowest first; "fp16 sums" rounds sums to 16 bits.
 PRECISIONS = ("fp16 sums", "bf16", "fp16", "tf32", "split", "fp32")
@@ -103,6 +104,7 @@ class Audit:
         return "\n".join(map(plain_text, self.tables()))
 
 
+@uncompiled
 def audit(libraries: Iterable[str] | None = None, sizes: Sequence[int] = SIZES) -> Audit:
     """Measure in which precision the loaded libraries compute float32 now.
 

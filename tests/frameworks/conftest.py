@@ -35,6 +35,15 @@ def torch() -> Any:
 
 
 @pytest.fixture
+def quick_inductor(torch: Any) -> Iterator[None]:
+    """Inductor without precompiled headers and trials of the processor's vectors, which take longer than the kernels."""
+    from torch._inductor import config
+
+    with config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
+        yield
+
+
+@pytest.fixture
 def jax() -> Any:
     return load_or_skip(Backend.JAX).jax
 

@@ -566,15 +566,10 @@ def test_products_that_a_graph_leaves_to_torch_are_reported(torch: Any) -> None:
     assert "leaves products to PyTorch: _transformer_encoder_layer_fwd" in str(warning.message)
 
 
-@pytest.mark.usefixtures("fresh")
-def test_inductor_takes_the_options_and_knows_the_mode(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import config
-
+@pytest.mark.usefixtures("fresh", "quick_inductor")
+def test_inductor_takes_the_options_and_knows_the_mode(torch: Any) -> None:
     import lowprec.torch as lt
 
-    # Compiling headers ahead, and programs that try the processor's vectors, takes longer than the kernels do.
-    monkeypatch.setattr(config, "cpp_cache_precompile_headers", False)
-    monkeypatch.setattr(config.cpp, "vec_isa_ok", False)
     x = torch.full((4, 4), 1 + 2.0**-9, requires_grad=True)
     f = lambda x: torch.addmm(x, x, x, beta=0, alpha=2)  # noqa: E731
     full = 8 * (1 + 2.0**-9) ** 2

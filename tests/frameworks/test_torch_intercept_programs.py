@@ -271,15 +271,8 @@ def test_modes_of_functions_see_the_products_of_the_program_alone(torch: Any, in
     assert counts(seen.report().taken) == {"mm": 1}
 
 
+@pytest.mark.usefixtures("quick_inductor")
 def test_compiled_products_are_taken_without_an_option(torch: Any, intercept: Any) -> None:
-    from torch._inductor import config
-
-    # Compiling headers ahead, and programs that try the processor's vectors, takes longer than the kernels do.
-    with config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
-        _compile_and_compare(torch, intercept)
-
-
-def _compile_and_compare(torch: Any, intercept: Any) -> None:
     torch._dynamo.reset()
     layer = torch.nn.Linear(64, 64)
     x = torch.full((32, 64), ABOVE)

@@ -27,6 +27,7 @@ UNTRACED: dict[str, tuple[str, ...]] = {
     "autotune": ("lowprec.autotune(x, x)",),
     "check": ("lowprec.check(x, x, modes=['bf16'], budget=0).within",),
     "emulation": ("lowprec.emulation.mma(ones, ones, ones, arch='hopper', format='bf16')",),
+    "audit": ("str(lowprec.audit(libraries=['numpy'], sizes=[16]))",),
     "info": ("lowprec.info()['version']",),
     "linalg": (
         *(f"lowprec.linalg.{name}(positive)" for name in ("cholesky", "det", "expm", "inv", "matrix_rank", "pinv")),
