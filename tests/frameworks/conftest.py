@@ -36,7 +36,7 @@ def torch() -> Any:
 
 @pytest.fixture
 def quick_inductor(torch: Any) -> Iterator[None]:
-    """Inductor without precompiled headers and trials of the processor's vectors, which take longer than the kernels."""
+    """Inductor without precompiled headers and trials of vector units, which take longer than the kernels."""
     from torch._inductor import config
 
     with config.patch({"cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": False}):
