@@ -22,7 +22,7 @@ PROGRAMS = {
         r"bfloat16 \| 21\.23 \| (1\.0|0\.9999).*\n.*fp8 \| 10\.62 \| 0\.99"
     ),
     "training_step.py": (
-        ("torch",), ["--rounds", "3", "--layers", "1", "--width", "32", "--batch", "2"], r"left 0 to PyTorch"
+        ("torch",), ["--rounds", "3", "--layers", "1", "--width", "32", "--batch", "2"], r"left 4 to PyTorch"
     ),
     "transformer_torch.py": (("torch", "sklearn"), ["--steps", "101"], r"([89]\d|100)\.\d % of 360"),
     "unmodified.py": (("torch", "sklearn"), ["--steps", "61"], r"([89]\d|100)\.\d % of 360"),
