@@ -91,7 +91,7 @@ _OTHERS: dict[PassedBy, str] = {
         "sparse_sampled linear qlinear matmul _mixed_dtypes_linear _fused_linear linear_cross_entropy"
     ),
     PassedBy.LINEAR_ALGEBRA: (
-        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve _linalg_svd linalg_cholesky_ex linalg_eig "
+        "_linalg_det _linalg_eig _linalg_slogdet _linalg_solve _linalg_svd linalg_cholesky_ex linalg_eig "
         "linalg_householder_product linalg_inv_ex linalg_ldl linalg_lstsq linalg_lu linalg_qr linalg_solve_tri "
         "cholesky geqrf ormqr triangular_solve"
     ),
