@@ -407,7 +407,7 @@ def frames(function: Callable[[], Any]) -> int:
 
     def look(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
-            names.append(frame.f_code.co_qualname)
+            names.append(frame.f_code.co_name)
 
     for _ in range(3):
         function()
