@@ -256,6 +256,7 @@ def test_the_plot_of_check_has_every_error_and_bound(command: Command, drawn: li
 
 
 def test_refused_before_anything_is_measured(refused: Callable[..., str]) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert "chosen by the suffix of the path, got 'out.txt'" in refused("check", "--plot", "out.txt")
 
 
