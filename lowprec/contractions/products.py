@@ -284,8 +284,9 @@ def einsum(
 ) -> Any:
     """Return a sum of products in Einstein's notation, as ``numpy.einsum``.
 
-    opt_einsum (``pip install "lowprec[einsum]"``) finds the order of the products. Each step is one matrix product,
-    batched over the axes that both operands have and the result keeps. The steps are cached by shapes.
+    With three or more operands, opt_einsum finds the order of the products where it is installed, and
+    ``numpy.einsum_path`` where it is not. Each step is one matrix product, batched over the axes that both operands
+    have and the result keeps. The steps are cached by shapes.
 
     Parameters
     ----------
@@ -294,7 +295,9 @@ def einsum(
     *operands : array
         Of libraries that :func:`~lowprec.matmul` accepts together.
     optimize : str, bool or sequence of sequences of int
-        Search for the order of the products, as for ``opt_einsum.contract_path``.
+        Search for the order of the products: ``"auto"``, ``"greedy"``, ``"optimal"``, another name of
+        ``opt_einsum.contract_path``, True (``"auto"``), False (from left to right), or the positions of the operands of
+        each step, as ``numpy.einsum_path`` returns them.
     out_dtype
         As for :func:`~lowprec.matmul`. Operands are promoted to their common type. Intermediate results have the same
         type, or float32 if that is the ``out_dtype`` of 16-bit operands.
@@ -313,7 +316,7 @@ def einsum(
     DTypeError
         The operands have no common type, or are int8 and need more than one product.
     UnsupportedError
-        opt_einsum is not installed.
+        ``optimize`` is a name that only opt_einsum knows, which is not installed.
 
     Examples
     --------
@@ -330,9 +333,7 @@ def einsum(
     try:
         order = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
     except TypeError:
-        raise ShapeError(
-            f"einsum: optimize is a name of opt_einsum's, a bool or a sequence of pairs, got {quoted(optimize)}"
-        ) from None
+        raise ShapeError(f"einsum: optimize is a name, a bool or a sequence of pairs, got {quoted(optimize)}") from None
     steps = _steps(subscripts, shapes, order)
     if len(operands) == 1 and out_dtype is None and not steps[0].sums_an_operand:
         return steps[0].run({0: operands[0]}, matmul, "", "")  # a view, of any element type

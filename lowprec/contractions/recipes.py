@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import string
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from lowprec.arrays.namespaces import dtype_label, namespace_of
 from lowprec.errors import ShapeError, UnsupportedError, quoted
@@ -65,7 +68,7 @@ class _Term(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def recipe(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> tuple[Step, ...]:
-    """Return the steps for operands of these shapes, in the order that opt_einsum finds. Cached."""
+    """Return the steps for operands of these shapes, in an efficient order. Cached."""
     terms, output, path = _parse(subscripts, shapes, order)
     steps: list[Step] = []
     count = len(terms)
@@ -86,27 +89,78 @@ def recipe(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> 
     return tuple(steps)
 
 
-@functools.cache
-def _opt_einsum() -> Any:
-    try:
-        return importlib.import_module("opt_einsum")
-    except ModuleNotFoundError:
-        raise UnsupportedError(
-            'einsum needs opt_einsum, which is not installed: pip install "lowprec[einsum]"'
-        ) from None
-
-
 def _parse(
     subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any
 ) -> tuple[list[_Term], tuple[str, ...], Sequence[Sequence[int]]]:
-    opt_einsum = _opt_einsum()
     try:
-        inputs, output, _ = opt_einsum.parser.parse_einsum_input((subscripts, *shapes), shapes=True)
-        path, _ = opt_einsum.contract_path(subscripts, *shapes, shapes=True, optimize=order)
+        inputs, output = _labels(subscripts, shapes)
+        path = _path(f"{','.join(inputs)}->{output}", shapes, order)
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ShapeError(f"einsum: subscripts {quoted(subscripts)} for shapes {shapes}: {error}") from None
-    texts = enumerate(zip(inputs.split(","), shapes, strict=True))
+    texts = enumerate(zip(inputs, shapes, strict=True))
     return [_Term(i, tuple(text), shape) for i, (text, shape) in texts], tuple(output), path
+
+
+def _labels(subscripts: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[list[str], str]:
+    """Return the labels of each operand and of the result, with labels for the axes of "..."; raise ValueError."""
+    left, arrow, output = subscripts.replace(" ", "").partition("->")
+    inputs = left.split(",")
+    if len(inputs) != len(shapes):
+        raise ValueError(f"{len(inputs)} operands in the subscripts, {len(shapes)} given")
+    names = "".join(inputs).replace("...", "")
+    if not (names + output.replace("...", "")).isalpha() and names + output.replace("...", ""):
+        raise ValueError("labels are letters, and the axes that broadcast are '...', once in an operand")
+    unused = [c for c in (*string.ascii_letters, *map(chr, range(0x100, 0x200))) if c not in subscripts]
+    dots = 0
+    for i, (text, shape) in enumerate(zip(inputs, shapes, strict=True)):
+        start, ellipsis, end = text.partition("...")
+        count = len(shape) - len(start) - len(end)
+        if count < 0 or (count and not ellipsis):
+            raise ValueError(f"{quoted(text)} does not match {len(shape)} axes")
+        dots = max(dots, count)
+        inputs[i] = start + "".join(unused[:count][::-1]) + end
+    broadcast = "".join(unused[:dots][::-1])
+    if not arrow:
+        output = "..." + "".join(c for c in sorted(set(names)) if names.count(c) == 1)
+    output = output.replace("...", broadcast)
+    if len(set(output)) < len(output) or not set(output) <= {*names, *broadcast}:
+        raise ValueError(f"each of the result's labels {quoted(output)} is that of an operand, and occurs once")
+    lengths: dict[str, int] = {}
+    for text, shape in zip(inputs, shapes, strict=True):
+        axes = list(zip(text, shape, strict=True))
+        for name, length in axes:
+            known = lengths.get(name, 1)
+            if (length != known and 1 not in (length, known)) or dict(axes)[name] != length:
+                raise ValueError(f"label {quoted(name)} has lengths that differ")
+        lengths |= {name: length for name, length in axes if lengths.get(name, 1) == 1}
+    return inputs, output
+
+
+def _path(subscripts: str, shapes: tuple[tuple[int, ...], ...], order: Any) -> Sequence[Sequence[int]]:
+    """Return the operands of each step, by opt_einsum where it is installed and by NumPy where it is not."""
+    if isinstance(order, tuple):
+        count = len(shapes)
+        for step in order:
+            if not step or len(set(step)) < len(step) or not set(step) <= set(range(count)):
+                raise ValueError(f"optimize has a step {step} where there are {count} operands")
+            count -= len(step) - 1
+        if count > 1:
+            raise ValueError(f"optimize leaves {count} operands")
+        return order
+    if order in ("auto", True, False) and len(shapes) < 3:
+        return [range(len(shapes))]
+    try:
+        opt_einsum = importlib.import_module("opt_einsum")
+    except ModuleNotFoundError:
+        pass
+    else:
+        path: Sequence[Sequence[int]] = opt_einsum.contract_path(subscripts, *shapes, shapes=True, optimize=order)[0]
+        return path
+    order = {"auto": "greedy", True: "greedy"}.get(order, order)
+    if isinstance(order, str) and order not in ("greedy", "optimal"):
+        raise UnsupportedError(f"einsum: optimize={quoted(order)} needs opt_einsum: pip install opt_einsum")
+    operands = [np.broadcast_to(np.float32(0), shape) for shape in shapes]
+    return np.einsum_path(subscripts, *operands, optimize=order)[0][1:]
 
 
 def _step(terms: list[_Term], output: tuple[str, ...], number: int) -> tuple[Step, _Term]:

@@ -6,6 +6,7 @@ The numbers are small integers: each product and each sum is exact in every mode
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -109,9 +110,12 @@ def test_each_product_runs_in_the_mode() -> None:
     [
         ("ab,bc->ac", [(2, 3), (4, 5)], "label 'b'"),
         ("ab,bc->ac", [(2, 3)], "subscripts 'ab,bc->ac' for shapes"),
-        ("ab,bc->ax", [(2, 3), (3, 4)], "'x'"),
-        ("ab->a", [(2, 3, 4)], "subscripts 'ab->a'"),
-        ("a.b->a", [(2, 3)], "subscripts"),
+        ("ab,bc->ax", [(2, 3), (3, 4)], "result's labels 'ax'"),
+        ("ab,bc->aa", [(2, 3), (3, 4)], "result's labels 'aa'"),
+        ("ab->a", [(2, 3, 4)], "'ab' does not match 3 axes"),
+        ("a...b->a", [(2,)], "does not match 1 axes"),
+        ("a.b->a", [(2, 3)], "labels are letters"),
+        ("aa->a", [(1, 3)], "label 'a' has lengths that differ"),
     ],
 )
 def test_einsum_refuses_by_type(subscripts: str, shapes: Any, match: str) -> None:
@@ -126,17 +130,22 @@ def test_einsum_wants_subscripts_first() -> None:
         lowprec.einsum("ab->a")
 
 
-@pytest.mark.parametrize("optimize", [3, None, [3], ("greedy", 1000), [(0, 5)], [(0, "x")]])
+@pytest.mark.parametrize("optimize", [3, None, [3], ("greedy", 1000), [(0, 5)], [(0, "x")], [], [(0, 0)]])
 def test_einsum_refuses_an_order_that_is_none(optimize: Any) -> None:
     with pytest.raises(lowprec.ShapeError, match="einsum: "):
         lowprec.einsum("ij,jk->ik", np.ones((2, 3)), np.ones((3, 2)), optimize=optimize)
 
 
-def test_einsum_without_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipes._opt_einsum.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "opt_einsum", None)
-    with pytest.raises(lowprec.UnsupportedError, match=r"lowprec\[einsum\]"):
-        lowprec.einsum("ab,bc->ac", np.ones((7, 11)), np.ones((11, 13)))
+@pytest.mark.parametrize("optimize", ["auto", "greedy", "optimal", False])
+def test_einsum_without_opt_einsum(monkeypatch: pytest.MonkeyPatch, optimize: Any) -> None:
+    recipes.recipe.cache_clear()
+    monkeypatch.setitem(sys.modules, "opt_einsum", None)
+    for subscripts in SUBSCRIPTS:
+        operands = operands_of(subscripts)
+        result = lowprec.einsum(subscripts, *operands, optimize=optimize)
+        np.testing.assert_array_equal(result, np.einsum(subscripts, *operands))
+    with pytest.raises(lowprec.UnsupportedError, match="optimize='dp' needs opt_einsum"):
+        lowprec.einsum("ab,bc->ac", np.ones((7, 11)), np.ones((11, 13)), optimize="dp")
 
 
 # -- tensordot, vecdot, linear --------------------------------------------------------------------

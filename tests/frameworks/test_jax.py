@@ -180,7 +180,6 @@ def test_contractions(jax: Any) -> None:
     def loss(einsum: Any, **keywords: Any) -> Any:
         return jax.jit(jax.grad(lambda a: (einsum("bij,bjk->ik", a, y, **keywords) ** 2).sum()))(x)
 
-    pytest.importorskip("opt_einsum", reason="opt_einsum is not installed")
     close(loss(lowprec.einsum, math_mode="bf16"), loss(jax.numpy.einsum))
     close(jax.jit(lowprec.linear)(x[0], y[0].T), x[0] @ y[0])
 

@@ -407,7 +407,6 @@ def test_the_product_itself_is_compiled_per_mode(torch: Any, counting: Any) -> N
 )
 @pytest.mark.sampled(2)
 def test_contractions_in_graphs(torch: Any, counting: Any, contraction: Any, dynamic: bool | None) -> None:
-    pytest.importorskip("opt_einsum")
     compiled = torch.compile(contraction, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for n in (4, 5):
         x = operands(torch, (2, n, n), (2, n, n))
