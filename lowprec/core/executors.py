@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from lowprec.arrays import ArrayView
-from lowprec.backends import Backend, Executor, backend_of
+from lowprec.backends import Arguments, Backend, Executor, backend_of
 from lowprec.core.arguments import check_devices
 from lowprec.core.options import PLAIN, Options, check_scalars, check_sizes, spec_of
 from lowprec.errors import warn
@@ -17,6 +20,8 @@ from lowprec.policy.resolution import FULL_FP32
 from lowprec.util.lock import locked
 
 _CACHE_SIZE = 4096
+_log = logging.getLogger("lowprec")
+_logs = _log.isEnabledFor
 #: Types on which some mode acts, and the types to which a warning advises to convert them for another mode.
 _CONVERTED = {DType.FLOAT64: DType.FLOAT32, DType.COMPLEX128: DType.COMPLEX64}
 _CONVERTED |= {single: double for double, single in _CONVERTED.items()}
@@ -74,10 +79,25 @@ def look_up(
         _warn_widened(entry.plan)
     if entry.without_effect and resolved.source is ModeSource.ARGUMENT:
         warn_without_effect(entry.plan)
-    observer = _observer
-    if observer is None or not observed:
-        return entry
-    return observer(entry, resolved, x, y)
+    if observed:
+        observer = _observer  # another thread may remove it
+        if observer is not None:
+            entry = observer(entry, resolved, x, y)
+        if _logs(logging.INFO):
+            entry = entry._replace(execute=functools.partial(_execute_logged, entry, resolved))
+    return entry
+
+
+def _execute_logged(entry: CachedExecutor, resolved: ResolvedMode, arguments: Arguments) -> None:
+    start = time.perf_counter()
+    entry.execute(arguments)
+    elapsed, plan = time.perf_counter() - start, entry.plan
+    a, b = plan.problem.a, plan.problem.b
+    mode = f"{plan.mode} ({resolved.source})" if plan.mode_has_effect else "no mode acts"
+    _log.info(
+        "matmul %s %s x %s %s, %s: kernel %s, %s %.3g ms", a.dtype, a.shape, b.dtype, b.shape, mode, plan.kernel,
+        "took" if arguments.out.device.is_host else "queued in", elapsed * 1e3,
+    )  # fmt: skip
 
 
 def _has_no_effect(plan: GemmPlan) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -614,3 +615,16 @@ def test_a_child_may_go_on_where_another_thread_was_reading() -> None:
         assert status == 0 and len(prof.records) == 1
         """
     )
+
+
+def test_the_log_has_a_line_for_each_product(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "lowprec"), lowprec.profile() as prof:
+        lowprec.matmul(A, B, math_mode="bf16")
+        lowprec.matmul(A.astype(np.float64), B)
+    lowprec.matmul(A, B)
+    first, second = caplog.messages
+    wanted = (
+        rf"float32 \(6, 4\) x float32 \(4, 5\), bf16 \(math_mode= argument\): kernel {prof.records[0].kernel}, took "
+    )
+    assert re.match(f"matmul {wanted}[0-9.e-]+ ms$", first)
+    assert "matmul float64 (6, 4) x float32 (4, 5), no mode acts: kernel " in second
