@@ -9,7 +9,7 @@ sanitized   under the address and undefined-behaviour sanitizers
 threads     under the thread sanitizer
 levels      no instruction of an instruction set is outside the files compiled for it
 style       clang-format and clang-tidy
-wheels      libraries for other systems, by zig; the one for this machine gives the bits of the system compiler's
+wheels      the wheels of a release in dist/, by zig; the code for this machine gives the bits of the system compiler's
 
 Without a name: all but `threads` and `wheels`. A check whose program is missing prints a message and succeeds.
 """
@@ -34,7 +34,6 @@ from hatch_build import (  # noqa: E402
     OPTIONS,
     BuildError,
     architecture,
-    build,
     compile_sources,
     run,
     system_compiler,
@@ -168,18 +167,25 @@ TARGETS = (
 
 
 def check_wheels() -> None:
-    """Compile the library for other systems; compare zig's code for this processor with the system compiler's."""
+    """Make and check the wheels of all systems; compare zig's code for this processor with the system compiler's."""
     compiler = zig()
     if compiler is None:
         print("wheels: no zig here")
         return
-    for target in TARGETS:
-        os.environ["LOWPREC_BUILD_TARGET"] = target
-        try:
-            made, tag = build()
-        finally:
-            del os.environ["LOWPREC_BUILD_TARGET"]
-        print(f"{tag}: {made.stat().st_size >> 10} KiB")
+    python, folder = [sys.executable, "-m"], ROOT / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    os.environ["LOWPREC_BUILD"] = "require"
+    for os.environ["LOWPREC_BUILD_TARGET"] in TARGETS:
+        run([*python, "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)])
+    del os.environ["LOWPREC_BUILD_TARGET"]
+    for wheel in sorted(folder.iterdir()):
+        print(f"{wheel.name}: {wheel.stat().st_size >> 10} KiB")
+        if "manylinux" in wheel.name:
+            report = run([*python, "auditwheel", "show", str(wheel)])
+            platform_tag = re.search(r'following platform tag: "(\w+)"', " ".join(report.split()))
+            if platform_tag is None or platform_tag[1].replace("_2_17", "2014") not in wheel.name:
+                raise BuildError(f"auditwheel on {wheel.name}: {report}")
+    run([*python, "twine", "check", "--strict", *map(str, folder.iterdir())])
     if architecture(platform.machine()) == "x86_64" and sys.platform == "linux":
         compiler += ["-target", TARGETS[0].split()[0]]
         compare("zig", hashes([program("zig", compiler, OPTIONS, ["-lpthread", "-nostdlib++"])], 97))
