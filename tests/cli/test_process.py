@@ -22,6 +22,7 @@ import lowprec
 from lowprec.cli import main, output
 from lowprec.cli.commands import info, plan
 from support.commands import in_child
+from support.programs import run_python
 
 Files = tuple[Path, Path]
 Command = Callable[..., Any]
@@ -60,8 +61,7 @@ def test_info_imports_no_framework() -> None:
         "heavy = {'torch', 'jax', 'numba', 'cupy', 'scipy'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    run_python(code)
 
 
 def test_info_survives_a_bad_environment(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

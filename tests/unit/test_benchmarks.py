@@ -11,21 +11,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from support.benchmark_modules import BENCHMARKS, Load
+
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 
 DOCUMENT_KEYS = {"benchmark", "claims", "machine", "results", "settings"}
 MACHINE_KEYS = {
     "cores", "cpu", "date", "flags", "generation", "load_before", "name", "threads", "versions",
 }  # fmt: skip
-
-Load = Callable[[str], ModuleType]
 
 
 # -- statistics -----------------------------------------------------------------------------------

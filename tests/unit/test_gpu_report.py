@@ -11,20 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
+from support.benchmark_modules import BENCHMARKS, Load
 from support.commands import forked
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from support.programs import run_python
 
 SPLIT = ("fp16x3", "bf16x6", "bf16x3", "tf32x3")
 
-Load = Callable[[str], ModuleType]
 Result = dict[str, Any]
 
 
@@ -107,10 +105,7 @@ def test_a_signal_ends_the_report_with_the_finished_parts(load: Load, tmp_path: 
         "report.run_all.__kwdefaults__['execute'] = part\n"
         "sys.exit(report.main())"
     )
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(code, str(tmp_path), PYTHONPATH=str(BENCHMARKS))
     results = json.loads((tmp_path / "gpu-here.json").read_text())["results"]
     assert results["device"]["facts"]["name"] == "here"
     assert {results[x]["not_run"] for x in ("rounding", "speed")} == {"the report was interrupted"}
