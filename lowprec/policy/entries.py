@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """An entry of a scope, with the combined effect of it and its enclosing blocks; copies of a context share it."""
+    """An open block, with the combined effect of it and its enclosing blocks; copies of a context share the object."""
 
     __slots__ = ("emulates", "guarded", "hold", "mode", "outer", "scope")
 
