@@ -243,7 +243,7 @@ def report(
     }
     path = result_path(arguments.output, benchmark)
     write_json(path, content)
-    show(f"\n{render.page(benchmark, content)}")
+    print(f"\n{render.page(benchmark, content)}")
     print(f"wrote {path.name} to {path.parent}")
     if remark := Load(LOAD_BEFORE, cores()).remark:
         print(remark)
@@ -291,15 +291,4 @@ def square_speeds(rows: Iterable[Row], variant: str, baseline: str) -> dict[str,
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    show(f"\n**{title}**\n\n{table(header, rows, words=1)}")
-
-
-def show(markdown: str) -> None:
-    """Print a page, on a terminal by rich if that is installed."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.markdown import Markdown
-
-        Console().print(Markdown(markdown))
-    else:
-        print(markdown)
+    print(f"\n**{title}**\n\n{table(header, rows, words=1)}")
