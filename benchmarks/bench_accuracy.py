@@ -36,7 +36,6 @@ SAMPLED, SAMPLED_OF_SCHEMES = 256, 128
 
 
 def exact_product(a: Any, b: Any) -> Any:
-    """Return the product in float64."""
     return a.astype(np.float64) @ b.astype(np.float64)
 
 
@@ -54,7 +53,6 @@ class Judged(NamedTuple):
 
     @property
     def of_bound(self) -> float:
-        """The error over its guaranteed bound."""
         return self.normalised / self.bound
 
 
@@ -148,7 +146,6 @@ def size_claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def sizes(arguments: argparse.Namespace) -> None:
-    """Measure the modes that round once, by size and distribution, with their bounds."""
     cases = product(DISTRIBUTIONS, QUICK_SIZES if arguments.quick else SIZES)
     rows = [row for case in cases for row in measure_sizes(*case, arguments.seed)]
     common.report("accuracy", arguments, rows, size_claims(rows), sampled=SAMPLED)
@@ -212,7 +209,6 @@ def measure_schemes(arithmetic: str, interval: str, n: int, seed: int) -> Iterat
 
 
 def schemes(arguments: argparse.Namespace) -> None:
-    """Measure the schemes that recover FP32, by size, interval and arithmetic."""
     cases = product(ARITHMETICS, INTERVALS, QUICK_SIZES if arguments.quick else SIZES)
     rows = [row for case in cases for row in measure_schemes(*case, arguments.seed)]
     common.report("recovery", arguments, rows, [bound_claim(rows)], sampled=SAMPLED_OF_SCHEMES)
@@ -258,7 +254,6 @@ def real_operands(seed: int, *, quick: bool) -> Iterator[tuple[str, Pair]]:
 
 
 def measure_real(arithmetic: str, seed: int, *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Yield one row per input and mode."""
     with _emulated(ARITHMETICS[arithmetic]):
         for what, operands in real_operands(seed, quick=quick):
             a, b = (np.ascontiguousarray(x, np.float32) for x in operands)
@@ -279,7 +274,6 @@ def measure_real(arithmetic: str, seed: int, *, quick: bool) -> Iterator[dict[st
 
 
 def real(arguments: argparse.Namespace) -> None:
-    """Measure every mode on real operands."""
     rows = [
         row
         for arithmetic in ("this CPU", "Hopper")
@@ -338,7 +332,6 @@ def measure_speed(n: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def speed(arguments: argparse.Namespace) -> None:
-    """Measure the speed of every mode against its error."""
     rows = [row for n in ((64,) if arguments.quick else (1024, 2048)) for row in measure_speed(n, arguments.seed)]
     common.report("tradeoff", arguments, rows, [bound_claim(rows)], sampled=SAMPLED)
 
@@ -348,7 +341,6 @@ PARTS = {"sizes": sizes, "schemes": schemes, "real": real, "speed": speed}
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = common.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     arguments = parser.parse_args()

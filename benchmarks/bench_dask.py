@@ -57,12 +57,10 @@ class Peak:
 
 
 def _resident(pid: int) -> int:
-    """Return the resident memory of a process, in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 def run(variant: str, n: int, chunk: int, seed: int, limit: str) -> dict[str, Any]:
-    """Return the time, the memory and the error of one product."""
     workers = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": limit, "dashboard_address": None}
     with distributed.LocalCluster(**workers) as cluster, distributed.Client(cluster) as client:
         rng = da.random.default_rng(seed)
@@ -113,7 +111,6 @@ def dask_claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # of workers that are closed

@@ -21,7 +21,6 @@ WORSE = ("tiny: FP16 without scaling",)
 
 
 def main() -> None:
-    """Train, print and write."""
     arguments = digits.options(common.parser(__doc__)).parse_args()
     seeds, epochs = (2, 1) if arguments.quick else (arguments.seeds, arguments.epochs)
     path = common.result_path(arguments.output, "digits").with_suffix(".jsonl")

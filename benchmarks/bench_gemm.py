@@ -305,7 +305,6 @@ def numpy_handicap() -> str:
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = common.parser(__doc__)
     more = "more: tall, wide, small k, few vectors and batched too"
     parser.add_argument("--shapes", choices=("square", "more"), default="square", help=more)

@@ -59,7 +59,6 @@ def timers() -> dict[str, timeit.Timer]:
 
 
 def guard_claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the limits and measurements."""
     medians = {r["loaded"]: 1e6 * r["time"]["median"] for r in rows if r["block"] == "fp32_guard"}
     for stage, limit in LIMITS.items():
         what = f"enter and leave fp32_guard, loaded: {stage}, us"
@@ -67,7 +66,6 @@ def guard_claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
     counts = {"rounds": 3, "calls": 20} if arguments.quick else {"rounds": 31, "calls": 2000}
     rows: list[dict[str, Any]] = []

@@ -86,7 +86,6 @@ STORAGE, WEIGHTS = 0.9, {"float8_e4m3fn, prepared": 1.3, "mxfp4": 1.6, "nvfp4": 
 
 
 def claims(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the speeds and their limits."""
     for row in rows:
         if row["kind"] == "storage":
             yield common.claim(f"speed of {row['format']}, n = {row['n']}", row["speed"]["median"], STORAGE)
@@ -96,7 +95,6 @@ def claims(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
     rows = list(normal(64 if arguments.quick else 4096, arguments.seed))
     model = embeddings.weights()

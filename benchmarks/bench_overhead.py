@@ -45,11 +45,9 @@ class OnlyDLPack:
         self._array = array
 
     def __dlpack__(self, **keywords: Any) -> Any:
-        """Return the capsule."""
         return self._array.__dlpack__(**keywords)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the device: the CPU."""
         return self._array.__dlpack_device__()
 
 
@@ -254,7 +252,6 @@ def measure_import(rounds: int, seed: int) -> dict[str, Any]:
 
 
 def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the limits of a small call and of the import."""
     calls = {r["library"]: 1e6 * r["lowprec"]["median"] for r in rows if r["measured"] == "call"}
     others: dict[str, list[float]] = {}
     for r in rows:
@@ -273,7 +270,6 @@ def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
     seed = arguments.seed
     rounds, calls, imports = (3, 20, 2) if arguments.quick else (31, 2000, 25)

@@ -66,7 +66,6 @@ FAMILIES: dict[str, Callable[[int, np.random.Generator], Any]] = {
 
 
 def others(a: Any, b: Any) -> dict[str, Solver]:
-    """Return the solvers of the libraries that are installed."""
     solvers: dict[str, Solver] = {NUMPY: lambda: np.linalg.solve(a, b)}
     if importlib.util.find_spec("scipy"):
         import scipy.linalg
@@ -81,7 +80,6 @@ def others(a: Any, b: Any) -> dict[str, Solver]:
 
 
 def backward_error(a: Any, b: Any, x: Any) -> float:
-    """Return the normwise backward error, with the Frobenius norm of the matrix."""
     size = np.linalg.norm(a) * np.linalg.norm(x) + np.linalg.norm(b)
     return float(np.linalg.norm(b - a @ np.asarray(x)) / size)
 
@@ -109,7 +107,6 @@ def measure(
 
 
 def families(sizes: list[int], rounds: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each family, size and solver."""
     for n, (family, make) in product(sizes, FAMILIES.items()):
         rng = np.random.default_rng(seed)
         a, b = make(n, rng), rng.standard_normal(n)
@@ -129,7 +126,6 @@ def families(sizes: list[int], rounds: int, seed: int) -> Iterator[dict[str, Any
 
 
 def conditions(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each condition number and mode of the factor."""
     for exponent in range(0, 15, 2):
         rng = np.random.default_rng(seed)
         a, b = _reflected(np.geomspace(1, 10.0**-exponent, n), rng), rng.standard_normal(n)
@@ -151,7 +147,6 @@ def conditions(n: int, rounds: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the claims of the first part."""
     family_rows = [r for r in rows if r["kind"] == "family"]
     errors = {(r["family"], r["n"], r["variant"]): r["backward_error"] for r in family_rows}
     ratios = [e / errors[family, n, NUMPY] for (family, n, name), e in errors.items() if name in (REFINE, AUTO)]
@@ -168,7 +163,6 @@ def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
     rounds, sizes, n = (1, [64, 128], 128) if arguments.quick else (3, [2048, 4096, 8192], 2048)
     rows = [*families(sizes, rounds, arguments.seed), *conditions(n, rounds, arguments.seed)]

@@ -99,7 +99,6 @@ def product_calls(m: int, k: int, n: int, seed: int) -> dict[str, dict[str, Call
 
 
 def products(arguments: Any) -> Iterator[dict[str, Any]]:
-    """Measure single products on all threads."""
     shapes = [(n, n, n) for n in SQUARES] + list(SKINNY)
     for m, k, n in [(64, 64, 64), (8, 64, 64)] if arguments.quick else shapes:
         for what, calls in product_calls(m, k, n, arguments.seed).items():
@@ -185,7 +184,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(features, 4 * features), nn.Linear(4 * features, features)
 
     def forward(self, x: Any) -> Any:
-        """Return the layer's output; shape (batch, tokens, features)."""
         batch, tokens, features = x.shape
         split = (batch, tokens, 3, self.heads, features // self.heads)
         q, k, v = self.qkv(self.norms[0](x)).view(split).permute(2, 0, 3, 1, 4)
@@ -206,7 +204,6 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(features), nn.Linear(features, words, bias=False)
 
     def forward(self, text: Any) -> Any:
-        """Return the logits of the next words."""
         x = self.word(text) + self.place(torch.arange(text.shape[1]))
         return self.head(self.norm(self.layers(x)))
 
@@ -245,7 +242,6 @@ def steps(arguments: Any) -> Iterator[dict[str, Any]]:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the claims about a run."""
     speeds = [row["speed"]["median"] for row in rows if row["kind"] == "product"]
     after = [row["slower_after"]["median"] for row in rows if row.get("variant") in ("fp32 after", "bf16 after")]
     step = {row["variant"]: row["relative_time"]["median"] for row in rows if row["kind"] == "step"}
@@ -261,7 +257,6 @@ def claims(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
     rows = [row for part in (products, programs, steps) for row in part(arguments)]
     common.report("transformer", arguments, rows, claims(rows))

@@ -60,7 +60,6 @@ def variants(arrays: int, n: int, seed: int) -> dict[str, Callable[[int], Any]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
     arguments = common.parser(__doc__).parse_args()
     rounds, sizes = 15, [(1, 1_000_000), (1, 100_000_000), (1000, 100_000)]
     if arguments.quick:

@@ -76,7 +76,6 @@ VARIABLES = (
 
 
 def cpu_model() -> str:
-    """Return the processor's name, as it reports it."""
     from lowprec.backends.cpu import cpuinfo
 
     return cpuinfo.cpu_name()
@@ -98,7 +97,6 @@ def generation() -> str:
 
 
 def cores() -> int:
-    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -193,7 +191,6 @@ def describe() -> dict[str, Any]:
 
 
 def today() -> str:
-    """Return the date, in UTC."""
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()
 
 
@@ -201,7 +198,6 @@ def today() -> str:
 
 
 def result_path(folder: Path, benchmark: str) -> Path:
-    """Return the path of a benchmark's result on this machine."""
     return folder / f"{benchmark}-{slug()}.json"
 
 
@@ -226,7 +222,6 @@ def plain(value: Any) -> Any:
 
 
 def write_json(path: Path, content: Row) -> None:
-    """Write a result file atomically."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
@@ -248,7 +243,7 @@ def report(
     }
     path = result_path(arguments.output, benchmark)
     write_json(path, content)
-    show(f"\n{render.page(benchmark, content)}")
+    print(f"\n{render.page(benchmark, content)}")
     print(f"wrote {path.name} to {path.parent}")
     if remark := Load(LOAD_BEFORE, cores()).remark:
         print(remark)
@@ -296,16 +291,4 @@ def square_speeds(rows: Iterable[Row], variant: str, baseline: str) -> dict[str,
 
 
 def print_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table."""
-    show(f"\n**{title}**\n\n{table(header, rows, words=1)}")
-
-
-def show(markdown: str) -> None:
-    """Print a page, on a terminal by rich if that is installed."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.markdown import Markdown
-
-        Console().print(Markdown(markdown))
-    else:
-        print(markdown)
+    print(f"\n**{title}**\n\n{table(header, rows, words=1)}")

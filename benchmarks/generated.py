@@ -60,7 +60,6 @@ def filled(path: Path, name: str, section: str) -> str:
 
 
 def write(files: Mapping[Path, str]) -> None:
-    """Write the files that are out of date."""
     for path, text in files.items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             write_text(path, text)

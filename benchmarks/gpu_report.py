@@ -119,7 +119,6 @@ def _run(
     results: Mapping[str, Result],
     execute: Callable[..., Result],
 ) -> Result:
-    """Return the result of one part."""
     facts = results.get("device", {}).get("facts", {})
     # If lowprec cannot describe the GPU, the driver's tool and files decide; the parts then show the error.
     has_gpu = any(facts.get(key) for key in ("gpu", "nvidia_smi", "nvidia_files"))

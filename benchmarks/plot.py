@@ -1,8 +1,4 @@
-"""Charts of the result files, drawn from a file alone, so that they can be drawn again anywhere.
-
-A chart is a light drawing that carries a dark twin of each of its colours: where it is shown in a dark theme, the
-browser takes the twins.
-"""
+"""Charts of the result files, drawn from a file alone, so that they can be drawn again anywhere."""
 
 from __future__ import annotations
 
@@ -16,21 +12,6 @@ import common
 
 from lowprec import plotting
 
-#: Each colour of the drawings beside the one that takes its place in a dark theme.
-DARK = {
-    "#ffffff": "#131416",
-    "#1f2328": "#e6e6e6",
-    "#d7dbe0": "#3a3f45",
-    "#4c4c4d": "#c8c8c8",
-    "#0072b2": "#56b4e9",
-    "#d55e00": "#ff944d",
-    "#009e73": "#2fd6a4",
-    "#6ca6d9": "#4f86bb",
-    "#2f78b7": "#6fb1e8",
-    "#0b3c6f": "#d3e8fb",
-    "#8a5a00": "#e3b341",
-    "#a0468a": "#e39bd0",
-}
 #: From the smallest product to the largest, and the marker that goes with it.
 BY_SIZE = (("#6ca6d9", "o"), ("#2f78b7", "s"), ("#0b3c6f", "D"))
 #: tf32 and fp16 have the same errors on most data: one is a wide band with hollow markers, the other a thin line on it.
@@ -155,7 +136,6 @@ def speed(rows: Rows) -> Any:
 
 
 def calls(rows: Rows) -> Any:
-    """Draw what a call on 8 x 8 arrays costs, beside the library's own."""
     own = [r for r in rows if r["measured"] == "call"]
     figure, (panel,) = _figure(1.0 + 0.5 * len(own))
     bars = (("lowprec", "lowprec.matmul", "#0072b2"), ("own", "the library's own", "#6ca6d9"))
@@ -173,7 +153,6 @@ def calls(rows: Rows) -> Any:
 
 
 def digits(rows: Rows) -> Any:
-    """Draw the errors of each training, as the example does."""
     import bench_digits
 
     return bench_digits.digits.draw(rows)
@@ -226,7 +205,6 @@ CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
 
 
 def chart_path(result: Path) -> Path:
-    """Return where the chart of a result file belongs: beside it."""
     return result.with_suffix(".svg")
 
 
@@ -244,20 +222,7 @@ def is_current(result: Path) -> bool:
 
 
 def write(result: Path) -> None:
-    """Draw the chart of a result file."""
     content = json.loads(result.read_text(encoding="utf-8"))
     draw, _ = CHARTS[content["benchmark"]]
     svg = plotting.image(lambda: draw(content["results"]), "svg").decode()
-    common.write_text(chart_path(result), _with_twins(svg, _digest(result)))
-
-
-def _with_twins(svg: str, digest: str) -> str:
-    """Give a drawing the dark twins of its colours, and the mark of what it was drawn from."""
-    rules = "".join(
-        f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}\n'
-        for light, dark in DARK.items()
-        for kind in ("fill", "stroke")
-        if f"{kind}: {light}" in svg
-    )
-    twins = f"{digest}\n<style>@media (prefers-color-scheme: dark) {{\n{rules}}}</style>\n"
-    return svg.replace("<defs>", f"{twins}<defs>", 1)
+    common.write_text(chart_path(result), svg.replace("<defs>", f"{_digest(result)}\n<defs>", 1))

@@ -52,7 +52,6 @@ def _has_amx(result: Result) -> bool:
 
 
 def _version(result: Result) -> tuple[int, ...]:
-    """Return the release that was measured."""
     return tuple(map(int, re.findall(r"\d+", result["machine"]["versions"]["lowprec"])[:3]))
 
 
@@ -169,7 +168,6 @@ def accuracy(result: Result) -> list[str]:
 
 
 def guard(result: Result) -> list[str]:
-    """Return the time of a guard by loaded libraries."""
     loaded = {"jax": "+ jax"}
     cells = {(r["block"], f"loaded: {loaded.get(r['loaded'], r['loaded'])}"): _us(r["time"]) for r in result["results"]}
     return _tables({"us": cells})
@@ -207,7 +205,6 @@ def digits(result: Result) -> list[str]:
 
 
 def dask(result: Result) -> list[str]:
-    """Return the medians of the runs of a chunked product."""
     runs: dict[tuple[str, str], list[Result]] = {}
     for r in result["results"]:
         product = f"{r['variant']}, n = {r['n']:,}, chunks of {r['chunk']:,}"
@@ -315,7 +312,6 @@ _PARTS: dict[str, Callable[[Result], list[str]]] = {
 
 
 def page(benchmark: str, result: Result) -> str:
-    """Return the tables of a result, claims included."""
     return "\n".join([*_PARTS[benchmark](result), _claims(result)])
 
 
@@ -373,7 +369,6 @@ def snippets(results: Path = common.RESULTS) -> dict[Path, str]:
 
 
 def charted(results: Path = common.RESULTS) -> list[Path]:
-    """Return the result files that have a chart."""
     return [path for benchmark in plot.CHARTS for path in load(results, benchmark)]
 
 

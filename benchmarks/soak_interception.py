@@ -57,12 +57,10 @@ def open_and_close(rng: random.Random) -> None:
 
 
 def multiply(rng: random.Random) -> None:
-    """Multiply outside of all blocks."""
     check(products(rng.choice(LIBRARIES)), {FULL}, "outside")
 
 
 def differentiate(rng: random.Random) -> None:
-    """Run a backward pass in a block and one outside."""
     x = torch.full((4, 4), ABOVE, requires_grad=True)
     for mode in ("bf16", ""):
         if mode:
@@ -75,7 +73,6 @@ def differentiate(rng: random.Random) -> None:
 
 
 def fork(rng: random.Random) -> None:
-    """Multiply in a forked child."""
     time.sleep(0.05)
     with lowprec.torch.intercept("bf16"):
         child = os.fork()
@@ -88,13 +85,11 @@ def fork(rng: random.Random) -> None:
 
 
 def check(found: set[float], expected: set[float], where: str) -> None:
-    """Record a wrong number."""
     if found != expected:
         failures.append(f"{where}: {found}, expected {expected}")
 
 
 def main(seconds: float) -> int:
-    """Run the threads, and print the counts."""
     faulthandler.enable()
     torch.set_num_threads(1)
     end = time.monotonic() + seconds

@@ -132,7 +132,6 @@ def stress_claims(
 
 
 def main() -> int:
-    """Run all, print and write."""
     parser = common.parser(__doc__)
     parser.add_argument("--seconds", type=float, help="how long the storm lasts; 600 by default")
     arguments = parser.parse_args()

@@ -62,7 +62,7 @@ def interleave(
 
     Each timed call comes right after an untimed one of the same variant, because the first call after a pause is
     slower. The untimed call works on the operand set before, so that the timed one does not find its operands in the
-    cache. Before both, what the threads of the variant before spin for is waited out.
+    cache. A pause before both ends the spinning of the threads of the variant before.
     """
 
     def sample(name: str, number: int) -> float:

@@ -61,7 +61,6 @@ def models() -> Iterator[tuple[str, Callable[[], Model]]]:
 
 
 def gru() -> Model:
-    """Return a recurrent model, and a call of it."""
     model, x = torch.nn.GRU(32, 32, 2), torch.randn(8, 2, 32)
     return model, lambda: model(x)[0]
 

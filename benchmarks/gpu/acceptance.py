@@ -103,7 +103,6 @@ def try_epilogue(
 
 
 def epilogues(part: Part, options: Options) -> None:
-    """Try all, FP8 with scales and without."""
     for pair, epilogue in product(PAIRS, EPILOGUES):
         for scales in [(), (0.5, 4.0)] if "float8" in pair.a else [()]:
             part.row(**try_epilogue(pair, epilogue, scales, options.seed))
@@ -209,7 +208,6 @@ STEPS: dict[str, Callable[[int, int], bool]] = {
 
 
 def streams(part: Part, options: Options) -> None:
-    """Try every step on every stream."""
     for (stream, handle), (step, run) in product(HANDLES.items(), STEPS.items()):
         with part.attempt(stream=stream, step=step):
             part.row(ok=run(handle, options.seed), stream=stream, step=step)

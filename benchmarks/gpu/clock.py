@@ -44,7 +44,6 @@ class EventClock:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def wait(self) -> None:
-        """Wait for all work."""
         self._cuda.synchronize()
 
     def time(self, work: Callable[[], None], behind_s: float) -> float:
@@ -68,7 +67,6 @@ class HostClock:
         """Return at once."""
 
     def time(self, work: Callable[[], None], behind_s: float) -> float:
-        """Return the seconds of the work."""
         begin = time.perf_counter()
         work()
         return time.perf_counter() - begin
@@ -92,7 +90,6 @@ class Contest:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The median of the device's time by variant."""
         return {name: timing.summary(samples)["median"] for name, samples in self.device_s.items()}
 
     def speed(self, name: str) -> dict[str, dict[str, float]]:

@@ -74,7 +74,6 @@ def _draw(rng: np.random.Generator, shape: tuple[int, int], distribution: str, a
 
 @functools.lru_cache(maxsize=1)
 def operands(dtypes: tuple[str, str], distribution: str, k: int, side: int, seed: int) -> tuple[Any, Any]:
-    """Return the operands as NumPy arrays of their own types."""
     rng = np.random.default_rng([seed, k, *distribution.encode()])
 
     def operand(shape: tuple[int, int], axis: int) -> Any:
@@ -114,7 +113,6 @@ def judge(result: Any, a: Any, b: Any, bound: Any) -> dict[str, Any]:
 
 
 def check(arrays: Any, case: Case, side: int, seed: int) -> dict[str, Any]:
-    """Return the row of one product."""
     words = {**case._asdict(), "dtypes": list(case.dtypes)}
     a, b = operands(case.dtypes, case.distribution, case.k, side, seed)
     asked = {"math_mode": case.mode, "out_dtype": case.out_dtype}
@@ -152,7 +150,6 @@ def small_cases() -> Iterator[Case]:
 
 
 def products(part: Part, options: Options) -> None:
-    """Check one small product per element type and mode."""
     arrays = TorchArrays()
     for case in part.one_by_one(small_cases(), options, raw.is_broken):
         part.row(**check(arrays, case, 64, options.seed))
@@ -211,7 +208,6 @@ def check_shape(arrays: Any, case: Shape, seed: int) -> dict[str, Any]:
 
 
 def shapes(part: Part, options: Options) -> None:
-    """Check all products."""
     arrays = TorchArrays()
     for case in part.one_by_one(shape_cases(), options, raw.is_broken):
         part.row(**check_shape(arrays, case, options.seed))
@@ -227,7 +223,6 @@ def _whole(torch: Any, shape: tuple[int, ...], device: str, seed: int) -> Any:
 
 
 def batch(torch: Any, device: str, count: int, seed: int) -> bool:
-    """Multiply so many small matrices."""
     a, b = (_whole(torch, (count, *shape), device, seed) for shape in ((8, 16), (16, 8)))
     result = lowprec.matmul(a, b, out_dtype="float32")
     return bool(torch.equal(result, (a.float()[:, :, :, None] * b.float()[:, None]).sum(2)))

@@ -102,7 +102,6 @@ def _measure(part: Part, given: Small, group: tuple[Callable[[Small], Calls], ..
 
 
 def host(part: Part, options: Options) -> None:
-    """Measure all kinds: element type and mode."""
     import torch
 
     kinds = (("float32", "fp32"), ("float32", "tf32"), ("bfloat16", None))

@@ -298,7 +298,6 @@ def _sgemm(math_mode: int, a: Any, b: Any) -> Any:
 
 
 def override(part: Part, options: Options) -> None:
-    """Probe this process's environment."""
     value = os.environ.get(OVERRIDE)
     for row in probe(options.seed):
         wanted = expected(value, row["what"])

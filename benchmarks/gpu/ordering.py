@@ -45,7 +45,6 @@ class Work:
         return self._rng.standard_normal(self.shape, np.float32)
 
     def put(self, host: Any) -> Any:
-        """Return an available array."""
         return self.jax.numpy.asarray(host).block_until_ready()
 
     def pending(self, host: Any) -> Any:
@@ -131,14 +130,12 @@ QUESTIONS: dict[str, Callable[[Work, Any, Any], dict[str, Any]]] = {
 
 
 def ask(part: Part, work: Work, names: Iterable[str]) -> None:
-    """Ask; each answer is a row."""
     for name in names:
         with part.attempt(question=name):
             part.row(question=name, **QUESTIONS[name](work, work.draw(), work.draw()))
 
 
 def ordering(part: Part, options: Options) -> None:
-    """Ask JAX on a GPU."""
     import jax
 
     platform = jax.devices()[0].platform

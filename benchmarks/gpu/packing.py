@@ -70,7 +70,6 @@ def fused(torch: Any, dtype: str, side: int, ticks: clock.Clock, seed: int) -> d
 
 
 def packing(part: Part, options: Options) -> None:
-    """Measure the packings, then the epilogues."""
     import torch
 
     ticks, side = clock.EventClock(torch), 512 if options.quick else 8192

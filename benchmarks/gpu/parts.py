@@ -76,7 +76,6 @@ def limits(tests: Iterable[str]) -> dict[str, float]:
 
 
 def question(name: str) -> str:
-    """Return the question of a part."""
     return MEASUREMENTS[name][-1] if name in MEASUREMENTS else "Which features work, by the tests with the marker?"
 
 
@@ -140,18 +139,15 @@ class Part:
                 os.execv(sys.executable, sys.orig_argv)
 
     def finish(self) -> None:
-        """Mark the part as complete."""
         self.complete = True
         self.save()
 
     def save(self) -> None:
-        """Write the file."""
         content = {name: getattr(self, name) for name in ("complete", "facts", "rows")}
         common.write_json(self.path, common.plain(content))
 
 
 def short(error: BaseException) -> str:
-    """Return an error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
 
 
@@ -234,7 +230,6 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 
 
 def state(result: Mapping[str, Any]) -> str:
-    """Return the state of a part in a few words."""
     if result["not_run"]:
         return f"not run: {result['not_run']}"
     judged = [row["ok"] for row in result["rows"] if row["ok"] is not None]

@@ -28,12 +28,10 @@ FULL_REDUCTIONS = ("INPLACE", "COMPUTE_TYPE")
 
 
 def synchronize(stream: int = STREAM) -> None:
-    """Wait for a stream."""
     runtime.call("cudaStreamSynchronize", stream)
 
 
 def upload(array: Any) -> int:
-    """Return the address of a copy on the device."""
     array = np.ascontiguousarray(array)
     address = runtime.allocate(max(array.nbytes, 1))
     runtime.copy_async(address, array.ctypes.data, array.nbytes, STREAM)
@@ -42,7 +40,6 @@ def upload(array: Any) -> int:
 
 
 def download(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a copy in host memory."""
     array = np.empty(shape, dtype)
     runtime.copy_async(array.ctypes.data, address, array.nbytes, STREAM)
     synchronize()
@@ -60,7 +57,6 @@ def is_broken() -> bool:
 
 @functools.cache
 def handle() -> int:
-    """Return a handle of cuBLASLt."""
     return bindings.create_handle()
 
 
@@ -144,7 +140,6 @@ class LtProduct:
     def run(
         self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: Any = None, stream: int = STREAM
     ) -> Any:
-        """Return the result of one algorithm."""
         # An element that is not written shows as NaN, or as -1 in integers.
         poison = np.full(self.shape, -1 if self.out_dtype.kind in "iu" else np.nan).astype(self.out_dtype)
         runtime.copy_async(self._d, upload(poison), self.nbytes, STREAM)

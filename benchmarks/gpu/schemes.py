@@ -50,7 +50,6 @@ class Way(NamedTuple):
         return f"{self.mode}, chunks: {'whole' if self.chunk is None else self.chunk}"
 
     def arguments(self, k: int) -> dict[str, Any]:
-        """Return the arguments of `matmul`."""
         chunk = {} if self.chunk == "plan" else {"k_chunk": k if self.chunk is None else self.chunk}
         return {"math_mode": self.mode, **chunk}
 
@@ -136,7 +135,6 @@ def measure_splits(torch: Any, n: int, distribution: str, options: Options, tick
 
 
 def splits(part: Part, options: Options) -> None:
-    """Measure all ways; the size of the goals first."""
     sizes = (1024,) if options.quick else (8192, 4096, 1024, 2048, 16384)
     _each(part, options, measure_splits, n=sizes, distribution=("normal", "uniform"))
 
@@ -220,7 +218,6 @@ def measure_blocks(torch: Any, shape: tuple[int, int, int], name: str, options: 
 
 
 def blocks(part: Part, options: Options) -> None:
-    """Measure all formats and shapes: square products, and a weight times few rows."""
     shapes = ((4096, 4096, 4096), (8192, 8192, 8192), (16, 8192, 8192), (1024, 1024, 1024))
     shapes = shapes[-1:] if options.quick else shapes
     _each(part, options, measure_blocks, shape=shapes, format=("mxfp8", "nvfp4", "mxfp4"))
@@ -272,6 +269,5 @@ def measure_sparse(torch: Any, extents: tuple[int, int, int], dtype: str, option
 
 
 def sparse(part: Part, options: Options) -> None:
-    """Measure all shapes and types."""
     shapes = SPARSE_SHAPES[: 1 if options.quick else None]
     _each(part, options, measure_sparse, extents=shapes, dtype=("bfloat16", "float16"))

@@ -62,7 +62,6 @@ CONVERTING = "float32 bf16"
 def _switched(
     read: Callable[[str], Any], write: Callable[[str, Any], None], wanted: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Set a library's switches and restore them."""
     before = {name: read(name) for name in wanted}
     try:
         for name, value in wanted.items():
@@ -116,7 +115,6 @@ class Operands:
         self.sets = sets
 
     def bind(self, function: Callable[[Any, Any], Any]) -> clock.Call:
-        """Return a call by the number of the pair."""
         return lambda number: function(self.a[number], self.b[number])
 
 
@@ -173,7 +171,6 @@ def _cupy(kind: Kind, operands: Operands) -> Variant:
 
 
 def _row(kind_name: str, n: int, tuned: bool, contest: Contest) -> dict[str, Any]:
-    """Return a contest as a row of the report."""
     kind = KINDS[kind_name]
     flops = (8 if kind.dtype.startswith("complex") else 2) * n ** (2 if kind.vector else 3)
     seconds = {name: timing.summary(samples) for name, samples in contest.device_s.items()}
@@ -245,7 +242,6 @@ def _schedule(*, quick: bool) -> dict[tuple[str, int], bool]:
 
 
 def speed(part: Part, options: Options) -> None:
-    """Measure all kinds and sizes."""
     import torch
 
     ticks = clock.EventClock(torch)
@@ -280,7 +276,6 @@ SHAPES = {
 
 
 def heuristics(part: Part, options: Options) -> None:
-    """Measure all shapes and kinds."""
     import torch
 
     generator = torch.Generator("cuda").manual_seed(options.seed)

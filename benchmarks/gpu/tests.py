@@ -69,12 +69,10 @@ class _ReportLog:
         self.session = session
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Write that all tests have run."""
         self._write({"$report_type": "SessionFinish", "exitstatus": int(exitstatus)})
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the plugin."""
     config.pluginmanager.register(_ReportLog(config))
 
 
@@ -139,7 +137,6 @@ def _digest(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _message(longrepr: Any) -> str:
-    """Return pytest's message about a failure or a skip."""
     if isinstance(longrepr, Mapping):
         return str((longrepr.get("reprcrash") or {}).get("message", ""))
     return str(longrepr[-1] if isinstance(longrepr, list) else longrepr or "")

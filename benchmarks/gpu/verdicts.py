@@ -31,7 +31,6 @@ def rows(results: Results, part: str, **where: Any) -> list[Mapping[str, Any]]:
 
 
 def claims(results: Results) -> Iterator[dict[str, Any]]:
-    """Yield all claims with the measurements."""
     for tuned in FLOORS:
         for kind in KINDS:
             yield _speed(results, kind, tuned)

@@ -23,7 +23,7 @@ _MODES = {"tf32": MathMode.TF32, "bfloat16": MathMode.BF16, "float16": MathMode.
 
 @dataclass(frozen=True)
 class Operands:
-    """The arguments of a call."""
+    """The arguments of a call, cast or not."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -61,7 +61,6 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any, numbers: bool 
 
 
 def _items(tree: Any) -> dict[Any, Any] | None:
-    """Return the items of a container, None for a leaf."""
     if tree is None:
         return {}
     if isinstance(tree, list | tuple):

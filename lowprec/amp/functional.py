@@ -1,7 +1,7 @@
-"""Loss scaling as functions for traced programs (``jax.jit``, ``jax.lax.scan``): the state is an argument and a result.
+"""Loss scaling by pure functions, for ``jax.jit`` and ``jax.lax.scan``; the state is an argument and a result.
 
-No function branches on the value of an array. The arithmetic is that of :class:`~lowprec.amp.LossScaler`, except that
-factors are rounded to float32, whereas the scaler rounds only their product with the scale.
+No function branches on the value of an array. A factor is rounded to float32 before it multiplies the scale;
+:class:`~lowprec.amp.LossScaler` rounds the product alone.
 """
 
 from __future__ import annotations

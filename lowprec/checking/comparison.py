@@ -54,7 +54,6 @@ class Variant:
     mode: MathMode | None
 
     def __call__(self, number: int) -> Array:
-        """Multiply one of the pairs."""
         a, b = self.sets[number % len(self.sets)]
         result: Array = dispatch.matmul(a, b, math_mode=self.mode)
         return result

@@ -1,7 +1,7 @@
 """Output of the commands: tables, text, JSON, a progress bar.
 
-In a terminal with rich installed, titles are bold and a bar shows progress. Lines are broken between words, tables to
-the width of the terminal. Results go to standard output, messages to standard error.
+In a terminal, titles are bold and a line shows the current step. Lines are broken between words, tables to the width of
+the terminal. Results go to standard output, messages to standard error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from lowprec.errors import LowprecError
+from lowprec.policy.environment import variables_set
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, fill, plain_text
 
@@ -39,18 +40,12 @@ def print_tables(tables: Iterable[Table], most: int = sys.maxsize) -> None:
     """Print tables to standard output, an empty line between them, in lines of at most ``most`` characters."""
     width = min(columns(), most)
     with _standard_output():
-        console = _console(sys.stdout)
+        # Windows sets no TERM; its older terminals show the escapes.
+        has_bold = sys.stdout.isatty() and variables_set(["TERM"]).get("TERM", "dumb") != "dumb"
         for number, table in enumerate(tables):
-            gap = "\n" * bool(number)
-            text = gap + plain_text(table, width)
-            if console is None:
-                print(text)
-            else:
-                from rich.text import Text
-
-                drawn = Text(text)
-                drawn.stylize("bold", 0, len(gap + fill(table.title, width)))
-                console.print(drawn, soft_wrap=True)
+            text, title = plain_text(table, width), fill(table.title, width)
+            bold = f"\x1b[1m{title}\x1b[0m" if has_bold else title
+            print("\n" * bool(number) + bold + text.removeprefix(title))
 
 
 def print_text(text: str) -> None:
@@ -110,29 +105,16 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar in a terminal with rich installed; yield the function to call before each step."""
-    console = None if sys.stderr is None else _console(sys.stderr)
-    if console is None:
+    """Show the current step in a terminal; yield the function to call before each step."""
+    if sys.stderr is None or not sys.stderr.isatty():
         yield lambda *_: None
         return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    width, numbers = columns() - 1, itertools.count(1)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task, finished = bar.add_task(description, total=total), itertools.count()
+    def show(text: str) -> None:
+        print(f"\r{text[:width]:<{width}}", end="\r", file=sys.stderr, flush=True)
 
-        def step(*words: str) -> None:
-            text = f"{description}: {', '.join(words)}"
-            bar.update(task, description=text, completed=next(finished))
-
-        yield step
-
-
-def _console(stream: TextIO) -> Any | None:
-    if not stream.isatty():
-        return None
     try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console(file=stream, highlight=False)
+        yield lambda *words: show(f"{description} {next(numbers)}/{total}: {', '.join(words)}")
+    finally:
+        show("")

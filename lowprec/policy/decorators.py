@@ -64,7 +64,6 @@ class Wrapped:
         self._lowprec_wrapped = scope, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function inside the scope."""
         scope, function = self._lowprec_wrapped
         with scope:
             return function(*args, **kwargs)

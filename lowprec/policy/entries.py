@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """An entry of a scope, with the combined effect of it and its enclosing blocks; copies of a context share it."""
+    """An open block, with the combined effect of it and its enclosing blocks; copies of a context share the object."""
 
     __slots__ = ("emulates", "guarded", "hold", "mode", "outer", "scope")
 
@@ -35,7 +35,6 @@ class Policy:
         self.emulates = scope._emulates or outer.emulates
 
     def of(self, scope: PolicyScope) -> Policy | None:
-        """Return the innermost entry of a scope."""
         policy = self
         while policy.scope is not scope:
             if policy.outer is None:
@@ -44,7 +43,6 @@ class Policy:
         return policy
 
     def guards(self) -> list[PolicyScope]:
-        """Return the scopes of the open guards."""
         scopes, policy = [], self
         while policy.guarded and policy.outer is not None:
             if policy.scope._guards:
@@ -76,6 +74,5 @@ on_change = listeners.append
 
 
 def notify(whole_process: bool = False) -> None:
-    """Call the listeners."""
     for listener in listeners:
         listener(whole_process)

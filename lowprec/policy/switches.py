@@ -72,7 +72,7 @@ def changed_switches(library: str, values: Mapping[str, Any], where: str) -> str
     return f"{library}: {text} {verbs[0]} set {where}, and {verbs[1]} kept"
 
 
-#: In a layer while its values are restored, so that a finalizer does not restore those of the layers below.
+#: Holds a layer while its values are restored: a finalizer that runs meanwhile restores no other layer.
 _RESTORING = Hold()
 
 Stacks = dict[Controller, list[_Layer]]

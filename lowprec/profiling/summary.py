@@ -40,7 +40,6 @@ def grouped(records: Iterable[ProductRecord], key: Callable[[ProductRecord], Any
 
 
 def extents(m: int, n: int, k: int, batch_count: int) -> str:
-    """Return the extents of a product in short."""
     batch = f"{batch_count} * " if batch_count != 1 else ""
     return f"{batch}{m}x{n}x{k}"
 

@@ -12,7 +12,7 @@ import pytest
 
 from frameworks.backends import ArrayNamespace, Backend
 from frameworks.conftest import load_or_skip
-from lowprec import ArrayError, DTypeError, UnsupportedError
+from lowprec import ArrayError, DTypeError
 from lowprec.amp import gradient_report, suggest_scale
 from lowprec.amp.gradients import FORMATS
 from lowprec.formats import TF32, NumberFormat
@@ -110,12 +110,6 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     report.plot(tmp_path / "report.svg")
     assert (tmp_path / "report.svg").read_text().count("<path") > 10
-
-
-def test_a_plot_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backend_bases", None)
-    with pytest.raises(UnsupportedError, match=r"lowprec\[plot\]"):
-        gradient_report(np.float32([1.0])).plot(tmp_path / "x.svg")
 
 
 @pytest.mark.parametrize(

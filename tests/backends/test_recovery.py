@@ -307,3 +307,16 @@ def test_the_guard_accepts_fp64_and_no_mode_that_recovers_fp32():
         for mode in (*SCHEMES, MathMode.FP32_EMULATED):
             assert lowprec.policy.resolve(mode).mode is MathMode.FP32
         assert lowprec.policy.resolve("F64_F64_F64").mode is MathMode.FP64
+
+
+# -- parts of exact numbers --------------------------------------------------------------------------
+
+
+def test_exact_numbers_of_a_format_have_one_part():
+    """bfloat16 with float32: two products are left of three, one where both are bfloat16."""
+    import ml_dtypes
+
+    mode = lowprec.modes.MathMode.BF16X3
+    wide, narrow = np.ones((4, 4), np.float32), np.ones((4, 4), ml_dtypes.bfloat16)
+    schedule = lowprec.plan(wide, narrow, math_mode=mode).schedule
+    assert [(p.a_part, p.b_part, p.accumulates) for p in schedule] == [(1, 0, False), (0, 0, True)]

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from support import benchmark_modules
+from support.benchmark_modules import BENCHMARKS
 from support.programs import posix, run_python
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def stress(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script, imported without leaving its modules or its variable behind."""
-    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", "4"))
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    names = {path.stem for path in BENCHMARKS.glob("*.py")} - set(sys.modules)
-    yield importlib.import_module("stress")
-    for name in names & set(sys.modules):
-        del sys.modules[name]
+def stress() -> Iterator[ModuleType]:
+    with benchmark_modules.imports() as load:
+        yield load("stress")
 
 
 def test_inexact_operands_are_refused(stress: ModuleType, rng: np.random.Generator) -> None:

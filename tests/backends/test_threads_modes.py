@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,15 +85,6 @@ def same(got: np.ndarray, want: bytes) -> bool:
     return np.array_equal(got, wanted, equal_nan=True)
 
 
-@pytest.fixture
-def _often_switched() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.usefixtures("_often_switched")
 @pytest.mark.parametrize(("turns", "calls"), [(1, 2500), (200, 3)], ids=["one mode", "many modes"])
 def test_threads_each_in_their_own_mode(turns: int, calls: int, operands: tuple[np.ndarray, np.ndarray]) -> None:
     a, b = operands

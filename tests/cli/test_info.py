@@ -20,7 +20,6 @@ from lowprec.checking.measure import load
 from lowprec.cli import main
 from lowprec.cli.commands.check import conditions, describe
 from lowprec.planning import Capabilities
-from lowprec.policy import environment
 from lowprec.policy.controllers import SwitchRow
 
 #: The modules whose names the tests replace.
@@ -28,8 +27,6 @@ module = importlib.import_module("lowprec.report")
 cpu_module = importlib.import_module("lowprec.backends.cpu.device")
 command = importlib.import_module("lowprec.cli.commands.info")
 info = module.info
-
-FLAGS = frozenset({"avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"})
 
 
 def _named(entries: list[dict[str, object]], name: str) -> dict[str, object]:
@@ -94,14 +91,6 @@ def test_the_mode_in_force_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("fp32_guard" in reason for reason in mode["reasons"])
 
 
-def test_a_variable_changed_too_late_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    info()
-    monkeypatch.setenv("LOWPREC_MATH_MODE", "bf16")
-    found = info()
-    assert found["mode"]["name"] == "fp32"
-    assert any("LOWPREC_MATH_MODE" in w and "'bf16' now" in w for w in found["warnings"])
-
-
 # -- machines unlike this one ---------------------------------------------------------------------
 
 
@@ -140,23 +129,6 @@ def test_without_tile_units(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert _named(sets, "amx_bf16") == {"name": "amx_bf16", "present": False, "used": False, "by": ""}
     assert any("no tile units: all modes round the operands" in w for w in found["warnings"])
-
-
-@pytest.mark.usefixtures("x86_64", "another")
-def test_hidden_units_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpuinfo, "system_flags", lambda: FLAGS)
-    monkeypatch.setattr(library, "units", lambda: frozenset(library.UNITS))
-    cpuinfo.hidden_flags.cache_clear()
-    monkeypatch.setattr(environment, "hidden_cpu_flags", lambda: frozenset({"amx_tile", "amx_bf16", "amx_int8"}))
-    try:
-        (cpu,) = info()["devices"]
-    finally:
-        cpuinfo.hidden_flags.cache_clear()
-    assert _named(cpu["instruction_sets"], "amx_bf16") == {
-        "name": "amx_bf16", "present": True, "used": False, "by": "hidden by LOWPREC_MAX_CPU_ISA",
-    }  # fmt: skip
-    assert BF16_AVX512.units in cpu["units"]
-    assert not any("AMX" in unit for unit in cpu["units"])
 
 
 @pytest.mark.usefixtures("another")

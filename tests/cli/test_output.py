@@ -1,4 +1,4 @@
-"""Tables with and without rich, with and without a terminal."""
+"""Tables and progress, with and without a terminal."""
 
 from __future__ import annotations
 
@@ -24,14 +24,6 @@ class _Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``import rich`` fail, as where it is not installed."""
-    for name in [n for n in sys.modules if n.partition(".")[0] == "rich"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "rich", None)
-
-
 def _terminal(monkeypatch: pytest.MonkeyPatch, stream: str) -> _Terminal:
     terminal = _Terminal()
     monkeypatch.setattr(sys, stream, terminal)
@@ -43,42 +35,25 @@ def test_no_terminal_no_drawing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == plain_text(TABLE) + "\n"
 
 
-def test_a_terminal_gets_a_bold_title(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich", reason="rich is not installed")
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_gets_a_bold_title(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
     terminal = _terminal(monkeypatch, "stdout")
-    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("COLUMNS", "80")
     output.print_tables([TABLE])
-    # The same text, none of it taken for markup, with a bold title.
+    # The same text with a bold title.
     assert re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue()) == plain_text(TABLE) + "\n"
-    assert terminal.getvalue().startswith(f"\x1b[1m{TABLE.title}\x1b[0m")
+    assert terminal.getvalue().startswith(f"\x1b[1m{TABLE.title}\x1b[0m" if term == "xterm" else TABLE.title)
 
 
-@pytest.mark.usefixtures("no_rich")
-def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = _terminal(monkeypatch, "stdout")
-    output.print_tables([TABLE])
-    assert terminal.getvalue() == plain_text(TABLE) + "\n"
-
-
-@pytest.mark.usefixtures("no_rich")
-def test_without_rich_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_the_current_step(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _terminal(monkeypatch, "stderr")
-    with output.progress("check", 2) as step:
-        step("first")
-        step("second")
-    assert terminal.getvalue() == ""
-
-
-def test_the_bar_reports_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("rich", reason="rich is not installed")
-    terminal = _terminal(monkeypatch, "stderr")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "30")
     with output.progress("check", 2) as step:
         step("normal, fp32")
-        step("normal, tf32")
-    assert "check: normal, tf32" in terminal.getvalue()
+        step("normal, a mode with a long name")
+    first, second, last = re.findall(r"\r([^\r]{29})\r", terminal.getvalue())
+    assert (first.rstrip(), second, last.strip()) == ("check 1/2: normal, fp32", "check 2/2: normal, a mode wit", "")
 
 
 @pytest.mark.parametrize(
@@ -94,12 +69,7 @@ def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
     assert words == '{"a":[null,[null,1.5]],"b":null}'
 
 
-@pytest.mark.parametrize("rich", [True, False])
-def test_optional_columns_give_way(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, rich: bool) -> None:
-    if rich:
-        pytest.importorskip("rich", reason="rich is not installed")
-    else:
-        request.getfixturevalue("no_rich")
+def test_optional_columns_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table("T", ["name", "first", ">second"], [["n" * 40, "f" * 20, "s" * 20]], ["first"])
     for width, shown in ((120, True), (80, False)):
         terminal = _terminal(monkeypatch, "stdout")

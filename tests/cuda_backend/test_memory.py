@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from lowprec.backends.cuda import memory
 from lowprec.errors import BackendError, DeviceMemoryError
 from software_cuda import DeviceModel, Software
 from software_cuda.streams import nothing
-from support.programs import in_threads
+from support.programs import in_threads, run_python
 
 GPU, OTHER_GPU = Device(2, 0), Device(2, 1)
 LEGACY = 1
@@ -300,9 +297,9 @@ def test_blocks_from_many_threads(cuda: Small) -> None:
     in_use: set[int] = set()
     lock = threading.Lock()
 
-    def work(stream: int) -> None:
+    def work(_: int) -> None:
         for n in range(50):
-            blocks = [memory.allocate(x, GPU, stream) for x in (n * 8, 64)]
+            blocks = [memory.allocate(x, GPU, cuda.first) for x in (n * 8, 64)]
             addresses = {x.address for x in blocks}
             with lock:
                 assert len(addresses) == 2
@@ -312,13 +309,7 @@ def test_blocks_from_many_threads(cuda: Small) -> None:
                 in_use.difference_update(addresses)
                 del blocks
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(work, [cuda.first] * 8))
-    finally:
-        sys.setswitchinterval(interval)
+    in_threads(8, work)
     memory.release()
     assert cuda.addresses() == []
 
@@ -465,46 +456,31 @@ def test_operands_kept_by_many_threads(cuda: Small) -> None:
                 cuda.runtime.enqueue(cuda.runtime.stream(stream), "work", partial(done.append, True))
             memory.keep([Operand(done)], stream, GPU)
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        in_threads(8, work)
-    finally:
-        sys.setswitchinterval(interval)
+    in_threads(8, work)
     memory.release()
     assert early == [False] * 320
 
 
 # -- processes ------------------------------------------------------------------------------------
 
-START = f"""
-import os, sys, threading
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-import software_cuda
-from lowprec.arrays import Device
-from lowprec.backends.cuda import memory
-software_cuda.install()
-device = Device(2, 0)
-"""
-
-
-def output_of(code: str) -> str:
-    """Run a program on the software CUDA, which must succeed without a message."""
-    command = [sys.executable, "-W", "ignore", "-c", START + code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
 
 def test_the_end_of_the_process_is_quiet() -> None:
     """Blocks and owners are alive at the end, some of them in cycles."""
     code = """
-class Owner:
-    def __del__(self): print("finalizing:", sys.is_finalizing(), flush=True)
-class Cycle: pass
-memory._waiter.stop()
-cycle = Cycle(); cycle.itself = cycle; cycle.block = memory.allocate(10, device, 1)
-sys.kept = memory.allocate(10, device, 1)
-memory.keep([Owner()], 1, device)
-"""
-    assert output_of(code) == "finalizing: False\n"
+        import sys
+        import software_cuda
+        from lowprec.arrays import Device
+        from lowprec.backends.cuda import memory
+
+        class Owner:
+            def __del__(self): print("finalizing:", sys.is_finalizing(), flush=True)
+        class Cycle: pass
+
+        software_cuda.install()
+        device = Device(2, 0)
+        memory._waiter.stop()
+        cycle = Cycle(); cycle.itself = cycle; cycle.block = memory.allocate(10, device, 1)
+        sys.kept = memory.allocate(10, device, 1)
+        memory.keep([Owner()], 1, device)
+    """
+    assert run_python(code, warn="ignore", PYTHONPATH=str(Path(__file__).parents[1])) == "finalizing: False"

@@ -10,7 +10,7 @@ import pytest
 import lowprec
 from cuda_backend.device_fixture import Gpu
 from lowprec.modes import TABLE, MathMode
-from support import schedules
+from support import oracles
 
 SCHEMES = [r.mode for r in TABLE if r.parts > 1]
 ALL = [*SCHEMES, MathMode.FP64, MathMode.FP32_EMULATED]
@@ -153,8 +153,26 @@ def test_exact_numbers_of_a_format_have_one_part(gpu: Gpu, mode: Any, name: str)
     np.testing.assert_allclose(gpu.get(both), exact.T, atol=2e-4)
 
 
-@pytest.mark.parametrize("mode", schedules.TWO_PARTS)
+@pytest.mark.parametrize("mode", ["bf16x3", "bf16x9", "fp16x3", "fp16x3_unscaled"])
 def test_a_sum_of_no_products_is_zero(gpu: Gpu, mode: Any) -> None:
     a, b = np.ones((4, 0), np.float32), np.ones((0, 3), np.float32)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode))
     np.testing.assert_array_equal(found, np.zeros((4, 3), np.float32))
+
+
+# -- chunks of the inner dimension -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64])
+@pytest.mark.parametrize("order", ["nn", "nt", "tn", "tt"])
+@pytest.mark.sampled(2)
+def test_chunks_of_the_inner_dimension_are_summed(gpu: Gpu, mode: str, dtype: Any, order: str) -> None:
+    rng = np.random.default_rng(0)
+    a, b, c = (rng.integers(-3, 4, shape).astype(dtype) for shape in ((3, 20, 50), (3, 50, 30), (30,)))
+    if order[0] == "t":
+        a = np.ascontiguousarray(a.swapaxes(1, 2)).swapaxes(1, 2)
+    if order[1] == "t":
+        b = np.ascontiguousarray(b.swapaxes(1, 2)).swapaxes(1, 2)
+    found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), c=gpu.put(c), beta=2.0, math_mode=mode, k_chunk=16))
+    np.testing.assert_array_equal(found, oracles.product(a, b) + 2 * c)

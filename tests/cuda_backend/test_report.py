@@ -5,11 +5,9 @@ The answers of the software are known, so those of the report are checked, too.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,31 +17,20 @@ from cuda_backend.device_fixture import Gpu, SoftwareGpu
 from lowprec.backends.cuda import bindings
 from lowprec.modes import available_modes
 from software_cuda import Switches
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-Load = Callable[[str], ModuleType]
+from support import benchmark_modules
+from support.benchmark_modules import Load
 
 
 @pytest.fixture
-def load(software: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+def load(software: Any) -> Iterator[Load]:
     """Import a module of the report on a fresh software CUDA."""
     # The report calls cuBLASLt itself, to learn what it refuses.
     software.software.recorder.switches = Switches()
-    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", "4")
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    before = set(sys.modules)
-    yield importlib.import_module
-    raw = sys.modules.get("gpu.raw")
-    if raw is not None and raw.handle.cache_info().currsize:
-        bindings.destroy_handle(raw.handle())
-    # They keep what belongs to this software.
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("gpu", "common", "generated", "timing"):
-            del sys.modules[name]
-            package, _, module = name.rpartition(".")
-            if package in sys.modules:  # of a run by the report itself, which has imported it before
-                vars(sys.modules[package]).pop(module, None)
+    with benchmark_modules.imports() as load:
+        yield load
+        raw = sys.modules.get("gpu.raw")
+        if raw is not None and raw.handle.cache_info().currsize:
+            bindings.destroy_handle(raw.handle())
 
 
 @pytest.fixture

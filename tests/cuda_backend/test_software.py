@@ -127,15 +127,6 @@ def test_memory_of_another_device_is_not_accessible(cuda: Software) -> None:
 # -- streams --------------------------------------------------------------------------------------
 
 
-def test_work_runs_when_its_stream_is_synchronized(cuda: Software) -> None:
-    address, on = allocate(cuda), stream(cuda)
-    write(cuda, address, 1.0, on)
-    synchronize(cuda, stream(cuda))
-    assert np.isnan(peek(cuda, address)).all(), "another stream's work was waited for"
-    synchronize(cuda, on)
-    assert peek(cuda, address) == [1.0] * 4
-
-
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("order", ["lazy", "all", 0])
 def test_a_missing_wait_changes_the_result(cuda: Software, order: Any, joined: bool) -> None:

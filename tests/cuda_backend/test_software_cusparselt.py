@@ -154,7 +154,7 @@ def test_a_dense_matrix_is_not_taken_for_a_compressed_one(cuda: Software, patter
 def test_functions_have_the_parameters_of_the_bindings() -> None:
     """The docstrings of the bindings begin with the signature."""
     own = [name for name, x in vars(CusparseLt).items() if hasattr(x, "__wrapped__")]
-    assert len(own) > 18
+    assert len(own) >= 18
     for name in own:
         signature = (getattr(real, name).__doc__ or "").partition(")")[0].partition("(")
         wanted = [x.split()[-1] for x in signature[2].split(", ") if x]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +16,7 @@ from lowprec.arrays import Device
 from lowprec.backends.cuda import handles, memory
 from software_cuda.cupy import Cupy
 from support import oracles
+from support.programs import run_python
 
 N = 96
 A, B = draw(0, N, N), draw(1, N, N)
@@ -168,5 +167,4 @@ def test_release_memory_frees_all_of_it(small: SoftwareGpu, cupy: Cupy) -> None:
 
 def test_release_memory_loads_nothing() -> None:
     code = "import sys, lowprec; lowprec.release_memory(); print('lowprec.backends.cuda.backend' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert run_python(code) == "False"

@@ -14,18 +14,15 @@ from typing import Any
 
 import pytest
 
+from support import benchmark_modules
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture
-def verified(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    for folder in ("benchmarks", "docs"):
-        monkeypatch.syspath_prepend(DOCS.parent / folder)
-    before = set(sys.modules)
-    yield importlib.import_module("_verified")
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("_verified", "common", "generated", "gpu"):
-            del sys.modules[name]
+def verified() -> Iterator[ModuleType]:
+    with benchmark_modules.imports(DOCS) as load:
+        yield load("_verified")
 
 
 def _report(*rows: dict[str, Any], part: str = "test_device", **settings: Any) -> dict[str, Any]:

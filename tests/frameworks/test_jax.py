@@ -722,29 +722,6 @@ def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keywords", "error", "match"),
-    [
-        ({"k_chunk": 2}, lowprec.UnsupportedError, "k_chunk= cannot be used here.*; omit it"),
-        ({"math_mode": "half"}, lowprec.ModeError, "'half' is not a math mode"),
-        ({"activation": "tanh"}, lowprec.UnsupportedError, "activation 'tanh' is not supported"),
-        ({"out_dtype": "float64"}, lowprec.DTypeError, "out_dtype float64 is not supported"),
-        ({"alpha": 1j}, lowprec.DTypeError, "alpha is complex"),
-        ({"alpha": "2"}, lowprec.DTypeError, "alpha must be a number"),
-        ({"alpha": None}, lowprec.DTypeError, "alpha must be a number, got NoneType"),
-        ({"beta": 2.0}, lowprec.ShapeError, "c is missing"),
-        ({"c": np.ones((2, 3, 3), np.float32)}, lowprec.ShapeError, "does not broadcast"),
-        ({"c": np.ones((3, 3))}, lowprec.DTypeError, "c has dtype float64"),
-        ({"bias": np.ones(4, np.float32)}, lowprec.ShapeError, r"bias has shape \(4,\)"),
-        ({"bias": [1, 2, 3]}, lowprec.ArrayError, "bias: expected an array .*, got list"),
-    ],
-)
-def test_refusals(jax: Any, keywords: Any, error: type[Exception], match: str) -> None:
-    x = np.eye(3, dtype=np.float32)
-    with pytest.raises(error, match=match):
-        jax.jit(lambda x: lowprec.matmul(x, x, **keywords))(x)
-
-
-@pytest.mark.parametrize(
     ("b", "error", "match"),
     [
         (None, lowprec.ArrayError, "b: expected an array .*, got NoneType"),

@@ -90,13 +90,6 @@ def test_an_empty_sum_leaves_the_epilogue(xp: ArrayNamespace, rng: np.random.Gen
     np.testing.assert_array_equal(xp.to_numpy(got), np.maximum(2 * c + bias, 0))
 
 
-def test_int8(xp: ArrayNamespace, rng: np.random.Generator) -> None:
-    a, b = make(rng, 2, 5, 70, dtype="int8"), make(rng, 70, 9, dtype="int8")
-    want = (a.astype(np.int64) @ b.astype(np.int64)).astype(np.int32)
-    got = assert_result(xp, lowprec.matmul(xp.asarray(a), xp.asarray(b)), want)
-    np.testing.assert_array_equal(got, want)
-
-
 @every_mode
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 def test_modes(xp: ArrayNamespace, mode: str, dtype: str, rng: np.random.Generator) -> None:
@@ -296,14 +289,6 @@ def test_a_sum_of_int8_and_bias_beyond_int32_saturates(
         oracles.assert_equal(got, np.maximum(want, 0) if activation else want)
         few = rng.integers(-128, 128, 12).astype(np.int8)
         oracles.assert_equal(lowprec.matmul(a, b, bias=few), (product + few).astype(np.int32))
-
-
-@pytest.mark.parametrize("name", ["alpha", "beta", "gelu"])
-def test_int8_refuses_non_integers(name: str, rng: np.random.Generator) -> None:
-    a, b = make(rng, 20, 30, dtype="int8"), make(rng, 30, 25, dtype="int8")
-    given = {k: np.ones((20, 25), np.int32) if k == "c" else v for k, v in EPILOGUES[name].items()}
-    with pytest.raises(lowprec.UnsupportedError, match=f"{name} .*int8"):
-        lowprec.matmul(a, b, **given)
 
 
 def test_complex_factors(rng: np.random.Generator) -> None:
@@ -520,24 +505,15 @@ def ones(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
 
 BAD_CALLS = [
     ("out", ones(3, 3), lowprec.ShapeError, r"out has shape \(3, 3\).*\(2, 4\)"),
-    ("out", ones(1, 2, 4), lowprec.ShapeError, r"out has shape"),
     ("out", ones(2, 4, dtype=np.float64), lowprec.DTypeError, "out.*float64"),
-    ("out", ones(2, 4, dtype=np.int32), lowprec.DTypeError, "out.*int32"),
     ("out", np.broadcast_to(ones(4), (2, 4)), lowprec.ArrayError, "read-only"),
     ("out", frozen(ones(2, 4)), lowprec.ArrayError, "read-only"),
     ("out", [[1.0] * 4] * 2, lowprec.ArrayError, "list"),
-    ("bias", ones(3), lowprec.ShapeError, r"bias.*\(3,\)"),
-    ("bias", ones(1, 4), lowprec.ShapeError, r"bias.*\(1, 4\)"),
-    ("c", ones(3, 4), lowprec.ShapeError, r"c .*\(3, 4\)"),
-    ("c", ones(5, 2, 4), lowprec.ShapeError, r"c .*\(5, 2, 4\)"),
     ("activation", "tanh", lowprec.UnsupportedError, "relu, gelu"),
     ("out_dtype", "int32", lowprec.DTypeError, "int32"),
     ("out_dtype", "float128", lowprec.DTypeError, "float128.*supported"),
-    ("out_dtype", "float64", lowprec.DTypeError, "float64"),
     ("math_mode", "half", lowprec.ModeError, "half.*fp32.*tf32"),
     ("math_mode", 3, lowprec.ModeError, "int|3"),
-    ("c", ones(2, 4, dtype=np.float64), lowprec.DTypeError, "c has dtype float64.*float32"),
-    ("bias", ones(4, dtype=np.complex64), lowprec.DTypeError, "bias has dtype complex64.*float32"),
     ("rtol", -1.0, lowprec.ModeError, "rtol.*-1"),
     ("rtol", 1e-12, lowprec.ModeError, "no math mode guarantees"),
     ("alpha", "2", lowprec.DTypeError, "alpha.*str"),

@@ -168,7 +168,8 @@ def _on_torch(call: Call, arrays: dict[str, Any], i: int) -> Any:
         name: x.clone().requires_grad_() if (x.is_floating_point() or x.is_complex()) and (i >> bit) % 4 != 3 else x
         for bit, (name, x) in enumerate(tensors.items())
     }
-    others = [("grad", outcome(lambda: lowprec.matmul(recorded["a"], recorded["b"], **_rest(recorded), **keywords)))]
+    product = lowprec.torch.matmul if i % 2 else lowprec.matmul
+    others = [("grad", outcome(lambda: product(recorded["a"], recorded["b"], **_rest(recorded), **keywords)))]
     names = sorted(tensors)
 
     def mapped(*stacks: Any) -> Any:
@@ -220,7 +221,8 @@ def test_arrays_that_jax_traces(count: int) -> None:
 
         plain = outcome(lambda: multiply(**on_jax))
         if i % 50:  # shape and type alone: XLA takes long to compile
-            traced = outcome(lambda: jax.eval_shape(multiply, **on_jax))
+            product = lowprec.jax.matmul if i % 2 else lowprec.matmul
+            traced = outcome(lambda: jax.eval_shape(lambda a, b, **rest: product(a, b, **rest, **keywords), **on_jax))
             if not plain[0]:
                 plain = "", np.empty(plain[1].shape, plain[1].dtype)
                 traced = traced if traced[0] else ("", np.empty(traced[1].shape, traced[1].dtype))

@@ -474,28 +474,6 @@ def test_tangents_of_the_operator_are_refused_not_zero(torch: Any) -> None:
 # -- what is refused ------------------------------------------------------------------------------
 
 
-def test_epilogues_are_checked_as_without_gradients(torch: Any) -> None:
-    x, y = torch.ones(3, 4, requires_grad=True), torch.ones(4, 2)
-    for a in (x, x.detach()):
-        with pytest.raises(lowprec.ShapeError, match=r"c has shape \(5, 3, 2\), which does not"):
-            lowprec.matmul(a, y, c=torch.ones(5, 3, 2), beta=1.0)
-        with pytest.raises(lowprec.ShapeError, match=r"bias has shape \(3, 2\)"):
-            lowprec.matmul(a, y, bias=torch.ones(3, 2))
-        with pytest.raises(lowprec.DTypeError, match=r"bias has dtype .*float64.* added in"):
-            lowprec.matmul(a, y, bias=torch.ones(2, dtype=torch.float64))
-        with pytest.raises(lowprec.DTypeError, match="alpha is complex, but the operands are"):
-            lowprec.matmul(a, y, alpha=2j)
-        with pytest.raises(lowprec.DTypeError, match="beta is complex, but the operands are"):
-            lowprec.matmul(a, y, c=torch.ones(3, 2), beta=2j)
-        with pytest.raises(lowprec.UnsupportedError, match="activation relu is not defined for"):
-            lowprec.matmul(a.cfloat(), y.cfloat(), activation="relu")
-        with pytest.raises(lowprec.DTypeError, match="out_dtype int32 is not supported"):
-            lowprec.matmul(a, y, bias=torch.ones(2), out_dtype="int32")
-        low = lowprec.matmul(a, y, bias=torch.ones(2), out_dtype=np.float16)
-        assert low.dtype == torch.float16
-        assert low.detach().tolist() == [[5.0, 5.0]] * 3
-
-
 #: Within it is FP64 alone, on every device: FP32's inputs are exact, and FP64's sums are rounded once.
 ONLY_FP64 = 1e-7
 
@@ -540,52 +518,24 @@ def test_rtol_chooses_the_mode_of_a_graph_by_its_shapes(torch: Any, counting: An
     assert len(counting.graphs) == 3
 
 
-def test_undefined_rtol_is_refused_with_gradients(torch: Any) -> None:
-    import lowprec.torch as lt
-
-    for x in (torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)):
-        with pytest.raises(lowprec.ModeError, match="exclude each other"):
-            lt.matmul(x, x, rtol=1e-2, math_mode="bf16")
-        with pytest.raises(lowprec.ModeError, match="no math mode guarantees rtol = 1e-12"):
-            lowprec.matmul(x, x, rtol=1e-12)
-        with pytest.raises(lowprec.ModeError, match="needs rtol="):
-            lowprec.matmul(x, x, bound="probable")
-        for wrong in ("close", (0.1,), -1.0, float("nan")):
-            with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number"):
-                lt.linear(x, x, rtol=wrong)
-
-
 def test_wrong_operands_are_reported_by_type(torch: Any) -> None:
     import lowprec.torch as lt
 
     x = torch.ones(2, 2, requires_grad=True)
     with pytest.raises(lowprec.ShapeError, match="does not have enough dimensions"):
         lt.matmul(torch.tensor(1.0), x)
-    with pytest.raises(lowprec.ShapeError, match="size 3 is different from 2"):
-        lowprec.matmul(x, torch.ones(3, 2))
     with pytest.raises(lowprec.ArrayError, match="b is a ndarray together with tensors"):
         lowprec.matmul(x, np.ones((2, 2), np.float32))
     with pytest.raises(lowprec.ArrayError, match=r"^b: expected an array .*, got NoneType"):
         lowprec.matmul(x, None)
-    for name in ("alpha", "beta"):
-        with pytest.raises(lowprec.DTypeError, match=f"{name} must be a number, got str"):
-            lowprec.matmul(x, x, c=x, **{name: "1"})
-    with pytest.raises(lowprec.ShapeError, match="c is missing"):
-        lowprec.matmul(x, x, beta=1.0)
     with pytest.raises(lowprec.ShapeError, match=r"the weight has shape \(n, k\), got \(2,\)"):
         lt.linear(x, x[0])
     with pytest.raises(lowprec.ModeError, match="rtol must be a positive finite number"):
         lt.Linear(2, 2, rtol=0)
     with pytest.raises(lowprec.ModeError, match="bound"):
         lt.Linear(2, 2, rtol=0.1, bound="likely")
-    with pytest.raises(lowprec.UnsupportedError, match="'tanh' is not supported; choose one of: relu"):
-        lowprec.matmul(x, x, activation="tanh")
-    with pytest.raises(lowprec.UnsupportedError, match=r"activation \['relu'\] is not supported"):
-        lowprec.matmul(x, x, activation=["relu"])
     with pytest.raises(lowprec.UnsupportedError, match="out= cannot be used here"):
         lowprec.matmul(x, x, out=torch.ones(2, 2))
-    with pytest.raises(lowprec.DTypeError, match="int64"):
-        lowprec.matmul(x, torch.ones(2, 2, dtype=torch.int64))
 
 
 # -- gradients by batches, and what is kept for them ----------------------------------------------

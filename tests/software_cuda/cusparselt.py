@@ -8,7 +8,6 @@ multiple of 32 bytes.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -194,15 +193,6 @@ class CusparseLt(Registry):
         if algorithm != real.MatmulAlg.DEFAULT:
             raise Refusal(Status.INVALID_VALUE, f"algorithm {algorithm}")
         return self._add(SELECTION, operation=self.get(operation, OPERATION))
-
-    @function
-    def matmul_alg_get_attribute(self, handle: int, number: int, attribute: int, address: int, nbytes: int) -> None:
-        self.handle(handle)
-        self.get(number, SELECTION)
-        values = {real.MatmulAlgAttribute.CONFIG_ID: 0, real.MatmulAlgAttribute.SPLIT_K: 1}
-        if nbytes != 4:
-            raise Refusal(Status.INVALID_VALUE, f"{nbytes} bytes")
-        ctypes.c_int.from_address(address).value = values[real.MatmulAlgAttribute(attribute)]
 
     @function
     def matmul_plan_init(self, handle: int, operation: int, selection: int) -> int:

@@ -1,4 +1,4 @@
-"""Calls of a function in the middle of another call, at chosen points, as by a signal handler."""
+"""Simulated signal handlers: a function is called at a chosen place inside another call."""
 
 from __future__ import annotations
 

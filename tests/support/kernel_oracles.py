@@ -1,4 +1,4 @@
-"""What the kernels must write, in NumPy; and the arrays that they are given."""
+"""NumPy oracles of the packing and epilogue kernels, and arrays for them."""
 
 from __future__ import annotations
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
 from lowprec.policy import controllers, entries, environment, set_math_mode
 from lowprec.policy.protocol import Tier
+from support import benchmark_modules
 from support.synthetic_library import Library
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
@@ -71,12 +67,6 @@ def library(request: pytest.FixtureRequest, register: Register) -> Library:
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    monkeypatch.setenv("OPENBLAS_THREAD_TIMEOUT", os.environ.get("OPENBLAS_THREAD_TIMEOUT", "4"))
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    before = set(sys.modules)
-    yield importlib.import_module
-    own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"gpu"}
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in own:
-            del sys.modules[name]
+def load() -> Iterator[benchmark_modules.Load]:
+    with benchmark_modules.imports() as load:
+        yield load

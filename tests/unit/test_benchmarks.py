@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import json
-import math
 import os
 import re
 import shutil
@@ -13,23 +11,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lowprec.backends.cpu import cpuinfo
+from support.benchmark_modules import BENCHMARKS, Load
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 
 DOCUMENT_KEYS = {"benchmark", "claims", "machine", "results", "settings"}
 MACHINE_KEYS = {
     "cores", "cpu", "date", "flags", "generation", "load_before", "name", "threads", "versions",
 }  # fmt: skip
-
-Load = Callable[[str], ModuleType]
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -42,13 +36,6 @@ EXAMPLES = "bench_accuracy common generated timing gpu.device gpu.numerics gpu.s
 def test_examples(load: Load, name: str) -> None:
     found = doctest.testmod(load(name))
     assert (found.failed, found.attempted > 0) == (0, True)
-
-
-def test_a_contest_ends_when_its_time_is_over(load: Load) -> None:
-    timing = load("timing")
-    samples = timing.take_turns("ab", lambda name, number: number, rounds=9, budget_s=-1.0)
-    assert samples == {"a": [0, 1, 2], "b": [0, 1, 2]}
-    assert timing.MIN_ROUNDS == 3
 
 
 def test_variants_take_turns_and_sets_rotate(load: Load) -> None:
@@ -83,66 +70,12 @@ def test_claim(load: Load, value: float | None, at_most: bool, met: bool | None)
     assert load("common").claim_rows([claim])[0][-1] == {True: "met", False: "MISSED"}.get(met, "not measured")
 
 
-def _row(variant: str, n: int, **speed: float) -> dict[str, Any]:
-    ratios = {name.replace("_", " "): {"median": v, "q1": v, "q3": v} for name, v in speed.items()}
-    return {"variant": variant, "batch": 1, "m": n, "k": n, "n": n, "speed": ratios}
-
-
-def test_speed_claims_take_the_geometric_mean_over_squares(load: Load) -> None:
-    bench = load("bench_gemm")
-    rows = [_row("lowprec float32 bf16", n, numpy_float32=s) for n, s in ((1024, 2.0), (2048, 8.0))]
-    rows.append({**_row("lowprec float32 bf16", 64, numpy_float32=1e-9), "k": 7})
-    by_what = {c["what"]: c for c in bench.speed_claims(rows, bench.AMX_LIMITS)}
-    claim = by_what["lowprec float32 bf16 over numpy float32, geometric mean"]
-    assert claim["value"] == pytest.approx(4.0)
-    assert claim["met"] is (claim["value"] >= 4.0)
-    assert claim["by_size"] == {"1024": 2.0, "2048": 8.0}
-    # What was not measured is neither met nor missed.
-    assert by_what["lowprec int8 over numpy float32, geometric mean"]["met"] is None
-
-
 def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> None:
     bench = load("bench_gemm")
     operands = bench.operand_sets((1, 8, 8, 8), ["float32"], 1, 0)
     wrong = bench.Variant("wrong", "numpy", "float32", lambda a, b: (a @ b) * np.float32(1.1))
     with pytest.raises(RuntimeError, match="wrong is wrong"):
         bench.relative_error(wrong, operands, rng)
-
-
-def test_file_appears_only_when_complete(load: Load, tmp_path: Path) -> None:
-    common = load("common")
-    path = tmp_path / "new" / "result.json"
-    common.write_json(path, {"a": 1})
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert path.stat().st_mode & 0o444 == 0o444
-    for broken in ({"a": object()}, {"a": math.nan}):
-        with pytest.raises((TypeError, ValueError), match="JSON"):
-            common.write_json(path, broken)
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert [p.name for p in path.parent.iterdir()] == ["result.json"]
-
-
-@pytest.mark.parametrize(
-    ("model", "family", "flags", "slug"),
-    [
-        ("Intel(R) Xeon(R) Platinum 8480C", 6, ["amx_bf16", "avx512f", "avx2"], "xeon-amx-4core"),
-        ("AMD EPYC 9654 96-Core Processor", 25, ["avx512f", "avx2"], "epyc-zen4-avx512-4core"),
-        ("AMD EPYC", 26, ["avx512f", "avx2"], "epyc-zen5-avx512-4core"),
-        ("AMD EPYC", 25, ["avx2"], "epyc-avx2-4core"),  # Zen 3 counts itself to Zen 4's family
-        ("13th Gen Intel(R) Core(TM) i7-1360P", 6, ["avx2"], "core-avx2-4core"),
-        ("Apple M2", None, [], "apple-4core"),
-    ],
-)
-def test_slug(
-    load: Load, monkeypatch: pytest.MonkeyPatch, model: str, family: int | None, flags: list[str], slug: str
-) -> None:
-    machine = load("common")
-    monkeypatch.setattr(cpuinfo, "_cpuinfo", lambda: {} if family is None else {"cpu family": str(family)})
-    monkeypatch.setattr(cpuinfo, "system_flags", lambda: frozenset(flags))
-    monkeypatch.setattr(machine, "cpu_model", lambda: model)
-    monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(machine, "cores", lambda: 4)
-    assert machine.slug() == slug
 
 
 # -- rendering ------------------------------------------------------------------------------------
@@ -190,24 +123,6 @@ def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> N
     changed["results"][0]["lowprec"]["median"] *= 2
     result_file.write_text(json.dumps(changed), encoding="utf-8")
     assert not plot.is_current(result_file)
-
-
-CHARTED = ["accuracy", "gemm", "overhead", "recovery", "solve", "tradeoff"]
-
-
-@pytest.mark.parametrize("benchmark", CHARTED)
-def test_every_colour_of_a_chart_has_a_dark_twin(load: Load, benchmark: str) -> None:
-    plot, render = load("plot"), load("render")
-    assert benchmark in plot.CHARTS
-    for result in render.load(BENCHMARKS / "results", benchmark):
-        svg = plot.chart_path(result).read_text(encoding="utf-8")
-        style, drawing = re.fullmatch(r".*?<style>(.*?)</style>(.*)", svg, re.DOTALL).groups()
-        # Text without a colour of its own would be black on black.
-        assert all("fill: #" in tag for tag in re.findall(r"<text [^>]*>", drawing))
-        used = set(re.findall(r"(fill|stroke): (#\w+)", drawing))
-        assert ("fill", "#ffffff") in used, "no paper behind the drawing"
-        assert used == set(re.findall(r"\"(fill|stroke): (#\w+)\"", style.replace('*="', '"')))
-        assert "prefers-color-scheme: dark" in style
 
 
 # -- the scripts ----------------------------------------------------------------------------------
@@ -316,42 +231,3 @@ def _accuracy(rows: list[dict[str, Any]]) -> None:
 CHECKS: dict[str, Callable[[list[dict[str, Any]]], None]] = {
     "gemm": _gemm, "gemm-schemes": _schemes, "overhead": _overhead, "accuracy": _accuracy,
 }  # fmt: skip
-
-
-def test_every_mode_of_the_speed_chart_has_a_label(load: Load) -> None:
-    render, modes = load("render"), load("bench_accuracy").MODES
-    for result in render.load(BENCHMARKS / "results", "tradeoff"):
-        svg = render.plot.chart_path(result).read_text(encoding="utf-8")
-        labels = [name for text in re.findall(r">([\w, ]+)</text>", svg) for name in text.split(", ")]
-        assert all(labels.count(mode) == 1 for mode in modes)
-
-
-def test_truncation_shows_in_one_piece_and_chunks_cure_it(load: Load) -> None:
-    """Tensor cores round toward zero, so errors add up over k; FP32, to nearest, adds the chunks."""
-    rows = {
-        r["scheme"]: r["largest_error"]
-        for r in load("bench_accuracy").measure_schemes("Hopper", "[-1, 1] x [-1, 1]", 2048, 0)
-    }
-    assert rows["scaled"] > 4 * rows["scaled, chunks of 256"]
-    assert rows["normal"] > 10 * rows["scaled"]
-    assert rows["scaled, chunks of 256"] < 2 * rows["fp32"]
-
-
-def test_full_precision_in_disguise_is_noticed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = load("bench_accuracy")
-    product = bench.lowprec.matmul
-    monkeypatch.setattr(bench.lowprec, "matmul", lambda a, b, math_mode: product(a, b))
-    rows = list(bench.measure_sizes("normal", 64, 0))
-    assert {r["mode"]: r["shows_rounding"] for r in rows} == {"fp32": None, "tf32": False, "bf16": False, "fp16": False}
-    assert not all(c["met"] for c in bench.size_claims(rows))
-
-
-@pytest.mark.parametrize("core_type", ["Haswell", "SkylakeX", None])
-def test_a_numpy_below_the_machine_is_warned_of(
-    core_type: str | None, load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu = importlib.import_module("lowprec.backends.cpu.device")
-    flags = frozenset({"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"})
-    monkeypatch.setattr(cpu.cpuinfo, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(cpu, "_numpys_core_type", lambda: core_type)
-    assert ("kernels for Haswell" in load("bench_gemm").numpy_handicap()) == (core_type == "Haswell")

@@ -20,6 +20,7 @@ from lowprec.modes import MathMode
 from lowprec.policy import controllers as registry
 from lowprec.policy import entries, fp32_guard, get_math_mode, math_mode
 from lowprec.policy.protocol import Tier
+from support.programs import in_threads
 from support.synthetic_library import Library
 
 FP32, TF32 = MathMode.FP32, MathMode.TF32
@@ -274,13 +275,7 @@ def test_sixteen_threads_overlap_at_random(register: Register) -> None:
                 continue
         return mistakes + (not thread.is_as_before)
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(16) as pool:
-            assert sum(pool.map(run, range(16))) == 0
-    finally:
-        sys.setswitchinterval(before)
+    assert in_threads(16, run) == [0] * 16
     assert process.is_as_before
     assert not entries.holds
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -12,20 +11,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
+from support.benchmark_modules import BENCHMARKS, Load
 from support.commands import forked
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from support.programs import run_python
 
 SPLIT = ("fp16x3", "bf16x6", "bf16x3", "tf32x3")
 
-Load = Callable[[str], ModuleType]
 Result = dict[str, Any]
 
 
@@ -108,10 +105,7 @@ def test_a_signal_ends_the_report_with_the_finished_parts(load: Load, tmp_path: 
         "report.run_all.__kwdefaults__['execute'] = part\n"
         "sys.exit(report.main())"
     )
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python(code, str(tmp_path), PYTHONPATH=str(BENCHMARKS))
     results = json.loads((tmp_path / "gpu-here.json").read_text())["results"]
     assert results["device"]["facts"]["name"] == "here"
     assert {results[x]["not_run"] for x in ("rounding", "speed")} == {"the report was interrupted"}
@@ -177,13 +171,6 @@ def test_parts_run_in_order_in_the_remaining_time(run_all: Callable[..., Any], m
     assert set(content) == {"benchmark", "claims", "machine", "results", "settings"}
     assert content["machine"]["name"] == "here"
     assert content["settings"]["quick"] is True
-
-
-def test_without_time_no_part_runs(run_all: Callable[..., Any]) -> None:
-    asked, content = run_all("rounding", gone_s=99.5, gpu=True)
-    assert asked == []
-    assert {r["not_run"] for r in content["results"].values()} == {"no time was left"}
-    assert content["machine"]["name"] == "unknown"
 
 
 def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load: Load, run_all: Callable[..., Any]) -> None:
@@ -259,29 +246,6 @@ def _claims(load: Load, **rows: list[dict[str, Any]]) -> dict[str, dict[str, Any
     return {c["what"]: c for c in load("gpu.verdicts").claims(results)}
 
 
-@pytest.mark.parametrize(
-    ("ratios", "value", "met"),
-    [
-        ((0.99, 1.0, 0.98, 1.2, 1.0), 0.98, True),
-        ((0.99, 1.0, 0.97, 1.2, 1.0), 0.97, False),
-        # One miss is a miss; that the claim is met needs all sizes.
-        ((0.99, 1.0), None, None),
-        ((0.99, 0.5), 0.5, False),
-    ],
-)
-def test_speed_is_judged_at_its_worst_size(
-    load: Load, ratios: tuple[float, ...], value: float | None, met: bool | None
-) -> None:
-    sizes = zip(load("gpu.verdicts").SIZES, ratios, strict=False)
-    # Smaller sizes and other kinds do not count.
-    others = [_speed("bfloat16", 256, 0.1), _speed("float64", 1024, 0.1)]
-    found = _claims(load, speed=[*(_speed("bfloat16", n, r) for n, r in sizes), *others])
-    claim = found["bfloat16: speed over torch.matmul, worst size, without autotuning"]
-    assert (claim["value"], claim["met"], claim["limit"]) == (value, met, 0.98)
-    tuned = found["bfloat16: speed over torch.matmul, worst size, with autotuning"]
-    assert (tuned["met"], tuned["limit"]) == (None, 1.0)
-
-
 def _flags(mode: str, tensor_cores: bool | None) -> dict[str, Any]:
     return {"dtypes": ["float32"] * 2, "mode": mode, "tensor_cores": tensor_cores, "ok": True}
 
@@ -315,45 +279,6 @@ def test_claims_are_judged_at_their_worst(
 # -- measurements ---------------------------------------------------------------------------------
 
 
-class _Clock:
-    """A device that takes as long as each call says, and a host that is never waited for."""
-
-    def __init__(self) -> None:
-        self.device_s = 0.0
-        self.behind: list[float] = []
-
-    def wait(self) -> None:
-        pass
-
-    def time(self, work: Callable[[], None], behind_s: float) -> float:
-        self.behind.append(behind_s)
-        before = self.device_s
-        work()
-        return self.device_s - before
-
-
-def test_a_contest_takes_turns_and_rotates_operands(load: Load) -> None:
-    ticks, seen = _Clock(), []
-
-    def call(name: str, cost: float, number: int) -> None:
-        if name == "never":
-            raise TypeError("no such\ntype")
-        seen.append((name, number))
-        ticks.device_s += cost
-
-    variants = {
-        name: functools.partial(call, name, cost) for name, cost in (("fast", 1e-3), ("slow", 4e-3), ("never", 0))
-    }
-    found = load("gpu.clock").contest(variants, ticks, sets=3, rounds=6, budget_s=100, seed=1)
-    assert {name: len(seconds) for name, seconds in found.device_s.items()} == {"fast": 6, "slow": 6}
-    assert found.speed("fast")["slow"]["median"] == pytest.approx(4.0)
-    assert found.errors == {"never": "TypeError: no such type"}
-    assert found.speed("never") == {}
-    assert {number for _, number in seen} == {0, 1, 2}
-    # The device is far slower than the host: nothing needs to be queued behind a pause.
-    assert set(ticks.behind) == {0.0}
-
-
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_questions_about_pending_work(load: Load, tmp_path: Path) -> None:
     """In host memory JAX and lowprec wait for each other as they must on a device."""
@@ -369,72 +294,9 @@ def test_questions_about_pending_work(load: Load, tmp_path: Path) -> None:
         assert ordering.judge(wrong, a, b)["ok"] is False
 
 
-def test_an_error_beyond_its_bound_is_not_ok(load: Load, rng: np.random.Generator) -> None:
-    accuracy = load("gpu.correctness")
-    a, b = rng.standard_normal((2, 32, 32), dtype=np.float32)
-    bound = lowprec.plan(a, b).bound
-    exact = a.astype(np.float64) @ b.astype(np.float64)
-    fine = accuracy.judge(exact.astype(np.float32), a, b, bound)
-    assert fine["ok"] is True
-    assert 0 < fine["error"] <= fine["bound"]
-    assert accuracy.judge(exact * (1 + 1e-2), a, b, bound)["ok"] is False
-    exact[0, 0] = np.nan
-    assert accuracy.judge(exact, a, b, bound)["ok"] is False
-
-
-def test_rules_of_rounding_are_distinguished(load: Load) -> None:
-    rounding = load("gpu.numerics")
-    values = rounding.patterns(0)
-    for name, rule in rounding.RULES.items():
-        found = rounding.classify(values, rule(values.view(np.uint32)))
-        assert found["rule"] == name
-        assert sorted(found["shares"].values())[-2] < 1, "two rules look the same"
-    assert rounding.classify(values, -values)["rule"] == "none of these"
-    # By hand: 1 + 2^-11 is between 1 and 1 + 2^-10, 1 + 3 * 2^-11 between that and 1 + 2^-9.
-    ties = np.array([1 + 2**-11, 1 + 3 * 2**-11], np.float32)
-    even, away = (rounding.RULES[f"to nearest, ties {x}"] for x in ("to even", "away from zero"))
-    ties = ties.view(np.uint32)
-    np.testing.assert_array_equal(even(ties), [1, 1 + 2**-9])
-    np.testing.assert_array_equal(away(ties), [1 + 2**-10, 1 + 2**-9])
-
-
-@pytest.mark.parametrize(("dtype", "group", "bits"), [("bfloat16", 16, 25), ("float32", 4, 24)])
-def test_models_of_tensor_cores_are_distinguished(load: Load, dtype: str, group: int, bits: int) -> None:
-    accumulation = load("gpu.numerics")
-    a, b = accumulation.model_operands(0, dtype, 48)
-    a = a[:8]
-    assert not a[:, 48:].any()
-    found = {m: accumulation.modelled(a, b, 48, *m) for m in accumulation.MODELS}
-    same = {m for m, x in found.items() if np.array_equal(x, found[group, bits])}
-    assert same == {(group, bits)}
-    # Each group cuts (group + 1) terms by less than 2^-bits of the largest, and the sum by 2^-23 of itself.
-    x, y = a.astype(np.float64), b.astype(np.float64)
-    limit = 48 / group * ((group + 1) * 2.0**-bits + 2.0**-23) * (np.abs(x) @ np.abs(y))
-    assert np.all(np.abs(found[group, bits] - x @ y) <= limit)
-
-
 @pytest.fixture
 def torch() -> Any:
     return pytest.importorskip("torch", reason="PyTorch is not installed")
-
-
-@pytest.mark.parametrize(
-    ("errors", "value", "met"),
-    [((1e-7, 1e-7), 3.0, True), ((1e-7, 3e-7), 0.0, False), ((1e-7,), 0.0, False), ((None, 1e-7), 0.0, False)],
-)
-def test_a_scheme_must_be_as_exact_as_float32(load: Load, errors: tuple[float, ...], value: float, met: bool) -> None:
-    shared = {"n": 8192, "speed": {"torch float32": {"median": 3.0}}}
-    rows = [
-        {**shared, "name": "torch float32", "distribution": d, "relative_error": 2e-7} for d in ("normal", "uniform")
-    ]
-    rows += [
-        {**shared, "name": "chunks", "mode": "fp16x3", "distribution": d, "relative_error": error}
-        for d, error in zip(("normal", "uniform"), errors, strict=False)
-    ]
-    claim = _claims(load, splits=rows)[
-        "fp16x3: speed over torch.matmul in float32 at 8192, with no larger error, best chunk"
-    ]
-    assert (claim["value"], claim["met"]) == (value, met)
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
@@ -563,23 +425,3 @@ def test_tests_are_counted_by_feature(load: Load, tmp_path: Path) -> None:
     assert "the end is bad" in said["test_a.py::test_teardown"]
     assert "nothing_at_all" in said["test_c.py"]
     assert {w.removeprefix("Skipped: ") for w in found["facts"]["skips"]} == {"no GPU", "not here"}
-
-
-def test_a_run_that_is_out_of_time_or_killed_is_not_complete(load: Load, tmp_path: Path) -> None:
-    for name in ("late", "killed"):
-        (tmp_path / name).mkdir()
-    code = "import os\ndef test_a(): pass\ndef test_b(): os.kill(os.getpid(), 9)"
-    found = _digest(load, tmp_path / "late", _MARKED, left_s=-1, test_a=code)
-    assert (found["complete"], found["facts"]["counts"]) == (False, {"passed": 1, "failed": 0, "skipped": 0})
-    found = _digest(load, tmp_path / "killed", _MARKED, test_a=code)
-    assert (found["complete"], found["facts"]["counts"]) == (False, {"passed": 1, "failed": 1, "skipped": 0})
-    (failure,) = found["facts"]["failures"]
-    assert failure["id"] == "test_a.py::test_b"
-    assert "when the tests were stopped" in failure["message"]
-    # A line that was being written is left out.
-    path = tmp_path / "killed" / "report.jsonl"
-    with path.open("a") as file:
-        file.write('{"nodeid": "test_a')
-    assert load("gpu.tests").read(path) == found
-    with pytest.raises(ValueError, match="it wrote nothing"):
-        load("gpu.tests").read(tmp_path / "none.jsonl")

@@ -152,13 +152,6 @@ def test_a_prediction_is_the_plan_of_the_device(mode: str) -> None:
     assert made.algorithm == ()
 
 
-def test_without_a_device_plans_are_as_ever() -> None:
-    made = lowprec.plan(SQUARE, SQUARE)
-    assert made.capabilities.device == "cpu"
-    assert made.roofline is None
-    assert "roofline" not in str(made)
-
-
 def test_the_roofline_by_hand() -> None:
     made = lowprec.plan(SQUARE, SQUARE, device="h200").roofline
     assert made is not None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +12,10 @@ from lowprec.policy import entries, environment, fp32_guard, get_math_mode, math
 from lowprec.policy.protocol import Tier
 from support import interrupts, synthetic_library
 from support.interrupts import Late
-from support.programs import run_python
 from support.synthetic_library import Library
 
 #: The code of the libraries below counts as the policy's.
 FILES = (__file__, synthetic_library.__file__)
-TESTS = str(Path(__file__).parents[1])
 
 
 @pytest.mark.filterwarnings("ignore::lowprec.errors.LowprecWarning")
@@ -76,59 +72,3 @@ def test_a_handler_that_multiplies_while_the_environment_is_read(monkeypatch: py
     thread.join(10)
     assert len(snapshots) == 2
     assert snapshots[0] is snapshots[1] is environment.snapshot()
-
-
-_SIGNALS = """
-import contextvars, random, signal, sys, threading, warnings
-warnings.simplefilter("error")
-from types import ModuleType
-from lowprec.policy import controllers, fp32_guard, math_mode
-from support import interrupts
-from support.interrupts import Late
-from support.synthetic_library import Library
-
-library = Library("one")
-sys.modules[library.module] = ModuleType(library.module)
-controllers.register_controller(library)
-
-def late(*_):
-    global fired
-    fired = True
-    raise Late
-
-# A function, since Python 3.13 may leave the jump back of a loop out of the try statement around it.
-def run(scope):
-    while not fired:
-        with scope:
-            pass
-
-def enter():
-    with scopes[0]:
-        seen.append(library.is_full)
-
-signal.signal(signal.SIGALRM, late)
-rng, scopes = random.Random(0), (fp32_guard(), math_mode("tf32", frameworks=True))
-lost, changed, seen = 0, 0, []
-for turn in range(3000):
-    fired, arrived = False, False
-    try:
-        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 2e-4))
-        contextvars.copy_context().run(run, scopes[turn % 2])
-    except Late:
-        arrived = True
-    lost += not arrived
-    interrupts.leave()
-    changed += not library.is_as_before
-    thread = threading.Thread(target=enter, daemon=True)
-    thread.start()
-    thread.join(10)
-    if len(seen) <= turn:
-        sys.exit(f"turn {turn}: a thread waits for the lock")
-print(lost, changed, all(seen))
-"""
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timers")
-def test_signals_arrive_and_block_no_thread() -> None:
-    """A timer interrupts blocks at random."""
-    assert run_python(_SIGNALS, warn="error", timeout=300, PYTHONPATH=TESTS) == "0 0 True"

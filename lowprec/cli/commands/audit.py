@@ -24,7 +24,6 @@ Exit code with --require: 1 if an operation is below this precision.
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
     parser.add_argument("libraries", nargs="*", metavar="LIBRARY", help=f"of {', '.join(LIBRARIES)} (default: all)")
     parser.add_argument("--require", choices=PRECISIONS, metavar="PRECISION", help=f"one of {', '.join(PRECISIONS)}")
     parser.add_argument(
@@ -34,7 +33,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the precisions; return 1 if one is too low."""
     names = options.libraries or [name for name in LIBRARIES if find_spec(name) is not None]
     found = audit(names, options.sizes)
     if options.json:

@@ -105,7 +105,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and print; 1 if an error is above its bound."""
     if options.csv != _STDOUT:
         return _run(options)
     with contextlib.redirect_stdout(sys.stderr or io.StringIO()):

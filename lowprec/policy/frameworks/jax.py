@@ -47,11 +47,9 @@ class JaxController:
         return state
 
     def save(self) -> dict[str, Any]:
-        """Return this thread's own setting, or JAX's marker for none."""
         return {_SWITCH: self._state().get_local()}
 
     def set_mode(self, mode: MathMode) -> dict[str, Any]:
-        """Set the precision of this thread."""
         state, word = self._state(), self._words[mode]
         state.set_local(word)
         if state.value != word:
@@ -59,11 +57,9 @@ class JaxController:
         return {_SWITCH: word}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore this thread's own setting."""
         self._state().set_local(saved[_SWITCH])
 
     def describe(self) -> dict[str, Any]:
-        """Return the current precision of this thread."""
         return {_SWITCH: attribute("jax.config", "JAX").jax_default_matmul_precision}
 
     def set_default(self, mode: MathMode) -> None:

@@ -38,17 +38,14 @@ class SwitchController:
 
     @property
     def module(self) -> str:
-        """Name of the library's module."""
         return self.name
 
     @property
     def switches(self) -> dict[str, str]:
-        """The description of each switch."""
         return {name: description for name, (description, _, _) in self.functions.items()}
 
     @property
     def modes(self) -> tuple[MathMode, ...]:
-        """Supported modes."""
         return tuple(self.values)
 
     def _write(self, values: Mapping[str, Any]) -> None:
@@ -56,7 +53,6 @@ class SwitchController:
             attribute(f"{self.name}.{setter}", self.label)(*self.arguments, values[name])
 
     def save(self) -> dict[str, Any]:
-        """Return the current value of each switch."""
         getters = {name: attribute(f"{self.name}.{get}", self.label) for name, (_, get, _) in self.functions.items()}
         return {name: getter(*self.arguments) for name, getter in getters.items()}
 
@@ -71,7 +67,6 @@ class SwitchController:
         return values
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Write the saved values."""
         self._write(saved)
 
     describe = save

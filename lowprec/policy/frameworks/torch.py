@@ -123,7 +123,6 @@ class TorchController:
         return self._cached[1]
 
     def save(self) -> dict[str, Any]:
-        """Return each switch's own value."""
         do = self._functions()
         leaves = list(map(do.get, _EVERY_FIRST, _EVERY_SECOND))
         parents = leaves[len(_PAIRS) :]
@@ -161,7 +160,6 @@ class TorchController:
         list(map(do.put, _FIRST, _SECOND, leaves))
 
     def describe(self) -> dict[str, Any]:
-        """Return the switches as PyTorch reports them."""
         do = self._functions()
         old: dict[str, Any] = {_OLD: _read(do.get_old), _OLD_CUDNN: _read(do.get_cudnn)}
         for name, value in old.items():
