@@ -10,7 +10,6 @@ from lowprec.backends.cuda import (
     bindings,
     cublas,
     executor,
-    gemm_ex,
     handles,
     invocation,
     measuring,
@@ -37,7 +36,7 @@ def reset() -> None:
         stack.callback(memory.release)
         stack.callback(release_timing_events)
         stack.callback(_handles, cublas._pool, "cublas")
-        stack.callback(_handles, gemm_ex._pool, "cublas")
+        stack.callback(_handles, invocation._gemm_ex_handles, "cublas")
         stack.callback(_handles, sparse._pool, "cusparse_lt")
         stack.callback(_handles, handles._cublas_lt, "cublas_lt")
         stack.callback(handles._streams.__init__, runtime.create_stream)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from lowprec.planning.cublaslt.batches import offsets_of
-from lowprec.util.strides import Dimension, coalesce
+from lowprec.util.strides import Dimension, coalesce, offsets_of
 
 #: Batch dimensions of one launch.
 _PER_LAUNCH = 3

@@ -17,10 +17,10 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from lowprec.arrays import ArrayView
 from lowprec.backends.cuda import autotune, bindings, handles, memory, quantized_operands, runtime
 from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
-from lowprec.backends.cuda.gemm_ex import GemmEx
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
     NO_WORKSPACE,
+    GemmEx,
     Invocation,
     Number,
     Operands,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -260,3 +261,62 @@ def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
         (call.first.nbytes(first), call.second.nbytes(second), c.nbytes(c_at if call.c else d), call.d.nbytes(d))
         for first, second, c_at, d in call.offsets
     )
+
+
+#: Of cuBLAS: ``CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION``, by which sums of split products stay in FP32, and
+#: ``CUBLAS_GEMM_DEFAULT``.
+_MATH_MODE, _ALGORITHM = 16, -1
+
+
+def _create() -> int:
+    handle = bindings.create_handle("cublas")
+    bindings.set_math_mode(handle, _MATH_MODE)
+    return handle
+
+
+_gemm_ex_handles = handles.HandlePool(_create)
+
+
+class GemmEx:
+    """A product by ``cublasGemmStridedBatchedEx``, where no algorithm of cuBLASLt runs; it has no epilogue.
+
+    It has the methods of an :class:`Invocation`. Source: the cuBLAS documentation, ``cublasGemmStridedBatchedEx()`` and
+    ``cublasSetWorkspace()``.
+    """
+
+    info = SimpleNamespace(text="cublasGemmStridedBatchedEx", units_text="not reported", uses_tensor_cores=None)
+
+    def __init__(self, call: CublasLtCall, workspace_bytes: int, product: str) -> None:
+        self.algorithm = Algorithm(b"", workspace_bytes)
+        self.failures: dict[bytes, str] = {}
+        self._call, self._product = call, product
+        first, second, d = call.first, call.second, call.d
+        k = first.cols if call.op_first == "N" else first.rows
+        self._extents = (OPERATIONS[call.op_first], OPERATIONS[call.op_second], d.rows, d.cols, k)
+        self._matrices = [(x.cuda_data_type, x.leading_dimension, x.batch_stride) for x in (first, second, d)]
+
+    def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
+        alpha, beta = (number(x, self._call.scale_dtype) for x in (operands.alpha, operands.beta))
+        a, b, _, d = operands[:4]
+        pointers = [(a + x, b + y, d + w, d + w) for x, y, _, w in byte_offsets(self._call)]
+        self.queue(handle, stream, alpha, beta, pointers)
+
+    def queue(
+        self, handle: int, stream: int, alpha: Number, beta: Number, pointers: Sequence[tuple[int, int, int, int]],
+        workspace: Workspace = NO_WORKSPACE,
+    ) -> None:  # fmt: skip
+        """Queue calls for these addresses, with a workspace of their own; ``handle`` is one of cuBLASLt."""
+        device, nbytes, call = handles.device_of(handle), self.algorithm.workspace_bytes, self._call
+        cublas_handle, cublas, (first, second, product) = (
+            _gemm_ex_handles.handle(device, stream),
+            libraries.cublas,
+            self._matrices,
+        )
+        with memory.temporary(nbytes, device, stream) as address, bindings.translated(lambda: f"run {self._product}"):
+            cublas.set_stream(cublas_handle, 0 if stream == LEGACY_STREAM else stream)  # which resets the workspace
+            cublas.set_workspace(cublas_handle, address, nbytes)
+            for a, b, _, d in pointers:
+                cublas.gemm_strided_batched_ex_64(
+                    cublas_handle, *self._extents, alpha.address, a, *first, b, *second,
+                    beta.address, d, *product, call.batch_count, call.compute_type.value, _ALGORITHM,
+                )  # fmt: skip
