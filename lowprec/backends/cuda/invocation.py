@@ -134,8 +134,8 @@ class Invocation:
 
     @property
     def info(self) -> AlgorithmInfo:
-        self._info = found = self._info or bindings.describe_algorithm(self.algorithm)
-        return found
+        self._info = info = self._info or bindings.describe_algorithm(self.algorithm)
+        return info
 
     def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
         """Queue the product; alpha and beta are read before this returns."""
@@ -147,11 +147,11 @@ class Invocation:
         # call fails, the descriptor is destroyed.
         attributes = operands.attributes
         try:
-            operation, found = self._idle.pop()
+            operation, current = self._idle.pop()
         except IndexError:
             with bindings.translated(lambda: f"run {self._product}"):
-                operation, found = _operation(self.call, operands), attributes
-        if found != attributes:
+                operation, current = _operation(self.call, operands), attributes
+        if current != attributes:
             with bindings.translated(lambda: f"run {self._product}"):
                 for name, address in zip(_POINTERS, attributes, strict=True):
                     if address:
@@ -165,15 +165,14 @@ class Invocation:
     ) -> None:  # fmt: skip
         """Queue calls for these addresses; ``operation`` is a descriptor of this thread, 0 if it has no pointers."""
         if stream == PER_THREAD_STREAM:
-            with handles.own_stream(handle) as stream:
+            with handles.stream_of_thread(handle) as stream:
                 self.queue(handle, stream, alpha, beta, pointers, workspace, operation)
             return
         chosen = algorithm, needed_bytes, _ = self._chosen
         address, nbytes = workspace
         if nbytes < needed_bytes:
-            with memory.temporary(needed_bytes, handles.device_of(handle), stream) as own:
-                workspace = (own, needed_bytes)
-                self.queue(handle, stream, alpha, beta, pointers, workspace, operation)
+            with memory.temporary(needed_bytes, handles.device_of(handle), stream) as address:
+                self.queue(handle, stream, alpha, beta, pointers, (address, needed_bytes), operation)
             return
         shared, first_layout, second_layout, c_layout, d_layout = self._pointers
         matmul = libraries.cublas_lt.matmul
@@ -192,15 +191,15 @@ class Invocation:
 
     def _use_next(self, failed: tuple[int, int, Any], stream: int, error: Exception) -> None:
         """Use the next algorithm if the first use of one has failed; otherwise raise the error."""
-        found, others = bindings.translate(error, f"run {self._product}"), self._others
+        translated, others = bindings.translate(error, f"run {self._product}"), self._others
         if self._chosen is not failed:  # another thread has replaced it
             return
         # The last condition raises the error of a lost device.
         if others is None or not bindings.is_of_algorithm(error) or runtime.is_capturing(stream):
-            raise found from error
-        self.failures[failed[2].tobytes()] = str(found)
+            raise translated from error
+        self.failures[failed[2].tobytes()] = str(translated)
         if not others:
-            raise UnsupportedError(str(found)) from error
+            raise UnsupportedError(str(translated)) from error
         self.use(*others)
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
@@ -215,9 +214,9 @@ class Invocation:
         for workspace_bytes in (self.workspace_bytes, 0):
             wanted = bindings.preference(workspace_bytes, self.alignment_bytes, schemes)
             with runtime.relaxed_capture():
-                found = bindings.heuristics(handle, self.descriptors, wanted, count)
-            if found:
-                return found
+                algorithms = bindings.heuristics(handle, self.descriptors, wanted, count)
+            if algorithms:
+                return algorithms
         return ()
 
 
@@ -237,9 +236,9 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
         emulation = bindings.create("emulation_desc", (), _FIXED_POINT)
         attributes["EMULATION_DESCRIPTOR"] = emulation.pointer
     types = (call.compute_type.value, call.scale_dtype.cuda_data_type)
-    made = bindings.create("matmul_desc", types, attributes)
-    made.uses = emulation
-    return made
+    operation = bindings.create("matmul_desc", types, attributes)
+    operation.uses = emulation
+    return operation
 
 
 def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:

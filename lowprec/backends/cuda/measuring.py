@@ -121,12 +121,12 @@ class Contest:
         self._clock_khz = runtime.properties(self._device).clock_khz or _CLOCK_KHZ
         self._host_ms = _HOST_MS
 
-    def results(self, found: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
+    def results(self, algorithms: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
         """Return the algorithms that run, the chosen one first; raise BackendError if none runs."""
         self._spin(self._stream, 0)  # compile the kernel here, so that an error is not attributed to a candidate
         candidates: list[Measured] = []
         errors: list[LowprecError] = []
-        for rank, algorithm in enumerate(found):
+        for rank, algorithm in enumerate(algorithms):
             candidate = Measured(rank, algorithm)
             try:
                 self._attempt(candidate, 0)  # load the kernel

@@ -20,6 +20,7 @@ import numpy as np
 
 from lowprec.arrays import Device
 from lowprec.arrays.device_memory import LEGACY_STREAM, PER_THREAD_STREAM, UNKNOWN_STREAM
+from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries, loaded
 from lowprec.backends.cuda.runtime import call
@@ -263,18 +264,18 @@ _pools: dict[tuple[Any, int], _Pool] = {}
 def _pool(device: int, stream: int = LEGACY_STREAM) -> _Pool:
     """Return a device's pool; none is created while the stream is being captured."""
     key = (libraries().runtime, device)
-    found = _pools.get(key)
-    if found is None:
+    pool = _pools.get(key)
+    if pool is None:
         with runtime.on_device(device), runtime.relaxed_capture():
             runtime.refuse_capture(stream, "lowprec's memory pool")
-            found = _pools.setdefault(key, _Pool(device))
-    return found
+            pool = _pools.setdefault(key, _Pool(device))
+    return pool
 
 
 def _each(do: Callable[[_Pool], Any]) -> list[Any]:
-    found, results = loaded(), []
-    for (owner, device), pool in list(_pools.items()):
-        if found is not None and owner is found.runtime:
+    modules, results = loaded(), []
+    for (module, device), pool in list(_pools.items()):
+        if modules is not None and module is modules.runtime:
             with runtime.on_device(device):
                 results.append(do(pool))
     return results
@@ -291,15 +292,37 @@ def allocate(nbytes: int, device: Device, stream: int) -> Block:
         return _pool(device.index, stream).allocate(nbytes, stream, is_temporary=False)
 
 
+def packed_block(view: ArrayView, key: Any, nbytes: int, stream: int, pack: Callable[[int], None], what: str) -> Block:
+    """Return memory that a stored operand keeps, for work on a stream; ``pack`` fills a new one, given its address.
+
+    None is created during a capture, because it would belong to the graph; one that a graph reads is never released.
+    """
+    is_captured = runtime.is_capturing(stream)
+    if is_captured and key not in view.packed:
+        runtime.refuse_capture(stream, what)
+
+    def make() -> PackedOperand:
+        block = allocate(nbytes, view.device, stream)
+        pack(block.address)
+        synchronize(stream, view.device)  # because other streams may read it
+        return PackedOperand(block, nbytes)
+
+    block: Block = view.packed_operand(key, make)
+    block.used_on(stream)
+    if is_captured:
+        keep((block,), stream, view.device)
+    return block
+
+
 def one(device: Device) -> int:
     """Return the address of a float32 with the value 1 in the memory of a device."""
     pool = _pool(device.index)
     if not pool.ones:
         value, stream = np.ones(1, np.float32), own_stream(device)
-        made = allocate(value.nbytes, device, stream)
-        copy(value.ctypes.data, made.address, value.nbytes, device, stream)
+        block = allocate(value.nbytes, device, stream)
+        copy(value.ctypes.data, block.address, value.nbytes, device, stream)
         synchronize(stream, device)
-        pool.ones.append(made)
+        pool.ones.append(block)
     return pool.ones[0].address
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lowprec.arrays.view import PackedOperand
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.compiling import EXPONENT_BYTES
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
@@ -65,9 +64,9 @@ class Staging:
             for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
                 self.bytes_without_b = self.nbytes
                 if pack is not None:
-                    found = packing(plan, stack, pack, descending=i == 0)
-                    start, launch = self._allocate(pack.nbytes), prepare_packing(found, device)
-                    self._operands[i] = _Operand(found, launch, start, pack.nbytes)
+                    kernel = packing(plan, stack, pack, descending=i == 0)
+                    start, launch = self._allocate(pack.nbytes), prepare_packing(kernel, device)
+                    self._operands[i] = _Operand(kernel, launch, start, pack.nbytes)
         self._write: EpilogueLauncher | None = None
         #: Recomputes non-finite results of products of parts.
         self._recompute: Recomputer | None = None
@@ -90,33 +89,19 @@ class Staging:
         return start
 
     def packed_b(self, arguments: Arguments) -> KeptPacking | None:
-        """Return the packed operand of a prepared ``b``; None if each product packs its own.
-
-        It is not created during a capture: it would belong to the graph. If a graph reads it, it is never released.
-        """
-        view, operand = arguments.b, self._operands[1]
+        """Return the packed operand of a prepared ``b``; None if each product packs its own."""
+        view, operand, stream = arguments.b, self._operands[1], arguments.stream
         if not view.is_prepared or operand is None or view.mode not in self._kept_modes:
             return None
-        stream = arguments.stream
         exponents = self._exponent_bytes[1] if operand.packing.scaled else 0
         key = (operand.packing, exponents, view.address)
-        captured = runtime.is_capturing(stream)
-        if captured and key not in view.packed:
+        if key not in view.packed and runtime.is_capturing(stream):
             return None
-
-        def make() -> PackedOperand:
-            start = _aligned(operand.nbytes)
-            block = memory.allocate(start + exponents, view.device, stream)
-            operand.pack(view.address, block.address, block.address + start, stream)
-            memory.synchronize(stream, view.device)  # because other streams may read it
-            address = block.address + start if exponents else 0
-            return PackedOperand(KeptPacking(block, address), start + exponents)
-
-        found: KeptPacking = view.packed_operand(key, make)
-        found.block.used_on(stream)
-        if captured:
-            memory.keep((found,), stream, view.device)
-        return found
+        start, pack = _aligned(operand.nbytes), operand.pack
+        block = memory.packed_block(
+            view, key, start + exponents, stream, lambda at: pack(view.address, at, at + start, stream), "the packed b"
+        )
+        return KeptPacking(block, block.address + start if exponents else 0)
 
     def fill(self, block: int, arguments: Arguments, packed_b: KeptPacking | None = None) -> tuple[int, int, int]:
         """Queue the packing, and return the addresses of ``a``, ``b`` and the product."""
@@ -134,8 +119,8 @@ class Staging:
         product = arguments.out.address if self._product is None else block + self._product
         return pointers[0], pointers[1], product
 
-    def apply_epilogue(self, block: int, arguments: Arguments, alpha: complex, packed_b: KeptPacking | None) -> None:
-        """Queue the epilogue of a staged product; ``alpha`` includes the operands' scales."""
+    def apply_epilogue(self, block: int, arguments: Arguments, packed_b: KeptPacking | None) -> None:
+        """Queue the epilogue of a staged product; alpha includes the operands' scales."""
         if self._write is None or self._product is None:
             return
         if self._recompute is not None:
@@ -149,7 +134,7 @@ class Staging:
             arguments.c.address if arguments.c is not None else 0,
             arguments.bias.address if arguments.bias is not None else 0,
             block + self._exponents[0],
-            col_exponents, alpha, arguments.beta, arguments.stream,
+            col_exponents, arguments.alpha, arguments.beta, arguments.stream,
         )  # fmt: skip
 
 
