@@ -125,13 +125,13 @@ def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
     best = fp32 = plan_gemm(problem, capabilities, MathMode.FP32)
     if not fp32.mode_has_effect:
         return fp32
-    for found in TABLE:
-        fmt = found.operand_format
-        holds_all = found.parts > 1 and found.parts * fmt.precision >= FLOAT32.precision
-        if not holds_all or found.uses_tf32 or fmt is FLOAT16:
+    for scheme in TABLE:
+        fmt = scheme.operand_format
+        holds_all = scheme.parts > 1 and scheme.parts * fmt.precision >= FLOAT32.precision
+        if not holds_all or scheme.uses_tf32 or fmt is FLOAT16:
             continue
         with suppress(UnsupportedError):
-            plan = plan_gemm(problem, capabilities, found.mode)
+            plan = plan_gemm(problem, capabilities, scheme.mode)
             as_exact = plan.bound.relative <= fp32.bound.relative
             if as_exact and expected_cost(plan) < expected_cost(best):
                 best = plan

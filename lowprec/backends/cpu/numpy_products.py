@@ -165,8 +165,8 @@ def _operand(plan: GemmPlan, operand: int, view: ArrayView, x: Any, dtype: np.dt
         return split(x, *how)
 
     def make() -> PackedOperand:
-        made = split(x, *how)
-        return PackedOperand(made, sum(part.nbytes for part in made[0]))
+        parts, exponents = split(x, *how)
+        return PackedOperand((parts, exponents), sum(part.nbytes for part in parts))
 
     return view.packed_operand((*how, data_pointer(x), x.shape, x.strides), make)  # type: ignore[no-any-return]
 
