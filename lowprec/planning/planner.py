@@ -88,7 +88,7 @@ def _lowered(plan: GemmPlan, widened: tuple[Copy, ...]) -> GemmPlan:
 
     call, reason = lower(plan), reason_to_widen(plan)
     packs = (("a", call.pack_a), ("b", call.pack_b))
-    copies = tuple(Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack)
+    copies = tuple(Copy(name, pack.reasons, pack.nbytes) for name, pack in packs if pack)
     staged = (Copy("out", call.staged, call.product_bytes),) if call.staged else ()
     copies = (() if call.first.codes else widened) + copies + staged
     passed_over = (*plan.passed_over, reason) if reason else plan.passed_over

@@ -11,10 +11,11 @@ from lowprec.arrays import Device, Library, library_of
 from lowprec.arrays.quantized import QuantizedArray, codes_view
 from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import memory
-from lowprec.backends.cuda.packing import Packing, prepare_packing
+from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.backends.interface import Arguments
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
+from lowprec.planning.cublaslt.calls import Packing
 from lowprec.util.strides import contiguous_strides
 
 #: Rows and columns of a tile of scales; rows with this distance are adjacent in it.

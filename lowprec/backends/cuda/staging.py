@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.compiling import EXPONENT_BYTES
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES
-from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
+from lowprec.backends.cuda.packing import Packer, prepare_packing
 from lowprec.backends.interface import Arguments
-from lowprec.modes import row
-from lowprec.planning import GemmPlan, MatrixStack
-from lowprec.planning.cublaslt.calls import CublasLtCall, Pack
+from lowprec.planning import GemmPlan
+from lowprec.planning.cublaslt.calls import CublasLtCall, Packing
 from lowprec.planning.layout import addend_layout
 from lowprec.planning.stored import kept_modes
 
@@ -29,7 +27,6 @@ class _Operand(NamedTuple):
     packing: Packing
     pack: Packer
     start: int  # in the block
-    nbytes: int
 
 
 class Staging:
@@ -61,12 +58,10 @@ class Staging:
                     self._exponents[i] = allocate(self._exponent_bytes[i])
             if call.staged:
                 self._product = self._allocate(call.product_bytes)
-            for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
+            for i, pack in enumerate(packs):
                 self.bytes_without_b = self.nbytes
                 if pack is not None:
-                    kernel = packing(plan, stack, pack, descending=i == 0)
-                    start, launch = self._allocate(pack.nbytes), prepare_packing(kernel, device)
-                    self._operands[i] = _Operand(kernel, launch, start, pack.nbytes)
+                    self._operands[i] = _Operand(pack, prepare_packing(pack, device), self._allocate(pack.nbytes))
         self._write: EpilogueLauncher | None = None
         #: Recomputes non-finite results of products of parts.
         self._recompute: Recomputer | None = None
@@ -97,7 +92,7 @@ class Staging:
         key = (operand.packing, exponents, view.address)
         if key not in view.packed and runtime.is_capturing(stream):
             return None
-        start, pack = _aligned(operand.nbytes), operand.pack
+        start, pack = _aligned(operand.packing.nbytes), operand.pack
         block = memory.packed_block(
             view, key, start + exponents, stream, lambda at: pack(view.address, at, at + start, stream), "the packed b"
         )
@@ -140,20 +135,6 @@ class Staging:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def packing(plan: GemmPlan, stack: MatrixStack, pack: Pack, *, descending: bool) -> Packing:
-    """Return the packing of an operand with its parts; those of ``a`` are in descending order."""
-    source = stack.transposed if pack.transposed else stack
-    if not pack.batch_shape:
-        source = replace(source, batch_shape=(), batch_strides=())
-    scheme, split = row(plan.scheme), pack.parts > 1
-    return Packing(
-        source, pack.dtype, pack.leading_dimension, pack.padded_rows, pack.scaled, pack.complex_as,
-        pack.parts, scheme.part_exponent if split else 0, summed=pack.parts > scheme.parts,
-        as_tf32=split and scheme.uses_tf32, side_by_side=pack.side_by_side,
-        descending=split and descending,
-    )  # fmt: skip
 
 
 def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:

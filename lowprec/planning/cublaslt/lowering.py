@@ -15,7 +15,17 @@ from operator import add
 from typing import Literal, NamedTuple
 
 from lowprec.formats import BLOCK_FORMATS, DType
-from lowprec.planning.cublaslt.calls import BLOCK_CODES, BlockCodes, ComplexAs, CublasLtCall, LtMatrix, Op, Pack
+from lowprec.modes import row
+from lowprec.planning.cublaslt.calls import (
+    BLOCK_CODES,
+    PACKED,
+    BlockCodes,
+    ComplexAs,
+    CublasLtCall,
+    LtMatrix,
+    Op,
+    Packing,
+)
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import Activation, GemmProblem
@@ -33,6 +43,8 @@ _FUSES = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 _FUSED_ACTIVATIONS = frozenset({Activation.RELU, Activation.GELU})
 
 _ALIGNMENT_BYTES = 16
+
+_Name = Literal["a", "b"]
 
 #: Steps of m and n, and of k, in block-scaled products. The documentation of cuBLAS allows more shapes than it computes
 #: (vllm issue 4691, nvmath-python issue 52).
@@ -216,7 +228,7 @@ def _epilogue(problem: GemmProblem) -> str:
     return "_".join(filter(None, (activation, "BIAS" if problem.bias else ""))) or "DEFAULT"
 
 
-def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> tuple[MatrixStack, Pack | None]:
+def _operand(inputs: _Inputs, name: _Name) -> tuple[MatrixStack, Packing | None]:
     stack = inputs.layout.a if name == "a" else inputs.layout.b
     if inputs.codes:
         k, batch = _block_extent(inputs.layout.k, inputs.codes.format), inputs.layout.batch_shape
@@ -230,24 +242,17 @@ def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> tuple[MatrixStack, Pac
         reason = Reason.of(ReasonKind.FOR_GEMM_EX)
     if reason is None:
         return stack, None
-    pack = _pack(inputs, stack, name, reason, parts)
+    pack, transposed = _pack(inputs, stack, name, reason, parts)
     # Packed matrices are row-major; a packed transpose makes the operand column-major.
-    rows, cols, leading = pack.padded_rows, pack.cols, pack.line_stride
-    if inputs.k_contiguous:
-        cols = leading
-    if pack.parts > 1:
-        rows = pack.rows
-    order: Literal["row", "col"] = "col" if pack.transposed else "row"
-    extents = (cols, rows) if pack.transposed else (rows, cols)
-    steps = (1, leading) if pack.transposed else (leading, 1)
-    batch = inputs.layout.batch_shape
-    strides = (0,) * len(batch)
-    if pack.batch_shape:
-        strides = contiguous_strides(pack.batch_shape, pack.matrix_stride)
-    return MatrixStack(pack.dtype, *extents, *steps, batch, strides, order, leading), pack
+    leading, batch = pack.line_stride, inputs.layout.batch_shape
+    rows = pack.rows if pack.parts > 1 else pack.padded_rows
+    cols = leading if inputs.k_contiguous else pack.source.cols * PACKED[pack.complex_as][1]
+    strides = contiguous_strides(batch, pack.matrix_stride) if pack.source.batch_shape else (0,) * len(batch)
+    packed = MatrixStack(pack.dtype, rows, cols, leading, 1, batch, strides, "row", leading)
+    return (replace(packed.transposed, order="col", leading_dimension=leading) if transposed else packed), pack
 
 
-def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], parts: int) -> Reason | None:
+def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: _Name, parts: int) -> Reason | None:
     """Return the reason to pack an operand, None if cuBLASLt can read it in place."""
     dtype = stack.dtype
     if dtype is not inputs.data and not (inputs.k_contiguous and reads_k_contiguous(dtype)):
@@ -271,16 +276,17 @@ def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"]
     return None
 
 
-def _pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], reason: Reason, parts: int) -> Pack:
+def _pack(inputs: _Inputs, stack: MatrixStack, name: _Name, reason: Reason, parts: int) -> tuple[Packing, bool]:
+    """Return the packing of an operand, and whether it is transposed."""
     scaled = inputs.plan.scaled[name == "b"]
     complex_as: ComplexAs = "no"
     if inputs.as_real:
         complex_as = "pairs" if name == "a" else "rotated"
     inner_last = inputs.k_contiguous or scaled or inputs.as_real
     transposed = name == "b" if inner_last else stack.order == "col"
-    rows, cols = (stack.cols, stack.rows) if transposed else (stack.rows, stack.cols)
-    if inputs.as_real:
-        rows, cols = rows * (2 if name == "b" else 1), cols * 2
+    source = stack.transposed if transposed else stack
+    lines, elements = PACKED[complex_as]
+    rows, cols = source.rows * lines, source.cols * elements
     # The operands may have two different 8-bit types, which cuBLASLt multiplies unchanged.
     keeps_dtype = inputs.k_contiguous and reads_k_contiguous(stack.dtype)
     dtype_written = stack.dtype if keeps_dtype else inputs.data
@@ -289,13 +295,16 @@ def _pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], reason: 
     if (name == "b" and inputs.k_contiguous) or (parts > 1 and not side_by_side):
         padded_rows = _padded(rows, dtype_written)
     # The powers of two differ between the products of a batch, so a scaled matrix is packed for each.
-    shared = not any(stack.batch_strides) and not scaled
-    batch = () if shared else inputs.layout.batch_shape
-    leading = _padded(cols, dtype_written)
-    return Pack(
-        dtype_written, transposed, rows, cols, leading, padded_rows, batch, scaled, complex_as, reason,
-        parts, side_by_side,
+    if not any(stack.batch_strides) and not scaled:
+        source = replace(source, batch_shape=(), batch_strides=())
+    scheme, split = row(inputs.plan.scheme), parts > 1
+    packing = Packing(
+        source, dtype_written, _padded(cols, dtype_written), padded_rows, scaled, complex_as,
+        parts, scheme.part_exponent if split else 0, summed=parts > scheme.parts,
+        as_tf32=split and scheme.uses_tf32, side_by_side=side_by_side, descending=split and name == "a",
+        reasons=(reason,),
     )  # fmt: skip
+    return packing, transposed
 
 
 def _by_column(stack: MatrixStack) -> MatrixStack:
@@ -316,7 +325,7 @@ def _result(inputs: _Inputs) -> MatrixStack:
     return MatrixStack(DType.FLOAT32, out.rows, 2 * out.cols, leading, 1, out.batch_shape, strides, "row", leading)
 
 
-def _temporary(inputs: _Inputs, pack_b: Pack | None) -> MatrixStack:
+def _temporary(inputs: _Inputs, pack_b: Packing | None) -> MatrixStack:
     """Return the temporary matrices of a staged product, row-major and contiguous."""
     columns = inputs.layout.n * (2 if inputs.as_real else 1)
     if pack_b and inputs.k_contiguous:
@@ -327,7 +336,7 @@ def _temporary(inputs: _Inputs, pack_b: Pack | None) -> MatrixStack:
     return MatrixStack(inputs.summed_in, rows, columns, leading, 1, batch, strides, "row", leading)
 
 
-def _reasons_to_stage(inputs: _Inputs, pack_a: Pack | None, pack_b: Pack | None) -> Iterator[Reason]:
+def _reasons_to_stage(inputs: _Inputs, pack_a: Packing | None, pack_b: Packing | None) -> Iterator[Reason]:
     """Yield the reasons for which cuBLASLt cannot write the result itself."""
     problem, out = inputs.problem, inputs.layout.out
     products, data = len(inputs.plan.schedule), inputs.data
