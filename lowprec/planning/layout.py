@@ -28,7 +28,6 @@ class OperandSpec:
 
     @classmethod
     def contiguous(cls, dtype: DType, shape: Shape) -> OperandSpec:
-        """Return the spec of a row-major array without gaps."""
         return cls(dtype, shape, contiguous_strides(shape))
 
     @property

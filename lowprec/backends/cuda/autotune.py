@@ -62,7 +62,6 @@ def product_key(invocation: Invocation) -> str:
 
 
 def device_key() -> str:
-    """Return the current device, the driver and cuBLAS, as one line."""
     device = runtime.properties(runtime.current_device())
     major, minor = device.capability
     return (

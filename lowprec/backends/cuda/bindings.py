@@ -41,7 +41,6 @@ def is_of_algorithm(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def translated(doing: Callable[[], str]) -> Iterator[None]:
-    """Translate the errors of a block to lowprec's."""
     try:
         yield
     except (LowprecError, Warning):  # a filter may turn warnings into errors

@@ -344,7 +344,6 @@ class _LoweredPlan:
         return Operands(a, b, c, d, bias, scale_a, scale_b, arguments.alpha, beta)
 
     def _prepared(self, arguments: Arguments, pointers: Pointers, term: _Term) -> tuple[int, Operands, AnyInvocation]:
-        """Return the handle, the operands, and the invocation for their alignment."""
         plan, stream = self._plan, arguments.stream
         handle = handles.handle(arguments.a.device.index, stream)
         operands = self._operands(arguments, pointers, term)

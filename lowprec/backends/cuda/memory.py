@@ -20,7 +20,6 @@ import numpy as np
 
 from lowprec.arrays import Device
 from lowprec.arrays.device_memory import LEGACY_STREAM, PER_THREAD_STREAM, UNKNOWN_STREAM
-from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.libraries import libraries, loaded
 from lowprec.backends.cuda.runtime import call
@@ -223,7 +222,6 @@ class _Pool:
         return any(list(self._kept.values()))
 
     def release_finished(self) -> bool:
-        """Release the objects of finished work; return whether others are kept."""
         if not self._is_keeping():
             return False
         done = []  # released at the end, because it runs code of other libraries
@@ -292,28 +290,6 @@ def allocate(nbytes: int, device: Device, stream: int) -> Block:
         return _pool(device.index, stream).allocate(nbytes, stream, is_temporary=False)
 
 
-def packed_block(view: ArrayView, key: Any, nbytes: int, stream: int, pack: Callable[[int], None], what: str) -> Block:
-    """Return memory that a stored operand keeps, for work on a stream; ``pack`` fills a new one, given its address.
-
-    None is created during a capture, because it would belong to the graph; one that a graph reads is never released.
-    """
-    is_captured = runtime.is_capturing(stream)
-    if is_captured and key not in view.packed:
-        runtime.refuse_capture(stream, what)
-
-    def make() -> PackedOperand:
-        block = allocate(nbytes, view.device, stream)
-        pack(block.address)
-        synchronize(stream, view.device)  # because other streams may read it
-        return PackedOperand(block, nbytes)
-
-    block: Block = view.packed_operand(key, make)
-    block.used_on(stream)
-    if is_captured:
-        keep((block,), stream, view.device)
-    return block
-
-
 def one(device: Device) -> int:
     """Return the address of a float32 with the value 1 in the memory of a device."""
     pool = _pool(device.index)
@@ -349,7 +325,6 @@ def order(before: int, after: int, device: Device) -> None:
 
 
 def synchronize(stream: int, device: Device) -> None:
-    """Block the host until the queued work of a stream is done."""
     with runtime.on_device(device.index), runtime.relaxed_capture():
         call("cudaStreamSynchronize", stream)
 
@@ -372,7 +347,6 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
-    """Queue a copy between two addresses, of the device or the host, on a stream."""
     if nbytes:
         with runtime.on_device(device.index):
             runtime.copy_async(target, source, nbytes, stream)

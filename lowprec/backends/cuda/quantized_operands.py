@@ -12,6 +12,7 @@ from lowprec.arrays.quantized import QuantizedArray, codes_view
 from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import memory
 from lowprec.backends.cuda.packing import prepare_packing
+from lowprec.backends.cuda.staging import packed_block
 from lowprec.backends.interface import Arguments
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
@@ -93,5 +94,5 @@ def _tiles(view: ArrayView, stream: int) -> ArrayView:
             tile(padded, address, 0, stream)
 
     what = "the scales of a quantised operand"
-    block = memory.packed_block(view, "scales in tiles", nbytes, stream, pack, what)
+    block = packed_block(view, "scales in tiles", nbytes, stream, pack, what)
     return ArrayView(DType.INT8, (nbytes,), (1,), device, block, True, block.address)

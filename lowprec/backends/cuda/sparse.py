@@ -19,7 +19,7 @@ from lowprec.arrays.sparsity import TWO_OF_FOUR
 from lowprec.backends.cuda import handles, libraries, memory, runtime
 from lowprec.backends.cuda.bindings import Descriptor
 from lowprec.backends.cuda.invocation import number
-from lowprec.backends.cuda.staging import Staging
+from lowprec.backends.cuda.staging import Staging, packed_block
 from lowprec.backends.interface import Arguments
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
 from lowprec.formats import DType
@@ -167,7 +167,7 @@ class SparseProducts:
             invocation = self._invocation(call, arguments, bias)
             compress = partial(invocation.compress, source, device=view.device, stream=stream)
             nbytes = invocation.compressed_bytes
-            return SparseCall(invocation, memory.packed_block(view, key, nbytes, stream, compress, "the compressed b"))
+            return SparseCall(invocation, packed_block(view, key, nbytes, stream, compress, "the compressed b"))
         except UnsupportedError as error:
             self._refusal = f"{error}: a dense product"
             return self._refusal

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.compiling import EXPONENT_BYTES
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
@@ -16,10 +18,34 @@ from lowprec.planning.layout import addend_layout
 from lowprec.planning.stored import kept_modes
 
 
+def packed_block(
+    view: ArrayView, key: Any, nbytes: int, stream: int, pack: Callable[[int], None], what: str
+) -> memory.Block:
+    """Return memory that a stored operand keeps, for work on a stream; ``pack`` fills a new one, given its address.
+
+    None is created during a capture, because it would belong to the graph; one that a graph reads is never released.
+    """
+    is_captured = runtime.is_capturing(stream)
+    if is_captured and key not in view.packed:
+        runtime.refuse_capture(stream, what)
+
+    def make() -> PackedOperand:
+        block = memory.allocate(nbytes, view.device, stream)
+        pack(block.address)
+        memory.synchronize(stream, view.device)  # because other streams may read it
+        return PackedOperand(block, nbytes)
+
+    block: memory.Block = view.packed_operand(key, make)
+    block.used_on(stream)
+    if is_captured:
+        memory.keep((block,), stream, view.device)
+    return block
+
+
 class KeptPacking(NamedTuple):
     """A packed prepared operand: its memory, which begins with the elements, and the address of exponents or 0."""
 
-    block: Any
+    block: memory.Block
     exponents: int
 
 
@@ -93,7 +119,7 @@ class Staging:
         if key not in view.packed and runtime.is_capturing(stream):
             return None
         start, pack = _aligned(operand.packing.nbytes), operand.pack
-        block = memory.packed_block(
+        block = packed_block(
             view, key, start + exponents, stream, lambda at: pack(view.address, at, at + start, stream), "the packed b"
         )
         return KeptPacking(block, block.address + start if exponents else 0)
@@ -138,7 +164,6 @@ def _aligned(nbytes: int) -> int:
 
 
 def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
-    """Return the epilogue of a plan's staged product."""
     problem, layout = plan.problem, plan.layout
     c = None
     if problem.has_beta and problem.c is not None:
