@@ -12,7 +12,6 @@ from lowprec.backends.cuda import (
     executor,
     handles,
     invocation,
-    measuring,
     memory,
     models,
     runtime,
@@ -44,7 +43,7 @@ def reset() -> None:
 
 def release_timing_events() -> None:
     """Destroy the events of unused stopwatches."""
-    _events(measuring._idle, lambda events: events)
+    _events(autotune._idle, lambda events: events)
 
 
 def _events(by_device: dict[tuple[Any, int], Any], idle: Any) -> None:

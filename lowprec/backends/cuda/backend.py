@@ -8,11 +8,11 @@ from math import prod
 from typing import Any
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.backends.cuda import bindings, measuring, memory, runtime
+from lowprec.backends.cuda import autotune, bindings, memory, runtime
+from lowprec.backends.cuda.autotune import Progress
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
 from lowprec.backends.cuda.sparse import SparseCall
 from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch
@@ -97,7 +97,7 @@ def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
 
 def stopwatch(arguments: Arguments) -> Stopwatch:
     with runtime.on_device(arguments.a.device.index):
-        return measuring.EventStopwatch(arguments.a.device.index, arguments.stream)
+        return autotune.EventStopwatch(arguments.a.device.index, arguments.stream)
 
 
 def tune(

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from lowprec.arrays import ArrayView
 from lowprec.backends.cuda import autotune, bindings, handles, memory, quantized_operands, runtime
+from lowprec.backends.cuda.autotune import Measured, Progress
 from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
@@ -30,7 +31,6 @@ from lowprec.backends.cuda.invocation import (
     number,
 )
 from lowprec.backends.cuda.libraries import cached
-from lowprec.backends.cuda.measuring import Measured, Progress
 from lowprec.backends.cuda.sparse import SparseCall, SparseInvocation, SparseProducts
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.interface import Arguments
