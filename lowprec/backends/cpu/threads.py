@@ -104,9 +104,7 @@ def _use_openmp(parallel: Any, in_parallel: Any) -> None:
 class _Affinity(threading.local):
     """The number of CPUs in the affinity mask of the calling thread, read once a second."""
 
-    def __init__(self) -> None:
-        self.cpus = 1
-        self.expires = -math.inf
+    cpus, expires = 1, -math.inf
 
     def refresh(self, now: float) -> None:
         self.cpus = affinity()

@@ -255,11 +255,8 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
 
 def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
     """Return the offsets of each call of cuBLASLt in bytes, in first, second, c (d if there is none) and d."""
-    c = call.c or call.d
-    return tuple(
-        (call.first.nbytes(first), call.second.nbytes(second), c.nbytes(c_at if call.c else d), call.d.nbytes(d))
-        for first, second, c_at, d in call.offsets
-    )
+    matrices = (call.first, call.second, call.c or call.d, call.d)
+    return tuple(tuple(x.nbytes(at) for x, at in zip(matrices, row, strict=True)) for row in call.offsets)  # type: ignore[misc]
 
 
 #: Of cuBLAS: ``CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION``, by which sums of split products stay in FP32, and

@@ -138,7 +138,7 @@ class CublasLtCall:
     d: LtMatrix
     c: LtMatrix | None  # the addend, if cuBLASLt adds it
     batch_count: int
-    offsets: tuple[tuple[int, int, int, int], ...]  # per call, of the matrices first, second, c and d, in elements
+    offsets: tuple[tuple[int, int, int, int], ...]  # per call, of first, second, c (or d) and d, in elements
     epilogue: str  # name in cublasLtEpilogue_t
     pack_a: Packing | None
     pack_b: Packing | None

@@ -158,11 +158,7 @@ def lower(
     c, d = (None, _temporary(inputs, pack_b)) if staged else (inputs.addend, _result(inputs))
     swapped = d.order == "row"
     first, second = (b, a) if swapped else (a, b)
-    stacks = [first, second, *([c] if c else []), d]
-    strides, runs = split_batches(layout.batch_shape, [x.batch_strides for x in stacks])
-    if c is None:
-        strides = (*strides[:2], 0, strides[2])
-        runs = tuple(x._replace(offsets=tuple((*y[:2], 0, y[2]) for y in x.offsets)) for x in runs)
+    strides, runs = split_batches(layout.batch_shape, [x.batch_strides for x in (first, second, c or d, d)])
     call = CublasLtCall(
         compute_type=plan.cublas_compute_type,
         scale_dtype=inputs.summed_in,
