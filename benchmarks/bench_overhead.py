@@ -170,7 +170,7 @@ from lowprec import matmul
 from lowprec.arrays import library_of
 from lowprec.policy import resolve
 from lowprec.core.executors import look_up
-from lowprec.core.options import PLAIN as plain
+from lowprec.core.arguments import PLAIN as plain
 library = library_of(a)
 x, y = library.view(a), library.view(b)
 resolved = resolve(None)

@@ -15,9 +15,10 @@ from gpu.parts import Options, Part, short
 from gpu.raw import LtProduct, described
 from lowprec.backends.cuda import compiling, runtime
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.backends.cuda.packing import Packing, prepare_packing
+from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
+from lowprec.planning.cublaslt.calls import Packing
 
 # -- epilogues by element types; lowprec's are tested ---------------------------------------------
 

@@ -11,9 +11,10 @@ import lowprec
 from gpu import clock, raw
 from gpu.parts import Options, Part
 from lowprec.backends.cuda import runtime
-from lowprec.backends.cuda.packing import Packing, prepare_packing
+from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.formats import DType as D
 from lowprec.planning import MatrixStack
+from lowprec.planning.cublaslt.calls import Packing
 
 #: Name: element types of source and target, whether rows are contiguous in the source, and options.
 PACKINGS: dict[str, tuple[D, D, bool, dict[str, Any]]] = {

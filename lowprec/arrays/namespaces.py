@@ -63,7 +63,6 @@ def dtype_name(array: Any) -> str:
 
 
 def shape_of(array: Any) -> tuple[int, ...]:
-    """Return the lengths of an array's axes."""
     return tuple(array.shape if hasattr(array, "shape") else library_of(array).view(array).shape)
 
 

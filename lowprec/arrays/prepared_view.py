@@ -21,21 +21,20 @@ class PreparedView(ArrayView):
     """A view of immutable memory with its packed operands.
 
     Products in ``mode`` use ``packed``, the cache of packed operands. It has no lock, which could be held during a
-    fork; if several threads pack at once, the first result is kept. ``whole`` is the stack that contains this matrix.
-    ``sparse_axis`` is the axis along which the elements are 2:4 sparse, -2 or -1, or None.
+    fork; if several threads pack at once, the first result is used. ``sparse_axis`` is the axis along which the
+    elements are 2:4 sparse, -2 or -1, or None.
     """
 
-    __slots__ = ("_transposed", "_whole", "mode", "packed", "sparse_axis")
+    __slots__ = ("_transposed", "mode", "packed", "sparse_axis")
     is_prepared = True
     mode: str  # type: ignore[misc]  # slots
     packed: dict[Any, Any]  # type: ignore[misc]
 
-    def __init__(self, view: ArrayView, mode: str, packed: dict[Any, Any], whole: PreparedView | None = None) -> None:
+    def __init__(self, view: ArrayView, mode: str, packed: dict[Any, Any]) -> None:
         super().__init__(view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address)
         self.mode = mode
         self.packed = packed
         self.sparse_axis: int | None = None
-        self._whole = whole
         self._transposed: PreparedView | None = None
 
     @property
@@ -50,14 +49,6 @@ class PreparedView(ArrayView):
 
     def source(self, array: Any) -> Any:
         return None
-
-    @property
-    def whole(self) -> PreparedView:
-        return self if self._whole is None else self._whole
-
-    def matrix(self, x: NDArray[Any]) -> PreparedView:
-        """Return the view of one matrix of a stack in host memory."""
-        return PreparedView(host_view(x), self.mode, self.packed, self)
 
     @property
     def transposed(self) -> PreparedView:
@@ -105,8 +96,7 @@ class QuantizedView(PreparedView):
 
     @property
     def transposed(self) -> PreparedView:
-        turned: PreparedView = self.quantized.T._view
-        return turned
+        return self.quantized.T._view  # type: ignore[no-any-return]
 
     def ndarray(self) -> NDArray[Any]:
         """Return the widened numbers. Host memory only."""

@@ -1,4 +1,9 @@
-"""PyTorch tensors."""
+"""PyTorch tensors, and the mechanisms of PyTorch that intercept operations.
+
+A ``TorchDispatchMode`` may replace the result of an operation (``FakeTensorMode``), record it (``make_fx``) or count it
+(``FlopCounterMode``); ``torch.jit.trace`` records; ``torch.func`` wraps. A product by address is not an operation of
+torch, so they would see only the allocation of its result.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,6 @@ from types import MethodType
 from typing import Any
 
 from lowprec.arrays.base import Delegate, Library
-from lowprec.arrays.torch_interception import has_tangent, interception, probes_of
 from lowprec.arrays.view import CPU, ArrayView, Device, stand_in
 from lowprec.errors import ArrayError
 from lowprec.formats import DType, dtype_from_name
@@ -65,7 +69,7 @@ class TorchLibrary(Library):
         self._torch_dtypes = {d: getattr(torch, d.label) for d in DType if hasattr(torch, d.label)}
         self._dtypes = {t: d for d, t in self._torch_dtypes.items()}
         self._grad_enabled = torch.is_grad_enabled
-        self._probes = probes_of(torch)
+        self._probes = _probes_of(torch)
         self._forward_ad = torch.autograd.forward_ad
         self._device_types = dict(_DEVICE_TYPES)
         if getattr(torch.version, "hip", None):
@@ -106,14 +110,14 @@ class TorchLibrary(Library):
         """Return PyTorch's product if it must record, transform or trace it, or the tensors have no memory."""
         dispatch_modes, function_modes, is_tracing, transforms = self._probes
         if dispatch_modes() or function_modes() or is_tracing() or transforms():
-            why = interception(self._torch)
+            why = _interception(self._torch)
             if why:
                 return Delegate("torch", why)
         records, has_level = self._grad_enabled(), self._forward_ad._current_level >= 0
         for array in arrays:
             if type(array) not in self._plain:
                 return Delegate("torch", self.refusal(array))
-            if has_level and has_tangent(self._torch, array):
+            if has_level and _has_tangent(self._torch, array):
                 return Delegate("torch", _DUAL)
             if array.requires_grad and records:
                 return Delegate("torch", _RECORDED)
@@ -210,3 +214,46 @@ def _extent(extent: Any) -> int:
     """Return an extent as a number for checks; the example of a symbol, if it has one."""
     example = getattr(getattr(extent, "node", None), "hint", None)
     return stand_in(extent if example is None else int(example))
+
+
+def _probes_of(torch: Any) -> tuple[Callable[[], Any], ...]:
+    """Return functions of torch that are true if an interception may be active; 20 to 50 ns each."""
+    core = torch._C
+    return (
+        core._len_torch_dispatch_stack,
+        core._len_torch_function_stack,
+        core._is_tracing,  # torch.jit.trace
+        core._are_functorch_transforms_active,
+    )
+
+
+def _interception(torch: Any) -> str:
+    """Return the interception that would miss the product; "" if there is none, or only function modes."""
+    if torch._C._is_tracing():
+        raise ArrayError(
+            "torch.jit.trace is recording, and would record an empty result for lowprec's product; call lowprec "
+            "outside the traced function"
+        )
+    if torch._C._are_functorch_transforms_active():
+        return (
+            "the call is inside a torch.func transform (vmap, grad, jvp, functionalize), which acts on torch's "
+            "operations; call lowprec outside the transform"
+        )
+    mode = torch.utils._python_dispatch._get_current_dispatch_mode()
+    # The stack of pre-dispatch modes is global; the dispatch key shows whether they are active in this thread.
+    if mode is None and torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):
+        mode = torch._ops._get_current_dispatch_mode_pre_dispatch()
+    if mode is None:
+        return ""
+    return (
+        f"the torch mode {type(mode).__name__} is active: it acts on torch's operations and would not see lowprec's "
+        "product; call lowprec outside the mode"
+    )
+
+
+def _has_tangent(torch: Any, array: Any) -> bool:
+    """Whether a tensor has a tangent at the current level of forward-mode AD."""
+    core = torch._C
+    if core._dispatch_tls_is_dispatch_key_excluded(core.DispatchKey.AutogradFunctionality):
+        return False
+    return torch.autograd.forward_ad.unpack_dual(array).tangent is not None

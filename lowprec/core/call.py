@@ -16,9 +16,8 @@ from lowprec.arrays.libraries import BY_TYPE, promoted, refuse_subclasses
 from lowprec.arrays.prepared_view import Prepared, refuse_prepared
 from lowprec.backends import Arguments, is_out_of_memory, release_memory
 from lowprec.core import streams
-from lowprec.core.arguments import parse_length, parse_number, parse_out_dtype
+from lowprec.core.arguments import PLAIN, Options, parse_length, parse_number, parse_out_dtype, with_scales
 from lowprec.core.executors import CachedExecutor, look_up
-from lowprec.core.options import PLAIN, Options, with_scales
 from lowprec.errors import ArrayError, DTypeError, LowprecError, ShapeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ResolvedMode

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from lowprec.arrays import ArrayView
 from lowprec.backends import Arguments, Backend, Executor, backend_of
-from lowprec.core.arguments import check_devices
-from lowprec.core.options import PLAIN, Options, check_scalars, check_sizes, spec_of
+from lowprec.core.arguments import PLAIN, Options, check_devices, check_scalars, check_sizes, spec_of
 from lowprec.errors import warn
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ModeSource, ResolvedMode, row

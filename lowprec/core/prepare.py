@@ -12,8 +12,8 @@ from lowprec.arrays import ArrayView, library_of
 from lowprec.arrays.prepared_view import Prepared, PreparedView, copy_of
 from lowprec.arrays.sparsity import check_sparsity, sparse_copy
 from lowprec.backends import backend_of
+from lowprec.core.arguments import spec_of
 from lowprec.core.executors import warn_without_effect
-from lowprec.core.options import spec_of
 from lowprec.errors import ShapeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.modes import MathMode, ModeName, parse_mode

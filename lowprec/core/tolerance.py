@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowprec import policy
 from lowprec.backends import backend_of
-from lowprec.core.arguments import check_devices
-from lowprec.core.options import spec_of
+from lowprec.core.arguments import check_devices, spec_of
 from lowprec.errors import ModeError
 from lowprec.modes import TABLE, BoundName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode
 from lowprec.planning import Bound, Candidate, Capabilities, GemmPlan, GemmProblem, Reason, ReasonKind, plan_gemm

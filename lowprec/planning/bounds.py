@@ -235,7 +235,7 @@ def error_bound(
     scaled = k if acts and any(rounded) and scales_rows(mode) else 0
     components = 2 if compute_dtype.is_complex else 1
     schedule = schedule or make_schedule(row(mode if acts else MathMode.FP32), rounded, k)
-    found = _depths(schedule, kernel, fmt, accumulator, components, capability)
+    sums = _depths(schedule, kernel, fmt, accumulator, components, capability)
     is_split = acts and row(mode).parts > 1 and any(rounded)
     # Parts are TF32 numbers already, which truncation leaves unchanged.
     truncates = kernel.truncates_tf32 and fmt is TF32 and not is_split
@@ -244,11 +244,11 @@ def error_bound(
     terms = sum(components * (product.length + chunks - 1) + 1 for product in schedule) - 1
     model = _ErrorModel(
         _TRUNCATED_TF32 if truncates else fmt, sum(rounded), scaled, accumulator, out, components,
-        found[0, 0][0], terms * kernel.parts**2, kernel.summation in _FLUSHES,
+        sums[0, 0][0], terms * kernel.parts**2, kernel.summation in _FLUSHES,
     )  # fmt: skip
     size = confidence(max(elements, 1) * max(model.terms, 1))
     if is_split:
-        error = split_error(row(mode), rounded, found, accumulator, growth=model.growth, scaled_over=scaled, size=size)
+        error = split_error(row(mode), rounded, sums, accumulator, growth=model.growth, scaled_over=scaled, size=size)
     else:
         error = _plain_error(model, size)
     narrow = any(rounded) and not scaled and fmt.emax < accumulator.emax

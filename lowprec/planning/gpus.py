@@ -109,10 +109,10 @@ def parse_model(name: object) -> GpuModel:
 
 def parse_capability(text: str) -> Capability | None:
     """Return the compute capability of ``"sm_90"`` or ``"9.0"``; None for other text."""
-    found = _CAPABILITY.fullmatch(text.strip().lower())
-    if found is None:
+    match = _CAPABILITY.fullmatch(text.strip().lower())
+    if match is None:
         return None
-    major, minor = (int(part) for part in found.groups() if part is not None)
+    major, minor = (int(part) for part in match.groups() if part is not None)
     return major, minor
 
 
@@ -124,8 +124,8 @@ def _plain(text: str) -> str:
 def model_of(name: str) -> GpuModel | None:
     """Return the row of a GPU by its name from the driver; None if there is no row."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
-    found = [model for model in MODELS if words.issuperset(model.key.split("-"))]
-    return max(found, key=lambda model: len(model.key), default=None)
+    models = [model for model in MODELS if words.issuperset(model.key.split("-"))]
+    return max(models, key=lambda model: len(model.key), default=None)
 
 
 def flops_per_byte(name: str, capability: Capability) -> float:

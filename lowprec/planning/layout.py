@@ -28,7 +28,6 @@ class OperandSpec:
 
     @classmethod
     def contiguous(cls, dtype: DType, shape: Shape) -> OperandSpec:
-        """Return the spec of a row-major array without gaps."""
         return cls(dtype, shape, contiguous_strides(shape))
 
     @property
@@ -160,13 +159,13 @@ def _blas_order(rows: int, cols: int, row_stride: int, col_stride: int) -> tuple
 
 
 def _operand(spec: OperandSpec, rows: int, cols: int, batch: Shape, *, is_a: bool) -> MatrixStack:
-    own = [0 if n == 1 else s for n, s in zip(spec.shape[:-2], spec.strides[:-2], strict=True)]
+    strides = [0 if n == 1 else s for n, s in zip(spec.shape[:-2], spec.strides[:-2], strict=True)]
     if len(spec.shape) > 1:
         row_stride, col_stride = spec.strides[-2:]
     else:
         row_stride, col_stride = (0, *spec.strides) if is_a else (*spec.strides, 0)
-    missing = (0,) * (len(batch) - len(own))
-    return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, (*missing, *own))
+    missing = (0,) * (len(batch) - len(strides))
+    return MatrixStack.of(spec.dtype, rows, cols, row_stride, col_stride, batch, (*missing, *strides))
 
 
 def _result(dtype: DType, strides: Shape, m: int, n: int, batch: Shape, a: OperandSpec, b: OperandSpec) -> MatrixStack:
@@ -209,10 +208,10 @@ def stacked_layout(
 def addend_layout(c: OperandSpec, a: OperandSpec, b: OperandSpec, layout: GemmLayout) -> MatrixStack | None:
     """Return ``c`` as matrices of a layout; None if it is collapsed, but the rows of ``c`` have no single stride."""
     missing = len(layout.out_shape) - len(c.shape)
-    own = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
+    strides = tuple(0 if n == 1 else s for n, s in zip(c.shape, c.strides, strict=True))
     m, n, _, batch = _extents(a.shape, b.shape)
-    found = _result(c.dtype, (0,) * missing + own, m, n, batch, a, b)
-    return as_one_matrix(found, prod(batch)) if layout.collapsed else found
+    addend = _result(c.dtype, (0,) * missing + strides, m, n, batch, a, b)
+    return as_one_matrix(addend, prod(batch)) if layout.collapsed else addend
 
 
 def as_one_matrix(operand: MatrixStack, batch_count: int) -> MatrixStack | None:

@@ -88,7 +88,7 @@ def _lowered(plan: GemmPlan, widened: tuple[Copy, ...]) -> GemmPlan:
 
     call, reason = lower(plan), reason_to_widen(plan)
     packs = (("a", call.pack_a), ("b", call.pack_b))
-    copies = tuple(Copy(name, (pack.reason,), pack.nbytes) for name, pack in packs if pack)
+    copies = tuple(Copy(name, pack.reasons, pack.nbytes) for name, pack in packs if pack)
     staged = (Copy("out", call.staged, call.product_bytes),) if call.staged else ()
     copies = (() if call.first.codes else widened) + copies + staged
     passed_over = (*plan.passed_over, reason) if reason else plan.passed_over
@@ -125,13 +125,13 @@ def _emulated(problem: GemmProblem, capabilities: Capabilities) -> GemmPlan:
     best = fp32 = plan_gemm(problem, capabilities, MathMode.FP32)
     if not fp32.mode_has_effect:
         return fp32
-    for found in TABLE:
-        fmt = found.operand_format
-        holds_all = found.parts > 1 and found.parts * fmt.precision >= FLOAT32.precision
-        if not holds_all or found.uses_tf32 or fmt is FLOAT16:
+    for scheme in TABLE:
+        fmt = scheme.operand_format
+        holds_all = scheme.parts > 1 and scheme.parts * fmt.precision >= FLOAT32.precision
+        if not holds_all or scheme.uses_tf32 or fmt is FLOAT16:
             continue
         with suppress(UnsupportedError):
-            plan = plan_gemm(problem, capabilities, found.mode)
+            plan = plan_gemm(problem, capabilities, scheme.mode)
             as_exact = plan.bound.relative <= fp32.bound.relative
             if as_exact and expected_cost(plan) < expected_cost(best):
                 best = plan

@@ -127,11 +127,11 @@ def _rows(plan: GemmPlan) -> Iterator[Row]:
         yield "advice", str(reason)
 
 
-def _roofline(found: Roofline, capabilities: Capabilities) -> str:
-    rewriting = f", then {_duration(found.rewriting)} for the copies" if found.rewriting else ""
+def _roofline(least: Roofline, capabilities: Capabilities) -> str:
+    rewriting = f", then {_duration(least.rewriting)} for the copies" if least.rewriting else ""
     return (
-        f"at least {_duration(found.seconds)}: arithmetic {_duration(found.arithmetic)} "
-        f"({found.tflops:.4g} TFLOP/s, {found.units}), memory {_duration(found.memory)} in parallel "
+        f"at least {_duration(least.seconds)}: arithmetic {_duration(least.arithmetic)} "
+        f"({least.tflops:.4g} TFLOP/s, {least.units}), memory {_duration(least.memory)} in parallel "
         f"({_quantity(capabilities.bytes_per_second, 'B')}/s){rewriting}"
     )
 

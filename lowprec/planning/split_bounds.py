@@ -95,17 +95,17 @@ def on_tensor_cores(terms: int, fmt: str, capability: tuple[int, int]) -> Depth:
 
 def depths(schedule: tuple[Product, ...], of_sum: Callable[[int], Depth]) -> dict[Pair, tuple[Depth, float]]:
     """Return for each pair of parts the depth of its sums, including additions of products, and its factor."""
-    found: dict[Pair, tuple[Depth, float]] = {}
+    sums: dict[Pair, tuple[Depth, float]] = {}
     for number, product in enumerate(schedule):
         added = len(schedule) - max(number, 1)
         inexact = int(abs(frexp(product.factor)[0]) != 0.5)
         nearest, truncations = of_sum(product.length)
         depth = Depth(nearest + added + inexact, truncations)
         for pair in product.pairs:
-            before = found.get(pair)
+            before = sums.get(pair)
             if before is None or before[0].total < depth.total:
-                found[pair] = depth, product.factor
-    return found
+                sums[pair] = depth, product.factor
+    return sums
 
 
 def depths_by_chunks(
@@ -164,7 +164,7 @@ def _parts(row: ModeRow, is_split: bool, scaled_over: int) -> _Parts:
 def split_error(
     row: ModeRow,
     is_split: tuple[bool, bool],
-    found: dict[Pair, tuple[Depth, float]],
+    sums: dict[Pair, tuple[Depth, float]],
     accumulator: NumberFormat,
     *,
     growth: float,
@@ -173,23 +173,22 @@ def split_error(
 ) -> RelativeError:
     """Return the error of a product of which ``a``, ``b`` or both are split.
 
-    ``found`` has the depth of the sums and the factor of each computed pair of parts. ``growth`` is the sum of the
+    ``sums`` has the depth of the sums and the factor of each computed pair of parts. ``growth`` is the sum of the
     magnitudes of the terms relative to ``|A| |B|``: sqrt(2) for complex numbers. ``scaled_over`` is the length of
     scaled rows, 0 without scaling, and ``size`` lambda of :func:`confidence`.
     """
     a, b = (_parts(row, split, scaled_over if split else 0) for split in is_split)
-    sums = row.sums_parts and all(is_split)
-    if sums:
+    if row.sums_parts and all(is_split):
         dropped = _karatsuba_rounding(row, a, b)
     else:
-        dropped = sum(x * y for i, x in enumerate(a.weights) for j, y in enumerate(b.weights) if (i, j) not in found)
+        dropped = sum(x * y for i, x in enumerate(a.weights) for j, y in enumerate(b.weights) if (i, j) not in sums)
     fixed = a.rest + b.rest + a.rest * b.rest + dropped
     worst = probable = fixed
-    for (i, j), (depth, factor) in found.items():
+    for (i, j), (depth, factor) in sums.items():
         weight = _weight(row, a, i) * _weight(row, b, j) * abs(factor) * growth
         worst += weight * depth.worst(accumulator)
         probable += weight * depth.probable(accumulator, size)
-    leading = found[0, 0][0].total
+    leading = sums[0, 0][0].total
     formula = (
         f"{fixed:.3g} by the split, gamma_{leading} of the leading product's sums, weighted ones of the others; "
         f"gamma_d = d u / (1 - d u), u = 2^-{accumulator.precision}"

@@ -18,10 +18,9 @@ from lowprec import policy
 from lowprec.arrays import CPU, ArrayView, library_of
 from lowprec.contractions import multiply_transposed
 from lowprec.core import dispatch
-from lowprec.core.arguments import parse_dtype
+from lowprec.core.arguments import PLAIN, parse_dtype
 from lowprec.core.call import Call, bind, run
 from lowprec.core.executors import CachedExecutor, look_up
-from lowprec.core.options import PLAIN
 from lowprec.core.tolerance import mode_of
 from lowprec.errors import ArrayError, DeviceError, LowprecError, UnsupportedError
 from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode

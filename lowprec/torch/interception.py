@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from lowprec import policy
 from lowprec.arrays import ArrayView, Library, library_of
 from lowprec.core import dispatch
+from lowprec.core.arguments import PLAIN, Options
 from lowprec.core.executors import look_up
 from lowprec.core.interception import Block, Interception
 from lowprec.core.interception_report import PassedBy, Row
-from lowprec.core.options import PLAIN, Options
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import MathMode, ResolvedMode, row
 from lowprec.torch.aten import ACTED_ON, Kernel, Product, Terms, kernels

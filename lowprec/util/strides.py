@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
 Shape = tuple[int, ...]
 
@@ -63,3 +64,12 @@ def coalesce(dimensions: Sequence[Dimension]) -> list[Dimension]:
         else:
             result.append((extent, strides))
     return result
+
+
+def offsets_of(dimensions: Sequence[Dimension], arrays: int) -> Iterator[Shape]:
+    """Yield for each index over the dimensions the offset of each array, in elements."""
+    for indices in product(*(range(extent) for extent, _ in dimensions)):
+        yield tuple(
+            sum(index * strides[i] for index, (_, strides) in zip(indices, dimensions, strict=True))
+            for i in range(arrays)
+        )

@@ -10,10 +10,8 @@ from lowprec.backends.cuda import (
     bindings,
     cublas,
     executor,
-    gemm_ex,
     handles,
     invocation,
-    measuring,
     memory,
     models,
     runtime,
@@ -37,7 +35,7 @@ def reset() -> None:
         stack.callback(memory.release)
         stack.callback(release_timing_events)
         stack.callback(_handles, cublas._pool, "cublas")
-        stack.callback(_handles, gemm_ex._pool, "cublas")
+        stack.callback(_handles, invocation._gemm_ex_handles, "cublas")
         stack.callback(_handles, sparse._pool, "cusparse_lt")
         stack.callback(_handles, handles._cublas_lt, "cublas_lt")
         stack.callback(handles._streams.__init__, runtime.create_stream)
@@ -45,7 +43,7 @@ def reset() -> None:
 
 def release_timing_events() -> None:
     """Destroy the events of unused stopwatches."""
-    _events(measuring._idle, lambda events: events)
+    _events(autotune._idle, lambda events: events)
 
 
 def _events(by_device: dict[tuple[Any, int], Any], idle: Any) -> None:

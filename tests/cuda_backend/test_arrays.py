@@ -20,7 +20,7 @@ from lowprec.arrays.dlpack import view_of_capsule
 from lowprec.backends import Arguments
 from lowprec.backends.cuda import memory, runtime
 from lowprec.core import streams
-from lowprec.core.options import PLAIN
+from lowprec.core.arguments import PLAIN
 from lowprec.errors import ArrayError, BackendError, DeviceError
 from lowprec.formats import DType
 from software_cuda import Cupy, Software

@@ -18,7 +18,7 @@ import lowprec
 from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import Gpu
 from lowprec import errors
-from lowprec.backends.cuda import compiling, measuring
+from lowprec.backends.cuda import autotune, compiling
 from lowprec.core import executors
 from software_cuda.descriptors import SoftwareLtError
 from software_cuda.objects import EXECUTION_FAILED, INTERNAL_ERROR
@@ -31,7 +31,7 @@ TRUE = oracles.product(A, A)
 @pytest.fixture(autouse=True)
 def short_measurements(software: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The software's clock is exact: a product or two per measurement are enough. All algorithms run."""
-    monkeypatch.setattr(measuring, "_MEASUREMENT_MS", 0.04)
+    monkeypatch.setattr(autotune, "_MEASUREMENT_MS", 0.04)
     software.software.switches.first_algorithm = False
 
 

@@ -15,10 +15,11 @@ import pytest
 from lowprec import errors
 from lowprec.backends.cuda import compiling, libraries
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
-from lowprec.backends.cuda.packing import Packing, prepare_packing
+from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.errors import BackendError, LowprecWarning
 from lowprec.formats import DType as D
 from lowprec.planning import MatrixStack
+from lowprec.planning.cublaslt.calls import Packing
 from support.recording_compiler import RecordingCompiler, recording, runtime
 
 

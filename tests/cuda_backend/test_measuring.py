@@ -11,7 +11,7 @@ import pytest
 
 import lowprec
 from cuda_backend.device_fixture import SoftwareGpu
-from lowprec.backends.cuda import autotune, measuring, runtime
+from lowprec.backends.cuda import autotune, runtime
 from lowprec.backends.cuda.invocation import Invocation, Operands
 from software_cuda import machine
 
@@ -39,12 +39,12 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The cycles of each spinning kernel that is queued."""
     cycles: list[int] = []
 
-    class Spied(measuring.Launch):
+    class Spied(autotune.Launch):
         def __call__(self, stream: int, *varying: float) -> None:
             cycles.append(int(varying[0]))
             super().__call__(stream, *varying)
 
-    monkeypatch.setattr(measuring, "Launch", Spied)
+    monkeypatch.setattr(autotune, "Launch", Spied)
     return cycles
 
 
@@ -53,7 +53,7 @@ def simulated_time(software: SoftwareGpu, monkeypatch: pytest.MonkeyPatch) -> An
     """The device works while the host queues, and the host's clock is the device's."""
     scheduler = software.software.runtime.scheduler
     scheduler.use("eager")
-    monkeypatch.setattr(measuring, "perf_counter", lambda: scheduler.clock_ms / 1e3, raising=False)
+    monkeypatch.setattr(autotune, "perf_counter", lambda: scheduler.clock_ms / 1e3, raising=False)
     return scheduler
 
 
@@ -92,7 +92,7 @@ def test_spinning_has_an_end(software: SoftwareGpu, simulated_time: Any, monkeyp
     monkeypatch.setattr(runtime, "event_is_done", lambda event: True)
     x = software.put(A)
     assert lowprec.autotune(x, x, candidates=1).timed
-    assert max(cycles) == measuring._MOST_SPIN_MS * 1_980_000
+    assert max(cycles) == autotune._MOST_SPIN_MS * 1_980_000
     assert len(cycles) < 100
 
 
@@ -108,7 +108,7 @@ def turns_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], check: Ca
 
         def results(self, found: Any, progress: Any) -> Any:
             check(self.invocation, self.turns)
-            return (measuring.Measured(0, found[0], times_ms=[1.0]),)
+            return (autotune.Measured(0, found[0], times_ms=[1.0]),)
 
     monkeypatch.setattr(autotune, "Contest", Looks)
     call()
@@ -140,7 +140,7 @@ def test_no_product_reads_cached_operands(software: SoftwareGpu, name: str, monk
     def check(invocation: Invocation, turns: Any) -> None:
         (before,) = given
         names = [*before._fields[:2], *(["c"] if before.beta else []), "d"]
-        places, _ = measuring._set_layout(invocation, before, tuple(names))
+        places, _ = autotune._set_layout(invocation, before, tuple(names))
         used: set[int] = set()
         first = next(turns)
         sets = [first, *itertools.takewhile(lambda x: x != first, turns)]
@@ -158,7 +158,7 @@ def test_no_product_reads_cached_operands(software: SoftwareGpu, name: str, monk
             assert before.beta or operands.c == operands.d
         seen.append(len(used))
 
-    rotated = measuring.rotated
+    rotated = autotune.rotated
 
     def noted(invocation: Invocation, operands: Operands, *rest: Any) -> Any:
         given.append(operands)
@@ -175,14 +175,14 @@ def test_operands_that_are_not_copied(software: SoftwareGpu, reason: str, monkey
     if reason == "large":
         monkeypatch.setattr(runtime, "attribute", lambda name, index: 1000)
     else:
-        allocate = measuring.memory.temporary
+        allocate = autotune.memory.temporary
 
         def only_small(nbytes: int, *rest: Any) -> Any:
             if nbytes > 1 << 17:
                 raise lowprec.DeviceMemoryError("there is no more")
             return allocate(nbytes, *rest)
 
-        monkeypatch.setattr(measuring.memory, "temporary", only_small)
+        monkeypatch.setattr(autotune.memory, "temporary", only_small)
     x = software.put(A)
     seen = []
 

@@ -11,7 +11,7 @@ import pytest
 import lowprec
 from cuda_backend.cuda_reset import release_timing_events
 from cuda_backend.device_fixture import SoftwareGpu
-from lowprec.backends.cuda.measuring import EventStopwatch
+from lowprec.backends.cuda.autotune import EventStopwatch
 from lowprec.backends.cuda.runtime import on_device
 from lowprec.errors import BackendError
 from software_cuda import Software

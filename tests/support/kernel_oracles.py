@@ -12,9 +12,9 @@ import numpy as np
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.epilogue import Epilogue
-from lowprec.backends.cuda.packing import Packing
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
+from lowprec.planning.cublaslt.calls import Packing
 
 _CANARY = 0xA5
 _MARGIN = 64

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from lowprec.backends.cuda.compiling import Launch
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
-from lowprec.backends.cuda.packing import PACKED, Packing, prepare_packing
+from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.formats import DType
 from lowprec.planning import Activation, MatrixStack, OperandSpec
+from lowprec.planning.cublaslt.calls import PACKED, Packing
 from support.recording_compiler import recording
 
 D = DType

@@ -12,8 +12,7 @@ import pytest
 
 import lowprec
 from lowprec.backends.cuda import models
-from lowprec.core.arguments import described
-from lowprec.core.options import spec_of
+from lowprec.core.arguments import described, spec_of
 from lowprec.modes import available_modes
 from lowprec.planning import GemmProblem, plan_gemm
 from lowprec.planning.gpus import MODELS, GpuModel, model_of, parse_model

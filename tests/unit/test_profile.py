@@ -21,8 +21,7 @@ from lowprec.arrays import library_of
 from lowprec.backends import Arguments, ExecutionInfo
 from lowprec.backends.cpu import backend as cpu
 from lowprec.core import executors
-from lowprec.core.arguments import parse_dtype
-from lowprec.core.options import PLAIN
+from lowprec.core.arguments import PLAIN, parse_dtype
 from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import records
 from support import machines

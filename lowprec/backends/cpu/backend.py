@@ -17,7 +17,6 @@ from lowprec.planning import GemmPlan
 
 
 def prepare(plan: GemmPlan) -> Executor:
-    """Return the function that executes a plan for this CPU; safe to call from several threads at once."""
     if 0 in plan.out_shape:
         return lambda _: None
     if not plan.layout.k:  # k or alpha is zero

@@ -21,7 +21,6 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name from the operating system."""
     return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 

@@ -42,8 +42,8 @@ def _capabilities() -> Capabilities:
         rows = tuple(row._replace(missing=why) for row in rows)
     hidden = environment.hidden_cpu_flags()  # also where the system does not list the processor's flags
     units = {row.requires: row for row in rows if row.requires in library.units()}
-    found = (name for name, row in units.items() if name and hidden.isdisjoint(row.instruction_sets))
-    return Capabilities("cpu", cpuinfo.cpu_name(), rows, frozenset(found))
+    usable = (name for name, row in units.items() if name and hidden.isdisjoint(row.instruction_sets))
+    return Capabilities("cpu", cpuinfo.cpu_name(), rows, frozenset(usable))
 
 
 @functools.cache
@@ -54,22 +54,25 @@ def _emulating(architecture: Architecture) -> Capabilities:
 
 def info() -> dict[str, Any]:
     """Return the CPU, NumPy's BLAS, and warnings about missing units."""
+    device: dict[str, Any] = {**_device(), "instruction_sets": [], "units": []}
+    warnings: list[str] = []
     try:
         able = _capabilities()
+        rows = [row for row in able.kernels if row.requires in able.features]
+        device["instruction_sets"] = list(_instruction_sets(rows))
+        device["units"] = [row.units for row in rows if row.holds_in is None and row.parts == 1]
+        warnings = list(_warnings(rows))
     except EnvironmentVariableError:  # reported with the variables; products raise it
-        device = {**_device(), "instruction_sets": [], "units": []}
-        return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": []}
-    here = [row for row in able.kernels if row.requires in able.features]
-    device = {**_device(), "instruction_sets": list(_instruction_sets(here)), "units": _units(here)}
-    return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": list(_warnings(here))}
+        pass
+    return {"devices": [device], "versions": {}, "blas": _blas(), "warnings": warnings}
 
 
-def _warnings(here: list[KernelRow]) -> Iterator[str]:
+def _warnings(rows: list[KernelRow]) -> Iterator[str]:
     if (why := library.unavailable_reason()) is not None:
         yield _WITHOUT.format(why)
-    elif not any(row.summation is Summation.TILES for row in here):
+    elif not any(row.summation is Summation.TILES for row in rows):
         on_units = [str(m) for m in MathMode if mode_row(m).operand_format is BFLOAT16]
-        has_units = any(row.formats == frozenset({BFLOAT16.name}) for row in here)
+        has_units = any(row.formats == frozenset({BFLOAT16.name}) for row in rows)
         modes = f"modes other than {', '.join(on_units)}" if has_units else "all modes"
         yield f"this processor has no tile units: {modes} round the operands and multiply in FP32, no faster than fp32"
     core_type = _numpys_core_type()
@@ -103,16 +106,12 @@ def _device() -> dict[str, Any]:
     }
 
 
-def _units(here: list[KernelRow]) -> list[str]:
-    return [row.units for row in here if row.holds_in is None and row.parts == 1]
-
-
-def _instruction_sets(here: list[KernelRow]) -> Iterator[dict[str, Any]]:
+def _instruction_sets(rows: list[KernelRow]) -> Iterator[dict[str, Any]]:
     """Yield the instruction sets that matter for products, whether they are used, and the kernels that use them."""
     hidden, flags = cpuinfo.hidden_flags(), cpuinfo.cpu_flags()
     named = (name for row in kernels_of(cpuinfo.machine()) for name in row.instruction_sets)
     for name in dict.fromkeys(("avx2", "avx512f", *named) if flags else ()):
-        users = ", ".join(row.name for row in here if name in row.instruction_sets)
+        users = ", ".join(row.name for row in rows if name in row.instruction_sets)
         by = f"lowprec's kernels {users}" if users else ""
         if name in hidden:
             by = "hidden by LOWPREC_MAX_CPU_ISA"
@@ -122,8 +121,8 @@ def _instruction_sets(here: list[KernelRow]) -> Iterator[dict[str, Any]]:
 def _blas() -> dict[str, Any]:
     config: Any = np.show_config(mode="dicts")
     blas = (config or {}).get("Build Dependencies", {}).get("blas", {})
-    found = {key: blas.get(key) for key in ("name", "version", "openblas configuration")}
-    return {**found, "core_type": _numpys_core_type()}
+    keys = ("name", "version", "openblas configuration")
+    return {**{key: blas.get(key) for key in keys}, "core_type": _numpys_core_type()}
 
 
 def _numpys_core_type() -> str | None:

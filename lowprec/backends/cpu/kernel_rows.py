@@ -7,101 +7,51 @@ on a Zen 5.
 
 from __future__ import annotations
 
+from typing import Any
+
 from lowprec.formats import DType
 from lowprec.planning import KernelRow, Summation
 
 _COMPILED = KernelRow(name="", units="", products_per_complex=4, packs=True, keeps_b=True)
-
 _FP32 = _COMPILED._replace(
     formats=frozenset({"float32", "tf32", "float16", "bfloat16"}), k_chunk=768, holds_in=DType.FLOAT32, decodes_b=True
 )
-
 #: Chunks of as many bytes as in FP32.
 _BF16 = _COMPILED._replace(
-    formats=frozenset({"bfloat16"}),
-    cost_per_flop=0.4,
-    cost_per_element=40.0,
-    summation=Summation.PAIRS,
-    k_chunk=1536,
+    formats=frozenset({"bfloat16"}), cost_per_flop=0.4, cost_per_element=40.0, summation=Summation.PAIRS, k_chunk=1536,
     decodes_b=True,
-)
-
+)  # fmt: skip
 _INT8 = _COMPILED._replace(formats=frozenset({"int8"}), cost_per_flop=0.25, cost_per_element=10.0)
 
-BF16_AMX = _BF16._replace(
-    name="bf16_amx",
-    units="bfloat16 tile units (AMX)",
-    requires="bf16_amx",
-    instruction_sets=("avx512f", "amx_tile", "amx_bf16"),
-    cost_per_flop=0.09,
-    cost_per_element=130.0,
-    summation=Summation.TILES,
-)
 
+def _on(kernel: KernelRow, unit: str, words: str, *instruction_sets: str, **differences: Any) -> KernelRow:
+    """Return the row of a kernel on one unit of the library."""
+    return kernel._replace(name=unit, requires=unit, units=words, instruction_sets=instruction_sets, **differences)
+
+
+BF16_AMX = _on(
+    _BF16, "bf16_amx", "bfloat16 tile units (AMX)", "avx512f", "amx_tile", "amx_bf16",
+    cost_per_flop=0.09, cost_per_element=130.0, summation=Summation.TILES,
+)  # fmt: skip
 #: A TF32 or float16 value is the exact sum of two bfloat16 values.
 BF16_AMX_PAIR = BF16_AMX._replace(
-    name="bf16_amx_pair",
-    units="bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
-    formats=frozenset({"tf32", "float16"}),
-    cost_per_flop=0.35,
-    parts=2,
-)
-
+    name="bf16_amx_pair", units="bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
+    formats=frozenset({"tf32", "float16"}), cost_per_flop=0.35, parts=2,
+)  # fmt: skip
 #: Four products at 0.4 of the cost of one in FP32 would be slower, so that TF32 and float16 have no such row.
-BF16_AVX512 = _BF16._replace(
-    name="bf16_avx512",
-    units="bfloat16 vector units (AVX512-BF16)",
-    requires="bf16_avx512",
-    instruction_sets=("avx512f", "avx512_bf16"),
-)
-
-FP32_AVX512 = _FP32._replace(
-    name="fp32_avx512", units="FP32 vector units (AVX-512)", requires="fp32_avx512", instruction_sets=("avx512f",)
-)
-
-FP32_AVX2 = _FP32._replace(
-    name="fp32_avx2", units="FP32 vector units (AVX2)", requires="fp32_avx2", instruction_sets=("avx2",)
-)
-
-INT8_AMX = _INT8._replace(
-    name="int8_amx",
-    units="int8 tile units (AMX)",
-    requires="int8_amx",
-    instruction_sets=("avx512f", "amx_tile", "amx_int8"),
-    cost_per_flop=0.06,
-    cost_per_element=130.0,
-)
-
-INT8_AVX512 = _INT8._replace(
-    name="int8_avx512",
-    units="int8 vector units (AVX512-VNNI)",
-    requires="int8_avx512",
-    instruction_sets=("avx512f", "avx512_vnni"),
-)
-
-INT8_AVXVNNI = _INT8._replace(
-    name="int8_avxvnni",
-    units="int8 vector units (AVX-VNNI)",
-    requires="int8_avxvnni",
-    instruction_sets=("avx2", "avx_vnni"),
-    cost_per_flop=0.55,
-)
-
-INT8_AVX2 = _INT8._replace(
-    name="int8_avx2",
-    units="int16 vector units (AVX2)",
-    requires="int8_avx2",
-    instruction_sets=("avx2",),
-    cost_per_flop=0.6,
-)
-
-BF16_NEON = _BF16._replace(
-    name="bf16_neon", units="bfloat16 vector units (NEON)", requires="bf16_neon", summation=Summation.PAIRS_TO_ODD
-)
-
-FP32_NEON = _FP32._replace(name="fp32_neon", units="FP32 vector units (NEON)", requires="fp32_neon")
-
-INT8_NEON = _INT8._replace(name="int8_neon", units="int8 vector units (NEON)", requires="int8_neon")
+BF16_AVX512 = _on(_BF16, "bf16_avx512", "bfloat16 vector units (AVX512-BF16)", "avx512f", "avx512_bf16")
+FP32_AVX512 = _on(_FP32, "fp32_avx512", "FP32 vector units (AVX-512)", "avx512f")
+FP32_AVX2 = _on(_FP32, "fp32_avx2", "FP32 vector units (AVX2)", "avx2")
+INT8_AMX = _on(
+    _INT8, "int8_amx", "int8 tile units (AMX)", "avx512f", "amx_tile", "amx_int8",
+    cost_per_flop=0.06, cost_per_element=130.0,
+)  # fmt: skip
+INT8_AVX512 = _on(_INT8, "int8_avx512", "int8 vector units (AVX512-VNNI)", "avx512f", "avx512_vnni")
+INT8_AVXVNNI = _on(_INT8, "int8_avxvnni", "int8 vector units (AVX-VNNI)", "avx2", "avx_vnni", cost_per_flop=0.55)
+INT8_AVX2 = _on(_INT8, "int8_avx2", "int16 vector units (AVX2)", "avx2", cost_per_flop=0.6)
+BF16_NEON = _on(_BF16, "bf16_neon", "bfloat16 vector units (NEON)", summation=Summation.PAIRS_TO_ODD)
+FP32_NEON = _on(_FP32, "fp32_neon", "FP32 vector units (NEON)")
+INT8_NEON = _on(_INT8, "int8_neon", "int8 vector units (NEON)")
 
 #: Every product, within the same bounds.
 NUMPY = KernelRow(name="numpy", units="NumPy's BLAS", cost_per_element=300.0, holds_in=DType.FLOAT32, keeps_b=True)

@@ -165,8 +165,8 @@ def _operand(plan: GemmPlan, operand: int, view: ArrayView, x: Any, dtype: np.dt
         return split(x, *how)
 
     def make() -> PackedOperand:
-        made = split(x, *how)
-        return PackedOperand(made, sum(part.nbytes for part in made[0]))
+        parts, exponents = split(x, *how)
+        return PackedOperand((parts, exponents), sum(part.nbytes for part in parts))
 
     return view.packed_operand((*how, data_pointer(x), x.shape, x.strides), make)  # type: ignore[no-any-return]
 
@@ -258,7 +258,7 @@ def _apply_epilogue(plan: GemmPlan, arguments: Arguments, product: Any, out: Any
         if activation is Activation.RELU:
             np.maximum(x, 0, out=x)
         elif activation is Activation.GELU:
-            x[...] = _gelu_float32(x) if dtype == np.float32 else _gelu(x)
+            x[...] = _gelu(x)
         if product is not out:
             out[..., rows, :] = _rounded_to_odd(x) if twice else x
 
@@ -275,25 +275,9 @@ def _rounded_to_odd(x: Any) -> Any:
 
 
 def _gelu(x: Any) -> Any:
-    """Return the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415, section 2)."""
-    x = np.maximum(x, np.finfo(x.dtype).min)  # the formula gives NaN for -Inf
-    return x * (0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * x * (1 + 0.044715 * x * x))))
+    """Return the tanh form of GELU (Hendrycks and Gimpel, arXiv 1606.08415, section 2), computed in float64.
 
-
-# ln 2 in two parts, the first with few bits, so that its products with integers are exact; exp's polynomial of Cephes.
-_LN2 = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_EXP = np.array([1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5], np.float32)
-
-
-def _gelu_float32(x: Any) -> Any:
-    """Return GELU by the operations, and therefore with the bits, of the compiled kernels.
-
-    ``0.5 (1 + tanh y)`` is ``1 / (1 + exp(-2 y))``, which needs one exponential and does not cancel for negative y.
+    ``0.5 x (1 + tanh y)`` is ``x / (1 + exp(-2 y))``, which does not cancel for negative y.
     """
-    y = np.float32(0.7978845608028654) * (x + np.float32(0.044715) * x * x * x)
-    z = np.clip(np.float32(-2) * y, np.float32(-87), np.float32(88))
-    n = np.rint(z * np.float32(math.log2(math.e)))
-    r = z - n * _LN2[0] - n * _LN2[1]
-    p = functools.reduce(lambda p, c: p * r + c, _EXP)
-    # Below -44 the exponential overflows, and the result is below the smallest normal number.
-    return np.where(y < -44, np.float32(-0.0), x / (1 + np.ldexp(p * r * r + r + 1, n.astype(np.int32))))
+    wide = np.maximum(x, np.finfo(x.dtype).min, dtype=np.float64)  # the formula gives NaN for -Inf
+    return wide / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * wide * (1 + 0.044715 * wide * wide)))

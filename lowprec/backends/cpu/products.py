@@ -98,9 +98,9 @@ def _with_imaginary_parts(plan: GemmPlan, execute: Executor) -> Executor:
         lost = ~np.isfinite(out)
         if lost.any():
             a, b = (host_view(x.ndarray().astype(dtype, order="C")) for x in arguments[:2])
-            found = np.empty(out.shape, dtype)
-            whole(arguments._replace(a=a, b=b, out=host_view(found)))
-            np.copyto(out, found, where=lost)
+            product = np.empty(out.shape, dtype)
+            whole(arguments._replace(a=a, b=b, out=host_view(product)))
+            np.copyto(out, product, where=lost)
 
     return recompute
 
@@ -179,8 +179,8 @@ def _describe(plan: GemmPlan) -> tuple[Product, list[Any]]:
     axes = [i for i, extent in enumerate(layout.batch_shape) if extent > 1]
     shared = [i for i in axes if not layout.b.batch_strides[i]]
     batch = [i for i in axes if layout.b.batch_strides[i]]
-    made = [_matrix(x, batch, () if x is layout.b else shared) for x in (layout.a, layout.b, layout.out, c)]
-    (a, b, out, addend), offsets = zip(*made, strict=True)
+    matrices = [_matrix(x, batch, () if x is layout.b else shared) for x in (layout.a, layout.b, layout.out, c)]
+    (a, b, out, addend), offsets = zip(*matrices, strict=True)
     if problem.b.blocks and problem.b.blocks.format in library.BLOCK_TYPES:
         _describe_codes(b, offsets[1], problem.b.blocks.format)
     bias = Matrix(type=-1)
@@ -198,45 +198,45 @@ def _matrix(x: MatrixStack | None, batch: Sequence[int], shared: Sequence[int]) 
     """Return a matrix with offsets of products along axes of its batch, and of rows along the others."""
     if x is None:
         return Matrix(type=-1), []
-    found, kept = Matrix(row=x.row_stride, col=x.col_stride, type=library.TYPES[x.dtype]), []
+    matrix, offsets = Matrix(row=x.row_stride, col=x.col_stride, type=library.TYPES[x.dtype]), []
     if any(x.batch_strides[i] for i in batch):
-        kept.append(_offsets([(x.batch_shape[i], x.batch_strides[i]) for i in batch]))
-        found.batch_offsets = data_pointer(kept[-1])
+        offsets.append(_offsets([(x.batch_shape[i], x.batch_strides[i]) for i in batch]))
+        matrix.batch_offsets = data_pointer(offsets[-1])
     if shared:
         rows = [*((x.batch_shape[i], x.batch_strides[i]) for i in shared), (x.rows, x.row_stride)]
-        merged = coalesce([(extent, (stride,)) for extent, stride in rows])
-        if len(merged) > 1:
-            kept.append(_offsets(rows))
-            found.row_offsets = data_pointer(kept[-1])
+        coalesced = coalesce([(extent, (stride,)) for extent, stride in rows])
+        if len(coalesced) > 1:
+            offsets.append(_offsets(rows))
+            matrix.row_offsets = data_pointer(offsets[-1])
         else:
-            found.row = merged[0][1][0]
-    return found, kept
+            matrix.row = coalesced[0][1][0]
+    return matrix, offsets
 
 
 def _offsets(dimensions: Sequence[tuple[int, int]]) -> Any:
-    found = np.zeros(1, np.int64)
+    offsets = np.zeros(1, np.int64)
     for extent, stride in dimensions:
-        found = np.add.outer(found, np.arange(extent) * stride).ravel()
-    return found
+        offsets = np.add.outer(offsets, np.arange(extent) * stride).ravel()
+    return offsets
 
 
 def _describe_codes(b: Matrix, offsets: list[Any], name: str) -> None:
     """Change strides between elements to those between bytes of contiguous codes and scales."""
     fmt = BLOCK_FORMATS[name]
     b.type, b.scale_col, b.col = library.BLOCK_TYPES[name], b.col // fmt.block, b.col * fmt.bits // 8
-    for found in offsets:
-        found *= fmt.bits
-        found //= 8
+    for array in offsets:
+        array *= fmt.bits
+        array //= 8
 
 
 def _scheme(plan: GemmPlan) -> Scheme:
     mode, pairs = row(plan.scheme), [product.pairs[0] for product in plan.schedule]
     parts = [min(count, mode.parts) if rounded else 0 for count, rounded in zip(plan.split, plan.rounded, strict=True)]
     is_rounded, fmt = any(plan.rounded), plan.operand_format
-    found = Scheme(
+    scheme = Scheme(
         _FORMATS[fmt] if fmt and (is_rounded or plan.kernel_row.parts > 1) else 0, *parts,
         mode.part_exponent if is_rounded else 0, mode.sums_parts and all(plan.rounded), any(plan.scaled), len(pairs),
     )  # fmt: skip
     for i, (pair, product) in enumerate(zip(pairs, plan.schedule, strict=True)):
-        (found.pair_a[i], found.pair_b[i]), found.factor[i] = pair, product.factor
-    return found
+        (scheme.pair_a[i], scheme.pair_b[i]), scheme.factor[i] = pair, product.factor
+    return scheme

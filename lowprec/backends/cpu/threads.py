@@ -65,13 +65,9 @@ def openblas_paths() -> list[str]:
 
 def openblas_function(path: str, name: str) -> Any | None:
     """A function of an OpenBLAS in this process, by its name without the prefix and suffix of the build."""
-    found = loaded(path)
-    for prefix in ("scipy_", ""):
-        for suffix in ("64_", ""):
-            function = getattr(found, f"{prefix}{name}{suffix}", None) if found else None
-            if function is not None:
-                return function
-    return None
+    blas = loaded(path)
+    variants = (f"{prefix}{name}{suffix}" for prefix in ("scipy_", "") for suffix in ("64_", ""))
+    return next((function for x in variants if (function := getattr(blas, x, None)) is not None), None)
 
 
 def _openblas_getter() -> Callable[[], int] | None:
@@ -89,10 +85,10 @@ def _torch_openmp() -> Callable[[], int] | None:
     Return None if PyTorch is not loaded or has no such runtime.
     """
     path = next(iter(_mapped("/libtorch_cpu.so")), "") if "torch" in sys.modules else ""
-    found = loaded(path) if path else None
+    torch_cpu = loaded(path) if path else None
     # The handle of a library also finds the symbols of its dependencies.
     names = ("GOMP_parallel", "omp_in_parallel", "omp_get_max_threads")
-    parallel, in_parallel, max_threads = (getattr(found, name, None) for name in names)
+    parallel, in_parallel, max_threads = (getattr(torch_cpu, name, None) for name in names)
     if not (parallel and in_parallel and max_threads):
         return None
     _use_openmp(parallel, in_parallel)
@@ -108,9 +104,7 @@ def _use_openmp(parallel: Any, in_parallel: Any) -> None:
 class _Affinity(threading.local):
     """The number of CPUs in the affinity mask of the calling thread, read once a second."""
 
-    def __init__(self) -> None:
-        self.cpus = 1
-        self.expires = -math.inf
+    cpus, expires = 1, -math.inf
 
     def refresh(self, now: float) -> None:
         self.cpus = affinity()
@@ -129,14 +123,14 @@ class _Limits:
         self.expires = -math.inf
 
     def refresh(self, now: float) -> None:
-        own = variables.THREADS.current() == "own"
+        by_workers = variables.THREADS.current() == "own"
         self.cpus = min(_cgroup_cpus() or sys.maxsize, environment.thread_limit() or sys.maxsize)
         if self.getter is None:
             self.getter = _openblas_getter()
         self.has_torch = "torch" in sys.modules
-        if own and self.openmp is not None:
+        if by_workers and self.openmp is not None:
             _use_openmp(None, None)
-        self.openmp = None if own else self.openmp or _torch_openmp()
+        self.openmp = None if by_workers else self.openmp or _torch_openmp()
         self.expires = now + _REFRESH_SECONDS
 
 
@@ -154,13 +148,13 @@ def num_threads() -> int:
     It is the minimum of the CPUs in the thread's affinity mask, the control group's quota, ``MKL_NUM_THREADS``, and the
     threads of NumPy's OpenBLAS and of PyTorch. The first three are read once a second.
     """
-    limits, own = _limits, _limits.affinity
+    limits, mask = _limits, _limits.affinity
     now = time.monotonic()
     if now >= limits.expires or ("torch" in sys.modules) != limits.has_torch:
         limits.refresh(now)
-    if now >= own.expires:
-        own.refresh(now)
-    cpus = min(limits.cpus, own.cpus)
+    if now >= mask.expires:
+        mask.refresh(now)
+    cpus = min(limits.cpus, mask.cpus)
     if limits.getter is not None:
         cpus = min(cpus, limits.getter())
     if limits.openmp is not None:

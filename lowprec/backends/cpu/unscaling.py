@@ -21,20 +21,22 @@ _BLOCK = 1 << 16
 def unscale(pairs: Sequence[tuple[Any, Any]], inverse: Any) -> bool:
     """Multiply float32, float64 or bfloat16 arrays by ``inverse``; return whether any has Inf or NaN."""
     functions = library.library() if library.units() else None
-    found, rows = False, []
+    not_finite, rows = False, []
     for x, out in pairs:
         first = data_pointer(x)
         target = first if out is x else data_pointer(out)
         if not is_flat(x, out, first, target):
-            found |= _unscale_plain(x, out, inverse)
+            not_finite |= _unscale_plain(x, out, inverse)
         elif functions is not None and x.dtype in _TYPES:
             rows.append((first, target, x.size, _TYPES[x.dtype]))
         else:
-            found |= _unscale_blocks(x.ravel("K"), out.ravel("K"), inverse)
+            source, result = x.ravel("K"), out.ravel("K")
+            for i in range(0, x.size, _BLOCK):
+                not_finite |= _unscale_plain(source[i : i + _BLOCK], result[i : i + _BLOCK], inverse)
     if functions is not None and rows:
         table = np.array(rows, np.int64)  # of lp_flat
-        found |= bool(functions.unscale(data_pointer(table), len(rows), inverse, threads.num_threads()))
-    return found
+        not_finite |= bool(functions.unscale(data_pointer(table), len(rows), inverse, threads.num_threads()))
+    return not_finite
 
 
 def is_flat(x: Any, out: Any, first: int, target: int) -> bool:
@@ -43,16 +45,11 @@ def is_flat(x: Any, out: Any, first: int, target: int) -> bool:
     return one_run and (first == target or abs(first - target) >= x.nbytes)
 
 
-def _unscale_blocks(x: Any, out: Any, inverse: Any) -> bool:
-    found = [_unscale_plain(x[i : i + _BLOCK], out[i : i + _BLOCK], inverse) for i in range(0, x.size, _BLOCK)]
-    return any(found)
-
-
 def _unscale_plain(x: Any, out: Any, inverse: Any) -> bool:
     with np.errstate(all="ignore"):
-        found = not np.isfinite(x).all()
+        not_finite = not np.isfinite(x).all()
         if x.dtype.itemsize == 2:  # rounded once, from float32
             out[...] = x.astype(np.float32) * inverse
         else:
             np.multiply(x, x.dtype.type(inverse), out=out)
-    return found
+    return not_finite

@@ -2,19 +2,32 @@
 
 Measured choices are cached on disk by GPU model, versions of driver and cuBLAS, and product. An algorithm replaces the
 first choice only if it wins two measurements: among all candidates, and then against the first choice alone.
+
+The host takes microseconds to queue a product, during which a short product would leave the device idle. So each
+measurement is queued behind a kernel that spins for twice the host's time, and repeated if that was too short. To keep
+operands out of the L2 cache, the runs rotate over copies that are together larger than the cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import json
-from typing import Any
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple, TypeAlias
 
 from lowprec.backends import disk
-from lowprec.backends.cuda import bindings, runtime
+from lowprec.backends.cuda import bindings, memory, runtime
 from lowprec.backends.cuda.bindings import Algorithm
-from lowprec.backends.cuda.invocation import Invocation, Operands
-from lowprec.backends.cuda.measuring import Contest, Measured, Progress, rotated
+from lowprec.backends.cuda.compiling import Launch
+from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES, Invocation, Operands
+from lowprec.backends.cuda.libraries import libraries
+from lowprec.backends.cuda.runtime import call
+from lowprec.errors import BackendError, DeviceMemoryError, LowprecError
 from lowprec.util.lock import locked
 
 #: Number of algorithms that are tried until one runs.
@@ -62,7 +75,6 @@ def product_key(invocation: Invocation) -> str:
 
 
 def device_key() -> str:
-    """Return the current device, the driver and cuBLAS, as one line."""
     device = runtime.properties(runtime.current_device())
     major, minor = device.capability
     return (
@@ -110,3 +122,217 @@ def _remember(invocation: Invocation, results: tuple[Measured, ...]) -> None:
     for device, choices in ours.items():
         stored.setdefault(device, {}).update(choices)
     disk.write(_FILE, json.dumps({"devices": stored}, indent=1, sort_keys=True).encode())
+
+
+#: Unused events by runtime module, which tests replace, and device.
+_idle: dict[tuple[Any, int], list[Any]] = {}
+
+
+class EventStopwatch:
+    """Two events around a product, the first recorded now; a product captured into a CUDA graph has no time."""
+
+    __slots__ = ("_device", "_events", "_idle", "stream")
+
+    def __init__(self, device: int, stream: int) -> None:
+        self._idle = _idle.setdefault((libraries().runtime, device), [])
+        self._events: list[Any] = []
+        self._device = device
+        self.stream = stream
+        if not runtime.is_capturing(stream):
+            self._record()
+
+    def _record(self) -> None:
+        # The current device may not be the array's, and stream 1 is the default stream of the current device.
+        with runtime.on_device(self._device):
+            try:
+                event = self._idle.pop()
+            except IndexError:
+                event = runtime.create_event(timing=True)
+            self._events.append(event)
+            call("cudaEventRecord", event, self.stream)
+
+    def stop(self) -> None:
+        if self._events:
+            self._record()
+
+    def abandon(self) -> None:
+        events, self._events = self._events, []
+        self._idle.extend(events)
+
+    @property
+    def has_begun(self) -> bool:
+        with runtime.relaxed_capture():
+            return runtime.event_is_done(self._events[0])
+
+    def elapsed_ms(self) -> float | None:
+        """Wait for the product and return its time; None if there is none."""
+        if len(self._events) < 2:
+            return None
+        start, end = self._events
+        runtime.wait_for_event(end)
+        return float(call("cudaEventElapsedTime", start, end))
+
+    def __del__(self) -> None:
+        self.abandon()
+
+
+#: Rounds with all candidates, and with the fastest and the first choice.
+_ROUNDS, _FINAL_ROUNDS = 5, 15
+#: Shortest measurement, long enough for the resolution of events (half a microsecond).
+_MEASUREMENT_MS = 0.2
+_MAX_REPEATS = 200
+#: Least relative gain over the first choice.
+_MARGIN = 0.01
+
+#: Initial estimate of the host's time per product; factors of the spinning time in each attempt; longest spin.
+_HOST_MS = 0.01
+_LONGER = (2, 4, 8)
+_MOST_SPIN_MS = 20.0
+#: Clock if the driver does not report it.
+_CLOCK_KHZ = 2_000_000
+#: Total size of the copies of the operands, in sizes of the L2 cache.
+_CACHES = 2
+
+#: Called with the number of finished measurements and their total number.
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class Measured:
+    """One measured algorithm; ``rank`` is its index in the heuristics' order."""
+
+    rank: int
+    algorithm: Algorithm
+    repeats: int = 1  # products per measurement
+    times_ms: list[float] = field(default_factory=list)
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.times_ms)
+
+
+class Contest:
+    """Measures algorithms of one product in turns; ``turns`` yields the operands of each run."""
+
+    def __init__(self, invocation: Invocation, handle: int, stream: int, turns: Iterator[Operands]) -> None:
+        self._invocation, self._handle, self._stream = invocation, handle, stream
+        self._turns = turns
+        self._device = runtime.current_device()
+        self._spin = Launch("spin", "spin.cu", {}, self._device, 1, (1,), 1, ())
+        self._clock_khz = runtime.properties(self._device).clock_khz or _CLOCK_KHZ
+        self._host_ms = _HOST_MS
+
+    def results(self, algorithms: tuple[Algorithm, ...], progress: Progress | None) -> tuple[Measured, ...]:
+        """Return the algorithms that run, the chosen one first; raise BackendError if none runs."""
+        self._spin(self._stream, 0)  # compile the kernel here, so that an error is not attributed to a candidate
+        candidates: list[Measured] = []
+        errors: list[LowprecError] = []
+        for rank, algorithm in enumerate(algorithms):
+            candidate = Measured(rank, algorithm)
+            try:
+                self._attempt(candidate, 0)  # load the kernel
+                self._host_ms = _HOST_MS
+                once = self._measure(candidate)
+            except LowprecError as error:
+                runtime.is_capturing(self._stream)  # raises the error of a lost device, on which no other one runs
+                errors.append(error)
+                continue
+            candidate.repeats = max(1, min(_MAX_REPEATS, round(_MEASUREMENT_MS / max(once, 1e-3))))
+            candidates.append(candidate)
+        if not candidates:
+            raise BackendError(f"none of the measured algorithms runs: {errors[0]}") from errors[0]
+        total = len(candidates) * _ROUNDS + 2 * _FINAL_ROUNDS
+        for done, candidate in enumerate(candidates * _ROUNDS, 1):
+            candidate.times_ms.append(self._measure(candidate))
+            if progress:
+                progress(done, total)
+        first = candidates[0]
+        candidates.sort(key=lambda x: x.median_ms)
+        if candidates[0] is not first and not self._wins(candidates[0], first):
+            candidates.sort(key=lambda x: x is not first)
+        if progress:
+            progress(total, total)
+        return tuple(candidates)
+
+    def _wins(self, best: Measured, first: Measured) -> bool:
+        """Whether the best algorithm also wins a second comparison with the first choice."""
+        times = [(self._measure(first), self._measure(best)) for _ in range(_FINAL_ROUNDS)]
+        old, new = (statistics.median(x) for x in zip(*times, strict=True))
+        return bool(new < old * (1 - _MARGIN))
+
+    def _measure(self, candidate: Measured) -> float:
+        for longer in _LONGER:
+            spin_ms = min(longer * self._host_ms * candidate.repeats, _MOST_SPIN_MS)
+            elapsed_ms, waited_for_the_host = self._attempt(candidate, spin_ms)
+            if not waited_for_the_host or spin_ms == _MOST_SPIN_MS:
+                break
+        return elapsed_ms / candidate.repeats
+
+    def _attempt(self, candidate: Measured, spin_ms: float) -> tuple[float, bool]:
+        """Wait for one measurement; return its milliseconds, and whether the device waited for the host."""
+        self._invocation.use(candidate.algorithm)
+        begin = perf_counter()
+        self._spin(self._stream, int(spin_ms * self._clock_khz))
+        watch = EventStopwatch(self._device, self._stream)
+        for operands in itertools.islice(self._turns, candidate.repeats):
+            self._invocation.run(self._handle, self._stream, operands)
+        watch.stop()
+        waited_for_the_host = watch.has_begun
+        self._host_ms = (perf_counter() - begin) * 1e3 / candidate.repeats
+        return watch.elapsed_ms() or 0.0, waited_for_the_host
+
+
+class _Offsets(NamedTuple):
+    pointer: int  # offset of the address from the start of the set
+    lowest: int  # offset of the first byte from the address
+    nbytes: int
+
+
+@contextlib.contextmanager
+def rotated(invocation: Invocation, operands: Operands, device: int, stream: int) -> Iterator[Iterator[Operands]]:
+    """Yield an iterator over copies of ``operands`` with the same alignment; only D if they exceed cache or memory."""
+    read = ("first", "second", *(("c",) if operands.beta else ()))
+    layout, nbytes = _set_layout(invocation, operands, (*read, "d"))
+    count = -(-_CACHES * runtime.attribute("cudaDevAttrL2CacheSize", device) // nbytes)
+    block = None
+    if count > 1:
+        with contextlib.suppress(DeviceMemoryError):
+            block = memory.temporary(count * nbytes, device, stream)
+    if block is None:
+        (layout, nbytes), count, read = _set_layout(invocation, operands, ("d",)), 1, ()
+        block = memory.temporary(nbytes, device, stream)
+    with block as first:
+        for name in read:
+            copy, source = layout[name], getattr(operands, name)
+            start = first + copy.pointer + copy.lowest
+            runtime.copy_async(start, source + copy.lowest, copy.nbytes, stream)
+        done = 1
+        while read and done < count:  # double the number of copies
+            more = min(done, count - done)
+            runtime.copy_async(first + done * nbytes, first, more * nbytes, stream)
+            done += more
+        starts = itertools.cycle([first + i * nbytes for i in range(count)])
+
+        def moved(start: int) -> Operands:
+            pointers = {name: start + copy.pointer for name, copy in layout.items()}
+            c = operands.c if operands.beta else pointers["d"]
+            return operands._replace(**{"c": c, **pointers})
+
+        yield map(moved, starts)
+
+
+def _set_layout(invocation: Invocation, operands: Operands, names: tuple[str, ...]) -> tuple[dict[str, _Offsets], int]:
+    call = invocation.call
+    matrices = {"first": call.first, "second": call.second, "c": call.c or call.d, "d": call.d}
+    layout, nbytes = {}, 0
+    for name in names:
+        x = matrices[name]
+        # Offsets of calls may be negative.
+        starts = [offsets[list(matrices).index(name)] for offsets in call.offsets]
+        end = max(starts) + (call.batch_count - 1) * x.batch_stride
+        end += (x.cols - 1) * x.leading_dimension + x.rows
+        lowest, end = x.nbytes(min(starts)), x.nbytes(end)
+        pointer = nbytes - lowest + (getattr(operands, name) + lowest) % ALIGNMENT_BYTES
+        layout[name] = _Offsets(pointer, lowest, end - lowest)
+        nbytes = -(-(pointer + end) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return layout, nbytes

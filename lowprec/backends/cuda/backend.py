@@ -8,11 +8,11 @@ from math import prod
 from typing import Any
 
 from lowprec.arrays import ArrayView, Device
-from lowprec.backends.cuda import bindings, measuring, memory, runtime
+from lowprec.backends.cuda import autotune, bindings, memory, runtime
+from lowprec.backends.cuda.autotune import Progress
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue
 from lowprec.backends.cuda.executor import GemmExecutor
 from lowprec.backends.cuda.libraries import libraries
-from lowprec.backends.cuda.measuring import Progress
 from lowprec.backends.cuda.models import present
 from lowprec.backends.cuda.sparse import SparseCall
 from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor, Stopwatch
@@ -29,14 +29,14 @@ _WRONG_CUBLAS = range(120800, 130100)
 
 
 def capabilities(device: Device) -> Capabilities:
-    found, version = runtime.properties(device.index), bindings.cublas_version()
-    if found.capability[0] == 10 and version in _WRONG_CUBLAS:
+    properties, version = runtime.properties(device.index), bindings.cublas_version()
+    if properties.capability[0] == 10 and version in _WRONG_CUBLAS:
         warn(
             f"cuBLAS {bindings.cublas_version_text()} may compute wrong results on compute capability 10.x; install "
             'cuBLAS 13.1.0.3 or later: pip install -U "lowprec[cuda13]"',
             once="cuBLAS on 10.x",
         )
-    return present(found, version)
+    return present(properties, version)
 
 
 def info() -> dict[str, Any]:
@@ -48,14 +48,14 @@ def info() -> dict[str, Any]:
 
 
 def _device(index: int) -> dict[str, Any]:
-    found, able = runtime.properties(index), capabilities(Device(2, index))
+    properties, able = runtime.properties(index), capabilities(Device(2, index))
     return {
         "device": able.device,
-        "name": found.name,
-        "compute_capability": "{}.{}".format(*found.capability),
-        "memory_bytes": found.memory_bytes,
-        "multiprocessors": found.multiprocessors,
-        "clock_khz": found.clock_khz,
+        "name": properties.name,
+        "compute_capability": "{}.{}".format(*properties.capability),
+        "memory_bytes": properties.memory_bytes,
+        "multiprocessors": properties.multiprocessors,
+        "clock_khz": properties.clock_khz,
         "peak_tflops": dict(able.peak_tflops),
         "workspace_bytes": able.workspace_bytes,
     }
@@ -77,22 +77,15 @@ def describe(plan: GemmPlan, arguments: Arguments) -> tuple[tuple[str, str], ...
             sparse = executor.lowered(arguments, 0).sparse.call(arguments)
         if not isinstance(sparse, str):
             return (("algorithm", sparse.invocation.info.text),)
-        found = executor.use(arguments, lambda x: x.first_invocation(arguments))
-        info, call = found.info, executor.lowered(arguments).call
+        invocation = executor.use(arguments, lambda x: x.first_invocation(arguments))
+        info, call = invocation.info, executor.lowered(arguments).call
     rows = [("algorithm", info.text), ("units", info.units_text)]
-    rows += [("failed", error) for error in found.failures.values()]
-    allows_tf32 = plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32
-    if allows_tf32 and info.uses_tensor_cores is False:
-        note = "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"
-        rows.append(("note", note))
-    if executor.fallback:
-        rows.append(("fallback", executor.fallback))
-    elif call != plan.call:
-        reason = "a pointer is not a multiple of 16 bytes: operands are packed, or the product is staged"
-        rows.append(("fallback", reason))
-    if sparse:
-        rows.append(("fallback", sparse))
-    return tuple(rows)
+    rows += [("failed", error) for error in invocation.failures.values()]
+    if plan.cublas_compute_type is ComputeType.COMPUTE_32F_FAST_TF32 and info.uses_tensor_cores is False:
+        rows.append(("note", "TF32 is allowed, but this algorithm multiplies float32 numbers, without tensor cores"))
+    misaligned = "a pointer is not a multiple of 16 bytes: operands are packed, or the product is staged"
+    reasons = (executor.fallback or (misaligned if call != plan.call else ""), sparse)
+    return (*rows, *(("fallback", reason) for reason in reasons if reason))
 
 
 def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
@@ -104,7 +97,7 @@ def execution_info(plan: GemmPlan, execute: Executor) -> ExecutionInfo:
 
 def stopwatch(arguments: Arguments) -> Stopwatch:
     with runtime.on_device(arguments.a.device.index):
-        return measuring.EventStopwatch(arguments.a.device.index, arguments.stream)
+        return autotune.EventStopwatch(arguments.a.device.index, arguments.stream)
 
 
 def tune(
@@ -114,8 +107,9 @@ def tune(
     if not isinstance(execute, GemmExecutor) or execute.plan.call is None:
         return ()
     with runtime.on_device(arguments.a.device.index):
-        found = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
-        return tuple(AlgorithmTiming(x.rank, x.median_ms, bindings.describe_algorithm(x.algorithm).text) for x in found)
+        timings = execute.use(arguments, lambda x: x.tune(arguments, candidates, progress))
+        texts = [bindings.describe_algorithm(x.algorithm).text for x in timings]
+        return tuple(AlgorithmTiming(x.rank, x.median_ms, text) for x, text in zip(timings, texts, strict=True))
 
 
 @contextlib.contextmanager

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from lowprec.planning.cublaslt.batches import offsets_of
-from lowprec.util.strides import Dimension, coalesce
+from lowprec.util.strides import Dimension, coalesce, contiguous_strides, offsets_of
 
 #: Batch dimensions of one launch.
 _PER_LAUNCH = 3
@@ -27,11 +26,7 @@ class LaunchBatch:
 
 def batch_dimensions(shape: Sequence[int], step: int, *strides: Sequence[int]) -> list[Dimension]:
     """Return a batch whose first array is contiguous with matrices of ``step`` elements; others have these strides."""
-    found: list[Dimension] = []
-    for extent, *others in reversed(list(zip(shape, *strides, strict=True))):
-        found.insert(0, (extent, (step, *others)))
-        step *= extent
-    return found
+    return list(zip(shape, zip(contiguous_strides(tuple(shape), step), *strides, strict=True), strict=True))
 
 
 def launch_batches(dimensions: Sequence[Dimension], arrays: int) -> Iterator[LaunchBatch]:

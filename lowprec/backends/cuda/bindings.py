@@ -41,7 +41,6 @@ def is_of_algorithm(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def translated(doing: Callable[[], str]) -> Iterator[None]:
-    """Translate the errors of a block to lowprec's."""
     try:
         yield
     except (LowprecError, Warning):  # a filter may turn warnings into errors
@@ -125,10 +124,10 @@ def create(kind: str, arguments: Sequence[int], attributes: Mapping[str, int]) -
     """Create an object of a kind with these attributes; ``arguments`` are those of its create function."""
     cublas_lt = libraries.cublas_lt
     pointer = getattr(cublas_lt, f"{kind}_create")(*arguments)
-    made = Descriptor(int(pointer), getattr(cublas_lt, f"{kind}_destroy"))
+    descriptor = Descriptor(int(pointer), getattr(cublas_lt, f"{kind}_destroy"))
     for name, value in attributes.items():
-        set_attribute(kind, made.pointer, name, value)
-    return made
+        set_attribute(kind, descriptor.pointer, name, value)
+    return descriptor
 
 
 def preference(workspace_bytes: int, alignment_bytes: int, reduction_schemes: Sequence[str]) -> Descriptor:
@@ -164,38 +163,38 @@ class MatmulDescriptors(NamedTuple):
 def heuristics(handle: int, descriptors: MatmulDescriptors, wanted: Descriptor, count: int) -> tuple[Algorithm, ...]:
     """Return up to ``count`` algorithms, the most promising first; may be empty."""
     cublas_lt = libraries.cublas_lt
-    found = cublas_lt.MatmulHeuristicResult(count)
+    results = cublas_lt.MatmulHeuristicResult(count)
     returned = np.zeros(1, np.int32)
     try:
         cublas_lt.matmul_algo_get_heuristic(
-            handle, *descriptors.pointers, wanted.pointer, count, found.ptr, returned.ctypes.data
+            handle, *descriptors.pointers, wanted.pointer, count, results.ptr, returned.ctypes.data
         )
     except cublas_lt.cuBLASLtError as error:
         if int(getattr(error, "status", -1)) == _NOT_SUPPORTED:
             return ()
         raise
-    return _supported(found, int(returned[0]))
+    return _supported(results, int(returned[0]))
 
 
-def _supported(found: Any, count: int) -> tuple[Algorithm, ...]:
+def _supported(results: Any, count: int) -> tuple[Algorithm, ...]:
     """Return the supported algorithms among the first ``count`` of a ``MatmulHeuristicResult``."""
     dtype = libraries.cublas_lt.matmul_heuristic_result_dtype
-    results = np.frombuffer(ctypes.string_at(found.ptr, count * dtype.itemsize), dtype)
-    return tuple(Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in results if x["state"] == 0)
+    rows = np.frombuffer(ctypes.string_at(results.ptr, count * dtype.itemsize), dtype)
+    return tuple(Algorithm(bytes(x["algo"]), int(x["workspace_size"])) for x in rows if x["state"] == 0)
 
 
 def check_algorithm(handle: int, descriptors: MatmulDescriptors, algorithm: bytes) -> Algorithm | None:
-    """Return a stored algorithm if it can run this product here, None if it cannot."""
+    """Return a stored algorithm if it can run this product on this device, None if it cannot."""
     cublas_lt = libraries.cublas_lt
     if len(algorithm) != cublas_lt.matmul_algo_dtype.itemsize:
         return None
-    found = cublas_lt.MatmulHeuristicResult(1)
+    result = cublas_lt.MatmulHeuristicResult(1)
     data = np.frombuffer(algorithm, np.uint8).copy()
     try:
-        cublas_lt.matmul_algo_check(handle, *descriptors.pointers, data.ctypes.data, found.ptr)
+        cublas_lt.matmul_algo_check(handle, *descriptors.pointers, data.ctypes.data, result.ptr)
     except cublas_lt.cuBLASLtError:
         return None
-    return next((x._replace(data=algorithm) for x in _supported(found, 1)), None)
+    return next((x._replace(data=algorithm) for x in _supported(result, 1)), None)
 
 
 @dataclass(frozen=True, slots=True)

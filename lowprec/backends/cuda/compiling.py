@@ -86,7 +86,7 @@ class Launch:
         constants: Sequence[int],
         factors: int = 0,
     ) -> None:
-        self._made_of = (name, file, definitions, device)
+        self._key = (name, file, definitions, device)
         self._extents = (grid, 1, 1, *block, *(1,) * (3 - len(block)), 0)
         self._constants = tuple(constants)
         self._factors = (addresses, addresses + factors)
@@ -111,14 +111,14 @@ class Launch:
         (status,) = self._queue(self._function, *self._extents, stream, arguments.address, 0)
         self._idle.append(arguments)
         if status != 0:
-            raise BackendError(f"kernel {self._made_of[0]} cannot be launched: {status.name}")
+            raise BackendError(f"kernel {self._key[0]} cannot be launched: {status.name}")
 
     def _load(self) -> None:
         with runtime.relaxed_capture():  # loading is not part of a captured graph
-            found = kernel(*self._made_of)
+            loaded = kernel(*self._key)
         driver = libraries().driver
-        self._function, self._queue = driver.CUfunction(int(found.handle)), driver.cuLaunchKernel
-        self._kernel = found
+        self._function, self._queue = driver.CUfunction(int(loaded.handle)), driver.cuLaunchKernel
+        self._kernel = loaded
 
     def _new_arguments(self) -> _Arguments:
         first, end = self._factors

@@ -16,11 +16,12 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from lowprec.arrays import ArrayView
 from lowprec.backends.cuda import autotune, bindings, handles, memory, quantized_operands, runtime
+from lowprec.backends.cuda.autotune import Measured, Progress
 from lowprec.backends.cuda.compiling import NEEDS_CUDA_12, OLDEST_OF_CUDA_13
-from lowprec.backends.cuda.gemm_ex import GemmEx
 from lowprec.backends.cuda.invocation import (
     ALIGNMENT_BYTES,
     NO_WORKSPACE,
+    GemmEx,
     Invocation,
     Number,
     Operands,
@@ -30,7 +31,6 @@ from lowprec.backends.cuda.invocation import (
     number,
 )
 from lowprec.backends.cuda.libraries import cached
-from lowprec.backends.cuda.measuring import Measured, Progress
 from lowprec.backends.cuda.sparse import SparseCall, SparseInvocation, SparseProducts
 from lowprec.backends.cuda.staging import Staging
 from lowprec.backends.interface import Arguments
@@ -121,13 +121,13 @@ class GemmExecutor:
                 continue
             tried.append(lowered.call)
             try:
-                found = use(lowered)
+                result = use(lowered)
             except UnsupportedError as error:
                 refusal = refusal or error
                 continue
             if refusal is not None:
                 self._refusal[0] = (index, str(refusal))
-            return found
+            return result
         assert refusal is not None
         if self._needs_cuda_12:
             raise UnsupportedError(f"{refusal}; {NEEDS_CUDA_12}") from refusal
@@ -154,11 +154,10 @@ class GemmExecutor:
             bits |= arguments.c.address if arguments.c is not None else 0
             bits |= self.plan.problem.has_blocks and not quantized_operands.are_contiguous(arguments)
         key = (not bits % _STEP_BYTES, self._refusal[0][0] if lowering is None else lowering)
-        found = self._lowered.get(key)
-        if found is None:
-            made = _LoweredPlan(self.plan, arguments.a.device.index, *key)
-            found = self._lowered.setdefault(key, made)
-        return found
+        lowered = self._lowered.get(key)
+        if lowered is None:
+            lowered = self._lowered.setdefault(key, _LoweredPlan(self.plan, arguments.a.device.index, *key))
+        return lowered
 
 
 class _Term(NamedTuple):
@@ -168,7 +167,7 @@ class _Term(NamedTuple):
     second: int
     #: Alpha and beta of a staged product.
     factor: Number
-    kept: Number
+    sum_factor: Number
     #: By alignment of the pointers; shared by terms of the same length.
     invocations: dict[int, AnyInvocation]
 
@@ -179,7 +178,7 @@ class _LoweredPlan:
     def __init__(self, plan: GemmPlan, device: int, aligned: bool, lowering: int) -> None:
         self._plan = plan
         call = plan.call
-        if call is not None and not (aligned and not lowering):
+        if call is not None and (lowering or not aligned):
             call = lower(plan, aligned=aligned, **_LOWERINGS[lowering][0])
         #: None if the inner dimension is 0.
         self.call = call
@@ -225,46 +224,44 @@ class _LoweredPlan:
         """Queue the work on the stream of the arguments, and return its last invocation; the device is current."""
         if not self._has_blocks:
             return self._run(device, arguments, sparse)
-        with self._reads(arguments) as read:
-            return self._run(device, read, sparse)
+        with self._reads(arguments) as numbers:
+            return self._run(device, numbers, sparse)
 
     def _run(self, device: int, arguments: Arguments, sparse: SparseCall | None) -> AnyInvocation | None:
-        staging, several, ran = self._staging, len(self._terms) > 1, None
+        staging, several, last = self._staging, len(self._terms) > 1, None
         if (staging is not None or several) and runtime.is_capturing(arguments.stream):
             self._check_warm(device, arguments, () if sparse else self._terms)
         if staging is None:
             for index in range(len(self._terms)):
                 try:
-                    ran = self._multiply(device, arguments, _pointers(arguments), index, sparse=sparse)
+                    last = self._multiply(device, arguments, _pointers(arguments), index, sparse=sparse)
                 except UnsupportedError as error:
                     if not index:
                         raise
                     raise BackendError(str(error)) from error  # c may be the result, a part of which is written
             self._has_run = True
-            return ran
-        workspace_bytes = self._workspace_bytes
-        packed_b = staging.packed_b(arguments)
+            return last
+        workspace_bytes, packed_b = self._workspace_bytes, staging.packed_b(arguments)
         nbytes = staging.nbytes if packed_b is None else staging.bytes_without_b
         with memory.temporary(nbytes + workspace_bytes, device, arguments.stream) as block:
             pointers = staging.fill(block, arguments, packed_b)
             workspace = (block + nbytes, workspace_bytes)
             for index in range(len(self._terms)):
-                ran = self._multiply(device, arguments, pointers, index, workspace, sparse)
-                self._workspace_bytes = max(self._workspace_bytes, ran.algorithm.workspace_bytes if ran else 0)
-            staging.apply_epilogue(block, arguments, arguments.alpha, packed_b)
+                last = self._multiply(device, arguments, pointers, index, workspace, sparse)
+                self._workspace_bytes = max(self._workspace_bytes, last.algorithm.workspace_bytes if last else 0)
+            staging.apply_epilogue(block, arguments, packed_b)
         self._has_run = True
-        return ran
+        return last
 
     def _check_warm(self, device: int, arguments: Arguments, terms: Sequence[_Term]) -> None:
         """Raise during a capture if the product would create objects after its packing is queued."""
         if terms:
             handles.handle(device, arguments.stream)
-        is_warm = self._has_run
-        for term in terms:
-            operands = self._operands(arguments, self._aligned_pointers(arguments), term)
-            alignment = alignment_of(*operands[:4], self._offset_bits)
-            is_warm = is_warm and alignment in term.invocations
-        if not is_warm:
+        pointers = self._aligned_pointers(arguments) if terms else (0, 0, 0)
+        operands = [self._operands(arguments, pointers, term) for term in terms]
+        alignments = [alignment_of(*x[:4], self._offset_bits) for x in operands]
+        known = all(x in term.invocations for x, term in zip(alignments, terms, strict=True))
+        if not (self._has_run and known):
             runtime.refuse_capture(arguments.stream, "an algorithm of cuBLASLt")
 
     def _multiply(
@@ -275,13 +272,11 @@ class _LoweredPlan:
             sparse.run(arguments, pointers, staged=bool(self._terms[0].call.staged))
             return None
         stream = arguments.stream
-        found = self._is_alone and self.multiply_alone(device, stream, pointers, index, workspace)
-        if found:
-            return found
-        handle, operands, invocation = self._prepared(arguments, pointers, self._terms[index])
-        self.last = invocation
-        invocation.run(handle, stream, operands, workspace)
-        return invocation
+        if self._is_alone and (invocation := self.multiply_alone(device, stream, pointers, index, workspace)):
+            return invocation
+        handle, operands, self.last = self._prepared(arguments, pointers, self._terms[index])
+        self.last.run(handle, stream, operands, workspace)
+        return self.last
 
     def multiply_alone(
         self, device: int, stream: int, pointers: Pointers, index: int = 0, workspace: Workspace = NO_WORKSPACE
@@ -298,12 +293,12 @@ class _LoweredPlan:
         self.last = invocation
         handle = handles.handle(device, stream)
         addresses = ((first, second, d, d),)
-        invocation.queue(handle, stream, term.factor, term.kept, addresses, workspace)
+        invocation.queue(handle, stream, term.factor, term.sum_factor, addresses, workspace)
         return invocation
 
     def first_invocation(self, arguments: Arguments) -> AnyInvocation:
-        with self._reads(arguments) as read:
-            return self._prepared(read, self._aligned_pointers(read), self._terms[0])[-1]
+        with self._reads(arguments) as numbers:
+            return self._prepared(numbers, self._aligned_pointers(numbers), self._terms[0])[-1]
 
     def _aligned_pointers(self, arguments: Arguments) -> Pointers:
         """Return addresses with the alignment of the product's pointers; temporary memory is fully aligned."""
@@ -342,32 +337,30 @@ class _LoweredPlan:
         a += term.first
         b += term.second
         if call.staged:
-            factor, kept = term.factor.value, term.kept.value
-            return Operands(a, b, d, d, 0, scale_a, scale_b, factor, kept)
+            return Operands(a, b, d, d, 0, scale_a, scale_b, term.factor.value, term.sum_factor.value)
         c = arguments.c.address if call.c and arguments.c is not None else d
         bias = arguments.bias.address if self._fuses_bias and arguments.bias is not None else 0
         beta = arguments.beta if call.c else 0.0
         return Operands(a, b, c, d, bias, scale_a, scale_b, arguments.alpha, beta)
 
     def _prepared(self, arguments: Arguments, pointers: Pointers, term: _Term) -> tuple[int, Operands, AnyInvocation]:
-        """Return the handle, the operands, and the invocation for their alignment."""
         plan, stream = self._plan, arguments.stream
         handle = handles.handle(arguments.a.device.index, stream)
         operands = self._operands(arguments, pointers, term)
         alignment = alignment_of(*operands[:4], self._offset_bits)
-        found = term.invocations.get(alignment)
-        if found is None:
+        invocation = term.invocations.get(alignment)
+        if invocation is None:
             runtime.refuse_capture(stream, "an algorithm of cuBLASLt")
-            # Concurrent threads each prepare one and use the first.
             call, product = term.call, f"{title(plan)}, {plan.compute_type}"
             workspace_bytes = max(plan.capabilities.workspace_bytes, call.emulation_bytes)
-            choose = partial(autotune.choose, handle=handle)
-            made = (
-                GemmEx(call, workspace_bytes, product) if call.gemm_ex
-                else Invocation(call, alignment, workspace_bytes, operands, choose, product)
-            )  # fmt: skip
-            found = term.invocations.setdefault(alignment, made)
-        return handle, operands, found
+            if call.gemm_ex:
+                invocation = GemmEx(call, workspace_bytes, product)
+            else:
+                choose = partial(autotune.choose, handle=handle)
+                invocation = Invocation(call, alignment, workspace_bytes, operands, choose, product)
+            # Concurrent threads each prepare one and use the first.
+            invocation = term.invocations.setdefault(alignment, invocation)
+        return handle, operands, invocation
 
 
 def _term(whole: CublasLtCall, k: int, product: Product, invocations: dict[int, AnyInvocation]) -> _Term:

@@ -46,25 +46,25 @@ class HandlePool:
     def handle(self, device: int, stream: int = LEGACY_STREAM) -> int:
         """Return this thread's handle on ``device``, which is current; none is created during a capture."""
         handles = self._local.handles
-        found = handles.get(device)
-        return found if found is not None else self._lease(device, stream, handles)
+        leased = handles.get(device)
+        return leased if leased is not None else self._lease(device, stream, handles)
 
     def _lease(self, device: int, stream: int, handles: _Lease) -> int:
         try:
-            found = self._free[device].pop()
+            handle = self._free[device].pop()
         except IndexError:
             runtime.refuse_capture(stream, "a handle of this thread")
             with runtime.relaxed_capture():
                 try:
-                    found = self._create()
+                    handle = self._create()
                 except DeviceMemoryError:
                     memory.release()
-                    found = self._create()
-            self.devices[found] = device
-        kept = handles.setdefault(device, found)
-        if kept != found:  # a signal handler has created one meanwhile
-            self._free[device].append(found)
-        return kept
+                    handle = self._create()
+            self.devices[handle] = device
+        leased = handles.setdefault(device, handle)
+        if leased != handle:  # a signal handler has created one meanwhile
+            self._free[device].append(handle)
+        return leased
 
 
 _cublas_lt = HandlePool(bindings.create_handle)
@@ -73,20 +73,20 @@ _cublas_lt = HandlePool(bindings.create_handle)
 handle = _cublas_lt.handle
 
 
-def device_of(owner: int) -> int:
-    return _cublas_lt.devices[owner]
+def device_of(handle: int) -> int:
+    return _cublas_lt.devices[handle]
 
 
 _streams = HandlePool(runtime.create_stream)
 
 
 @contextlib.contextmanager
-def own_stream(owner: int) -> Iterator[int]:
+def stream_of_thread(handle: int) -> Iterator[int]:
     """Yield a stream for work in the order of this thread's default stream, whose number libraries may not accept."""
-    device = Device(2, device_of(owner))
-    own = _streams.handle(device.index, PER_THREAD_STREAM)
-    memory.order(PER_THREAD_STREAM, own, device)
+    device = Device(2, device_of(handle))
+    stream = _streams.handle(device.index, PER_THREAD_STREAM)
+    memory.order(PER_THREAD_STREAM, stream, device)
     try:
-        yield own
+        yield stream
     finally:
-        memory.order(own, PER_THREAD_STREAM, device)
+        memory.order(stream, PER_THREAD_STREAM, device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -133,8 +134,8 @@ class Invocation:
 
     @property
     def info(self) -> AlgorithmInfo:
-        self._info = found = self._info or bindings.describe_algorithm(self.algorithm)
-        return found
+        self._info = info = self._info or bindings.describe_algorithm(self.algorithm)
+        return info
 
     def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
         """Queue the product; alpha and beta are read before this returns."""
@@ -146,11 +147,11 @@ class Invocation:
         # call fails, the descriptor is destroyed.
         attributes = operands.attributes
         try:
-            operation, found = self._idle.pop()
+            operation, current = self._idle.pop()
         except IndexError:
             with bindings.translated(lambda: f"run {self._product}"):
-                operation, found = _operation(self.call, operands), attributes
-        if found != attributes:
+                operation, current = _operation(self.call, operands), attributes
+        if current != attributes:
             with bindings.translated(lambda: f"run {self._product}"):
                 for name, address in zip(_POINTERS, attributes, strict=True):
                     if address:
@@ -164,15 +165,14 @@ class Invocation:
     ) -> None:  # fmt: skip
         """Queue calls for these addresses; ``operation`` is a descriptor of this thread, 0 if it has no pointers."""
         if stream == PER_THREAD_STREAM:
-            with handles.own_stream(handle) as stream:
+            with handles.stream_of_thread(handle) as stream:
                 self.queue(handle, stream, alpha, beta, pointers, workspace, operation)
             return
         chosen = algorithm, needed_bytes, _ = self._chosen
         address, nbytes = workspace
         if nbytes < needed_bytes:
-            with memory.temporary(needed_bytes, handles.device_of(handle), stream) as own:
-                workspace = (own, needed_bytes)
-                self.queue(handle, stream, alpha, beta, pointers, workspace, operation)
+            with memory.temporary(needed_bytes, handles.device_of(handle), stream) as address:
+                self.queue(handle, stream, alpha, beta, pointers, (address, needed_bytes), operation)
             return
         shared, first_layout, second_layout, c_layout, d_layout = self._pointers
         matmul = libraries.cublas_lt.matmul
@@ -191,15 +191,15 @@ class Invocation:
 
     def _use_next(self, failed: tuple[int, int, Any], stream: int, error: Exception) -> None:
         """Use the next algorithm if the first use of one has failed; otherwise raise the error."""
-        found, others = bindings.translate(error, f"run {self._product}"), self._others
+        translated, others = bindings.translate(error, f"run {self._product}"), self._others
         if self._chosen is not failed:  # another thread has replaced it
             return
         # The last condition raises the error of a lost device.
         if others is None or not bindings.is_of_algorithm(error) or runtime.is_capturing(stream):
-            raise found from error
-        self.failures[failed[2].tobytes()] = str(found)
+            raise translated from error
+        self.failures[failed[2].tobytes()] = str(translated)
         if not others:
-            raise UnsupportedError(str(found)) from error
+            raise UnsupportedError(str(translated)) from error
         self.use(*others)
 
     def search(self, handle: int, count: int) -> tuple[Algorithm, ...]:
@@ -214,9 +214,9 @@ class Invocation:
         for workspace_bytes in (self.workspace_bytes, 0):
             wanted = bindings.preference(workspace_bytes, self.alignment_bytes, schemes)
             with runtime.relaxed_capture():
-                found = bindings.heuristics(handle, self.descriptors, wanted, count)
-            if found:
-                return found
+                algorithms = bindings.heuristics(handle, self.descriptors, wanted, count)
+            if algorithms:
+                return algorithms
         return ()
 
 
@@ -236,9 +236,9 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
         emulation = bindings.create("emulation_desc", (), _FIXED_POINT)
         attributes["EMULATION_DESCRIPTOR"] = emulation.pointer
     types = (call.compute_type.value, call.scale_dtype.cuda_data_type)
-    made = bindings.create("matmul_desc", types, attributes)
-    made.uses = emulation
-    return made
+    operation = bindings.create("matmul_desc", types, attributes)
+    operation.uses = emulation
+    return operation
 
 
 def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
@@ -255,8 +255,64 @@ def _descriptors(call: CublasLtCall, operands: Operands) -> MatmulDescriptors:
 
 def byte_offsets(call: CublasLtCall) -> tuple[tuple[int, int, int, int], ...]:
     """Return the offsets of each call of cuBLASLt in bytes, in first, second, c (d if there is none) and d."""
-    c = call.c or call.d
-    return tuple(
-        (call.first.nbytes(first), call.second.nbytes(second), c.nbytes(c_at if call.c else d), call.d.nbytes(d))
-        for first, second, c_at, d in call.offsets
-    )
+    matrices = (call.first, call.second, call.c or call.d, call.d)
+    return tuple(tuple(x.nbytes(at) for x, at in zip(matrices, row, strict=True)) for row in call.offsets)  # type: ignore[misc]
+
+
+#: Of cuBLAS: ``CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION``, by which sums of split products stay in FP32, and
+#: ``CUBLAS_GEMM_DEFAULT``.
+_MATH_MODE, _ALGORITHM = 16, -1
+
+
+def _create() -> int:
+    handle = bindings.create_handle("cublas")
+    bindings.set_math_mode(handle, _MATH_MODE)
+    return handle
+
+
+_gemm_ex_handles = handles.HandlePool(_create)
+
+
+class GemmEx:
+    """A product by ``cublasGemmStridedBatchedEx``, where no algorithm of cuBLASLt runs; it has no epilogue.
+
+    It has the methods of an :class:`Invocation`. Source: the cuBLAS documentation, ``cublasGemmStridedBatchedEx()`` and
+    ``cublasSetWorkspace()``.
+    """
+
+    info = SimpleNamespace(text="cublasGemmStridedBatchedEx", units_text="not reported", uses_tensor_cores=None)
+
+    def __init__(self, call: CublasLtCall, workspace_bytes: int, product: str) -> None:
+        self.algorithm = Algorithm(b"", workspace_bytes)
+        self.failures: dict[bytes, str] = {}
+        self._call, self._product = call, product
+        first, second, d = call.first, call.second, call.d
+        k = first.cols if call.op_first == "N" else first.rows
+        self._extents = (OPERATIONS[call.op_first], OPERATIONS[call.op_second], d.rows, d.cols, k)
+        self._matrices = [(x.cuda_data_type, x.leading_dimension, x.batch_stride) for x in (first, second, d)]
+
+    def run(self, handle: int, stream: int, operands: Operands, workspace: Workspace = NO_WORKSPACE) -> None:
+        alpha, beta = (number(x, self._call.scale_dtype) for x in (operands.alpha, operands.beta))
+        a, b, _, d = operands[:4]
+        pointers = [(a + x, b + y, d + w, d + w) for x, y, _, w in byte_offsets(self._call)]
+        self.queue(handle, stream, alpha, beta, pointers)
+
+    def queue(
+        self, handle: int, stream: int, alpha: Number, beta: Number, pointers: Sequence[tuple[int, int, int, int]],
+        workspace: Workspace = NO_WORKSPACE,
+    ) -> None:  # fmt: skip
+        """Queue calls for these addresses, with a workspace of their own; ``handle`` is one of cuBLASLt."""
+        device, nbytes, call = handles.device_of(handle), self.algorithm.workspace_bytes, self._call
+        cublas_handle, cublas, (first, second, product) = (
+            _gemm_ex_handles.handle(device, stream),
+            libraries.cublas,
+            self._matrices,
+        )
+        with memory.temporary(nbytes, device, stream) as address, bindings.translated(lambda: f"run {self._product}"):
+            cublas.set_stream(cublas_handle, 0 if stream == LEGACY_STREAM else stream)  # which resets the workspace
+            cublas.set_workspace(cublas_handle, address, nbytes)
+            for a, b, _, d in pointers:
+                cublas.gemm_strided_batched_ex_64(
+                    cublas_handle, *self._extents, alpha.address, a, *first, b, *second,
+                    beta.address, d, *product, call.batch_count, call.compute_type.value, _ALGORITHM,
+                )  # fmt: skip

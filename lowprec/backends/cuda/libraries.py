@@ -73,9 +73,9 @@ _caches: list[functools._lru_cache_wrapper[Any]] = []
 
 def cached(function: Callable[..., _T]) -> functools._lru_cache_wrapper[_T]:
     """Cache the results of a function until :func:`use` replaces the modules."""
-    found = functools.lru_cache(maxsize=1024)(function)
-    _caches.append(found)
-    return found
+    wrapper = functools.lru_cache(maxsize=1024)(function)
+    _caches.append(wrapper)
+    return wrapper
 
 
 def use(replacement: Libraries | None) -> Libraries | None:
@@ -92,24 +92,24 @@ def use(replacement: Libraries | None) -> Libraries | None:
 def _load() -> Libraries:
     global _loaded
     try:
-        found = Libraries(*map(importlib.import_module, _MODULES))
+        modules = Libraries(*map(importlib.import_module, _MODULES))
     except ImportError as error:
         raise BackendError(
             f"arrays on a GPU need nvmath-python, cuda-bindings and cuda-core ({error}); {_INSTALL}"
         ) from error
-    status, count = found.runtime.cudaGetDeviceCount()
-    if status != found.runtime.cudaError_t.cudaSuccess or not count:
-        raise DeviceError(f"{_no_device(found.runtime, status)}, or keep the arrays in host memory")
+    status, count = modules.runtime.cudaGetDeviceCount()
+    if status != modules.runtime.cudaError_t.cudaSuccess or not count:
+        raise DeviceError(f"{_no_device(modules.runtime, status)}, or keep the arrays in host memory")
     try:
-        version = int(found.cublas_lt.get_version())  # the bindings load cuBLASLt at the first call of a function
+        version = int(modules.cublas_lt.get_version())  # the bindings load cuBLASLt at the first call of a function
     except Exception as error:
         raise BackendError(f"cuBLASLt cannot be loaded: {error}; {_INSTALL}") from error
     if version < _OLDEST_CUBLAS:
         raise BackendError(
             f"cuBLASLt {version // 10000}.{version // 100 % 100} is too old: lowprec needs 12.0 or later; {_INSTALL}"
         )
-    _loaded = found
-    return found
+    _loaded = modules
+    return modules
 
 
 def _no_device(runtime: Any, status: Any) -> str:

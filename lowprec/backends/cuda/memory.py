@@ -222,7 +222,6 @@ class _Pool:
         return any(list(self._kept.values()))
 
     def release_finished(self) -> bool:
-        """Release the objects of finished work; return whether others are kept."""
         if not self._is_keeping():
             return False
         done = []  # released at the end, because it runs code of other libraries
@@ -263,18 +262,18 @@ _pools: dict[tuple[Any, int], _Pool] = {}
 def _pool(device: int, stream: int = LEGACY_STREAM) -> _Pool:
     """Return a device's pool; none is created while the stream is being captured."""
     key = (libraries().runtime, device)
-    found = _pools.get(key)
-    if found is None:
+    pool = _pools.get(key)
+    if pool is None:
         with runtime.on_device(device), runtime.relaxed_capture():
             runtime.refuse_capture(stream, "lowprec's memory pool")
-            found = _pools.setdefault(key, _Pool(device))
-    return found
+            pool = _pools.setdefault(key, _Pool(device))
+    return pool
 
 
 def _each(do: Callable[[_Pool], Any]) -> list[Any]:
-    found, results = loaded(), []
-    for (owner, device), pool in list(_pools.items()):
-        if found is not None and owner is found.runtime:
+    modules, results = loaded(), []
+    for (module, device), pool in list(_pools.items()):
+        if modules is not None and module is modules.runtime:
             with runtime.on_device(device):
                 results.append(do(pool))
     return results
@@ -296,10 +295,10 @@ def one(device: Device) -> int:
     pool = _pool(device.index)
     if not pool.ones:
         value, stream = np.ones(1, np.float32), own_stream(device)
-        made = allocate(value.nbytes, device, stream)
-        copy(value.ctypes.data, made.address, value.nbytes, device, stream)
+        block = allocate(value.nbytes, device, stream)
+        copy(value.ctypes.data, block.address, value.nbytes, device, stream)
         synchronize(stream, device)
-        pool.ones.append(made)
+        pool.ones.append(block)
     return pool.ones[0].address
 
 
@@ -326,7 +325,6 @@ def order(before: int, after: int, device: Device) -> None:
 
 
 def synchronize(stream: int, device: Device) -> None:
-    """Block the host until the queued work of a stream is done."""
     with runtime.on_device(device.index), runtime.relaxed_capture():
         call("cudaStreamSynchronize", stream)
 
@@ -349,7 +347,6 @@ def check_captures(streams: Sequence[int], device: Device) -> None:
 
 
 def copy(source: int, target: int, nbytes: int, device: Device, stream: int) -> None:
-    """Queue a copy between two addresses, of the device or the host, on a stream."""
     if nbytes:
         with runtime.on_device(device.index):
             runtime.copy_async(target, source, nbytes, stream)

@@ -62,23 +62,22 @@ def _features(capability: tuple[int, int], cublas_version: int) -> frozenset[str
 
 
 @functools.lru_cache(maxsize=64)
-def present(found: DeviceProperties, cublas_version: int = 0) -> Capabilities:
+def present(device: DeviceProperties, cublas_version: int = 0) -> Capabilities:
     """Return the capabilities of a GPU with these properties, by this version of cuBLAS."""
     peaks: tuple[tuple[str, float], ...] = ()
-    model = model_of(found.name)
-    if model and found.clock_khz:
+    model, capability = model_of(device.name), device.capability
+    if model and device.clock_khz:
         # Cards of a model differ in clocks and multiprocessors (PCIe).
-        here = found.multiprocessors * found.clock_khz / 1e3
-        share = here / (model.multiprocessors * model.clock_mhz)
+        share = device.multiprocessors * device.clock_khz / 1e3 / (model.multiprocessors * model.clock_mhz)
         peaks = tuple((fmt, rate * share) for fmt, rate in model.peak_tflops.items())
     return Capabilities(
-        device=f"cuda:{found.index}",
-        name=found.name,
+        device=f"cuda:{device.index}",
+        name=device.name,
         kernels=KERNELS,
-        features=_features(found.capability, cublas_version),
-        flops_per_byte=flops_per_byte(found.name, found.capability),
-        compute_capability=found.capability,
-        workspace_bytes=_workspace_bytes(found.capability),
+        features=_features(capability, cublas_version),
+        flops_per_byte=flops_per_byte(device.name, capability),
+        compute_capability=capability,
+        workspace_bytes=_workspace_bytes(capability),
         peak_tflops=peaks,
     )
 

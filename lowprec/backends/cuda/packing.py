@@ -7,7 +7,6 @@ a time; contiguous rows, through tiles; or any), and in each call by the alignme
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple, TypeAlias
 
@@ -15,9 +14,7 @@ from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, in_sequence, launch_batches
 from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, VECTOR_BYTES, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import cached
-from lowprec.formats import DType
-from lowprec.planning import MatrixStack
-from lowprec.planning.cublaslt.calls import ComplexAs
+from lowprec.planning.cublaslt.calls import PACKED, Packing
 from lowprec.util.strides import Dimension, coalesce
 
 #: Queues the work: addresses of source, destination and exponents (0 without scaling), and a stream.
@@ -31,36 +28,6 @@ _LEAST_ACROSS = 4
 _TILE, _TILE_BLOCK, _WORD_BYTES = 32, (32, 8), 4
 #: Columns per block in the search for the largest magnitudes.
 _SPAN = 512
-#: Packed lines per row and packed elements per number of the source, by ``Packing.complex_as``.
-PACKED: dict[ComplexAs, tuple[int, int]] = {"no": (1, 1), "pairs": (1, 2), "rotated": (2, 2)}
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Parameters of a packing: each matrix and part is ``padded_rows`` lines of ``leading_dimension`` elements.
-
-    Row r and column c of the source are written to line r and element c; padding is zero. Numbers are rounded to
-    nearest, ties to even; NaN stays NaN, overflow gives infinity.
-    """
-
-    source: MatrixStack
-    dtype: DType  # of the packed elements
-    leading_dimension: int
-    padded_rows: int
-    #: Whether row r is multiplied by 2^e (exactly, before rounding to float16) such that its largest finite magnitude
-    #: is in [2^14, 2^15); e is written to the exponents, one int32 per row and batch; 0 for a row of zeros.
-    scaled: bool = False
-    #: "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r has (re, -im)
-    #: and line 2r + 1 has (im, re); a zero keeps its sign. Real sources have an imaginary part of zero.
-    complex_as: ComplexAs = "no"
-    #: Number of parts of each number: the rounded number, then each remainder times 2^part_exponent, rounded. With
-    #: ``summed`` the last part is the rounded sum of the two before it.
-    parts: int = 1
-    part_exponent: int = 0
-    summed: bool = False
-    as_tf32: bool = False  # float32 numbers are rounded to TF32, ties away from zero
-    side_by_side: bool = False  # the parts of a line are adjacent; otherwise those of a matrix
-    descending: bool = False  # the last part comes first
 
 
 class _Shape(NamedTuple):

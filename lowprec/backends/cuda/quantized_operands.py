@@ -10,11 +10,13 @@ from typing import Any
 from lowprec.arrays import Device, Library, library_of
 from lowprec.arrays.quantized import QuantizedArray, codes_view
 from lowprec.arrays.view import ArrayView, PackedOperand
-from lowprec.backends.cuda import memory, runtime
-from lowprec.backends.cuda.packing import Packing, prepare_packing
+from lowprec.backends.cuda import memory
+from lowprec.backends.cuda.packing import prepare_packing
+from lowprec.backends.cuda.staging import packed_block
 from lowprec.backends.interface import Arguments
 from lowprec.formats import DType
 from lowprec.planning import MatrixStack
+from lowprec.planning.cublaslt.calls import Packing
 from lowprec.util.strides import contiguous_strides
 
 #: Rows and columns of a tile of scales; rows with this distance are adjacent in it.
@@ -72,34 +74,25 @@ def _tiles(view: ArrayView, stream: int) -> ArrayView:
     The scale of row ``r`` and block ``c`` of k is byte ``r % 32 * 16 + r // 32 * 4 + c`` of a tile: the cuBLAS
     documentation, *1D Block Scaling Factors Layout*.
     """
-    device, key = view.device, "scales in tiles"
-    captured = runtime.is_capturing(stream)
-    if captured and key not in view.packed:
-        runtime.refuse_capture(stream, "the scales of a quantised operand")
+    device, scales = view.device, codes_view(view.quantized.scales)
+    columns = scales.shape[-1]
+    rows = scales.size // columns
+    tall, wide = -(-rows // _ROWS), -(-columns // _COLUMNS)
+    length, nbytes = wide * _COLUMNS, tall * wide * _ROWS * _COLUMNS
 
-    def make() -> PackedOperand:
-        scales = codes_view(view.quantized.scales)
+    def pack(address: int) -> None:
         _wait(view.quantized.scales, stream, device)
-        columns = scales.shape[-1]
-        rows = scales.size // columns
-        tall, wide = -(-rows // _ROWS), -(-columns // _COLUMNS)
-        length, nbytes = wide * _COLUMNS, tall * wide * _ROWS * _COLUMNS
         source = MatrixStack.of(DType.INT8, rows, columns, columns, 1)
         tiles = MatrixStack.of(
             DType.INT8, _COLUMNS, _COLUMNS, _APART * length, 1,
             (tall, wide, _APART), (_ROWS * length, _COLUMNS, length),
         )  # fmt: skip
-        block = memory.allocate(nbytes, device, stream)
         with memory.temporary(nbytes, device.index, stream) as padded:
             pad = prepare_packing(Packing(source, DType.INT8, length, tall * _ROWS), device.index)
             pad(scales.address, padded, 0, stream)
             tile = prepare_packing(Packing(tiles, DType.INT8, _COLUMNS, _COLUMNS), device.index)
-            tile(padded, block.address, 0, stream)
-        memory.synchronize(stream, device)  # because other streams may read it
-        return PackedOperand(ArrayView(DType.INT8, (nbytes,), (1,), device, block, True, block.address), nbytes)
+            tile(padded, address, 0, stream)
 
-    found: ArrayView = view.packed_operand(key, make)
-    found.owner.used_on(stream)
-    if captured:
-        memory.keep((found,), stream, device)
-    return found
+    what = "the scales of a quantised operand"
+    block = packed_block(view, "scales in tiles", nbytes, stream, pack, what)
+    return ArrayView(DType.INT8, (nbytes,), (1,), device, block, True, block.address)

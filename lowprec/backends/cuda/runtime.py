@@ -20,8 +20,7 @@ _MIB = 1 << 20
 
 def call(function: str, *arguments: Any) -> Any:
     """Call a function of the runtime or the driver, and return its value or None."""
-    found = libraries()
-    module = found.runtime if function.startswith("cuda") else found.driver
+    module = libraries().runtime if function.startswith("cuda") else libraries().driver
     status, *values = getattr(module, function)(*arguments)
     if status != 0:
         _fail(function, status)
@@ -65,14 +64,14 @@ def properties(index: int) -> DeviceProperties:
     count = call("cudaGetDeviceCount")
     if not 0 <= index < count:
         raise DeviceError(f"there is no device cuda:{index}; this process has {count}")
-    found = call("cudaGetDeviceProperties", index)
-    name = found.name.decode() if isinstance(found.name, bytes) else str(found.name)
+    device = call("cudaGetDeviceProperties", index)
+    name = device.name.decode() if isinstance(device.name, bytes) else str(device.name)
     return DeviceProperties(
         index,
         name.rstrip("\0"),
-        (int(found.major), int(found.minor)),
-        int(found.totalGlobalMem),
-        int(found.multiProcessorCount),
+        (int(device.major), int(device.minor)),
+        int(device.totalGlobalMem),
+        int(device.multiProcessorCount),
         attribute("cudaDevAttrClockRate", index),
     )
 
@@ -182,13 +181,13 @@ def copy_async(target: int, source: int, nbytes: int, stream: int) -> None:
 def is_capturing(stream: int) -> bool:
     """Whether a stream is being captured; for the legacy default stream, whether work would invalidate a capture."""
     runtime = libraries().runtime
-    status, found = runtime.cudaStreamIsCapturing(stream)
+    status, capture = runtime.cudaStreamIsCapturing(stream)
     if status == runtime.cudaError_t.cudaErrorStreamCaptureImplicit:
         runtime.cudaGetLastError()
         return True
     if status != 0:
         _fail("cudaStreamIsCapturing", status)
-    return bool(found != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone)
+    return bool(capture != runtime.cudaStreamCaptureStatus.cudaStreamCaptureStatusNone)
 
 
 def refuse_capture(stream: int, lacking: str) -> None:

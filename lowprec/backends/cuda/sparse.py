@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from lowprec.arrays import Device
 from lowprec.arrays.sparsity import TWO_OF_FOUR
-from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import handles, libraries, memory, runtime
 from lowprec.backends.cuda.bindings import Descriptor
 from lowprec.backends.cuda.invocation import number
-from lowprec.backends.cuda.staging import Staging
+from lowprec.backends.cuda.staging import Staging, packed_block
 from lowprec.backends.interface import Arguments
 from lowprec.errors import BackendError, DeviceMemoryError, LowprecError, UnsupportedError
 from lowprec.formats import DType
@@ -90,51 +91,49 @@ class SparseInvocation:
                 name = lt.MatmulDescAttribute.BIAS_POINTER
                 value = np.array([bias], lt.get_matmul_desc_attribute_dtype(name))
                 lt.matmul_desc_set_attribute(handle, operation.pointer, int(name), value.ctypes.data, value.nbytes)
-            found = lt.matmul_alg_selection_init(handle, operation.pointer, int(lt.MatmulAlg.DEFAULT))
-            selection = Descriptor(int(found), lt.matmul_alg_selection_destroy)
+            selected = lt.matmul_alg_selection_init(handle, operation.pointer, int(lt.MatmulAlg.DEFAULT))
+            selection = Descriptor(int(selected), lt.matmul_alg_selection_destroy)
             plan = lt.matmul_plan_init(handle, operation.pointer, selection.pointer)
             self.plan = Descriptor(int(plan), lt.matmul_plan_destroy)
             self.workspace_bytes = int(lt.matmul_get_workspace(handle, self.plan.pointer))
+            self.compressed_bytes, self._buffer_bytes = lt.sp_mma_compressed_size2(handle, self._b.pointer)
             version = ".".join(str(lt.get_property(i)) for i in range(3))
         text = f"cuSPARSELt {version}, its default algorithm, workspace {self.workspace_bytes} B"
         self.info = SimpleNamespace(text=text, uses_tensor_cores=True)
         self._owners = (a, d, operation, selection)  # the plan may refer to them
 
-    def compress(self, source: int, view: ArrayView, stream: int) -> PackedOperand:
-        """Return the compressed ``b``; raise UnsupportedError if cuSPARSELt does not find the pattern in it."""
-        lt, device = self._lt, view.device
+    def compress(self, source: int, target: int, device: Device, stream: int) -> None:
+        """Compress ``b``; raise UnsupportedError if cuSPARSELt does not find the pattern in it."""
+        lt, invalid = self._lt, np.zeros(1, np.int32)
         of_b = (self.handle, self._b.pointer, 1, self._operation_b, source)
-        with _translated("compress b"):
-            nbytes, buffer_bytes = lt.sp_mma_compressed_size2(self.handle, self._b.pointer)
-            block, invalid = memory.allocate(nbytes, device, stream), np.zeros(1, np.int32)
-            with memory.temporary(max(buffer_bytes, invalid.nbytes), device.index, stream) as buffer:
-                lt.sp_mma_prune_check2(*of_b, buffer, stream)
-                runtime.copy_async(invalid.ctypes.data, buffer, invalid.nbytes, stream)
-                lt.sp_mma_compress2(*of_b, block.address, buffer, stream)
-        memory.synchronize(stream, device)  # other streams may read it
+        buffer_bytes = max(self._buffer_bytes, invalid.nbytes)
+        with _translated("compress b"), memory.temporary(buffer_bytes, device.index, stream) as buffer:
+            lt.sp_mma_prune_check2(*of_b, buffer, stream)
+            runtime.copy_async(invalid.ctypes.data, buffer, invalid.nbytes, stream)
+            lt.sp_mma_compress2(*of_b, target, buffer, stream)
+        memory.synchronize(stream, device)
         if invalid[0]:
             raise UnsupportedError("cuSPARSELt does not find the 2:4 pattern in b")
-        return PackedOperand(block, nbytes)
 
 
 class SparseCall(NamedTuple):
     """An invocation and the compressed ``b``."""
 
     invocation: SparseInvocation
-    compressed: Any
+    compressed: memory.Block
 
     def run(self, arguments: Arguments, pointers: tuple[int, int, int], *, staged: bool) -> None:
         """Queue the product of these addresses of ``a``, ``b`` and the result; an epilogue follows if ``staged``."""
-        found, stream = self.invocation, arguments.stream
+        invocation, stream = self.invocation, arguments.stream
         c, beta = pointers[2], 0.0 if staged or arguments.c is None else arguments.beta
         if beta and arguments.c is not None:
             c = arguments.c.address
         first, second = number(1.0 if staged else arguments.alpha, DType.FLOAT32), number(beta, DType.FLOAT32)
-        block = memory.temporary(found.workspace_bytes, arguments.a.device.index, stream)
+        block = memory.temporary(invocation.workspace_bytes, arguments.a.device.index, stream)
         streams = np.array([stream], np.uint64)
         with block as workspace, _translated("run a sparse product"):
             libraries.cusparse_lt.matmul(
-                found.handle, found.plan.pointer, first.address, self.compressed.address, pointers[0],
+                invocation.handle, invocation.plan.pointer, first.address, self.compressed.address, pointers[0],
                 second.address, c, pointers[2], workspace, streams.ctypes.data, 1,
             )  # fmt: skip
 
@@ -163,32 +162,22 @@ class SparseProducts:
             addresses |= arguments.out.address | (arguments.c.address if arguments.c is not None else 0)
         if addresses % _ALIGNMENT_BYTES:
             return f"cuSPARSELt needs pointers that are multiples of {_ALIGNMENT_BYTES} bytes: a dense product"
+        key, stream = (TWO_OF_FOUR, call.first, call.op_first, view.address), arguments.stream
         try:
             invocation = self._invocation(call, arguments, bias)
-            return SparseCall(invocation, _compressed(invocation, call, source, view, arguments.stream))
+            compress = partial(invocation.compress, source, device=view.device, stream=stream)
+            nbytes = invocation.compressed_bytes
+            return SparseCall(invocation, packed_block(view, key, nbytes, stream, compress, "the compressed b"))
         except UnsupportedError as error:
             self._refusal = f"{error}: a dense product"
             return self._refusal
 
     def _invocation(self, call: CublasLtCall, arguments: Arguments, bias: int) -> SparseInvocation:
         handle = _pool.handle(arguments.a.device.index, arguments.stream)
-        found = self._invocations.get((handle, bias))
-        if found is None:
+        invocation = self._invocations.get((handle, bias))
+        if invocation is None:
             runtime.refuse_capture(arguments.stream, "a plan of cuSPARSELt")
             if len(self._invocations) >= _MOST_INVOCATIONS:
                 self._invocations.clear()
-            found = self._invocations.setdefault((handle, bias), SparseInvocation(call, handle, bias))
-        return found
-
-
-def _compressed(found: SparseInvocation, call: CublasLtCall, source: int, view: ArrayView, stream: int) -> Any:
-    """Return the compressed operand; it is not created during a capture, and never released if a graph reads it."""
-    key = (TWO_OF_FOUR, call.first, call.op_first, view.address)
-    captured = runtime.is_capturing(stream)
-    if captured and key not in view.packed:
-        runtime.refuse_capture(stream, "the compressed b")
-    compressed = view.packed_operand(key, lambda: found.compress(source, view, stream))
-    compressed.used_on(stream)
-    if captured:
-        memory.keep((compressed,), stream, view.device)
-    return compressed
+            invocation = self._invocations.setdefault((handle, bias), SparseInvocation(call, handle, bias))
+        return invocation

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lowprec.arrays.view import PackedOperand
+from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cuda import memory, runtime
 from lowprec.backends.cuda.compiling import EXPONENT_BYTES
 from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recomputer, prepare_epilogue, prepare_recomputing
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES
-from lowprec.backends.cuda.packing import Packer, Packing, prepare_packing
+from lowprec.backends.cuda.packing import Packer, prepare_packing
 from lowprec.backends.interface import Arguments
-from lowprec.modes import row
-from lowprec.planning import GemmPlan, MatrixStack
-from lowprec.planning.cublaslt.calls import CublasLtCall, Pack
+from lowprec.planning import GemmPlan
+from lowprec.planning.cublaslt.calls import CublasLtCall, Packing
 from lowprec.planning.layout import addend_layout
 from lowprec.planning.stored import kept_modes
+
+
+def packed_block(
+    view: ArrayView, key: Any, nbytes: int, stream: int, pack: Callable[[int], None], what: str
+) -> memory.Block:
+    """Return memory that a stored operand keeps, for work on a stream; ``pack`` fills a new one, given its address.
+
+    None is created during a capture, because it would belong to the graph; one that a graph reads is never released.
+    """
+    is_captured = runtime.is_capturing(stream)
+    if is_captured and key not in view.packed:
+        runtime.refuse_capture(stream, what)
+
+    def make() -> PackedOperand:
+        block = memory.allocate(nbytes, view.device, stream)
+        pack(block.address)
+        memory.synchronize(stream, view.device)  # because other streams may read it
+        return PackedOperand(block, nbytes)
+
+    block: memory.Block = view.packed_operand(key, make)
+    block.used_on(stream)
+    if is_captured:
+        memory.keep((block,), stream, view.device)
+    return block
 
 
 class KeptPacking(NamedTuple):
     """A packed prepared operand: its memory, which begins with the elements, and the address of exponents or 0."""
 
-    block: Any
+    block: memory.Block
     exponents: int
 
 
@@ -30,7 +53,6 @@ class _Operand(NamedTuple):
     packing: Packing
     pack: Packer
     start: int  # in the block
-    nbytes: int
 
 
 class Staging:
@@ -62,12 +84,10 @@ class Staging:
                     self._exponents[i] = allocate(self._exponent_bytes[i])
             if call.staged:
                 self._product = self._allocate(call.product_bytes)
-            for i, (stack, pack) in enumerate(zip((layout.a, layout.b), packs, strict=True)):
+            for i, pack in enumerate(packs):
                 self.bytes_without_b = self.nbytes
                 if pack is not None:
-                    found = packing(plan, stack, pack, descending=i == 0)
-                    start, launch = self._allocate(pack.nbytes), prepare_packing(found, device)
-                    self._operands[i] = _Operand(found, launch, start, pack.nbytes)
+                    self._operands[i] = _Operand(pack, prepare_packing(pack, device), self._allocate(pack.nbytes))
         self._write: EpilogueLauncher | None = None
         #: Recomputes non-finite results of products of parts.
         self._recompute: Recomputer | None = None
@@ -90,33 +110,19 @@ class Staging:
         return start
 
     def packed_b(self, arguments: Arguments) -> KeptPacking | None:
-        """Return the packed operand of a prepared ``b``; None if each product packs its own.
-
-        It is not created during a capture: it would belong to the graph. If a graph reads it, it is never released.
-        """
-        view, operand = arguments.b, self._operands[1]
+        """Return the packed operand of a prepared ``b``; None if each product packs its own."""
+        view, operand, stream = arguments.b, self._operands[1], arguments.stream
         if not view.is_prepared or operand is None or view.mode not in self._kept_modes:
             return None
-        stream = arguments.stream
         exponents = self._exponent_bytes[1] if operand.packing.scaled else 0
         key = (operand.packing, exponents, view.address)
-        captured = runtime.is_capturing(stream)
-        if captured and key not in view.packed:
+        if key not in view.packed and runtime.is_capturing(stream):
             return None
-
-        def make() -> PackedOperand:
-            start = _aligned(operand.nbytes)
-            block = memory.allocate(start + exponents, view.device, stream)
-            operand.pack(view.address, block.address, block.address + start, stream)
-            memory.synchronize(stream, view.device)  # because other streams may read it
-            address = block.address + start if exponents else 0
-            return PackedOperand(KeptPacking(block, address), start + exponents)
-
-        found: KeptPacking = view.packed_operand(key, make)
-        found.block.used_on(stream)
-        if captured:
-            memory.keep((found,), stream, view.device)
-        return found
+        start, pack = _aligned(operand.packing.nbytes), operand.pack
+        block = packed_block(
+            view, key, start + exponents, stream, lambda at: pack(view.address, at, at + start, stream), "the packed b"
+        )
+        return KeptPacking(block, block.address + start if exponents else 0)
 
     def fill(self, block: int, arguments: Arguments, packed_b: KeptPacking | None = None) -> tuple[int, int, int]:
         """Queue the packing, and return the addresses of ``a``, ``b`` and the product."""
@@ -134,8 +140,8 @@ class Staging:
         product = arguments.out.address if self._product is None else block + self._product
         return pointers[0], pointers[1], product
 
-    def apply_epilogue(self, block: int, arguments: Arguments, alpha: complex, packed_b: KeptPacking | None) -> None:
-        """Queue the epilogue of a staged product; ``alpha`` includes the operands' scales."""
+    def apply_epilogue(self, block: int, arguments: Arguments, packed_b: KeptPacking | None) -> None:
+        """Queue the epilogue of a staged product; alpha includes the operands' scales."""
         if self._write is None or self._product is None:
             return
         if self._recompute is not None:
@@ -149,7 +155,7 @@ class Staging:
             arguments.c.address if arguments.c is not None else 0,
             arguments.bias.address if arguments.bias is not None else 0,
             block + self._exponents[0],
-            col_exponents, alpha, arguments.beta, arguments.stream,
+            col_exponents, arguments.alpha, arguments.beta, arguments.stream,
         )  # fmt: skip
 
 
@@ -157,22 +163,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def packing(plan: GemmPlan, stack: MatrixStack, pack: Pack, *, descending: bool) -> Packing:
-    """Return the packing of an operand with its parts; those of ``a`` are in descending order."""
-    source = stack.transposed if pack.transposed else stack
-    if not pack.batch_shape:
-        source = replace(source, batch_shape=(), batch_strides=())
-    scheme, split = row(plan.scheme), pack.parts > 1
-    return Packing(
-        source, pack.dtype, pack.leading_dimension, pack.padded_rows, pack.scaled, pack.complex_as,
-        pack.parts, scheme.part_exponent if split else 0, summed=pack.parts > scheme.parts,
-        as_tf32=split and scheme.uses_tf32, side_by_side=pack.side_by_side,
-        descending=split and descending,
-    )  # fmt: skip
-
-
 def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
-    """Return the epilogue of a plan's staged product."""
     problem, layout = plan.problem, plan.layout
     c = None
     if problem.has_beta and problem.c is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, NamedTuple
 
 from lowprec.formats import ComputeType, DType
+from lowprec.planning.layout import MatrixStack
 from lowprec.planning.reasons import Reason
 
 #: Most mantissa bits of fixed-point emulation, cuBLAS's default; with a sign they fill ten 8-bit slices.
@@ -16,26 +17,42 @@ Op = Literal["N", "T"]
 ComplexAs = Literal["no", "pairs", "rotated"]
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Packing of an operand before the product; padding is zero."""
+#: Packed lines per row and packed elements per number of the source, by ``Packing.complex_as``.
+PACKED: dict[ComplexAs, tuple[int, int]] = {"no": (1, 1), "pairs": (1, 2), "rotated": (2, 2)}
 
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Packing of an operand: each matrix and part is ``padded_rows`` lines of ``leading_dimension`` elements.
+
+    Row r and column c of the source are written to line r and element c; padding is zero. Numbers are rounded to
+    nearest, ties to even; NaN stays NaN, overflow gives infinity.
+    """
+
+    source: MatrixStack  # without batch dimensions: one packed matrix for all products
     dtype: DType  # of the packed elements
-    transposed: bool  # the packed rows are the operand's columns
-    rows: int  # of each packed matrix, without padding
-    cols: int
-    leading_dimension: int  # including padding
+    leading_dimension: int
     padded_rows: int
-    batch_shape: tuple[int, ...]  # of the packed matrices; empty: one for all products
-    scaled: bool  # each source row is scaled by a power of two
-    complex_as: ComplexAs  # (re, im) for ``a`` is "pairs", a real 2 x 2 matrix per number for ``b`` is "rotated"
-    reason: Reason
-    parts: int = 1  # number of parts, concatenated along the inner dimension; those of ``a`` in reverse order
-    side_by_side: bool = False  # each packed row contains all parts, because the inner dimension is contiguous
+    #: Whether row r is multiplied by 2^e (exactly, before rounding to float16) such that its largest finite magnitude
+    #: is in [2^14, 2^15); e is written to the exponents, one int32 per row and batch; 0 for a row of zeros.
+    scaled: bool = False
+    #: "pairs": elements 2c and 2c + 1 of a line are the real and the imaginary part. "rotated": line 2r has (re, -im)
+    #: and line 2r + 1 has (im, re); a zero keeps its sign. Real sources have an imaginary part of zero.
+    complex_as: ComplexAs = "no"
+    #: Number of parts of each number: the rounded number, then each remainder times 2^part_exponent, rounded. With
+    #: ``summed`` the last part is the rounded sum of the two before it.
+    parts: int = 1
+    part_exponent: int = 0
+    summed: bool = False
+    as_tf32: bool = False  # float32 numbers are rounded to TF32, ties away from zero
+    side_by_side: bool = False  # the parts of a line are adjacent; otherwise those of a matrix
+    descending: bool = False  # the last part comes first
+    reasons: tuple[Reason, ...] = field(default=(), compare=False)
 
     @property
-    def count(self) -> int:
-        return prod(self.batch_shape)
+    def rows(self) -> int:
+        """Lines of each packed matrix, without padding."""
+        return self.source.rows * PACKED[self.complex_as][0]
 
     @property
     def line_stride(self) -> int:
@@ -58,7 +75,7 @@ class Pack:
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.matrix_stride * self.dtype.itemsize
+        return prod(self.source.batch_shape) * self.matrix_stride * self.dtype.itemsize
 
 
 class BlockCodes(NamedTuple):
@@ -121,10 +138,10 @@ class CublasLtCall:
     d: LtMatrix
     c: LtMatrix | None  # the addend, if cuBLASLt adds it
     batch_count: int
-    offsets: tuple[tuple[int, int, int, int], ...]  # per call, of the matrices first, second, c and d, in elements
+    offsets: tuple[tuple[int, int, int, int], ...]  # per call, of first, second, c (or d) and d, in elements
     epilogue: str  # name in cublasLtEpilogue_t
-    pack_a: Pack | None
-    pack_b: Pack | None
+    pack_a: Packing | None
+    pack_b: Packing | None
     staged: tuple[Reason, ...]  # reasons to write the product to temporary memory first; empty if D is the result
     rest: CublasLtCall | None = None  # the last matrices of a batch, if their number differs
     gemm_ex: bool = False  # cuBLAS's ``cublasGemmStridedBatchedEx`` is called instead of cuBLASLt

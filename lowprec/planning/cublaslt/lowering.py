@@ -8,19 +8,33 @@ requirements of the int8, FP8 and FP4 kernels).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
+from operator import add
 from typing import Literal, NamedTuple
 
 from lowprec.formats import BLOCK_FORMATS, DType
-from lowprec.planning.cublaslt.batches import split_batches
-from lowprec.planning.cublaslt.calls import BLOCK_CODES, BlockCodes, ComplexAs, CublasLtCall, LtMatrix, Op, Pack
+from lowprec.modes import row
+from lowprec.planning.cublaslt.calls import (
+    BLOCK_CODES,
+    PACKED,
+    BlockCodes,
+    ComplexAs,
+    CublasLtCall,
+    LtMatrix,
+    Op,
+    Packing,
+)
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import Activation, GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE
-from lowprec.util.strides import contiguous_strides
+from lowprec.util.strides import Shape, coalesce, contiguous_strides, offsets_of
+
+#: Most matrices of a call (``kMaxBatchCount`` in XLA; PyTorch issue 46001).
+MOST_MATRICES = 65535
 
 #: Types of D for which bias and activation are fused.
 _FUSES = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
@@ -29,6 +43,8 @@ _FUSES = frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16})
 _FUSED_ACTIVATIONS = frozenset({Activation.RELU, Activation.GELU})
 
 _ALIGNMENT_BYTES = 16
+
+_Name = Literal["a", "b"]
 
 #: Steps of m and n, and of k, in block-scaled products. The documentation of cuBLAS allows more shapes than it computes
 #: (vllm issue 4691, nvmath-python issue 52).
@@ -142,11 +158,7 @@ def lower(
     c, d = (None, _temporary(inputs, pack_b)) if staged else (inputs.addend, _result(inputs))
     swapped = d.order == "row"
     first, second = (b, a) if swapped else (a, b)
-    stacks = [first, second, *([c] if c else []), d]
-    strides, runs = split_batches(layout.batch_shape, [x.batch_strides for x in stacks])
-    if c is None:
-        strides = (*strides[:2], 0, strides[2])
-        runs = tuple(x._replace(offsets=tuple((*y[:2], 0, y[2]) for y in x.offsets)) for x in runs)
+    strides, runs = split_batches(layout.batch_shape, [x.batch_strides for x in (first, second, c or d, d)])
     call = CublasLtCall(
         compute_type=plan.cublas_compute_type,
         scale_dtype=inputs.summed_in,
@@ -171,6 +183,38 @@ def lower(
     return call
 
 
+class _Run(NamedTuple):
+    """Calls over the same number of matrices, and for each the offset of every array's first matrix, in elements."""
+
+    matrices: int
+    offsets: tuple[Shape, ...]
+
+
+def split_batches(shape: Shape, stacks: Sequence[Shape]) -> tuple[Shape, tuple[_Run, ...]]:
+    """Split a batch into calls, each over (a part of) its largest dimension; ``stacks`` has the strides of each array.
+
+    Return the batch stride of each array, in elements, and one run, or two if the calls cannot have the same number of
+    matrices. No dimension is empty.
+    """
+    dimensions = coalesce([(n, tuple(s[axis] for s in stacks)) for axis, n in enumerate(shape)])
+    # cuBLASLt does not document negative batch strides.
+    forward = [i for i, (_, strides) in enumerate(dimensions) if min(strides) >= 0]
+    count, strides = 1, (0,) * len(stacks)
+    if forward:
+        count, strides = dimensions.pop(max(forward, key=lambda i: dimensions[i][0]))
+    each = -(-count // -(-count // MOST_MATRICES))  # calls of similar sizes
+    parts, rest = divmod(count, each)
+    steps = [tuple(each * i * stride for stride in strides) for i in range(parts + 1)]
+    starts = tuple(offsets_of(dimensions, len(stacks)))
+
+    def run(count: int, steps: Sequence[Shape]) -> _Run:
+        return _Run(count, tuple(tuple(map(add, start, step)) for start in starts for step in steps))
+
+    runs = (run(each, steps[:-1]), *([run(rest, steps[-1:])] if rest else []))
+    assert sum(x.matrices * len(x.offsets) for x in runs) == prod(shape)
+    return strides, runs
+
+
 def _op(operand: MatrixStack, swapped: bool) -> Op:
     return "N" if (operand.order == "row") is swapped else "T"
 
@@ -180,7 +224,7 @@ def _epilogue(problem: GemmProblem) -> str:
     return "_".join(filter(None, (activation, "BIAS" if problem.bias else ""))) or "DEFAULT"
 
 
-def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> tuple[MatrixStack, Pack | None]:
+def _operand(inputs: _Inputs, name: _Name) -> tuple[MatrixStack, Packing | None]:
     stack = inputs.layout.a if name == "a" else inputs.layout.b
     if inputs.codes:
         k, batch = _block_extent(inputs.layout.k, inputs.codes.format), inputs.layout.batch_shape
@@ -194,24 +238,17 @@ def _operand(inputs: _Inputs, name: Literal["a", "b"]) -> tuple[MatrixStack, Pac
         reason = Reason.of(ReasonKind.FOR_GEMM_EX)
     if reason is None:
         return stack, None
-    pack = _pack(inputs, stack, name, reason, parts)
+    pack, transposed = _pack(inputs, stack, name, reason, parts)
     # Packed matrices are row-major; a packed transpose makes the operand column-major.
-    rows, cols, leading = pack.padded_rows, pack.cols, pack.line_stride
-    if inputs.k_contiguous:
-        cols = leading
-    if pack.parts > 1:
-        rows = pack.rows
-    order: Literal["row", "col"] = "col" if pack.transposed else "row"
-    extents = (cols, rows) if pack.transposed else (rows, cols)
-    steps = (1, leading) if pack.transposed else (leading, 1)
-    batch = inputs.layout.batch_shape
-    strides = (0,) * len(batch)
-    if pack.batch_shape:
-        strides = contiguous_strides(pack.batch_shape, pack.matrix_stride)
-    return MatrixStack(pack.dtype, *extents, *steps, batch, strides, order, leading), pack
+    leading, batch = pack.line_stride, inputs.layout.batch_shape
+    rows = pack.rows if pack.parts > 1 else pack.padded_rows
+    cols = leading if inputs.k_contiguous else pack.source.cols * PACKED[pack.complex_as][1]
+    strides = contiguous_strides(batch, pack.matrix_stride) if pack.source.batch_shape else (0,) * len(batch)
+    packed = MatrixStack(pack.dtype, rows, cols, leading, 1, batch, strides, "row", leading)
+    return (replace(packed.transposed, order="col", leading_dimension=leading) if transposed else packed), pack
 
 
-def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], parts: int) -> Reason | None:
+def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: _Name, parts: int) -> Reason | None:
     """Return the reason to pack an operand, None if cuBLASLt can read it in place."""
     dtype = stack.dtype
     if dtype is not inputs.data and not (inputs.k_contiguous and reads_k_contiguous(dtype)):
@@ -235,16 +272,17 @@ def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"]
     return None
 
 
-def _pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], reason: Reason, parts: int) -> Pack:
+def _pack(inputs: _Inputs, stack: MatrixStack, name: _Name, reason: Reason, parts: int) -> tuple[Packing, bool]:
+    """Return the packing of an operand, and whether it is transposed."""
     scaled = inputs.plan.scaled[name == "b"]
     complex_as: ComplexAs = "no"
     if inputs.as_real:
         complex_as = "pairs" if name == "a" else "rotated"
     inner_last = inputs.k_contiguous or scaled or inputs.as_real
     transposed = name == "b" if inner_last else stack.order == "col"
-    rows, cols = (stack.cols, stack.rows) if transposed else (stack.rows, stack.cols)
-    if inputs.as_real:
-        rows, cols = rows * (2 if name == "b" else 1), cols * 2
+    source = stack.transposed if transposed else stack
+    lines, elements = PACKED[complex_as]
+    rows, cols = source.rows * lines, source.cols * elements
     # The operands may have two different 8-bit types, which cuBLASLt multiplies unchanged.
     keeps_dtype = inputs.k_contiguous and reads_k_contiguous(stack.dtype)
     dtype_written = stack.dtype if keeps_dtype else inputs.data
@@ -253,13 +291,16 @@ def _pack(inputs: _Inputs, stack: MatrixStack, name: Literal["a", "b"], reason: 
     if (name == "b" and inputs.k_contiguous) or (parts > 1 and not side_by_side):
         padded_rows = _padded(rows, dtype_written)
     # The powers of two differ between the products of a batch, so a scaled matrix is packed for each.
-    shared = not any(stack.batch_strides) and not scaled
-    batch = () if shared else inputs.layout.batch_shape
-    leading = _padded(cols, dtype_written)
-    return Pack(
-        dtype_written, transposed, rows, cols, leading, padded_rows, batch, scaled, complex_as, reason,
-        parts, side_by_side,
+    if not any(stack.batch_strides) and not scaled:
+        source = replace(source, batch_shape=(), batch_strides=())
+    scheme, split = row(inputs.plan.scheme), parts > 1
+    packing = Packing(
+        source, dtype_written, _padded(cols, dtype_written), padded_rows, scaled, complex_as,
+        parts, scheme.part_exponent if split else 0, summed=parts > scheme.parts,
+        as_tf32=split and scheme.uses_tf32, side_by_side=side_by_side, descending=split and name == "a",
+        reasons=(reason,),
     )  # fmt: skip
+    return packing, transposed
 
 
 def _by_column(stack: MatrixStack) -> MatrixStack:
@@ -280,7 +321,7 @@ def _result(inputs: _Inputs) -> MatrixStack:
     return MatrixStack(DType.FLOAT32, out.rows, 2 * out.cols, leading, 1, out.batch_shape, strides, "row", leading)
 
 
-def _temporary(inputs: _Inputs, pack_b: Pack | None) -> MatrixStack:
+def _temporary(inputs: _Inputs, pack_b: Packing | None) -> MatrixStack:
     """Return the temporary matrices of a staged product, row-major and contiguous."""
     columns = inputs.layout.n * (2 if inputs.as_real else 1)
     if pack_b and inputs.k_contiguous:
@@ -291,7 +332,7 @@ def _temporary(inputs: _Inputs, pack_b: Pack | None) -> MatrixStack:
     return MatrixStack(inputs.summed_in, rows, columns, leading, 1, batch, strides, "row", leading)
 
 
-def _reasons_to_stage(inputs: _Inputs, pack_a: Pack | None, pack_b: Pack | None) -> Iterator[Reason]:
+def _reasons_to_stage(inputs: _Inputs, pack_a: Packing | None, pack_b: Packing | None) -> Iterator[Reason]:
     """Yield the reasons for which cuBLASLt cannot write the result itself."""
     problem, out = inputs.problem, inputs.layout.out
     products, data = len(inputs.plan.schedule), inputs.data
