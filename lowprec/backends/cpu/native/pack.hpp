@@ -79,6 +79,8 @@ INLINE void pack_row(const char* const* at, const Source& s, const f32v* f, cons
         out[0] = (widen_i8(at[0]) & 0xffffu) | widen_i8(at[1]) << 16;
     } else if constexpr (TYPE == LP_BF16 && ELEMENT == E_BF16) {
         out[0] = __builtin_convertvector(get<u16v>(at[0]), u32v) | __builtin_convertvector(get<u16v>(at[1]), u32v) << 16;
+    } else if constexpr (W == 16 && TYPE == LP_E4M3 && ELEMENT == E_BF16) {
+        out[0] = bf16_of_e4m3(__builtin_convertvector(wide_u8(at[0]), u32v) | __builtin_convertvector(wide_u8(at[1]), u32v) << 16);
     } else if constexpr (TYPE == LP_C64) {
         f32v x[2][P];
         UNROLLED(p, P) {

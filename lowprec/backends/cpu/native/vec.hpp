@@ -12,6 +12,8 @@ typedef int16_t i16v __attribute__((vector_size(2 * W)));
 typedef uint8_t u8v __attribute__((vector_size(W)));
 typedef int8_t i8v __attribute__((vector_size(W)));
 
+template <class V> static inline V bf16_of_e4m3(V codes);  // if W is 16
+
 using lp::bits_of;
 using lp::block_of;
 using lp::is_coded;
