@@ -41,9 +41,9 @@ const char* moved(const void* data, const lp_matrix& x, int64_t product) {
     return (const char*)data + x.batch_offsets[product] * (is_coded(x.type) ? 1 : bits_of(x.type) / 8);
 }
 
-lp::Source source(const lp_matrix& x, const void* at, int64_t lanes, int64_t steps, bool by_column, const lp_scheme& s, int parts) {
+lp::Source source(const lp_matrix& x, int64_t lanes, int64_t steps, bool by_column, const lp_scheme& s, int parts) {
     lp::Source to = {};
-    to.at = (const char*)at, to.lanes = lanes, to.steps = steps, to.type = x.type;
+    to.lanes = lanes, to.steps = steps, to.type = x.type;
     to.lane = by_column ? x.col : x.row, to.k = by_column ? x.row : x.col;
     if (is_coded(x.type)) to.k = 1;
     to.lane_offsets = x.row_offsets, to.k_offsets = x.inner_offsets;
@@ -74,12 +74,13 @@ void make_terms(Work& w, const lp_scheme& s, bool pairs) {
 }
 
 // out^T = b^T a^T: if the columns of out are contiguous, or the product is narrow.
-void orient(Work& w) {
+void orient(Work& w, bool is_packed) {
     const bool by_column = w.out.row == 1 && w.out.col != 1, narrow = w.n <= 16 && w.n < w.m;
-    if (w.packed_b || w.out.row_offsets || w.c.row_offsets || is_coded(w.b.type) || !(by_column || narrow)) return;
+    if (is_packed || w.out.row_offsets || w.c.row_offsets || is_coded(w.b.type) || !(by_column || narrow)) return;
     std::swap(w.m, w.n), std::swap(w.a, w.b), std::swap(w.scales_a, w.scales_b);
     for (Target* x : {&w.out, &w.c, &w.bias}) std::swap(x->row, x->col);
     for (int i = 0; i < w.term_count; i++) std::swap(w.terms[i].a, w.terms[i].b);
+    w.is_transposed = true;
 }
 
 bool is_split(const lp_scheme& s) { return s.parts_a > 1 || s.parts_b > 1; }
@@ -88,33 +89,46 @@ bool uses_pairs(const lp_product& p) { return p.unit == LP_BF16_AMX && (p.scheme
 
 const int64_t LARGE_RESULT = 1 << 20;  // bytes from which a result is written past the caches
 
-void describe(Work& w, const lp_product& p, const lp_call& c, int64_t product, int64_t packed_bytes) {
+// All but the addresses of a product.
+void describe(Work& w, const lp_product& p, const lp_call& c) {
     w.m = p.m, w.n = p.n, w.k = p.k, w.threads = c.threads, w.activation = p.activation;
-    w.a = source(p.a, moved(c.a, p.a, product), p.m, p.k, false, p.scheme, p.scheme.parts_a);
-    w.b = source(p.b, moved(c.b, p.b, product), p.n, p.k, true, p.scheme, p.scheme.parts_b);
-    w.packed_b = nullptr;
-    if (p.b.packed) w.packed_b = (const uint32_t*)((const char*)c.b + (p.b.batch_offsets ? product * packed_bytes : 0));
-    if (is_coded(p.b.type) && c.b_scales) {
-        const int64_t offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0;
-        w.b.scales = (const uint8_t*)c.b_scales + offset * 8 / bits_of(p.b.type) / block_of(p.b.type), w.b.scale_lane = p.b.scale_col;
-    }
-    const bool adds = c.c && (c.beta[0] != 0 || c.beta[1] != 0);
-    w.out = target(p.out, moved(c.out, p.out, product)), w.c = target(p.c, adds ? moved(c.c, p.c, product) : nullptr);
-    w.bias = target(p.bias, c.bias), w.bias.row = 0;
+    w.a = source(p.a, p.m, p.k, false, p.scheme, p.scheme.parts_a), w.b = source(p.b, p.n, p.k, true, p.scheme, p.scheme.parts_b);
+    w.out = target(p.out, nullptr), w.c = target(p.c, nullptr), w.bias = target(p.bias, c.bias), w.bias.row = 0;
     for (int i = 0; i < 2; i++) w.alpha[i] = (float)c.alpha[i], w.beta[i] = (float)c.beta[i];
     w.scales_a = p.scheme.scaled && p.scheme.parts_a, w.scales_b = p.scheme.scaled && p.scheme.parts_b;
     w.checks = is_split(p.scheme) || uses_pairs(p);
     w.streams = p.batches * p.m * p.n * bits_of(p.out.type) / 8 > LARGE_RESULT;
     make_terms(w, p.scheme, uses_pairs(p));
+    w.packed_b = nullptr, w.is_transposed = false;
+}
+
+const int64_t PREFETCHED = 1 << 18;  // bytes of a matrix of a batch
+
+// The addresses of a product. A thread computes every `threads`th.
+void place(Work& w, const lp_product& p, const lp_call& c, int64_t product, int threads, int64_t packed_bytes) {
+    auto place_operand = [&](lp::Source& s, const lp_matrix& x, const void* data) {
+        s.at = moved(data, x, product);
+        const bool precedes = s.lanes * s.steps * bits_of(s.type) <= 8 * PREFETCHED && product + threads < p.batches;
+        s.next = precedes ? moved(data, x, product + threads) - s.at : 0;
+    };
+    place_operand(w.is_transposed ? w.b : w.a, p.a, c.a), place_operand(w.is_transposed ? w.a : w.b, p.b, c.b);
+    if (p.b.packed) w.packed_b = (const uint32_t*)((const char*)c.b + (p.b.batch_offsets ? product * packed_bytes : 0));
+    if (is_coded(p.b.type) && c.b_scales) {
+        const int64_t offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0;
+        w.b.scales = (const uint8_t*)c.b_scales + offset * 8 / bits_of(p.b.type) / block_of(p.b.type), w.b.scale_lane = p.b.scale_col;
+    }
+    w.out.at = (char*)moved(c.out, p.out, product);
+    if (c.c && (c.beta[0] != 0 || c.beta[1] != 0)) w.c.at = (char*)moved(c.c, p.c, product);
 }
 
 // A product whose sums are kept in memory until they have been checked: non-finite sums of split operands are computed
 // again in FP32 from the operands as they are stored, and those of pairs from the rounded operands.
 int32_t in_memory(const lp_product& p, const Work& w, const Unit& unit) {
     const int64_t each = w.planes, size = w.m * w.n * each;
-    lp::Memory sums(8 * size + 128);
-    if (!sums.at) return LP_NO_MEMORY;
-    float *first = (float*)sums.at, *second = first + (size + 15) / 16 * 16;
+    lp::Memory sums;
+    float* first = (float*)sums.of(8 * size + 128);
+    if (!first) return LP_NO_MEMORY;
+    float* second = first + (size + 15) / 16 * 16;
     Work plain = w;
     plain.alpha[0] = 1, plain.alpha[1] = 0, plain.c.at = plain.bias.at = nullptr, plain.activation = 0, plain.streams = false;
     plain.out = Target{(char*)first, w.n, 1, nullptr, each == 2 ? LP_C64 : LP_F32};
@@ -142,11 +156,7 @@ int32_t in_memory(const lp_product& p, const Work& w, const Unit& unit) {
     return status;
 }
 
-int32_t one(const lp_product& p, const lp_call& c, const Unit& unit, int64_t product, int threads, int64_t packed_bytes) {
-    Work w;
-    describe(w, p, c, product, packed_bytes);
-    w.threads = threads;
-    orient(w);
+int32_t one(const lp_product& p, Work& w, const Unit& unit) {
     // c may be the result, which a recomputation would need again.
     if (w.checks && w.c.at) return in_memory(p, w, unit);
     const int32_t status = unit.gemm(w);
@@ -159,7 +169,7 @@ const int64_t SHARED_PRODUCT = 1 << 25;  // multiplications from which all threa
 int64_t bytes_of_packed(const lp_product& p, const Unit& unit) {
     lp_call none = {};
     Work w;
-    describe(w, p, none, 0, 0);
+    describe(w, p, none);
     return unit.pack(w, nullptr);
 }
 
@@ -173,18 +183,24 @@ LP_API int32_t lp_gemm(const lp_product* p, const lp_call* c) {
     if (!find(is_small ? (int)LP_FP32_AVX2 : p->unit, uses_pairs(*p), unit) || p->m < 0 || p->n < 0 || p->k < 1) return LP_UNSUPPORTED;
     if (!p->m || !p->n || !p->batches) return LP_OK;
     const int64_t packed_bytes = p->b.packed && p->batches > 1 ? bytes_of_packed(*p, unit) : 0;
-    if (p->batches == 1) return one(*p, *c, unit, 0, c->threads, packed_bytes);
+    Work w;
+    describe(w, *p, *c), orient(w, p->b.packed);
+    if (p->batches == 1) return place(w, *p, *c, 0, 1, 0), one(*p, w, unit);
     const bool shared = p->m * p->n * p->k >= SHARED_PRODUCT || p->batches < c->threads;
     const bool alone = shared || p->batches * p->m * p->n * p->k < 1 << 19;
+    const int threads = alone ? 1 : c->threads;
     std::atomic<int> status{LP_OK};
-    auto multiply = [&](int64_t i) {
-        if (const int32_t found = one(*p, *c, unit, i, shared ? c->threads : 1, packed_bytes)) status = found;
+    w.threads = shared ? c->threads : 1;
+    auto multiply = [&, w](int64_t i) mutable {
+        place(w, *p, *c, i, threads, packed_bytes);
+        if (const int32_t found = one(*p, w, unit)) status = found;
     };
-    lp::share(p->batches, alone ? 1 : c->threads, multiply);
+    lp::share(p->batches, threads, multiply);
     return status;
 }
 
 LP_API int64_t lp_pack(const lp_product* p, const void* b, const void* b_scales, void* to, int32_t threads) {
+    const lp::Arithmetic standard;
     Unit unit;
     if (!find(p->unit, uses_pairs(*p), unit) || p->k < 1) return -1;
     const int64_t each = bytes_of_packed(*p, unit), count = p->b.batch_offsets ? p->batches : 1;
@@ -192,7 +208,7 @@ LP_API int64_t lp_pack(const lp_product* p, const void* b, const void* b_scales,
         lp_call call = {};
         call.b = b, call.b_scales = b_scales, call.threads = threads;
         Work w;
-        describe(w, *p, call, i, 0);
+        describe(w, *p, call), place(w, *p, call, i, 1, 0);
         unit.pack(w, (char*)to + i * each);
     }
     return each < 0 ? -1 : each * count;

@@ -42,24 +42,26 @@ constexpr int bits_of(int type) {
 constexpr bool is_coded(int type) { return type == LP_MXFP8 || type == LP_MXFP4 || type == LP_NVFP4; }
 constexpr int block_of(int type) { return type == LP_NVFP4 ? 16 : 32; }  // elements with a common scale
 
-// Uninitialised memory, 4096-byte aligned, for the lifetime of this object; blocks are kept for later products.
-// `at` is null if there is no memory. With LP_EXACT_MEMORY nothing is kept and sanitizers see accesses beyond `bytes`.
+// Uninitialised memory, 4096-byte aligned, until the next call of `of` or the end of this object; blocks are kept for later
+// products. A copy has no memory. With LP_EXACT_MEMORY nothing is kept and sanitizers see accesses beyond `bytes`.
 struct Memory {
-    void* at;
-    explicit Memory(int64_t bytes);
+    Memory() {}
+    Memory(const Memory&) {}
     ~Memory();
-    Memory(const Memory&) = delete;
+    void* of(int64_t bytes);  // null if there is no memory
 
 private:
-    int size_class;
+    void* at = nullptr;
+    int size_class = 0;
 };
 
 // Calls work(argument, thread) in up to `threads` threads, the calling one included, and waits for all. `thread` is
 // below `threads` and unique; 0 is not always the caller. Other threads may begin late or never: a single call must be
-// able to complete the work. Each thread runs in the default floating-point mode (Arithmetic).
+// able to complete the work. Other threads run in the default floating-point mode, as the caller does (Arithmetic).
 void run(void (*work)(void*, int), void* argument, int threads);
 
-// Calls each(i) for i from 0 to count - 1 in up to `threads` threads, which claim one i after the other.
+// Calls each(i) for i from 0 to count - 1 in up to `threads` threads, which claim one i after the other and have a copy of
+// `each` each.
 template <class Each> void share(int64_t count, int threads, const Each& each) {
     struct Shared {
         const Each& each;
@@ -67,7 +69,8 @@ template <class Each> void share(int64_t count, int threads, const Each& each) {
         std::atomic<int64_t> next;
         static void work(void* at, int) {
             Shared& s = *(Shared*)at;
-            for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) s.each(i);
+            Each each = s.each;
+            for (int64_t i; (i = s.next.fetch_add(1)) < s.count;) each(i);
         }
     } shared{each, count, {0}};
     run(Shared::work, &shared, threads);

@@ -62,9 +62,7 @@ INLINE i32v limited(i32v v, int low, int high) {
     return (i32v)choose((u32v)(v > high), (u32v)(i32v{} + high), (u32v)v);
 }
 INLINE f32v unscaled(f32v x, i32v e) {
-    const i32v within = limited(e, -126, 126);
-    u32v outside = (u32v)(within ^ e);
-    if (__builtin_expect(!any(outside), 1)) return x * floats((u32v)(127 - e) << 23);
+    if (__builtin_expect(!any((u32v)((u32v)(e + 126) > 252u)), 1)) return x * floats((u32v)(127 - e) << 23);
     const i32v first = limited(-e, -70, 127), second = limited(-e - first, -149, 127);
     return x * powers(first) * powers(second);
 }
@@ -75,22 +73,24 @@ template <int TYPE> INLINE void store(char* to, f32v x) {
     else put(to, x);
 }
 
+// Writes past the caches if it streams.
+INLINE void put_past(char* to, f32v x, bool streams) {
+    if (streams && (intptr_t)to % (4 * W) == 0) stream(to, x);
+    else put(to, x);
+}
+
 // Writes `count` of WIDTH float32 numbers to a row of the result.
 template <int WIDTH> INLINE void write_row(const lp::Target& out, int64_t row, int64_t col, int count, const float* v, bool streams) {
     const int size = bits_of(out.type) / 8;
     char* to = out.at + out.offset(row, col) * size;
     alignas(64) char stored[4 * WIDTH];
-    bool whole = out.col == 1 && count == WIDTH;
-    if (whole && size == 4 && streams && (intptr_t)to % (4 * W) == 0) {
-        UNROLLED_BY(j, WIDTH, W) stream(to + 4 * j, get<f32v>(v + j));
-        return;
-    }
+    const bool whole = out.col == 1 && count == WIDTH;
     char* at = whole ? to : stored;
     UNROLLED_BY(j, WIDTH, W) {
         f32v x = get<f32v>(v + j);
         if (out.type == LP_BF16) store<LP_BF16>(at + 2 * j, x);
         else if (out.type == LP_F16) store<LP_F16>(at + 2 * j, x);
-        else store<LP_F32>(at + 4 * j, x);
+        else put_past(at + 4 * j, x, streams && whole);
     }
     if (whole) return;
     if (out.col == 1) __builtin_memcpy(to, stored, (size_t)count * size);
@@ -98,7 +98,33 @@ template <int WIDTH> INLINE void write_row(const lp::Target& out, int64_t row, i
         for (int j = 0; j < count; j++) __builtin_memcpy(to + j * out.col * size, stored + j * size, (size_t)size);
 }
 
-// GCC 12 fuses products of complex numbers in vectors, in spite of -ffp-contract=off.
+// Rows of whole results that are only scaled and rounded, to contiguous numbers; returns whether any sum is Inf or NaN.
+template <int WIDTH, int TYPE>
+static bool finish_whole(const lp::Work& p, const float* sums, int64_t lds, int64_t row, int rows, int64_t col, const int32_t* e, const int32_t* f) {
+    constexpr int V = WIDTH / W, SIZE = bits_of(TYPE) / 8;
+    const bool streams = p.streams && SIZE * WIDTH % 64 == 0;
+    u32v found = {};
+    for (int i = 0; i < rows; i++, sums += lds) {
+        char* to = p.out.at + p.out.offset(row + i, col) * SIZE;
+        f32v x[V];
+        UNROLLED(v, V) {
+            x[v] = get<f32v>(sums + v * W), found |= is_special(bits(x[v]));
+            if (e || f) x[v] = unscaled(x[v], (f ? get<i32v>(f + col + v * W) : i32v{}) + (e ? e[row + i] : 0));
+        }
+        if (TYPE == LP_F32)
+            UNROLLED(v, V) put_past(to + v * 4 * W, x[v], streams);
+        else
+            UNROLLED_BY(v, V, 2) {
+                alignas(64) char halves[4 * W];
+                UNROLLED(h, 2) store<TYPE>(halves + h * 2 * W, x[v + h]);
+                put_past(to + v * 2 * W, get<f32v>(halves), streams);
+            }
+    }
+    return any(found);
+}
+
+// GCC 12's vectorizer fuses alternate differences and sums of two products (vfmaddsub), as of complex numbers, whatever
+// -ffp-contract is; it does not vectorize calls.
 static __attribute__((noinline)) float sum_of_two(float a, float b, float c, float d) { return a * b + c * d; }
 
 // One row of complex results from two planes of sums.

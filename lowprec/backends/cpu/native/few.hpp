@@ -22,6 +22,7 @@ template <class U, int ROWS, int TYPE, int FORMAT>
 static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char* b, int64_t ldb, int dwords, uint32_t* y, int64_t ldy, int64_t lanes, bool adds, Extrema* extrema) {
     typedef typename U::Acc Acc;
     constexpr int P = per_dword(U::ELEMENT), SIZE = TYPE == PANEL ? 4 : bits_of(TYPE) / 8;
+    constexpr int AHEAD = ROWS <= 2 ? 2048 : 768;  // bytes from a number to the one that is prefetched
     constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16;
     auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
         constexpr int V = decltype(count)::value;
@@ -35,13 +36,19 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
             u32v row[V];
             UNROLLED(v, V) {
                 const char* from = b + d * ldb + (at + v * W) * SIZE;
-                if constexpr (TYPE == PANEL) {
+                if constexpr (P == 4 && V % 4 == 0 && TYPE == LP_I8) {  // four vectors at once
+                    const char* runs[P];
+                    UNROLLED(p, P) runs[p] = from + p * W * ldb;
+                    if (v % 4) continue;
+                    UNROLLED(p, P) __builtin_prefetch(runs[p] + AHEAD);
+                    int8_dwords(runs, row + v);
+                } else if constexpr (TYPE == PANEL) {
                     row[v] = get<u32v>(from);
                 } else {  // the numbers of a dword are W rows apart
                     const char* runs[P];
                     UNROLLED(p, P) runs[p] = from + p * W * ldb;
                     if (v * W * SIZE % 64 == 0)
-                        UNROLLED(p, P) __builtin_prefetch(runs[p] + 768);
+                        UNROLLED(p, P) __builtin_prefetch(runs[p] + AHEAD);
                     if constexpr (FINDS) {
                         const u32v x = get<u32v>(from), magnitude = x & 0x7fffffffu, less = magnitude - 1;
                         row[v] = (x + 0xfffu + (x >> 13 & 1)) & ~0x1fffu;
@@ -51,8 +58,9 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
                         pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, s, nullptr, nullptr, 0, row + v);
                     }
                 }
-                if (U::ELEMENT == E_U8) row[v] ^= 0x80808080u;  // b + 128 times a, unlike in packed kernels
             }
+            UNROLLED(v, V)
+                if (U::ELEMENT == E_U8) row[v] ^= 0x80808080u;  // b + 128 times a, unlike in packed kernels
             UNROLLED(i, ROWS) {
                 u32v dword = all(a[i * lda + d]);
                 UNROLLED(v, V) acc[i][v] = U::ELEMENT == E_U8 ? U::dot(acc[i][v], row[v], dword) : U::dot(acc[i][v], dword, row[v]);
@@ -99,7 +107,7 @@ template <class U> struct Few {
     static bool serves(const lp::Work& p) {
         if (p.packed_b || p.term_count > 1 || p.planes > 1) return false;
         if (p.m <= M) return (p.b.k == 1 && !p.b.k_offsets) || along_lanes(p);
-        return p.n * p.k <= 2048 && p.m <= (P == 1 ? 8 : 2) * M && p.n % W == 0 && in_place_for(p, p.m);
+        return p.n * p.k <= 2048 && p.b.type != LP_I8 && p.m <= (P == 1 ? 8 : 2) * M && p.n % W == 0 && in_place_for(p, p.m);
     }
 
     // Adds the products of the rows [top, top + M) and the columns [first, first + lanes).
@@ -108,6 +116,7 @@ template <class U> struct Few {
         const int64_t padded = G::ceil(lanes, W) * W, in_lanes = in_place ? lanes / W * W : 0, m = G::least(M, p.m - top);
         Rows *whole_rows = in_place ? in_place_for(p, m) : nullptr, *rows = rows_for<PANEL, LP_EXACT>(m);
         const int64_t lda = j.plain_a ? p.a.lane : W, step_a = j.plain_a ? W : M * W;
+        const int group = !p.scales_b && (P == 4 || m * lanes <= 4096) ? 4 / P : W;
         const uint32_t* a = j.plain_a ? (const uint32_t*)p.a.at + p.a.lane_offset(top) : t.a + top * j.blocks * W;
         for (int64_t block = 0; block < j.blocks; block++, a += step_a) {
             uint32_t* y = block < j.chunk ? sums : t.part;
@@ -115,7 +124,10 @@ template <class U> struct Few {
             const bool adds = block % j.chunk != 0;
             const int dwords = (int)(rest < W ? rest : W);
             const int64_t whole = rest >= W * P || P == 1 ? in_lanes : 0;
-            if (whole) whole_rows(p.b, a, lda, p.b.at + (first + p.b.k_offset(block * W * P)) * j.size, p.b.k * j.size, dwords, y, ldy, whole, adds, t.extrema);
+            for (int d = 0; whole && d < dwords; d += group) {  // few rows of b at once, whose runs are long, if the sums fit the L1 cache
+                const char* at = p.b.at + (first + p.b.k_offset(block * W * P + d)) * j.size;
+                whole_rows(p.b, a + d, lda, at, p.b.k * j.size, (int)G::least(group, dwords - d), y, ldy, whole, adds || d, t.extrema);
+            }
             if (whole < lanes) {
                 const int64_t width = whole ? W : j.columns, strip = (first + whole) / width;
                 j.pack_b(p.b, Layout{false, width, width, 0, 0}, strip, strip + 1, block, block + 1, t.panel, 0);
@@ -140,7 +152,7 @@ template <class U> struct Few {
             for (int64_t q = 0; q < lanes / W; q++) scales |= !t.extrema[q].within();
         }
         if constexpr (G::SCALES)
-            if (scales) find_exponents(p.b, first, first + lanes, j.exponents_b);
+            for (int64_t at = first; scales && at < first + lanes; at += MOST_LANES) find_exponents(p.b, at, G::least(at + MOST_LANES, first + lanes), j.exponents_b);
         if (scales || !p.scales_b) add(j, t, top, first, lanes, j.in_place && !scales, sums, lds);
         const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = scales ? j.exponents_b : nullptr;
         for (int i = 0; !j.direct && i < M && top + i < p.m; i++)
@@ -178,7 +190,7 @@ template <class U> struct Few {
         Rows* rows = nullptr;
         find<LP_F32, LP_EXACT>(p, m, rows), find<LP_F32, LP_TO_TF32>(p, m, rows), find<LP_F32, LP_TO_BF16>(p, m, rows);
         find<LP_F32, LP_TO_F16>(p, m, rows), find<LP_F16, LP_EXACT>(p, m, rows), find<LP_BF16, LP_EXACT>(p, m, rows);
-        find<LP_E4M3, LP_EXACT>(p, m, rows), find<LP_E5M2, LP_EXACT>(p, m, rows);
+        find<LP_I8, LP_EXACT>(p, m, rows), find<LP_E4M3, LP_EXACT>(p, m, rows), find<LP_E5M2, LP_EXACT>(p, m, rows);
         return rows;
     }
 
@@ -199,9 +211,8 @@ template <class U> struct Few {
         j.ldy = j.columns + N, j.a_dwords = j.plain_a ? 0 : G::ceil(j.blocks * G::ceil(p.m, M) * M * W, 64) * 64;
         j.memory_each = G::ceil(j.a_dwords + 2 * M * j.ldy + j.columns * (W + 2), 1024) * 1024;
         threads = G::least(threads, j.tasks);
-        lp::Memory borrowed(4 * (threads * j.memory_each + G::exponents_dwords(p)));
-        if (!borrowed.at) return LP_NO_MEMORY;
-        j.memory = (uint32_t*)borrowed.at;
+        j.memory = (uint32_t*)p.memory.of(4 * (threads * j.memory_each + G::exponents_dwords(p)));
+        if (!j.memory) return LP_NO_MEMORY;
         j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? G::exponents_dwords(p.m) : 0);
         G::scale(p, true, j.exponents_a, true), G::scale(p, false, j.exponents_b, false);
         j.next_task = 0, j.not_finite = 0;

@@ -158,7 +158,8 @@ template <class U> struct Gemm {
                 }
                 next = (m - m0 + 1) * 256 < 4 * N * W * j.slots_b ? next + 256 * (k1 - k0) : (const char*)b;
                 if (k1 < j.blocks || (direct && j.plain)) continue;
-                for (int i = 0; i < rows; i++) finish(p, c + i * ldc, m * M + i, n * N, columns, e, f, 0, j.not_finite);
+                const bool finished = columns == N && finish_tile(p, c, ldc, m * M, rows, n * N, e, f, j.not_finite);
+                for (int i = 0; i < rows && !finished; i++) finish(p, c + i * ldc, m * M + i, n * N, columns, e, f, 0, j.not_finite);
             }
         }
     }
@@ -170,6 +171,15 @@ template <class U> struct Gemm {
         } else {
             finish_integers<N>(p, (const int32_t*)sums, offset, row, col, columns);
         }
+    }
+
+    // Writes whole rows of a tile; returns false if there is more to compute than a scaling.
+    static bool finish_tile(const lp::Work& p, const float* sums, int64_t lds, int64_t row, int rows, int64_t col, const int32_t* e, const int32_t* f, std::atomic<int>& not_finite) {
+        if (!FLOATS || !adds_nothing(p) || p.planes > 1 || p.out.col != 1) return false;
+        auto finish = p.out.type == LP_BF16 ? finish_whole<N, LP_BF16> : p.out.type == LP_F16 ? finish_whole<N, LP_F16>
+                                                                                              : finish_whole<N, LP_F32>;
+        if (finish(p, sums, lds, row, rows, col, e, f) && p.checks) not_finite.store(1, std::memory_order_relaxed);
+        return true;
     }
 
     static void task(Job& j, int64_t index, uint32_t* memory) {
@@ -249,10 +259,8 @@ template <class U> struct Gemm {
         if (now) lp::share(ceil(s.lanes, MOST_LANES), s.lanes * p.k >= 1 << 19 ? p.threads : 1, find);
     }
 
-    static bool is_plain(const lp::Work& p) {
-        bool scales = p.alpha[0] != 1 || p.alpha[1] != 0 || p.scales_a || p.scales_b;
-        return !(scales || p.c.at || p.bias.at || p.activation || p.checks);
-    }
+    static bool adds_nothing(const lp::Work& p) { return p.alpha[0] == 1 && p.alpha[1] == 0 && !p.c.at && !p.bias.at && !p.activation; }
+    static bool is_plain(const lp::Work& p) { return adds_nothing(p) && !p.scales_a && !p.scales_b && !p.checks; }
 
     // Whether sums may be kept in the result: with several chunks, or if they are final.
     static bool is_direct(const Job& j) {
@@ -273,9 +281,8 @@ template <class U> struct Gemm {
         j.streams = p.streams && j.chunk >= j.blocks && ((intptr_t)p.out.at | 4 * p.out.row) % (4 * W) == 0;
         int64_t b_dwords = j.pack_tasks ? ceil(j.strips_n * j.strip_b, 1024) * 1024 : 0;
         threads = (int)least(threads, j.tasks > j.pack_tasks ? j.tasks : j.pack_tasks);
-        lp::Memory borrowed(4 * (b_dwords + threads * j.memory_each + exponents_dwords(p)));
-        if (!borrowed.at) return LP_NO_MEMORY;
-        uint32_t* memory = (uint32_t*)borrowed.at;
+        uint32_t* memory = (uint32_t*)p.memory.of(4 * (b_dwords + threads * j.memory_each + exponents_dwords(p)));
+        if (!memory) return LP_NO_MEMORY;
         j.packed_b = p.packed_b ? (uint32_t*)p.packed_b : memory, j.memory = memory + b_dwords;
         j.exponents_a = (int32_t*)(j.memory + threads * j.memory_each), j.exponents_b = j.exponents_a + (p.scales_a ? exponents_dwords(p.m) : 0);
         scale(p, true, j.exponents_a, true);

@@ -14,6 +14,7 @@ struct Source {
     int64_t scale_lane;                       // bytes
     float* factors;                           // two per lane, lanes + 64 apart: their product scales the lane; null: none
     int32_t type, format, parts, part_exponent, sums_parts;
+    int64_t next;                             // bytes to the operand of the product after this, which is prefetched; 0: none
 
     int64_t lane_offset(int64_t i) const { return lane_offsets ? lane_offsets[i] : i * lane; }
     int64_t k_offset(int64_t i) const { return k_offsets ? k_offsets[i] : i * k; }
@@ -48,6 +49,8 @@ struct Work {
     bool scales_a, scales_b;
     bool checks;   // report sums that are Inf or NaN
     bool streams;  // the result is large: write it past the caches
+    bool is_transposed;
+    Memory memory;
 };
 
 const int NOT_FINITE = 100;  // a status, if `checks`

@@ -54,6 +54,7 @@ void unscale(void* at, int) {
 
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                           const lp_tensor_core* core, int32_t threads) {
+    const lp::Arithmetic standard;
     const lp::Lanewise* functions = found();
     const bool is_exact = core->fraction_bits <= MOST_FRACTION_BITS && core->group <= lp::EMULATED_K;
     if (!functions || !is_exact) return LP_UNSUPPORTED;
@@ -65,6 +66,7 @@ LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, i
 }
 
 LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, int32_t threads) {
+    const lp::Arithmetic standard;
     const lp::Lanewise* functions = found();
     if (!functions) return -1;
     int64_t elements = 0;

@@ -89,16 +89,19 @@ void keep(uint64_t word) {
 
 namespace lp {
 
-Memory::Memory(int64_t bytes) : at(nullptr), size_class(0) {
+void* Memory::of(int64_t bytes) {
+    if (MOST_KEPT && at && bytes_of(size_class) >= bytes) return at;
+    this->~Memory(), at = nullptr, size_class = 0;
     while (bytes_of(size_class) < bytes)
-        if (++size_class > 300) return;
+        if (++size_class > 300) return nullptr;
     if (uint64_t word = take(size_class)) {
-        at = address_of(word), size_class = class_of(word);
-        return;
+        size_class = class_of(word);
+        return at = address_of(word);
     }
     if (MOST_KEPT) bytes = bytes_of(size_class);
     at = allocate(bytes);
     if (!at) lp_release_memory(), at = allocate(bytes);
+    return at;
 }
 Memory::~Memory() {
     if (at) keep((uint64_t)(uintptr_t)at | (uint64_t)size_class);

@@ -79,6 +79,8 @@ INLINE void pack_row(const char* const* at, const Source& s, const f32v* f, cons
         out[0] = (widen_i8(at[0]) & 0xffffu) | widen_i8(at[1]) << 16;
     } else if constexpr (TYPE == LP_BF16 && ELEMENT == E_BF16) {
         out[0] = __builtin_convertvector(get<u16v>(at[0]), u32v) | __builtin_convertvector(get<u16v>(at[1]), u32v) << 16;
+    } else if constexpr (W == 16 && TYPE == LP_E4M3 && ELEMENT == E_BF16) {
+        out[0] = bf16_of_e4m3(__builtin_convertvector(wide_u8(at[0]), u32v) | __builtin_convertvector(wide_u8(at[1]), u32v) << 16);
     } else if constexpr (TYPE == LP_C64) {
         f32v x[2][P];
         UNROLLED(p, P) {
@@ -162,6 +164,8 @@ static __attribute__((noinline)) void pack_tile(const Source& s, const Layout& l
                 scale[p] = block_scale(TYPE, s.scales[(lane + i) * s.scale_lane + k / block_of(TYPE)]);
             }
         }
+        if (s.next)
+            UNROLLED_BY(p, P, (RUN > 64 ? 1 : 64 / RUN)) __builtin_prefetch(at[p] + s.next, 0, 2);
         if (by_lane) lane_factors<FORMAT>(s, lane + i, false, f);
         pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, s, f, scale, l.offset, out);
         for (int p = 0; p < slots; p++) rows[p][i] = out[p];
@@ -204,7 +208,7 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
         for (int row = 0; whole_k && row < W; row++) {
             const char* at[P];
             for (int p = 0; p < P; p++) at[p] = s.at + (first_strip * l.lanes + s.k_offset(block * W * P + p * W + row)) * SIZE;
-            const int64_t ahead = s.k_offsets || (block + 2) * W * P > s.steps ? 0 : W * P * s.k * SIZE;
+            const int64_t ahead = s.next || s.k_offsets || (block + 2) * W * P > s.steps ? s.next : W * P * s.k * SIZE;
             for (int64_t strip = first_strip; strip < end_strip; strip++) {
                 const int64_t first_lane = strip * l.lanes, have = s.lanes - first_lane < l.lanes ? s.lanes - first_lane : l.lanes;
                 uint32_t* tile = base + (strip - first_strip) * strip_dwords + row * l.width;
@@ -251,40 +255,53 @@ template <int ELEMENT> static Pack* find_pack(const Source& s) { return find_pac
 
 const int MOST_LANES = 256;
 
-// The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade,
-// and the factors: of lanes [first, end), of which `first` is a multiple of W.
-INLINE void find_exponents(const Source& all_lanes, int64_t first, int64_t end, int32_t* exponents) {
-    Source s = all_lanes;
-    s.format = LP_EXACT, s.parts = 0, s.lanes = end - first;
-    if (s.lane_offsets) s.lane_offsets += first;
-    else s.at += first * s.lane * bits_of(s.type) / 8;
-    const bool by_lane = s.k == 1 && !s.k_offsets;
-    const int64_t most = by_lane ? W : MOST_LANES;
-    const int lanes = (int)(s.lanes < most ? (s.lanes + W - 1) / W * W : most);
-    const Layout l{by_lane, lanes, by_lane ? W : lanes, lanes * W, 0};
-    Pack* const pack_numbers = s.type == LP_C64 ? pack<LP_C64, LP_EXACT, E_F32, false> : s.type == LP_BF16 ? pack<LP_BF16, LP_EXACT, E_F32, false>
-                                                                                                           : pack<LP_F32, LP_EXACT, E_F32, false>;
-    u32v panel[2 * MOST_LANES], found[MOST_LANES], square[W];
-    for (int64_t strip = 0; strip * lanes < s.lanes; strip++) {
-        for (int i = 0; i < lanes; i++) found[i] = u32v{};
-        for (int64_t block = 0; block * W < s.steps; block++) {
-            pack_numbers(s, l, strip, strip + 1, block, block + 1, (uint32_t*)panel, 0);
-            for (int i = 0; i < lanes * slots_of<E_F32>(s); i++) {
-                const u32v finite = panel[i] & 0x7fffffffu & ~is_special(panel[i]);
-                found[i % lanes] = (u32v)larger((i32v)found[i % lanes], (i32v)finite);
+// The largest finite magnitudes in runs of memory: BY_LANE a run is a lane, whose largest of W are found[lane], else the
+// numbers of all lanes at one k. Numbers with strides on both sides are first copied.
+template <int TYPE, bool BY_LANE> static void find_largest(const Source& s, int64_t first, int64_t lanes, u32v* found) {
+    constexpr int SIZE = bits_of(TYPE) / 8, V = TYPE == LP_C64 ? W / 2 : W;
+    const bool in_place = !BY_LANE || (s.k == 1 && !s.k_offsets);
+    const int64_t length = BY_LANE ? s.steps : lanes;
+    for (int64_t run = 0; run < (BY_LANE ? lanes : s.steps); run++) {
+        const char* at = s.at + (BY_LANE ? s.lane_offset(first + run) : first + s.k_offset(run)) * SIZE;
+        u32v most = {};
+        for (int64_t i = 0; i < length; i += V) {
+            alignas(64) char copies[4 * W] = {};
+            const char* from = at + i * SIZE;
+            if (!in_place || length - i < V) {
+                for (int64_t j = 0; j < V && i + j < length; j++) __builtin_memcpy(copies + j * SIZE, in_place ? from + j * SIZE : at + s.k_offset(i + j) * SIZE, SIZE);
+                from = copies;
             }
+            u32v x = bits(widened<TYPE>(from)) & 0x7fffffffu, &to = BY_LANE ? most : found[i / V];
+            to = (u32v)larger((i32v)to, (i32v)(x & (u32v)(x < 0x7f800000u)));
         }
-        for (int64_t lane = 0; lane < lanes && strip * lanes + lane < s.lanes; lane += W) {
-            for (int i = 0; i < W; i++) square[i] = found[by_lane ? lane + i : (i * lanes + lane) / W];
+        if (BY_LANE) found[run] = most;
+    }
+}
+
+// The exponents that bring the largest finite magnitude of each lane into [2^14, 2^15), float16's second highest binade,
+// and the factors: of lanes [first, end), at most MOST_LANES, of which `first` is a multiple of W.
+INLINE void find_exponents(const Source& s, int64_t first, int64_t end, int32_t* exponents) {
+    u32v found[MOST_LANES] = {}, square[W];
+    const bool by_lane = s.lane != 1 || s.lane_offsets || (s.k == 1 && !s.k_offsets), is_complex = s.type == LP_C64;
+    auto find = by_lane ? find_largest<LP_F32, true> : find_largest<LP_F32, false>;
+    if (s.type == LP_BF16) find = by_lane ? find_largest<LP_BF16, true> : find_largest<LP_BF16, false>;
+    if (is_complex) find = by_lane ? find_largest<LP_C64, true> : find_largest<LP_C64, false>;
+    find(s, first, end - first, found);
+    for (int64_t lane = 0; first + lane < end; lane += W) {
+        i32v x = (i32v)found[lane / W];
+        if (by_lane || is_complex) {
+            for (int i = 0; i < W; i++) square[i] = by_lane ? found[lane + i] : i < 2 ? found[lane / W * 2 + i]
+                                                                                      : u32v{};
             if (by_lane) transpose(square);
-            i32v x = {};
-            for (int i = 0; i < W; i++) x = larger(x, (i32v)square[i]);
-            i32v e = 141 - (x >> 23);
-            for (int i = 0; i < W; i++)  // subnormal numbers, and zeros
-                if (x[i] < 0x00800000) e[i] = x[i] ? 132 + __builtin_clz((unsigned)x[i]) : 0;
-            const int64_t at = first + strip * lanes + lane;  // memory for all lanes is padded
-            put(exponents + at, e);
-            put(all_lanes.factors + at, powers(e >> 1)), put(all_lanes.factors + all_lanes.lanes + 64 + at, powers(e - (e >> 1)));
+            else deinterleave(square[0], square[1], square, std::make_integer_sequence<int, W>());
+            x = (i32v)square[0];
+            for (int i = 1; i < W; i++) x = larger(x, (i32v)square[i]);
         }
+        i32v e = 141 - (x >> 23);
+        for (int i = 0; i < W; i++)  // subnormal numbers, and zeros
+            if (x[i] < 0x00800000) e[i] = x[i] ? 132 + __builtin_clz((unsigned)x[i]) : 0;
+        const int64_t at = first + lane;  // memory for all lanes is padded
+        put(exponents + at, e);
+        put(s.factors + at, powers(e >> 1)), put(s.factors + s.lanes + 64 + at, powers(e - (e >> 1)));
     }
 }

@@ -176,9 +176,9 @@ void wait_for(const std::atomic<int64_t>& counter, int64_t value) {
 }
 
 void run(void (*work)(void*, int), void* argument, int threads) {
+    if (threads <= 1) return work(argument, 0);
     Offer offer = {};
     offer.work = work, offer.argument = argument;
-    if (threads <= 1) return Offer::enter(&offer);
     if (auto parallel = gomp_parallel.load(); parallel && !is_child) {
         // A thread of a parallel region works alone: the region has the CPUs already.
         return omp_in_parallel.load()() ? Offer::enter(&offer) : parallel(Offer::enter, &offer, (unsigned)threads, 0);

@@ -12,6 +12,8 @@ typedef int16_t i16v __attribute__((vector_size(2 * W)));
 typedef uint8_t u8v __attribute__((vector_size(W)));
 typedef int8_t i8v __attribute__((vector_size(W)));
 
+template <class V> static inline V bf16_of_e4m3(V codes);  // if W is 16
+
 using lp::bits_of;
 using lp::block_of;
 using lp::is_coded;
@@ -48,8 +50,7 @@ INLINE u32v widen_i8(const void* at) {
 template <int DROPPED, bool TIES_AWAY> INLINE u32v nearest(u32v x) {
     u32v half = all((1u << (DROPPED - 1)) - !TIES_AWAY);
     if (!TIES_AWAY) half += (x >> DROPPED) & 1;
-    u32v quiet = (u32v)((x & 0x7fffffffu) > 0x7f800000u) & 0x00400000u;
-    return choose(is_special(x), x | quiet, x + half) & all(~0u << DROPPED);
+    return (floats(x) != floats(x) ? x | 0x00400000u : x + half) & all(~0u << DROPPED);
 }
 
 template <int FORMAT> INLINE f32v rounded(f32v x) {
