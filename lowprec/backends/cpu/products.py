@@ -36,7 +36,7 @@ _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
 _ACTIVATIONS = {None: 0, Activation.RELU: 1, Activation.GELU: 2}
 
 #: Returns an ``lp_call``, in a tenth of the time of ctypes.
-_call = struct.Struct("@6P4di4x").pack
+_call = struct.Struct("@8P4di4x").pack
 
 #: Flops up to which a product runs in the calling thread.
 _ALONE = 1 << 19
@@ -136,7 +136,7 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
             address,
             _call(
                 a.address, at, scales, out.address, 0 if c is None else c.address, 0 if bias is None else bias.address,
-                alpha.real, alpha.imag, beta.real, beta.imag, 1 if is_alone else threads.num_threads(),
+                0, 0, alpha.real, alpha.imag, beta.real, beta.imag, 1 if is_alone else threads.num_threads(),
             ),
         )  # fmt: skip
         if status == library.NOT_FINITE:
