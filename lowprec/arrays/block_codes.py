@@ -23,6 +23,7 @@ from lowprec.formats import (
     BlockFormat,
     NumberFormat,
 )
+from lowprec.recipes import Rule as Rule
 
 #: Bits of float32's infinity, the smallest that are not a number's, and of the least float64 that rounds to it.
 _INFINITY, _OVERFLOW = 0x7F800000, 0x47EFFFFFF0000000
@@ -33,24 +34,6 @@ _INT8 = NumberFormat("int8", 8, 7, 6, 127.0, has_infinity=False)
 
 #: Formats of elements by name.
 ELEMENTS = {"e4m3": FLOAT8_E4M3FN, "e5m2": FLOAT8_E5M2, "e2m1": FLOAT4_E2M1FN, "int8": _INT8}
-
-
-class Rule(NamedTuple):
-    """How an operand is rounded, along k, to narrow numbers with scales."""
-
-    elements: str  # of ELEMENTS
-    scaling: str  # what has a scale: "tensor", "vector" (along k) or "block"
-    block: tuple[int, int] = (1, 0)  # vectors, and elements along k, of a block
-    block_scale: str = ""  # "floor" and "rceil": a power of two; "e4m3", "float32"
-    rounding: str = "nearest"  # or "stochastic"
-    seed: int = 0  # key of Philox4x32-10, 64 bits, also of the signs of the Hadamard transform
-    stream: int = 0  # 64 bits of its counter
-    hadamard: int = 0  # 16: transform groups of 16 along k before rounding
-
-    @property
-    def marks_elements(self) -> bool:
-        """Whether a number that is not finite becomes NaN alone, and not its whole block or vector."""
-        return self.elements != "int8" and (self.scaling != "block" or self.block_scale == "float32")
 
 
 class _Scales(NamedTuple):
