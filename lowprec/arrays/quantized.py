@@ -216,9 +216,9 @@ def quantize(
     axis : int
         Axis that is divided into blocks; of an operand, the axis that is summed over.
     scale_rule : {"floor", "rceil"}
-        Scale of a block of ``"mxfp8"`` and ``"mxfp4"``: the power of two by which the largest magnitude gets the exponent
-        of the format's largest number, as in the specification, which clips up to 1/8 (mxfp8) or 1/4 (mxfp4) of it; or
-        the least power of two that clips nothing, as in cuBLAS's conversion and TransformerEngine.
+        Scale of a block of ``"mxfp8"`` and ``"mxfp4"``: the power of two by which the largest magnitude gets the
+        exponent of the format's largest number, as in the specification, which clips up to 1/8 (mxfp8) or 1/4 (mxfp4)
+        of it; or the least power of two that clips nothing, as in cuBLAS's conversion and TransformerEngine.
 
     Returns
     -------
