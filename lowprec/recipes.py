@@ -44,6 +44,10 @@ class Rule(NamedTuple):
     def is_stochastic(self) -> bool:
         return self.rounding == "stochastic"
 
+    def drawn(self, draw: int, operand: int) -> Rule:
+        """Return the rule with the stream of random numbers of an operand, 0 or 1, of a product (`Recipe.draw`)."""
+        return self._replace(stream=2 * draw + operand) if self.is_stochastic else self
+
     @property
     def marks_elements(self) -> bool:
         """Whether a number that is not finite becomes NaN alone, and not its whole block or vector."""
