@@ -25,7 +25,7 @@ from lowprec.core.executors import look_up
 from lowprec.core.interception import Block, Interception
 from lowprec.core.interception_report import PassedBy, Row
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from lowprec.modes import MathMode, ResolvedMode, row
+from lowprec.modes import ResolvedMode, parse_mode, row
 from lowprec.torch.aten import ACTED_ON, Kernel, Product, Terms, kernels
 from lowprec.torch.layer_names import NAMES, Layer
 from lowprec.util.lock import locked
@@ -56,7 +56,7 @@ class intercept(Interception):
 
     Parameters
     ----------
-    math_mode : str, MathMode, or mapping
+    math_mode : str, MathMode, Recipe, or mapping
         Mode of the products, or modes by layer: ``{"lm_head": "fp32", "*.mlp.*": "bf16", "*": "tf32"}``. The keys are
         patterns of the layers' names, or their classes; the first one that matches is used, and a product that none
         matches is PyTorch's. An ``fp32_guard`` overrides the modes.
@@ -190,7 +190,7 @@ def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Call
         reason, detail = PassedBy.ELEMENT_TYPE, ""
         if mode is None:
             reason = PassedBy.LAYER
-        elif a.dtype in ACTED_ON[mode]:
+        elif a.dtype in ACTED_ON[row(mode).mode]:
             try:
                 resolved = policy.resolve(mode) if context is None else context.copy().run(policy.resolve, mode)
                 result = _computed(terms, resolved, args[0] if in_place else out)
@@ -348,7 +348,7 @@ def _shown(scope: Any, layer: Layer) -> str:
 
 
 def _statistics(terms: Terms, mode: str) -> tuple[float, float]:
-    least = row(MathMode(mode)).operand_format.smallest_normal
+    least = row(parse_mode(mode)).operand_format.smallest_normal
     with torch.no_grad():
         sizes = [x.detach().abs() for x in (terms.a, terms.b) if x.numel()]
         shares = [float(((x > 0) & (x < least)).float().mean()) for x in sizes]

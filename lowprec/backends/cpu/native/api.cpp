@@ -99,7 +99,7 @@ void describe(Work& w, const lp_product& p, const lp_call& c) {
     w.checks = is_split(p.scheme) || uses_pairs(p);
     w.streams = p.batches * p.m * p.n * bits_of(p.out.type) / 8 > LARGE_RESULT;
     make_terms(w, p.scheme, uses_pairs(p));
-    w.packed_b = nullptr, w.is_transposed = false;
+    w.packed_b = nullptr, w.is_transposed = false, w.row_scales = w.col_scales = nullptr;
 }
 
 const int64_t PREFETCHED = 1 << 18;  // bytes of a matrix of a batch
@@ -117,6 +117,9 @@ void place(Work& w, const lp_product& p, const lp_call& c, int64_t product, int 
         const int64_t offset = p.b.batch_offsets ? p.b.batch_offsets[product] : 0;
         w.b.scales = (const uint8_t*)c.b_scales + offset * 8 / bits_of(p.b.type) / block_of(p.b.type), w.b.scale_lane = p.b.scale_col;
     }
+    const float* rows = c.row_scales ? c.row_scales + (p.a.batch_offsets ? product * p.m : 0) : nullptr;
+    const float* cols = c.col_scales ? c.col_scales + (p.b.batch_offsets ? product * p.n : 0) : nullptr;
+    w.row_scales = w.is_transposed ? cols : rows, w.col_scales = w.is_transposed ? rows : cols;
     w.out.at = (char*)moved(c.out, p.out, product);
     if (c.c && (c.beta[0] != 0 || c.beta[1] != 0)) w.c.at = (char*)moved(c.c, p.c, product);
 }
@@ -130,7 +133,7 @@ int32_t in_memory(const lp_product& p, const Work& w, const Unit& unit) {
     if (!first) return LP_NO_MEMORY;
     float* second = first + (size + 15) / 16 * 16;
     Work plain = w;
-    plain.alpha[0] = 1, plain.alpha[1] = 0, plain.c.at = plain.bias.at = nullptr, plain.activation = 0, plain.streams = false;
+    plain.alpha[0] = 1, plain.alpha[1] = 0, plain.c.at = plain.bias.at = nullptr, plain.activation = 0, plain.streams = false, plain.row_scales = plain.col_scales = nullptr;
     plain.out = Target{(char*)first, w.n, 1, nullptr, each == 2 ? LP_C64 : LP_F32};
     int32_t status = unit.gemm(plain);
     if (status == lp::NOT_FINITE) {

@@ -259,7 +259,9 @@ template <class U> struct Gemm {
         if (now) lp::share(ceil(s.lanes, MOST_LANES), s.lanes * p.k >= 1 << 19 ? p.threads : 1, find);
     }
 
-    static bool adds_nothing(const lp::Work& p) { return p.alpha[0] == 1 && p.alpha[1] == 0 && !p.c.at && !p.bias.at && !p.activation; }
+    static bool adds_nothing(const lp::Work& p) {
+        return p.alpha[0] == 1 && p.alpha[1] == 0 && !p.c.at && !p.bias.at && !p.activation && !p.row_scales && !p.col_scales;
+    }
     static bool is_plain(const lp::Work& p) { return adds_nothing(p) && !p.scales_a && !p.scales_b && !p.checks; }
 
     // Whether sums may be kept in the result: with several chunks, or if they are final.
@@ -277,7 +279,7 @@ template <class U> struct Gemm {
         if (!setup(j)) return LP_UNSUPPORTED;
         int threads = p.m * p.n * p.k * p.term_count >= 1 << 20 ? p.threads : 1;
         divide(j, threads);
-        j.plain = is_plain(p), j.direct = is_direct(j);
+        j.plain = is_plain(p) && (FLOATS || p.out.type == LP_I32), j.direct = is_direct(j);
         j.streams = p.streams && j.chunk >= j.blocks && ((intptr_t)p.out.at | 4 * p.out.row) % (4 * W) == 0;
         int64_t b_dwords = j.pack_tasks ? ceil(j.strips_n * j.strip_b, 1024) * 1024 : 0;
         threads = (int)least(threads, j.tasks > j.pack_tasks ? j.tasks : j.pack_tasks);
