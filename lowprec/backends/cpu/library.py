@@ -161,15 +161,16 @@ def _loaded() -> tuple[Functions | None, str]:
         if type(error) not in (OSError, FileNotFoundError):  # of a signal handler, such as TimeoutError
             raise
         return None, f"the kernels cannot be loaded ({error})"
+    library.lp_version.restype = ctypes.c_uint64
+    if _sources_hash() not in (None, library.lp_version()):  # before its functions, which may be others
+        raise BackendError(
+            f"{_PATH} was compiled from other sources than those of this checkout: run `python hatch_build.py`"
+        )
     found: dict[str, Any] = {name: getattr(library, f"lp_{name}") for name in _SIGNATURES}
     found["gemm_holding_gil"] = holding_gil.lp_gemm
     for name, function in found.items():
         function.restype, function.argtypes = _SIGNATURES[name.partition("_holding")[0]]
     functions = Functions(**found)
-    if _sources_hash() not in (None, functions.version()):
-        raise BackendError(
-            f"{_PATH} was compiled from other sources than those of this checkout: run `python hatch_build.py`"
-        )
     return functions, ""
 
 

@@ -78,9 +78,9 @@ template <class Each> bool by_parts(const lp::Quantization& j, bool whole_vector
     const int64_t down = ceil(j.rows, height), across = ceil(j.columns, columns), count = j.q.batches * down * across;
     std::atomic<bool> done{true};
     auto part = [&](int64_t i) {
-        const lp::Memory memory(lp::STRIPE_BYTES);
+        lp::Memory memory;
         const int64_t row = i / across % down * height, column = i % across * columns;
-        if (memory.at) each(lp::Part{i / (across * down), row, least(row + height, j.rows), column, least(column + columns, j.columns)}, memory.at);
+        if (void* at = memory.of(lp::STRIPE_BYTES)) each(lp::Part{i / (across * down), row, least(row + height, j.rows), column, least(column + columns, j.columns)}, at);
         else done = false;
     };
     lp::share(count, j.q.batches * j.rows * j.columns < QUANTIZED_TO_SHARE ? 1 : threads, part);
