@@ -222,7 +222,10 @@ def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(
 
 
 @int8_units
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 70, 9000), (3, 17, 65), (33, 17, 65), (64, 64, 64), (50, 70, 9000)])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1), (1, 70, 9000), (3, 17, 65), (4, 300, 70), (13, 32, 64), (33, 17, 65), (64, 64, 64), (50, 70, 9000)],
+)
 @pytest.mark.parametrize("orders", list(itertools.product("CF", repeat=3)), ids="".join)
 def test_int8_is_exact(
     unit: str, shape: tuple[int, int, int], orders: tuple[Any, Any, Any], rng: np.random.Generator

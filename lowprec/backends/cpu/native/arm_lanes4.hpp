@@ -1,5 +1,11 @@
 // What the units with 128-bit vectors of AArch64 share: conversions of float16, the shape of a tile.
 const int W = 4;
+template <class V> static inline V widen_u8(const void* at) {
+    uint32_t four;
+    __builtin_memcpy(&four, at, 4);
+    return (V)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+}
+template <class V> static inline V widen_u16(const void* at) { return (V)vmovl_u16(vld1_u16((const uint16_t*)at)); }
 template <class V> static inline V load_f16_as(const void* at) { return (V)vcvt_f32_f16(vld1_f16((const __fp16*)at)); }
 template <class V> static inline void narrow_f16(void* to, V x) { vst1_f16((__fp16*)to, vcvt_f16_f32((float32x4_t)x)); }
 template <class V> static inline V round_f16(V x) { return (V)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x)); }

@@ -117,8 +117,9 @@ static bool finish_whole(const lp::Work& p, const float* sums, int64_t lds, int6
         else
             UNROLLED_BY(v, V, 2) {
                 alignas(64) char halves[4 * W];
-                UNROLLED(h, 2) store<TYPE>(halves + h * 2 * W, x[v + h]);
-                put_past(to + v * 2 * W, get<f32v>(halves), streams);
+                const bool past = streams && (intptr_t)(to + v * 2 * W) % (4 * W) == 0;
+                UNROLLED(h, 2) store<TYPE>((past ? halves : to + v * 2 * W) + h * 2 * W, x[v + h]);
+                if (past) stream(to + v * 2 * W, get<f32v>(halves));
             }
     }
     return any(found);

@@ -73,14 +73,13 @@ template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
 INLINE void pack_row(const char* const* at, const Source& s, const f32v* f, const float* scale, uint32_t offset, u32v* out) {
     constexpr int P = per_dword(ELEMENT);
     if constexpr (P == 4) {
-        u16v low = wide_u8(at[0]) | (u16v)(wide_u8(at[1]) << 8), high = wide_u8(at[2]) | (u16v)(wide_u8(at[3]) << 8);
-        out[0] = (__builtin_convertvector(low, u32v) | __builtin_convertvector(high, u32v) << 16) ^ offset;
+        out[0] = (widen_u8<u32v>(at[0]) | widen_u8<u32v>(at[1]) << 8 | widen_u8<u32v>(at[2]) << 16 | widen_u8<u32v>(at[3]) << 24) ^ offset;
     } else if constexpr (ELEMENT == E_I16) {
         out[0] = (widen_i8(at[0]) & 0xffffu) | widen_i8(at[1]) << 16;
     } else if constexpr (TYPE == LP_BF16 && ELEMENT == E_BF16) {
-        out[0] = __builtin_convertvector(get<u16v>(at[0]), u32v) | __builtin_convertvector(get<u16v>(at[1]), u32v) << 16;
+        out[0] = widen_u16<u32v>(at[0]) | widen_u16<u32v>(at[1]) << 16;
     } else if constexpr (W == 16 && TYPE == LP_E4M3 && ELEMENT == E_BF16) {
-        out[0] = bf16_of_e4m3(__builtin_convertvector(wide_u8(at[0]), u32v) | __builtin_convertvector(wide_u8(at[1]), u32v) << 16);
+        out[0] = bf16_of_e4m3(widen_u8<u32v>(at[0]) | widen_u8<u32v>(at[1]) << 16);
     } else if constexpr (TYPE == LP_C64) {
         f32v x[2][P];
         UNROLLED(p, P) {

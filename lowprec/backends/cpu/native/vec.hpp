@@ -40,7 +40,8 @@ INLINE u32v choose(u32v condition, u32v yes, u32v no) { return (condition & yes)
 INLINE i32v larger(i32v x, i32v y) { return x > y ? x : y; }
 INLINE u32v is_special(u32v x) { return (u32v)((x & 0x7fffffffu) >= 0x7f800000u); }  // Inf or NaN
 
-// GCC 12 converts 8 to 32 bits one element at a time unless it goes by 16 bits.
+// GCC 12 converts 8 to 32 bits one element at a time unless it goes by 16 bits, and halves of vectors: where it matters
+// there is widen_u8 or widen_u16, W unsigned numbers as 32 bits.
 INLINE u16v wide_u8(const void* at) { return __builtin_convertvector(get<u8v>(at), u16v); }
 INLINE u32v widen_i8(const void* at) {
     return (u32v) __builtin_convertvector(__builtin_convertvector(get<i8v>(at), i16v), i32v);
@@ -71,7 +72,7 @@ template <int BITS, int EXPONENT> INLINE f32v decoded(const void* at) {
 
 // W stored numbers as float32. Codes of 4 bits: the first in the low half of a byte.
 template <int TYPE> INLINE f32v widened(const void* at) {
-    if constexpr (TYPE == LP_BF16) return floats(__builtin_convertvector(get<u16v>(at), u32v) << 16);
+    if constexpr (TYPE == LP_BF16) return floats(widen_u16<u32v>(at) << 16);
     else if constexpr (TYPE == LP_F16) return load_f16_as<f32v>(at);
     else if constexpr (TYPE == LP_E5M2) return decoded<8, 5>(at);
     else if constexpr (TYPE == LP_E4M3 || TYPE == LP_MXFP8) return decoded<8, 4>(at);

@@ -1,5 +1,7 @@
 // What the units with 256-bit vectors share: conversions of float16, stores past the caches, the shape of a tile.
 const int W = 8;
+template <class V> static inline V widen_u8(const void* at) { return (V)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)at)); }
+template <class V> static inline V widen_u16(const void* at) { return (V)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)); }
 template <class V> static inline V load_f16_as(const void* at) { return (V)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)); }
 template <class V> static inline void narrow_f16(void* to, V x) { _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline V round_f16(V x) { return (V)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
