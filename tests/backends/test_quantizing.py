@@ -17,9 +17,9 @@ import pytest
 from lowprec.arrays import block_codes
 from lowprec.arrays.block_codes import Rule
 from lowprec.arrays.numpy_library import host_view
-from lowprec.arrays.quantized import quantize
 from lowprec.backends.cpu import library, threads
 from lowprec.backends.cpu.quantizing import quantize_view
+from lowprec.core.quantize import quantize
 
 BLOCKS = [
     Rule(e, "block", b, s)
