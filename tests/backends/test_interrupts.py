@@ -88,7 +88,7 @@ def test_a_child_that_is_forked_while_another_thread_computes_a_property(what: s
             return call
 
         inside = threading.Event()
-        for module, name in ((quantized, "_part_shapes"), (quantized, "codes_view"), (planning, "error_bound")):
+        for module, name in ((quantized, "part_shapes"), (quantized, "codes_view"), (planning, "error_bound")):
             setattr(module, name, slowly(getattr(module, name)))
         q = lowprec.quantize(np.ones((32, 32), np.float32), "mxfp8")
         plan = lowprec.plan(q.codes.view("float8_e4m3fn"), q.codes.view("float8_e4m3fn"))
