@@ -11,6 +11,7 @@ import pytest
 import lowprec
 from lowprec import recipes
 from lowprec.recipes import Recipe
+from support.programs import in_threads
 
 MODES = recipes.MODES
 _ELEMENTS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "float4_e2m1fn"}
@@ -265,3 +266,15 @@ def test_rtol_may_choose_integers_by_the_probable_bound() -> None:
     bound = lowprec.plan(a, a.T, math_mode="int8").bound
     assert 0.25 <= bound.relative < 0.27
     assert bound.probable < 0.05
+
+
+def test_memory_of_rounded_operands_is_kept_and_released() -> None:
+    from lowprec.backends.cpu import workspaces
+
+    a = np.random.default_rng(9).standard_normal((400, 400), dtype=np.float32)
+    expected = lowprec.matmul(a, a, math_mode="mxfp8")
+    assert sum(map(len, workspaces._kept.values())) >= 2
+    results = in_threads(4, lambda _: [lowprec.matmul(a, a, math_mode="mxfp8") for _ in range(10)])
+    assert all(np.array_equal(x, expected) for each in results for x in each)
+    lowprec.release_memory()
+    assert not any(workspaces._kept.values())
