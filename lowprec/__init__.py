@@ -29,7 +29,7 @@ from lowprec.recipes import Recipe
 
 if typing.TYPE_CHECKING:
     from lowprec import amp, dask, emulation, jax, linalg, numpy, torch  # noqa: F401
-    from lowprec.arrays.quantized import QuantizedArray, quantize
+    from lowprec.arrays.quantized import QuantizedArray
     from lowprec.auditing import audit
     from lowprec.backends import release_memory
     from lowprec.backends.cuda.cublas import cublas_handle
@@ -37,6 +37,7 @@ if typing.TYPE_CHECKING:
     from lowprec.contractions import einsum, linear, tensordot, vecdot
     from lowprec.core.plan_call import plan
     from lowprec.core.prepare import PreparedOperand, prepare
+    from lowprec.core.quantize import quantize
     from lowprec.policy import emulate
     from lowprec.profiling import profile
     from lowprec.report import info
@@ -47,7 +48,8 @@ _LAZY = {
     **{name: f"lowprec.{name}" for name in ("amp", "dask", "emulation", "jax", "linalg", "numpy", "torch")},
     **dict.fromkeys(("einsum", "linear", "tensordot", "vecdot"), "lowprec.contractions"),
     **dict.fromkeys(("PreparedOperand", "prepare"), "lowprec.core.prepare"),
-    **dict.fromkeys(("QuantizedArray", "quantize"), "lowprec.arrays.quantized"),
+    "QuantizedArray": "lowprec.arrays.quantized",
+    "quantize": "lowprec.core.quantize",
     "audit": "lowprec.auditing",
     "autotune": "lowprec.tuning",
     "check": "lowprec.checking",

@@ -193,7 +193,7 @@ def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any) -> _Sca
         return _Scales(scales, reciprocals, xp.where(finite, powers, float("nan")), finite, inverted=True)
     if kind == "e4m3":
         values = peak.view(whole.dtype)
-        scales = _nearest(values / xp.full_like(values, to.largest) / whole, FLOAT8_E4M3FN, xp)
+        scales = _nearest(values / converted(_unfolded(to.largest, peak, xp), whole.dtype) / whole, FLOAT8_E4M3FN, xp)
         numbers = _values(scales, FLOAT8_E4M3FN, 31, xp)
         divisors = xp.where(scales > 0, numbers * whole, 1.0)
         return _Scales(scales, divisors, xp.where(finite, numbers, float("nan")), finite & (scales > 0))
@@ -203,10 +203,14 @@ def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any) -> _Sca
 
 def _float_scale(peak: Any, largest: float, xp: Any) -> Any:
     """Return the float32 scales of blocks by the bits of their largest magnitudes."""
-    scale = peak.view(xp.float32)
-    scale = scale / xp.full_like(scale, largest)
+    scale = peak.view(xp.float32) / _unfolded(largest, peak, xp)
     scale = xp.where(scale < FLOAT32.smallest_normal, FLOAT32.smallest_normal, scale)
     return converted(xp.where(peak > 0, scale, 1.0), xp.float32)
+
+
+def _unfolded(number: float, like: Any, xp: Any) -> Any:
+    """Return an array of a number that XLA's compiler does not know, which multiplies by reciprocals of constants."""
+    return converted(xp.where(like >= 0, number, 1.0), xp.float32)
 
 
 def decode(codes: Any, scales: Any, row: BlockFormat, scale: float, xp: Any) -> Any:

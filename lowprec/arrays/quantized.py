@@ -1,12 +1,13 @@
-"""``quantize``: arrays of 8-bit and 4-bit codes with scales."""
+"""``QuantizedArray``: arrays of 8-bit and 4-bit codes with scales."""
 
 from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf, isnan, nan, prod
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
@@ -19,18 +20,17 @@ from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import Prepared, QuantizedView
 from lowprec.arrays.view import ArrayView
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
-from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType, FormatName
+from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType
 from lowprec.util.strides import contiguous_strides
 from lowprec.util.tracing import uncompiled
 
-_ACCEPTED = ("float32", "float64", "float16", "bfloat16")
 #: Numbers that are converted at once in host memory, so that temporary arrays stay in the cache.
 _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class QuantizedArray(Prepared):
-    """An array as codes of 8 or 4 bits with scales; see :func:`quantize`.
+    """An array as codes of 8 or 4 bits with scales; see :func:`lowprec.quantize`.
 
     :func:`lowprec.matmul` accepts it as either operand. A product with it as ``b`` may store a second copy of the
     codes, in the order in which its kernel reads them. Codes and scales are arrays of one library, and NumPy's are
@@ -84,11 +84,11 @@ class QuantizedArray(Prepared):
             whole = tuple(map(operator.index, self.shape))
         except TypeError:
             raise ShapeError(f"shape is a tuple of integers, got {quoted(self.shape)}") from None
-        fields = {"format": row.name, "shape": whole, "axis": _checked_axis(self.axis, len(whole))}
+        fields = {"format": row.name, "shape": whole, "axis": checked_axis(self.axis, len(whole))}
         if not isinstance(scale, numbers.Real) or not (0 < scale < inf or (isnan(scale) and not row.has_scale)):
             raise DTypeError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
         fields["scale"] = 1.0 if isnan(scale) else float(scale)
-        for name, shape in zip(("codes", "scales"), _part_shapes(whole, fields["axis"], row), strict=True):
+        for name, shape in zip(("codes", "scales"), part_shapes(whole, fields["axis"], row), strict=True):
             array = getattr(self, name)
             fields[name] = array if array is None else _as_bytes(name, array)
             actual = None if array is None else tuple(array.shape)
@@ -189,75 +189,25 @@ class QuantizedArray(Prepared):
         return QuantizedArray, (self.codes, self.scales, self.format, self.shape, self.axis, self.scale)
 
 
-@uncompiled
-def quantize(
-    x: Any,
-    /,
-    format: FormatName,  # noqa: A002 - the usual term
-    axis: int = -1,
-    *,
-    scale_rule: Literal["floor", "rceil"] = "floor",
-) -> QuantizedArray:
-    """Return an array in a format of 8 or 4 bits a number, with scales.
-
-    Conversion follows the OCP Microscaling Formats (MX) Specification 1.0, section 6.3, and NVIDIA's description of
-    NVFP4. Numbers are rounded to nearest, ties to even, and clipped to the format's largest number; subnormal numbers
-    are kept. A block with a NaN or an infinity becomes NaN as a whole, in ``"fp8"`` only that element. float64 is
-    rounded once, but infinite beyond float32's range. No gradient is defined.
-
-    Parameters
-    ----------
-    x : array of float32, float64, float16 or bfloat16, shape (..., n, ...)
-        Numbers to quantise.
-    format : str
-        - ``"mxfp8"``, ``"mxfp4"``: E4M3 or E2M1 in blocks of 32 with a power of two (E8M0) as scale;
-        - ``"nvfp4"``: E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale of the array;
-        - ``"fp8"``: E4M3 with a float32 scale of the array.
-    axis : int
-        Axis that is divided into blocks; of an operand, the axis that is summed over.
-    scale_rule : {"floor", "rceil"}
-        Scale of a block of ``"mxfp8"`` and ``"mxfp4"``: the power of two by which the largest magnitude gets the
-        exponent of the format's largest number, as in the specification, which clips up to 1/8 (mxfp8) or 1/4 (mxfp4)
-        of it; or the least power of two that clips nothing, as in cuBLAS's conversion and TransformerEngine.
-
-    Returns
-    -------
-    QuantizedArray
-        With arrays of the library of ``x`` on its device; of NumPy if the library is known only by DLPack.
-
-    Raises
-    ------
-    ArrayError, DTypeError, ShapeError
-        ``x`` cannot be read in place (a tracer, a tensor that requires grad), has another element type or not this
-        axis; or the format or the rule is unknown (DTypeError).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> import lowprec
-    >>> x = lowprec.quantize(np.array([0.3, -1.0, 2.6, 6.1], np.float32), "mxfp4")
-    >>> x.dequantize()
-    array([ 0.5, -1. ,  3. ,  6. ], dtype=float32)
-    >>> x.codes.shape, x.scales.tolist()  # a block is padded to 32 codes; 127 is 2^0
-    ((16,), [127])
-    """
-    row = parse_format(format)
-    if scale_rule not in ("floor", "rceil"):
-        raise DTypeError(f"scale_rule is 'floor' or 'rceil', got {quoted(scale_rule)}")
-    library = library_of(x)
-    if (label := dtype_name(x)) not in _ACCEPTED:
-        raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")
-    view = library.view(x)
-    axis = _checked_axis(axis, view.ndim)
+def encoded(x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: str) -> QuantizedArray:
+    """Return an array in a narrow format, by the functions of its library, or by NumPy in host memory."""
     xp, source = (np, view.ndarray()) if view.device.is_host else (array_module(x), x)
     source = _blocks(xp.moveaxis(source, axis, -1), row, xp)
     with np.errstate(all="ignore"):
         parts = [source[i] for i in _parts(len(source), row, xp)]
         scale = block_codes.array_scale(parts, row, xp)
-        encoded = zip(*(block_codes.encode(part, row, scale, xp, scale_rule) for part in parts), strict=True)
-    shapes = _part_shapes(view.shape, axis, row)
-    stored = [_adopted(_joined(parts, shape or (), xp), x) for parts, shape in zip(encoded, shapes, strict=False)]
-    return QuantizedArray(stored[0], stored[1] if row.scales else None, row.name, view.shape, axis, scale)
+        found = zip(*(block_codes.encode(part, row, scale, xp, scale_rule) for part in parts), strict=True)
+    shapes = part_shapes(view.shape, axis, row)
+    stored = [_joined(parts, shape or (), xp) for parts, shape in zip(found, shapes, strict=False)]
+    return quantized_array(x, view.shape, row, axis, stored, scale)
+
+
+def quantized_array(
+    x: Any, shape: tuple[int, ...], row: BlockFormat, axis: int, stored: Sequence[Any], scale: float
+) -> QuantizedArray:
+    """Return codes and scales, in host memory or of the library of ``x``, as arrays of this library."""
+    codes, scales = (*(None if part is None else _adopted(part, x) for part in stored), None)[:2]
+    return QuantizedArray(codes, scales, row.name, shape, axis, scale)
 
 
 def parse_format(name: str) -> BlockFormat:
@@ -271,7 +221,7 @@ def parse_format(name: str) -> BlockFormat:
     return row
 
 
-def _checked_axis(axis: int, ndim: int) -> int:
+def checked_axis(axis: int, ndim: int) -> int:
     try:
         return int(normalize_axis_index(axis, ndim))
     except (TypeError, ValueError) as error:
@@ -302,7 +252,7 @@ def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[
     return (*shape[:axis], *shape[axis + 1 :]), blocks, blocks * row.block or shape[axis]
 
 
-def _part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     others, blocks, padded = _layout(shape, axis, row)
     return (*others, padded * row.bits // 8), ((*others, blocks) if row.scales else None)
 

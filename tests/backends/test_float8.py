@@ -142,16 +142,14 @@ def test_scales_are_checked() -> None:
     np.testing.assert_array_equal(found, np.full((4, 4), 14.0))
 
 
-def test_fp8_tensor_cores_are_not_emulated() -> None:
+def test_block_scaled_tensor_cores_are_not_emulated() -> None:
     """Ampere has none, so FP8 operands are widened there, as on such a GPU."""
     x, q = np.ones((16, 32), E4M3), lowprec.quantize(np.ones((16, 32), np.float32), "nvfp4")
     with lowprec.emulate("ampere"):
         assert lowprec.plan(x, x.T).kernel == "ampere_bfloat16"
         assert lowprec.matmul(q, q.T, out_dtype="float32")[0, 0] == 32
-    for arch in ("hopper", "blackwell"):
-        with lowprec.emulate(arch), pytest.raises(lowprec.UnsupportedError, match="FP8 products of the tensor cores"):
-            lowprec.matmul(x, x.T)
     with lowprec.emulate("blackwell"):
+        assert lowprec.plan(x, x.T).kernel == "blackwell_float8_e4m3fn"
         with pytest.raises(lowprec.UnsupportedError, match="block-scaled products of the tensor cores of Blackwell"):
             lowprec.matmul(q, q.T)
         assert lowprec.matmul(x.astype(BF16), q.T)[0, 0] == 32

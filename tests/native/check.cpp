@@ -226,7 +226,7 @@ int compute(const Problem& p, int unit, const Variant& v, uint32_t* to) {
             call.c = call.out, d.c = d.out;
         }
     }
-    float *scales[2] = {(float*)malloc((size_t)m * 8), (float*)malloc((size_t)n * 8)};  // of two products of a batch
+    float* scales[2] = {(float*)malloc((size_t)m * 8), (float*)malloc((size_t)n * 8)};  // of two products of a batch
     for (int i = 0; i < 2; i++) memcpy(scales[0] + i * m, p.scales + v.row, (size_t)m * 4), memcpy(scales[1] + i * n, p.scales + p.m, (size_t)n * 4);
     if (p.extras & SCALES) call.row_scales = scales[0], call.col_scales = scales[1];
     void* packed = nullptr;
@@ -471,12 +471,14 @@ void check_unscale() {
 }
 
 #include "check_emulation.hpp"
+#include "check_quantizing.hpp"
 
 }  // namespace
 
 int main(int count, char** arguments) {
     check_unscale();
     check_emulate();
+    check_quantize();
     for (int unit = 0; unit < LP_UNITS; unit++)
         for (int mode = 0; mode < 8; mode += 2)
             if (lp_units() >> unit & 1) check_threads(unit, MODES[mode]);

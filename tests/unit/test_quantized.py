@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 import lowprec
 from lowprec.arrays import quantized
-from lowprec.arrays.quantized import QuantizedArray, quantize
+from lowprec.arrays.quantized import QuantizedArray
+from lowprec.backends.cpu import library
+from lowprec.core.quantize import quantize
 from lowprec.formats import BLOCK_FORMATS, FLOAT4_E2M1FN, FLOAT8_E8M0FNU, FormatName, NumberFormat
 from support import narrow_twin
 
@@ -336,6 +338,22 @@ def test_other_element_types(name: str, rng: np.random.Generator) -> None:
         assert found.dequantize().dtype == np.float32
     wide = quantize(np.array([1e300, 1.0, 3.4028235e38]), name)  # infinite in float32
     assert np.isnan(wide.dequantize()[0])
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_kernels_and_numpy_give_the_same_codes(
+    name: str, axis: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = rng.integers(0, 1 << 32, (3, 70, 130), dtype=np.uint32).view(np.float32)
+    arrays = [x, x.T, x[:, ::-1, ::2], rng.standard_normal((40, 33, 9)).astype(np.float16)]
+    found = [quantize(y, name, axis) for y in arrays]
+    monkeypatch.setattr(library, "library", lambda: None)
+    for y, one in zip(arrays, found, strict=True):
+        want = quantize(y, name, axis)
+        np.testing.assert_array_equal(one.codes, want.codes)
+        assert one.scale == want.scale
+        assert one.scales is want.scales or (one.scales == want.scales).all()
 
 
 @pytest.mark.parametrize("name", FORMATS)

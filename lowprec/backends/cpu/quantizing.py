@@ -15,9 +15,9 @@ from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import ArrayView, data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.errors import BackendError
-from lowprec.formats import DType
+from lowprec.formats import FLOAT8_E8M0FNU, BlockFormat, DType
 
-__all__ = ["Rule", "quantize_view"]
+__all__ = ["Rule", "encode", "encodes", "quantize_view"]
 
 #: ``lp_elements`` and ``lp_scaling``.
 _ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m1": 2, "int8": 3}
@@ -50,8 +50,7 @@ def quantize_view(view: ArrayView, inner: int, rule: Rule, empty: Any = np.empty
     scale : float
         Scale of the tensor, 1 without one.
     """
-    functions = library.library() if library.units() else None
-    if functions is None or 0 in view.shape or view.ndim < 2 or view.dtype not in _TYPES:
+    if not encodes(view) or view.ndim < 2:
         with np.errstate(all="ignore"):
             values, scales, scale = block_codes.rounded(view.ndarray(), inner, rule, np)
         ordered = _empty_in_order(view, values.dtype, empty)
@@ -60,35 +59,65 @@ def quantize_view(view: ArrayView, inner: int, rule: Rule, empty: Any = np.empty
     values = _empty_in_order(view, np.dtype(np.int8 if rule.elements == "int8" else ml_dtypes.bfloat16), empty)
     to = host_view(values)
     vectors, k = (view.shape[-1], view.shape[-2]) if inner == -2 else view.shape[-2:]
-    high, wide = rule.block if rule.scaling == "block" else (1, 1)
-    scaling, strides, batch = rule.scaling, (0, 0, 0), view.shape[:-2]
+    high, wide = rule.block
+    strides, batch, other = (0, 0, 0), view.shape[:-2], -3 - inner
     scales = None
-    if scaling == "vector":
+    if rule.scaling == "vector":
         scales, strides = np.empty((*batch, vectors), np.float32), (vectors, 1, 0)
     elif rule.block_scale == "float32":
         scales = np.empty((*batch, -(-k // wide), -(-vectors // high)), np.float32)
         strides = prod(scales.shape[-2:]), 1, scales.shape[-1]
-    offsets = [None, None]
-    if batch:
-        offsets = [_offsets(batch, x.strides[:-2]) for x in (view, to)]
-    last, other = inner, -3 - inner
-    scale = ctypes.c_float()
+    offsets = [_offsets(batch, x.strides[:-2]) for x in (view, to)]
     described = library.Quantizer(
-        prod(batch), vectors, k, view.strides[other], view.strides[last], to.strides[other], to.strides[last],
-        *(None if x is None else data_pointer(x) for x in offsets), *strides, high, wide, rule.seed, rule.stream,
-        library.TYPES[view.dtype], _ELEMENTS[rule.elements],
-        _SCALINGS[rule.block_scale if scaling == "block" else scaling], rule.rounding == "stochastic",
-        rule.hadamard > 0, 0,
+        prod(batch), vectors, k, view.strides[other], view.strides[inner], to.strides[other], to.strides[inner],
+        *map(data_pointer, offsets), *strides,
     )  # fmt: skip
-    status = functions.quantize(
-        ctypes.addressof(described), view.address, data_pointer(values),
-        None if scales is None else data_pointer(scales), ctypes.addressof(scale), threads.num_threads(),
+    return to, scales, _quantize(described, rule, view, values, scales)
+
+
+def encodes(view: ArrayView) -> bool:
+    """Whether the compiled library rounds the numbers of a view."""
+    is_host = view.device.is_host and view.dtype in _TYPES and 0 not in view.shape
+    return is_host and library.library() is not None and bool(library.units())
+
+
+def encode(
+    view: ArrayView, axis: int, row: BlockFormat, scale_rule: str, shapes: tuple[tuple[int, ...], Any]
+) -> tuple[tuple[Any, Any], float]:
+    """Return codes along an axis and those of scales, as uint8 of these shapes, and the scale of the array."""
+    elements = "e4m3" if row.bits == 8 else "e2m1"
+    rule = Rule(elements, "tensor")
+    if row.scales:
+        rule = Rule(elements, "block", (1, row.block), scale_rule if row.scales is FLOAT8_E8M0FNU else "e4m3")
+    codes, scales = (None if shape is None else np.empty(shape, np.uint8) for shape in shapes)
+    extents, strides, padded = list(view.shape), list(view.strides), shapes[0][-1] * 8 // row.bits
+    k, inner = extents.pop(axis), strides.pop(axis)
+    vectors, vector = (extents.pop(), strides.pop()) if extents else (1, 0)
+    batches, blocks = prod(extents), 0 if scales is None else scales.shape[-1]
+    offsets = _offsets(tuple(extents), tuple(strides)), np.arange(batches) * (vectors * padded)
+    described = library.Quantizer(
+        batches, vectors, k, vector, inner, padded, 1, *map(data_pointer, offsets), vectors * blocks, blocks, 1, codes=1
+    )
+    return (codes, scales), _quantize(described, rule, view, codes, scales)
+
+
+def _quantize(described: library.Quantizer, rule: Rule, view: ArrayView, to: Any, scales: Any) -> float:
+    """Call the library with a description of matrices, to which the rule is added; return the scale of the tensor."""
+    scale = ctypes.c_float()
+    described.block_vectors, described.block_k = rule.block
+    described.seed, described.stream, described.hadamard = rule.seed, rule.stream, rule.hadamard > 0
+    described.type, described.elements = library.TYPES[view.dtype], _ELEMENTS[rule.elements]
+    described.scaling = _SCALINGS[rule.block_scale if rule.scaling == "block" else rule.scaling]
+    described.stochastic = rule.rounding == "stochastic"
+    status = library.functions().quantize(
+        ctypes.addressof(described), view.address, data_pointer(to), None if scales is None else data_pointer(scales),
+        ctypes.addressof(scale), threads.num_threads(),
     )  # fmt: skip
     if status == library.NO_MEMORY:
         raise MemoryError("no memory for rounding an operand")
     if status:
         raise BackendError(f"the compiled library returned status {status} for the rounding of an operand")
-    return to, scales, scale.value
+    return scale.value
 
 
 def _empty_in_order(view: ArrayView, dtype: np.dtype[Any], empty: Any) -> Any:

@@ -102,7 +102,8 @@ LP_API int32_t lp_quantize(const lp_quantizer* q, const void* x, void* to, void*
             for (uint32_t before = peak; found > before && !peak.compare_exchange_weak(before, found);) continue;
         });
         const float largest[] = {448, 57344, 6 * 448}, scaled = __builtin_bit_cast(float, peak.load()) / largest[q->elements];
-        j.scale = !peak ? 1 : scaled < 0x1p-126f ? 0x1p-126f : scaled;
+        j.scale = !peak ? 1 : scaled < 0x1p-126f ? 0x1p-126f
+                                                 : scaled;
     }
     *scale = j.scale;
     done = done && by_parts(j, q->scaling == LP_VECTORS, threads, [&](const lp::Part& part, void* memory) { functions->quantize(j, part, memory); });

@@ -264,7 +264,9 @@ static void write_codes(const lp::Quantization& j, const lp::Part& p, const Stri
 static void round_row(const lp::Quantization& j, const Stripe& s, int64_t row, int64_t count, char* to) {
     const Narrow narrow = NARROW[j.q.elements];
     const bool multiplies = j.q.scaling == LP_FLOOR || j.q.scaling == LP_RCEIL, alone = is_alone(j.q), is_i8 = j.q.elements == LP_NARROW_I8;
-    const int64_t columns = j.block_columns == 1 ? W : j.block_columns ? j.block_columns : s.width, end = j.q.codes ? s.width : count;
+    const int64_t columns = j.block_columns == 1 ? W : j.block_columns ? j.block_columns
+                                                                       : s.width,
+                  end = j.q.codes ? s.width : count;
     const int size = is_i8 ? 1 : 2;
     for (int64_t first = 0, block = 0; first < end; first += columns, block += j.block_columns == 1 ? W : 1) {
         const bool each = j.block_columns == 1;

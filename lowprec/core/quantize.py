@@ -1,0 +1,81 @@
+"""``quantize``: arrays as 8-bit and 4-bit codes, by the compiled library in host memory, otherwise by their library."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from lowprec.arrays.libraries import library_of
+from lowprec.arrays.namespaces import dtype_name
+from lowprec.arrays.quantized import QuantizedArray, checked_axis, encoded, parse_format, part_shapes, quantized_array
+from lowprec.backends.cpu import quantizing
+from lowprec.errors import DTypeError, quoted
+from lowprec.formats import FormatName
+from lowprec.util.tracing import uncompiled
+
+_ACCEPTED = ("float32", "float64", "float16", "bfloat16")
+
+
+@uncompiled
+def quantize(
+    x: Any,
+    /,
+    format: FormatName,  # noqa: A002 - the usual term
+    axis: int = -1,
+    *,
+    scale_rule: Literal["floor", "rceil"] = "floor",
+) -> QuantizedArray:
+    """Return an array in a format of 8 or 4 bits a number, with scales.
+
+    Conversion follows the OCP Microscaling Formats (MX) Specification 1.0, section 6.3, and NVIDIA's description of
+    NVFP4. Numbers are rounded to nearest, ties to even, and clipped to the format's largest number; subnormal numbers
+    are kept. A block with a NaN or an infinity becomes NaN as a whole, in ``"fp8"`` only that element. float64 is
+    rounded once, but infinite beyond float32's range. No gradient is defined.
+
+    Parameters
+    ----------
+    x : array of float32, float64, float16 or bfloat16, shape (..., n, ...)
+        Numbers to quantise.
+    format : str
+        - ``"mxfp8"``, ``"mxfp4"``: E4M3 or E2M1 in blocks of 32 with a power of two (E8M0) as scale;
+        - ``"nvfp4"``: E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale of the array;
+        - ``"fp8"``: E4M3 with a float32 scale of the array.
+    axis : int
+        Axis that is divided into blocks; of an operand, the axis that is summed over.
+    scale_rule : {"floor", "rceil"}
+        Scale of a block of ``"mxfp8"`` and ``"mxfp4"``: the power of two by which the largest magnitude gets the
+        exponent of the format's largest number, as in the specification, which clips up to 1/8 (mxfp8) or 1/4 (mxfp4)
+        of it; or the least power of two that clips nothing, as in cuBLAS's conversion and TransformerEngine.
+
+    Returns
+    -------
+    QuantizedArray
+        With arrays of the library of ``x`` on its device; of NumPy if the library is known only by DLPack.
+
+    Raises
+    ------
+    ArrayError, DTypeError, ShapeError
+        ``x`` cannot be read in place (a tracer, a tensor that requires grad), has another element type or not this
+        axis; or the format or the rule is unknown (DTypeError).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import lowprec
+    >>> x = lowprec.quantize(np.array([0.3, -1.0, 2.6, 6.1], np.float32), "mxfp4")
+    >>> x.dequantize()
+    array([ 0.5, -1. ,  3. ,  6. ], dtype=float32)
+    >>> x.codes.shape, x.scales.tolist()  # a block is padded to 32 codes; 127 is 2^0
+    ((16,), [127])
+    """
+    row = parse_format(format)
+    if scale_rule not in ("floor", "rceil"):
+        raise DTypeError(f"scale_rule is 'floor' or 'rceil', got {quoted(scale_rule)}")
+    library = library_of(x)
+    if (label := dtype_name(x)) not in _ACCEPTED:
+        raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")
+    view = library.view(x)
+    axis = checked_axis(axis, view.ndim)
+    if quantizing.encodes(view):
+        stored, scale = quantizing.encode(view, axis, row, scale_rule, part_shapes(view.shape, axis, row))
+        return quantized_array(x, view.shape, row, axis, stored, scale)
+    return encoded(x, view, row, axis, scale_rule)
