@@ -77,7 +77,9 @@ def test_the_bits_of_the_array(rng: np.random.Generator, dtype: str, mode: str) 
         a = numbers(rng, dtype, m, 220)
         prepared = check(a, b, mode)
         plan = lowprec.plan(a, prepared, math_mode=mode)
-        assert len(view_of(prepared).packed) == is_kept(plan)
+        kept = len(view_of(prepared).packed)
+        # A mode that quantises keeps the rounded operand, and what the kernel makes of it.
+        assert kept in ((1, 2) if plan.quantized else (is_kept(plan),))
         assert is_kept(plan) or not plan.kernel_row.packs
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import library, numpy_products, products, quantized_products
+from lowprec.backends.cpu import library, numpy_products, products, quantized_products, workspaces
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.device import info as info
 from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor
@@ -33,6 +33,7 @@ def temporary(
 
 
 def release_memory() -> None:
+    workspaces.release_memory()
     kernels = library.library()
     if kernels is not None:
         kernels.release_memory()

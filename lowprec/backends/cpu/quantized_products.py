@@ -13,6 +13,7 @@ from lowprec.arrays.prepared_view import PreparedView
 from lowprec.arrays.view import ArrayView, PackedOperand
 from lowprec.backends.cpu import numpy_products
 from lowprec.backends.cpu.quantizing import quantize_view
+from lowprec.backends.cpu.workspaces import Workspace
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.modes import MathMode
 from lowprec.planning import GemmPlan, plan_gemm
@@ -35,18 +36,20 @@ def prepare(plan: GemmPlan, prepare_inner: Prepare) -> Executor:
 
     def execute(arguments: Arguments) -> None:
         of_a, of_b = (rule and rule.drawn(arguments.draw, i) for i, rule in enumerate(rules))
-        a, b = _operand(arguments.a, -1, of_a, plan), _operand(arguments.b, axis_of_b, of_b, plan)
+        memory = Workspace()
+        a, b = _operand(arguments.a, -1, of_a, plan, memory), _operand(arguments.b, axis_of_b, of_b, plan, memory)
         multiply(arguments, a, b)
+        memory.close()
 
     return execute
 
 
-def _operand(view: ArrayView, inner: int, rule: Rule | None, plan: GemmPlan) -> Rounded:
+def _operand(view: ArrayView, inner: int, rule: Rule | None, plan: GemmPlan, memory: Workspace) -> Rounded:
     """Return a rounded operand; one that is prepared for the mode is rounded once."""
     if rule is None:
         return view, None, 1.0
     if not view.is_prepared or view.mode != plan.mode:
-        return _rounded(view, inner, rule)
+        return _rounded(view, inner, rule, memory.empty)
 
     def make() -> PackedOperand:
         x, scales, scale = _rounded(view, inner, rule)
@@ -58,7 +61,7 @@ def _operand(view: ArrayView, inner: int, rule: Rule | None, plan: GemmPlan) -> 
     return found
 
 
-def _rounded(view: ArrayView, inner: int, rule: Rule) -> Rounded:
+def _rounded(view: ArrayView, inner: int, rule: Rule, empty: Any = np.empty) -> Rounded:
     """Round an operand; matrices of a broadcast batch once, so that their scales have axes of length 1.
 
     A factor of large scales of vectors is moved to that of the tensor, because the product of two could overflow.
@@ -67,13 +70,13 @@ def _rounded(view: ArrayView, inner: int, rule: Rule) -> Rounded:
     repeated = [s == 0 and n > 1 for s, n in zip(strides[:-2], shape, strict=False)]
     once = (*(1 if again else n for again, n in zip(repeated, shape, strict=False)), *shape[-2:])
     if view.ndim == 1:
-        x, scales, scale = quantize_view(_seen(view, (1, *shape), (0, *strides)), -1, rule)
+        x, scales, scale = quantize_view(_seen(view, (1, *shape), (0, *strides)), -1, rule, empty)
         x, scales = (
             _seen(x, shape, x.strides[1:]),
             None if scales is None else scales.reshape(scales.shape[1:]) if rule.scaling == "vector" else scales,
         )
     else:
-        x, scales, scale = quantize_view(_seen(view, once, strides) if any(repeated) else view, inner, rule)
+        x, scales, scale = quantize_view(_seen(view, once, strides) if any(repeated) else view, inner, rule, empty)
         if any(repeated):
             own = (0 if again else s for again, s in zip(repeated, x.strides, strict=False))
             x = _seen(x, shape, (*own, *x.strides[-2:]))

@@ -26,7 +26,7 @@ _SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float
 _TYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
-def quantize_view(view: ArrayView, inner: int, rule: Rule) -> tuple[ArrayView, Any, float]:
+def quantize_view(view: ArrayView, inner: int, rule: Rule, empty: Any = np.empty) -> tuple[ArrayView, Any, float]:
     """Round the matrices of a view to narrow numbers along an axis, that of k.
 
     Parameters
@@ -37,6 +37,8 @@ def quantize_view(view: ArrayView, inner: int, rule: Rule) -> tuple[ArrayView, A
         The axis of k.
     rule : Rule
         Format and rounding.
+    empty : function
+        Returns the memory of the values, as ``numpy.empty``.
 
     Returns
     -------
@@ -51,10 +53,10 @@ def quantize_view(view: ArrayView, inner: int, rule: Rule) -> tuple[ArrayView, A
     if not encodes(view) or view.ndim < 2:
         with np.errstate(all="ignore"):
             values, scales, scale = block_codes.rounded(view.ndarray(), inner, rule, np)
-        ordered = _empty_in_order(view, values.dtype)
+        ordered = _empty_in_order(view, values.dtype, empty)
         ordered[...] = values
         return host_view(ordered), None if scales is None else np.ascontiguousarray(scales), float(scale)
-    values = _empty_in_order(view, np.dtype(np.int8 if rule.elements == "int8" else ml_dtypes.bfloat16))
+    values = _empty_in_order(view, np.dtype(np.int8 if rule.elements == "int8" else ml_dtypes.bfloat16), empty)
     to = host_view(values)
     vectors, k = (view.shape[-1], view.shape[-2]) if inner == -2 else view.shape[-2:]
     high, wide = rule.block
@@ -118,11 +120,11 @@ def _quantize(described: library.Quantizer, rule: Rule, view: ArrayView, to: Any
     return scale.value
 
 
-def _empty_in_order(view: ArrayView, dtype: np.dtype[Any]) -> Any:
+def _empty_in_order(view: ArrayView, dtype: np.dtype[Any], empty: Any) -> Any:
     """Return new memory without gaps; of the last two axes that with the smaller stride in the view is contiguous."""
     if view.ndim < 2 or _is_along_last(view):
-        return np.empty(view.shape, dtype)
-    return np.empty((*view.shape[:-2], view.shape[-1], view.shape[-2]), dtype).swapaxes(-1, -2)
+        return empty(view.shape, dtype)
+    return empty((*view.shape[:-2], view.shape[-1], view.shape[-2]), dtype).swapaxes(-1, -2)
 
 
 def _is_along_last(view: ArrayView) -> bool:
