@@ -368,6 +368,53 @@ def test_forked_workers_are_in_the_report(start: str) -> None:
     assert not Path(folder).exists()
 
 
+@posix
+@pytest.mark.usefixtures("torch")
+def test_a_fork_during_the_first_product_of_another_thread() -> None:
+    """A child with the import lock of a module that another thread imported would wait for it forever."""
+    run_python(
+        """
+        import os, signal, sys, threading, time, warnings
+        from importlib.machinery import PathFinder, SourceFileLoader
+        from importlib.util import spec_from_loader
+        import torch
+        from lowprec.torch import intercept
+
+        warnings.simplefilter("ignore")  # forks with threads
+        started = threading.Event()
+
+        class Finder(PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                if name in ("numpy.ma", "lowprec.arrays.torch_library"):
+                    return spec_from_loader(name, Loader(name, super().find_spec(name, path).origin))
+
+        class Loader(SourceFileLoader):
+            def exec_module(self, module):
+                started.set()
+                time.sleep(0.5)
+                super().exec_module(module)
+
+        def multiply():
+            with intercept("bf16"):
+                torch.ones(4, 4) @ torch.ones(4, 4)
+
+        torch.set_num_threads(1)
+        sys.meta_path.insert(0, Finder)
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        assert started.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            multiply()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        thread.join()
+        """
+    )
+
+
 # -- PyTorch's samples ----------------------------------------------------------------------------
 
 #: The samples of PyTorch's own tests change settings of the process when they are imported.
