@@ -31,7 +31,6 @@ from lowprec.core.interception_report import PassedBy, Row, multiplications_of
 from lowprec.errors import LowprecError
 from lowprec.formats import FLOAT32, FLOAT64
 from lowprec.modes import MathMode, ModeName, row
-from lowprec.util.lock import locked
 
 
 class intercept(Interception):
@@ -76,11 +75,24 @@ class intercept(Interception):
         self.cast = cast
         self._text += ", cast=True" if cast else ""
 
-    def _install(self, holder: object) -> None:
-        locked(_hold, holder)
+    def _install(self) -> None:
+        for name in (name for name in _CORES if hasattr(np, name)):  # two of them since NumPy 2.2
+            for code in _CODES:
+                own, loop = _loops.get((name, code)) or _loops.setdefault((name, code), _made(name, code))
+                _exchange(name, code, loop, ctypes.c_void_p() if own.value else own)
+        for module, name in _PLACES:
+            setattr(module, name, _REPLACED[name])
+        for kind in _KINDS:
+            copyreg.pickle(kind, _reduced)
 
-    def _uninstall(self, holder: object) -> None:
-        locked(_release, holder)
+    def _uninstall(self) -> None:
+        for module, name in _PLACES:
+            setattr(module, name, _originals[name])
+        for kind in _KINDS:
+            copyreg.dispatch_table.pop(kind, None)
+        for (name, code), (own, _) in _loops.items():
+            if own.value:
+                _exchange(name, code, own, ctypes.c_void_p())
 
     def _remarks(self) -> list[str]:
         names = ", ".join(_imported_by_name())
@@ -110,37 +122,9 @@ _PLACES += [(np, "einsum"), (einsumfunc, "einsum"), (einsumfunc, "c_einsum")]
 _originals = {name: getattr(module, name) for module, name in reversed(_PLACES)}
 _KINDS = {type(function) for function in _originals.values()}
 
-_holders: frozenset[object] = frozenset()
 #: By function and type: the address of NumPy's loop, and our loop. Another thread may run ours after it was replaced,
 #: so none is freed.
 _loops: dict[tuple[str, str], tuple[Any, Any]] = {}
-
-
-def _hold(holder: object) -> None:
-    global _holders
-    _holders |= {holder}
-    for name in (name for name in _CORES if hasattr(np, name)):  # two of them since NumPy 2.2
-        for code in _CODES:
-            own, loop = _loops.get((name, code)) or _loops.setdefault((name, code), _made(name, code))
-            _exchange(name, code, loop, ctypes.c_void_p() if own.value else own)
-    for module, name in _PLACES:
-        setattr(module, name, _REPLACED[name])
-    for kind in _KINDS:
-        copyreg.pickle(kind, _reduced)
-
-
-def _release(holder: object) -> None:
-    global _holders
-    _holders -= {holder}
-    if _holders:
-        return
-    for module, name in _PLACES:
-        setattr(module, name, _originals[name])
-    for kind in _KINDS:
-        copyreg.dispatch_table.pop(kind, None)
-    for (name, code), (own, _) in _loops.items():
-        if own.value:
-            _exchange(name, code, own, ctypes.c_void_p())
 
 
 def _exchange(name: str, code: str, loop: Any, before: Any) -> None:
@@ -318,9 +302,9 @@ def _rounded(x: Any, mode: MathMode) -> Any:
 
 
 def _caller() -> str:
-    """Return the function outside of this module that multiplies."""
+    """Return the function outside of this module and NumPy that multiplies."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
+    while frame is not None and frame.f_globals.get("__name__", "").startswith((__name__, "numpy.")):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
 

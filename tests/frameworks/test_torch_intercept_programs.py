@@ -24,11 +24,10 @@ ABOVE = 1 + 2.0**-9
 @pytest.fixture
 def intercept(torch: Any) -> Any:
     import lowprec.torch as lt
-    from lowprec.torch import interception
 
     yield lt.intercept
     # The kernels stay registered, idle, because some tests leave threads of PyTorch's behind.
-    assert not interception._holders
+    assert not lt.intercept._holders
 
 
 def counts(products: Any) -> Counter[Any]:
