@@ -7,16 +7,16 @@ the width of the terminal. Results go to standard output, messages to standard e
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from lowprec.errors import LowprecError
 from lowprec.util.plain import finite
+from lowprec.util.progress import console_of
 from lowprec.util.tables import Table, fill, plain_text
 
 #: Exit code after a mistake of the user.
@@ -39,7 +39,7 @@ def print_tables(tables: Iterable[Table], most: int = sys.maxsize) -> None:
     """Print tables to standard output, an empty line between them, in lines of at most ``most`` characters."""
     width = min(columns(), most)
     with _standard_output():
-        console = _console(sys.stdout)
+        console = console_of(sys.stdout)
         for number, table in enumerate(tables):
             gap = "\n" * bool(number)
             text = gap + plain_text(table, width)
@@ -106,33 +106,3 @@ def note(text: str) -> None:
         print(in_terminal(text), file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
-
-
-@contextlib.contextmanager
-def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a progress bar in a terminal with rich installed; yield the function to call before each step."""
-    console = None if sys.stderr is None else _console(sys.stderr)
-    if console is None:
-        yield lambda *_: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task, finished = bar.add_task(description, total=total), itertools.count()
-
-        def step(*words: str) -> None:
-            text = f"{description}: {', '.join(words)}"
-            bar.update(task, description=text, completed=next(finished))
-
-        yield step
-
-
-def _console(stream: TextIO) -> Any | None:
-    if not stream.isatty():
-        return None
-    try:
-        from rich.console import Console
-    except ImportError:
-        return None
-    return Console(file=stream, highlight=False)

@@ -10,14 +10,17 @@ from lowprec.torch.functions import linear, matmul
 from lowprec.torch.inductor import inductor_options
 from lowprec.torch.interception import intercept
 from lowprec.torch.layers import Linear
+from lowprec.torch.mode_search import LayerModes, search_modes
 
 __all__ = [
     "InterceptedProduct",
     "InterceptionReport",
+    "LayerModes",
     "Linear",
     "PassedBy",
     "inductor_options",
     "intercept",
     "linear",
     "matmul",
+    "search_modes",
 ]

@@ -14,6 +14,7 @@ import lowprec
 from lowprec.checking.comparison import seconds
 from lowprec.cli import main, output
 from lowprec.cli.commands import check
+from lowprec.util.progress import progress
 from lowprec.util.tables import Table, plain_text
 
 TABLE = Table("Sizes [of things]", ["name", ">n"], [["[bold]a", "8"], ["bc", "1024"]])
@@ -64,7 +65,7 @@ def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.usefixtures("no_rich")
 def test_without_rich_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _terminal(monkeypatch, "stderr")
-    with output.progress("check", 2) as step:
+    with progress("check", 2) as step:
         step("first")
         step("second")
     assert terminal.getvalue() == ""
@@ -75,7 +76,7 @@ def test_the_bar_reports_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _terminal(monkeypatch, "stderr")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
-    with output.progress("check", 2) as step:
+    with progress("check", 2) as step:
         step("normal, fp32")
         step("normal, tf32")
     assert "check: normal, tf32" in terminal.getvalue()
