@@ -25,6 +25,7 @@ import numpy as np
 import timing
 
 import lowprec
+from lowprec import recipes
 from lowprec.planning import GemmPlan
 
 sys.path.insert(0, str(common.ROOT / "docs" / "examples"))
@@ -221,7 +222,8 @@ def schemes(arguments: argparse.Namespace) -> None:
 # -- real operands --------------------------------------------------------------------------------
 
 #: Without modes that are aliases of others on some devices or all.
-MODES = tuple(str(m) for m in lowprec.MathMode if m not in ("fp32_pedantic", "fp32_emulated", "fp64_emulated"))
+_OTHERS = ("fp32_pedantic", "fp32_emulated", "fp64_emulated", *recipes.MODES)
+MODES = tuple(str(m) for m in lowprec.MathMode if m not in _OTHERS)
 
 Pair = tuple[Any, Any]
 

@@ -25,6 +25,7 @@ from lowprec.errors import (
 )
 from lowprec.modes import MathMode
 from lowprec.policy import fp32_guard, get_math_mode, math_mode, register_controller, set_math_mode
+from lowprec.recipes import Recipe
 
 if typing.TYPE_CHECKING:
     from lowprec import amp, dask, emulation, jax, linalg, numpy, torch  # noqa: F401
@@ -64,7 +65,7 @@ _OF_LIBRARIES = {"dask": "dask[array]", "jax": "jax", "numpy": "numpy", "torch":
 __all__ = [
     "ArrayError", "BackendError", "DLPackArray", "DTypeError", "DeviceError", "DeviceMemoryError",
     "EnvironmentVariableError", "LowprecError", "LowprecWarning", "MathMode", "ModeError", "PreparedOperand",
-    "QuantizedArray", "ShapeDtype", "ShapeError", "SparsityError", "UnsupportedError", "__version__", "amp",
+    "QuantizedArray", "Recipe", "ShapeDtype", "ShapeError", "SparsityError", "UnsupportedError", "__version__", "amp",
     "audit", "autotune", "check", "cublas_handle", "einsum", "emulate", "emulation", "fp32_guard", "get_math_mode",
     "info", "linalg", "linear", "math_mode", "matmul", "plan", "prepare", "profile", "quantize", "register_controller",
     "release_memory", "set_math_mode", "tensordot", "vecdot",

@@ -25,7 +25,7 @@ from lowprec.core.call import Call, bind, run
 from lowprec.core.executors import CachedExecutor
 from lowprec.core.tolerance import mode_of
 from lowprec.errors import ArrayError
-from lowprec.modes import BoundName, MathMode, ModeName, ResolvedMode, row
+from lowprec.modes import BoundName, MathMode, Mode, ModeName, Recipe, ResolvedMode, row
 from lowprec.policy.scopes import emulate
 
 
@@ -35,7 +35,7 @@ def matmul(
     /,
     *,
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
     k_chunk: int | None = None,
@@ -78,9 +78,7 @@ def matmul(
 _ALWAYS = Delegate("dask", "Dask computes the products of lowprec.dask")
 
 
-def product(
-    call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: MathMode | None = None
-) -> da.Array:
+def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None) -> da.Array:
     """Return a product with a Dask array as a lazy array; Dask records no gradients."""
     a, b, plan, k_chunk = _dask_array("a", call.a), _dask_array("b", call.b), entry.plan, call.options.k_chunk
     x = a if a.ndim > 1 else a[None, :]

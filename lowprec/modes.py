@@ -1,8 +1,8 @@
 """Math modes: the rounding and splitting of float32 operands, as one table.
 
 A mode acts on single precision only (float32 and complex64), as cuBLAS's and JAX's do; ``fp64_emulated`` acts on
-float64 and complex128. The order of the table is the order of the documentation; ``planning.bounds`` gives the
-guaranteed error of each.
+float64 and complex128, modes that quantise on float32, bfloat16 and float16. The order of the table is the order of the
+documentation; ``planning.bounds`` gives the guaranteed error of each.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from enum import unique
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from lowprec import formats
+from lowprec import formats, recipes
 from lowprec.errors import ModeError, did_you_mean, quoted
 from lowprec.formats import ComputeType, DType, NumberFormat
+from lowprec.recipes import Recipe
 from lowprec.util.plain import StrEnum
 
 if TYPE_CHECKING:
@@ -45,7 +46,17 @@ class MathMode(StrEnum):
     FP16_KARATSUBA = "fp16_karatsuba"
     FP32_EMULATED = "fp32_emulated"
     FP64_EMULATED = "fp64_emulated"
+    FP8 = "fp8"
+    FP8_ROWS = "fp8_rows"
+    FP8_BLOCKS = "fp8_blocks"
+    MXFP8 = "mxfp8"
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
+    INT8 = "int8"
 
+
+#: A mode with its details.
+Mode: TypeAlias = MathMode | Recipe
 
 #: Indices of a part of ``a`` and a part of ``b`` that are multiplied; 0 is the leading part.
 Pair = tuple[int, int]
@@ -73,7 +84,8 @@ class ModeRow:
     factors: tuple[float, ...] = ()  # factors of the products; empty: derived from part_exponent
     sums_parts: bool = False  # the sum of the parts, rounded, is an additional part
     emulation: ComputeType | None = None  # by which cuBLASLt emulates the mode in one call, on some GPUs
-    acts_on: NumberFormat = formats.FLOAT32  # format of the operands on which the mode acts, complex ones included
+    acts_on: frozenset[DType] = frozenset({DType.FLOAT32, DType.COMPLEX64})  # types of the operands
+    quantizes: bool = False  # both operands, to codes with scales along the inner axis
 
     @property
     def uses_tf32(self) -> bool:
@@ -86,7 +98,7 @@ class ModeRow:
         return self.operand_format is formats.FLOAT64
 
     def acts(self, dtype: DType) -> bool:
-        return dtype.format is self.acts_on
+        return dtype in self.acts_on
 
     def factor(self, pair: Pair) -> float:
         if self.factors:
@@ -169,7 +181,20 @@ TABLE: tuple[ModeRow, ...] = (
         formats.FLOAT32,
         "float32 (float64 operands: integers with one exponent per row or column)",
         emulation=ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT,
-        acts_on=formats.FLOAT64,
+        acts_on=frozenset({DType.FLOAT64, DType.COMPLEX128}),
+    ),
+    *(
+        ModeRow(
+            MathMode(name),
+            rules[0].number_format or formats.INT8,
+            f"{rules[0]}" if rules[0] == rules[1] else f"{rules[0]} (b: {'{} x {}'.format(*rules[1].block)})",
+            compute_type=ComputeType.COMPUTE_32F if rules[0].number_format else ComputeType.COMPUTE_32I,
+            data=DType.BFLOAT16 if rules[0].number_format else DType.INT8,
+            acts_on=frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16}),
+            quantizes=True,
+        )
+        for name, rules in recipes.FORMATS.items()
+        if name in recipes.MODES
     ),
 )
 
@@ -195,9 +220,9 @@ class ModeSource(StrEnum):
 class ResolvedMode:
     """A resolved mode and its source."""
 
-    mode: MathMode
+    mode: Mode
     source: ModeSource
-    requested: MathMode | None = None  # the requested mode if the guard or a variable replaced it
+    requested: Mode | None = None  # the requested mode if the guard or a variable replaced it
     reasons: tuple[str, ...] = ()  # each decision as a sentence
     emulates: Architecture | None = None  # GPU generation whose tensor cores the CPU emulates
 
@@ -223,8 +248,18 @@ ALIASES: dict[str, MathMode] = {
 }
 
 
-def row(mode: MathMode) -> ModeRow:
-    return _ROWS[mode]
+def row(mode: Mode) -> ModeRow:
+    return _ROWS[mode if type(mode) is MathMode else MathMode(mode.base)]  # type: ignore[union-attr]
+
+
+def rules_of(mode: Mode) -> tuple[recipes.Rule, recipes.Rule]:
+    """Return how a mode that quantises rounds ``a`` and ``b``."""
+    return recipes.FORMATS[mode] if isinstance(mode, MathMode) else mode.rules
+
+
+def of_pass(mode: Mode, product: recipes.Pass) -> Mode:
+    """Return the mode of one of the three products of a layer."""
+    return mode if isinstance(mode, MathMode) else mode.of(product)
 
 
 def available_modes() -> tuple[MathMode, ...]:
@@ -238,11 +273,15 @@ def mode_names() -> str:
 _BY_NAME: dict[str, MathMode] = {**{m.value: m for m in MathMode}, **ALIASES}
 
 
-def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
-    """Return the mode of this name or alias, in any case; a :class:`ModeError` begins with ``what``."""
-    found = None
+def parse_mode(name: str | Mode, what: str = "math_mode") -> Mode:
+    """Return the mode of this name or alias, in any case, or the recipe of a text; ``what`` begins a ModeError."""
+    found: Mode | None = None
     if isinstance(name, str):
         found = _BY_NAME.get(name) or _BY_NAME.get(name.strip().lower())
+        if found is None and ("(" in name or "/" in name):
+            name = recipes.parse_recipe(name)
+    if isinstance(name, Recipe):  # a recipe without details is its mode
+        found = _BY_NAME.get(str(name)) or name
     if found is None:
         similar = did_you_mean(name, _BY_NAME)
         raise ModeError(f"{what} {quoted(name)} is not a math mode; choose one of: {mode_names()}{similar}")
@@ -252,12 +291,12 @@ def parse_mode(name: str | MathMode, what: str = "math_mode") -> MathMode:
 # generated: names for type checkers
 ModeName: TypeAlias = Literal[
     "fp32", "fp32_pedantic", "fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp16x3", "fp16x4",
-    "fp16x3_unscaled", "fp16x4_unscaled", "fp16_karatsuba", "fp32_emulated", "fp64_emulated", "float32", "default",
-    "highest", "ieee", "float64", "pedantic", "high", "tensorfloat32", "medium", "bfloat16", "fastest", "bfloat16_3x",
-    "bfloat16_6x", "float16", "f32_f32_f32", "f64_f64_f64", "tf32_tf32_f32", "bf16_bf16_f32", "f16_f16_f32",
-    "bf16_bf16_f32_x3", "bf16_bf16_f32_x6", "bf16_bf16_f32_x9", "tf32_tf32_f32_x3", "F32_F32_F32", "F64_F64_F64",
-    "TF32_TF32_F32", "BF16_BF16_F32", "F16_F16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9",
-    "TF32_TF32_F32_X3",
+    "fp16x3_unscaled", "fp16x4_unscaled", "fp16_karatsuba", "fp32_emulated", "fp64_emulated", "fp8", "fp8_rows",
+    "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8", "float32", "default", "highest", "ieee", "float64", "pedantic",
+    "high", "tensorfloat32", "medium", "bfloat16", "fastest", "bfloat16_3x", "bfloat16_6x", "float16", "f32_f32_f32",
+    "f64_f64_f64", "tf32_tf32_f32", "bf16_bf16_f32", "f16_f16_f32", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6",
+    "bf16_bf16_f32_x9", "tf32_tf32_f32_x3", "F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32", "BF16_BF16_F32",
+    "F16_F16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3",
 ]  # fmt: skip
 BoundName: TypeAlias = Literal["guaranteed", "probable"]
 ActivationName: TypeAlias = Literal["relu", "gelu"]

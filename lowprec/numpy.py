@@ -29,8 +29,8 @@ from lowprec.core import dispatch
 from lowprec.core.interception import Block, Interception
 from lowprec.core.interception_report import PassedBy, Row, multiplications_of
 from lowprec.errors import LowprecError
-from lowprec.formats import FLOAT32, FLOAT64
-from lowprec.modes import MathMode, ModeName, row
+from lowprec.formats import FLOAT32, FLOAT64, DType
+from lowprec.modes import MathMode, Mode, ModeName, Recipe, row
 
 
 class intercept(Interception):
@@ -45,7 +45,7 @@ class intercept(Interception):
 
     Parameters
     ----------
-    math_mode : str or MathMode
+    math_mode : str, MathMode or Recipe
         Mode of the products; an ``fp32_guard`` overrides it. It acts on float32 and complex64.
     cast : bool
         Whether it also acts on float64 and complex128: these are rounded once, to the numbers of the mode, and the
@@ -70,7 +70,7 @@ class intercept(Interception):
     _module = "numpy"
     _stack: ContextVar[tuple[Block, ...]] = ContextVar("lowprec_numpy", default=())
 
-    def __init__(self, math_mode: ModeName | MathMode, cast: bool = False) -> None:
+    def __init__(self, math_mode: ModeName | MathMode | Recipe, cast: bool = False) -> None:
         super().__init__(math_mode)
         self.cast = cast
         self._text += ", cast=True" if cast else ""
@@ -255,7 +255,7 @@ def _product(scope: Any, name: str, a: Any, b: Any) -> Any:
             mode = policy.resolve(scope.mode_of(())).mode
             dtype, reason, detail, found = np.result_type(a, b), None, "", None
             x, y = _operands(mode, dtype, a, b) if a.dtype == b.dtype or scope.cast else (None, None)
-            if x is None or (dtype in (np.float64, np.complex128) and row(mode).acts_on is FLOAT32 and not scope.cast):
+            if x is None or not (row(mode).acts(_TYPES[dtype]) or scope.cast):
                 reason = PassedBy.ELEMENT_TYPE
             else:
                 try:
@@ -271,7 +271,7 @@ def _product(scope: Any, name: str, a: Any, b: Any) -> Any:
         _thread.is_busy = False
 
 
-def _operands(mode: MathMode, dtype: Any, a: Any, b: Any) -> tuple[Any, Any]:
+def _operands(mode: Mode, dtype: Any, a: Any, b: Any) -> tuple[Any, Any]:
     """Return the operands in the type on which the mode acts; None if it does not act on them."""
     known = _TYPES.get(dtype)
     acts = row(mode)
@@ -279,12 +279,12 @@ def _operands(mode: MathMode, dtype: Any, a: Any, b: Any) -> tuple[Any, Any]:
         return None, None
     if acts.acts(known):
         return a, b
-    if acts.widens or acts.acts_on is not FLOAT32:
+    if acts.widens or not acts.acts(DType.COMPLEX64 if dtype.kind == "c" else DType.FLOAT32):
         return None, None
     return _rounded(a, mode), _rounded(b, mode)
 
 
-def _rounded(x: Any, mode: MathMode) -> Any:
+def _rounded(x: Any, mode: Mode) -> Any:
     """Return float64 numbers as float32, so that the mode's rounding to fewer bits is the only one.
 
     They are rounded to odd: the last bit is set where the number is not exact (S. Boldo and G. Melquiond, "Emulation of

@@ -14,7 +14,7 @@ from lowprec.core import streams
 from lowprec.core.call import bind
 from lowprec.core.executors import look_up
 from lowprec.errors import ArrayError, UnsupportedError, quoted
-from lowprec.modes import ActivationName, MathMode, ModeName
+from lowprec.modes import ActivationName, MathMode, ModeName, Recipe
 from lowprec.planning.rendering import title
 from lowprec.util.tables import Table, plain_text
 from lowprec.util.tracing import uncompiled
@@ -65,7 +65,7 @@ def autotune(
     bias: Any = None,
     activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     k_chunk: int | None = None,
     scale_a: Any = None,
     scale_b: Any = None,

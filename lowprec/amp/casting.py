@@ -11,7 +11,7 @@ import numpy as np
 
 from lowprec.arrays import is_array
 from lowprec.arrays.namespaces import cast, dtype_name, shape_of
-from lowprec.modes import MathMode
+from lowprec.modes import MathMode, Mode
 from lowprec.policy import math_mode, resolve
 
 #: Floating-point types, from wide to narrow; neither of bfloat16 and float16 includes the other.
@@ -29,7 +29,7 @@ class Operands:
     kwargs: dict[str, Any]
     #: The type of the cast operands, or the type to which products round; None if nothing changes.
     to: str | None = None
-    mode: MathMode | None = None  # of products, where the operands' type does not determine it
+    mode: Mode | None = None  # of products, where the operands' type does not determine it
 
     def scope(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.mode is None else math_mode(self.mode)

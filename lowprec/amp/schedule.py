@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lowprec.amp.rules import SettingError, check_count, check_entries, check_number
 from lowprec.errors import quoted
-from lowprec.modes import MathMode, ModeName, parse_mode
+from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
 from lowprec.policy import math_mode
 
 
@@ -26,7 +26,7 @@ class PrecisionSchedule:
 
     Parameters
     ----------
-    modes : sequence of str or MathMode
+    modes : sequence of str, MathMode or Recipe
         In order of use.
     at : sequence of int, optional
         Numbers of steps after which each next mode begins: ascending, one fewer than modes.
@@ -58,7 +58,7 @@ class PrecisionSchedule:
 
     def __init__(
         self,
-        modes: Sequence[ModeName | MathMode],
+        modes: Sequence[ModeName | MathMode | Recipe],
         *,
         at: Sequence[int] | None = None,
         patience: int | None = None,
@@ -89,7 +89,7 @@ class PrecisionSchedule:
         return f"PrecisionSchedule({self.mode}, stage {self._state.stage + 1} of {len(self._modes)})"
 
     @property
-    def mode(self) -> MathMode:
+    def mode(self) -> Mode:
         """The mode of the next step."""
         return self._modes[self._state.stage]
 

@@ -27,10 +27,10 @@ class PreparedView(ArrayView):
 
     __slots__ = ("_transposed", "_whole", "mode", "packed", "sparse_axis")
     is_prepared = True
-    mode: str  # type: ignore[misc]  # slots
+    mode: Any  # type: ignore[misc]  # slots
     packed: dict[Any, Any]  # type: ignore[misc]
 
-    def __init__(self, view: ArrayView, mode: str, packed: dict[Any, Any], whole: PreparedView | None = None) -> None:
+    def __init__(self, view: ArrayView, mode: Any, packed: dict[Any, Any], whole: PreparedView | None = None) -> None:
         super().__init__(view.dtype, view.shape, view.strides, view.device, view.owner, True, view.address)
         self.mode = mode
         self.packed = packed

@@ -89,7 +89,7 @@ class ArrayView:
     # Of stored operands: those that are prepared or quantised.
     is_prepared: ClassVar[bool] = False  # whether a product may keep data of it in ``packed``
     is_sparse: ClassVar[bool] = False
-    mode: ClassVar[str | None] = None  # the mode for which it is prepared
+    mode: ClassVar[Any] = None  # the mode for which it is prepared
     packed: ClassVar[Any] = None  # by key: operands that were rounded, split or packed for a kernel
     blocks: ClassVar[Blocks | None] = None  # of a quantised array
     quantized: ClassVar[Any] = None  # this array

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from numpy.typing import NDArray
+
 from lowprec.arrays import ArrayView, Device
 from lowprec.formats import DType
 from lowprec.planning import Capabilities, GemmPlan
@@ -24,6 +26,10 @@ class Arguments(NamedTuple):
     scale_a: ArrayView | float | None = None
     scale_b: ArrayView | float | None = None
     stream: int = 0
+    #: Float32 factors of the sums, which broadcast to (..., m) and (..., n).
+    row_scales: NDArray[Any] | None = None
+    col_scales: NDArray[Any] | None = None
+    draw: int = 0  # step, layer and product of a recipe, for its random numbers
 
     def widened(self, *, b: bool = True) -> Arguments:
         """Return the arguments with quantised operands, ``b`` only if it is set, replaced by their numbers."""

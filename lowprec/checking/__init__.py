@@ -12,7 +12,7 @@ from lowprec.checking.accuracy import Array, Errors, Verdict
 from lowprec.checking.comparison import Case, Comparison, Row, compare, variants_of
 from lowprec.checking.measure import Load, Timing, load
 from lowprec.errors import ModeError, UnsupportedError, quoted
-from lowprec.modes import MathMode, ModeName, parse_mode
+from lowprec.modes import MathMode, ModeName, Recipe, parse_mode
 from lowprec.util.tracing import uncompiled
 
 __all__ = ["Comparison", "Errors", "Load", "Row", "Timing", "Verdict", "check"]
@@ -24,7 +24,7 @@ def check(
     b: Any,
     /,
     *,
-    modes: Sequence[ModeName | MathMode] | None = None,
+    modes: Sequence[ModeName | MathMode | Recipe] | None = None,
     rounds: int | None = None,
     budget: float = 2.0,
 ) -> Comparison:
@@ -39,7 +39,7 @@ def check(
         Of any library, in host memory: float32, complex64, float16, bfloat16 or int8. Elements on which no mode acts
         (the last three) are compared with copies in float32.
     b : array, shape (..., k, n) or (k,)
-    modes : sequence of str or MathMode, optional
+    modes : sequence of str, MathMode or Recipe, optional
         Modes to compare with ``fp32``; by default all.
     rounds : int, optional
         Timed calls of each mode; by default 7, and more while the times of a mode spread by more than 10%.

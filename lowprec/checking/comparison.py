@@ -15,7 +15,7 @@ from lowprec.core import dispatch, plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.errors import DTypeError
 from lowprec.formats import DType
-from lowprec.modes import MathMode, available_modes, row
+from lowprec.modes import MathMode, Mode, available_modes, row
 from lowprec.planning import GemmPlan
 from lowprec.util.plain import finite
 from lowprec.util.tables import Table, html, plain_text
@@ -51,7 +51,7 @@ class Variant:
 
     name: str
     sets: list[Pair]
-    mode: MathMode | None
+    mode: Mode | None
 
     def __call__(self, number: int) -> Array:
         """Multiply one of the pairs."""
@@ -206,7 +206,7 @@ def _spec(x: ShapeDtype) -> str:
     return f"{x.dtype} {'x'.join(map(str, x.shape)) or 'scalar'}"
 
 
-def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Variant]:
+def variants_of(case: Case, modes: Sequence[Mode] | None = None) -> list[Variant]:
     """Return the variants to compare, the baseline (float32 in ``fp32``) first; raises for types without a mode."""
     a, b = case.sets[0]
     for name in (a.dtype.name, b.dtype.name):
@@ -221,7 +221,13 @@ def variants_of(case: Case, modes: Sequence[MathMode] | None = None) -> list[Var
         return [Variant(str(mode), case.sets, mode) for mode in chosen]
     copies = [(x.astype(np.float32), y.astype(np.float32)) for x, y in case.sets]
     stored = a.dtype.name if a.dtype == b.dtype else f"{a.dtype.name}, {b.dtype.name}"
-    return [Variant("float32 copies", copies, MathMode.FP32), Variant(stored, case.sets, None)]
+    quantizing = [mode for mode in available_modes() if row(mode).quantizes]
+    others = [Variant(str(mode), case.sets, mode) for mode in modes or quantizing if _acts(mode, a, b)]
+    return [Variant("float32 copies", copies, MathMode.FP32), Variant(stored, case.sets, None), *others]
+
+
+def _acts(mode: Mode, a: Array, b: Array) -> bool:
+    return plan_call.plan(a, b, math_mode=mode).mode_has_effect
 
 
 def compare(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from lowprec.errors import LowprecError, did_you_mean
 from lowprec.formats import OPERAND_DTYPES, DType, dtype_from_name
-from lowprec.modes import MathMode, mode_names, parse_mode
+from lowprec.modes import Mode, mode_names, parse_mode
 from lowprec.planning import Bound
 from lowprec.planning.gpus import model_names, parse_capability, parse_model
 
@@ -29,7 +29,7 @@ def _named(read: Callable[[str], T], known: Collection[str] = ()) -> Callable[[s
     return named
 
 
-mode: Callable[[str], MathMode] = _named(lambda text: parse_mode(text, what="mode"))
+mode: Callable[[str], Mode] = _named(lambda text: parse_mode(text, what="mode"))
 dtype: Callable[[str], DType] = _named(dtype_from_name, [str(x) for x in OPERAND_DTYPES])
 #: The CPU, or the name of a GPU, present or not.
 device: Callable[[str], str] = _named(

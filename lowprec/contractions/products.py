@@ -24,7 +24,7 @@ from lowprec.core.arguments import parse_out_dtype, rename
 from lowprec.core.dispatch import matmul
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, quoted
 from lowprec.formats import OPERAND_DTYPES, dtype_from_name, operand_names, promote
-from lowprec.modes import ActivationName, BoundName, MathMode, ModeName
+from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, Recipe
 
 
 def _namespace(name: str, x: Any) -> Namespace:
@@ -47,7 +47,7 @@ def tensordot(
     *,
     axes: int | tuple[Any, Any] = 2,
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
     k_chunk: int | None = None,
@@ -145,7 +145,7 @@ def vecdot(
     *,
     axis: int = -1,
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
     k_chunk: int | None = None,
@@ -214,7 +214,7 @@ def linear(
     *,
     activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
     k_chunk: int | None = None,
@@ -277,7 +277,7 @@ def einsum(
     *operands: Any,
     optimize: str | bool | Sequence[Sequence[int]] = "auto",
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
     k_chunk: int | None = None,

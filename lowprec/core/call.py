@@ -21,7 +21,7 @@ from lowprec.core.executors import CachedExecutor, look_up
 from lowprec.core.options import PLAIN, Options, with_scales
 from lowprec.errors import ArrayError, DTypeError, LowprecError, ShapeError, UnsupportedError
 from lowprec.formats import DType
-from lowprec.modes import MathMode, ResolvedMode
+from lowprec.modes import Mode, ResolvedMode
 from lowprec.planning import parse_activation
 
 
@@ -167,7 +167,7 @@ def _scale(name: str, value: Any) -> ArrayView | float:
     return value
 
 
-def run(call: Call, resolved: ResolvedMode, backward_mode: MathMode | None = None) -> Any:
+def run(call: Call, resolved: ResolvedMode, backward_mode: Mode | None = None) -> Any:
     """Check what depends on all arguments, and return the product.
 
     ``backward_mode`` is the mode of gradients, by default ``resolved``, if the call's library records them.
@@ -193,7 +193,7 @@ def run(call: Call, resolved: ResolvedMode, backward_mode: MathMode | None = Non
         library_of(out).mark_written(out)
     if x.device is CPU:
         if options is PLAIN:
-            arguments = _new(Arguments, (x, y, target, None, None, 1.0, 0.0, None, None, 0))
+            arguments = _new(Arguments, (x, y, target, None, None, 1.0, 0.0, None, None, 0, None, None, 0))
         else:
             arguments = options.arguments(x, y, target)
         executor(arguments)
@@ -211,7 +211,7 @@ def _execute_staged(entry: CachedExecutor, target: ArrayView, arguments: Argumen
         backend.copy(result, target, stream)
 
 
-def _delegated(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: MathMode | None) -> Any:
+def _delegated(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None) -> Any:
     """Return the product of the call's library; raise if that lacks an argument of the call."""
     delegate = call.delegate
     assert delegate is not None

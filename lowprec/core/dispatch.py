@@ -11,7 +11,7 @@ from lowprec import policy
 from lowprec.arrays.signatures import of_first
 from lowprec.core.call import bind, run
 from lowprec.core.tolerance import mode_within
-from lowprec.modes import ActivationName, BoundName, MathMode, ModeName
+from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, Recipe
 from lowprec.util.tracing import is_traced
 
 
@@ -28,7 +28,7 @@ def matmul(
     bias: Any = None,
     activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
     k_chunk: int | None = None,
@@ -59,8 +59,9 @@ def matmul(
         dtype of the result; by default the operands' common dtype, int32 for int8 and bfloat16 for float8. 16-bit
         operands may give float32, float32 operands a 16-bit type, float8 operands any of these and float8: rounded to
         nearest even, NaN (E4M3) or Inf (E5M2) beyond the range.
-    math_mode : str or MathMode, optional
-        Precision of float32 and complex64 products; see the mode table. Overrides ``with math_mode(...)``. Only
+    math_mode : str, MathMode or Recipe, optional
+        Precision of float32 and complex64 products, in modes that quantise of float32, float16 and bfloat16 products;
+        see the mode table. Overrides ``with math_mode(...)``. Only
         ``fp64_emulated`` acts on float64 and complex128 operands: another mode below FP32 gives one
         :class:`LowprecWarning` per process. A mode from a scope or a default gives no warning, because it may apply to
         code with several element types.

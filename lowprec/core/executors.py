@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from lowprec.arrays import ArrayView
-from lowprec.backends import Backend, Executor, backend_of
+from lowprec.backends import Arguments, Backend, Executor, backend_of
 from lowprec.core.arguments import check_devices
 from lowprec.core.options import PLAIN, Options, check_scalars, check_sizes, spec_of
 from lowprec.errors import warn
 from lowprec.formats import DType
-from lowprec.modes import MathMode, ModeSource, ResolvedMode, row
+from lowprec.modes import Mode, ModeSource, ResolvedMode, row
 from lowprec.planning import Capabilities, GemmPlan, plan_gemm
 from lowprec.policy.resolution import FULL_FP32
+from lowprec.recipes import Recipe
 from lowprec.util.lock import locked
 
 _CACHE_SIZE = 4096
@@ -57,8 +59,11 @@ def look_up(
     resolved: ResolvedMode, x: ArrayView, y: ArrayView, options: Options, *, observed: bool = True
 ) -> CachedExecutor:
     """Return the cached executor for these operands, or the observer's replacement if ``observed``."""
+    mode, draw = resolved.mode, 0
+    if isinstance(mode, Recipe):
+        mode, draw = mode.plannable, mode.draw
     key: tuple[Any, ...] = (
-        resolved.mode, None if options is PLAIN else options.key,
+        mode, None if options is PLAIN else options.key,
         x.device, x.dtype, x.shape, x.strides,
         y.device, y.dtype, y.shape, y.strides,
     )  # fmt: skip
@@ -68,16 +73,22 @@ def look_up(
         key = (*key, "staged")
     entry = _executors.get(key)
     if entry is None:
-        entry = locked(_added, key, resolved.mode, x, y, options)
+        entry = locked(_added, key, mode, x, y, options)
         for oldest in list(_executors)[:-_CACHE_SIZE]:  # dictionaries keep their order
             _executors.pop(oldest, None)
         _warn_widened(entry.plan)
     if entry.without_effect and resolved.source is ModeSource.ARGUMENT:
         warn_without_effect(entry.plan)
+    if draw:
+        entry = entry._replace(execute=functools.partial(_execute_drawn, entry.execute, draw))
     observer = _observer
     if observer is None or not observed:
         return entry
     return observer(entry, resolved, x, y)
+
+
+def _execute_drawn(execute: Executor, draw: int, arguments: Arguments) -> None:
+    execute(arguments._replace(draw=draw))
 
 
 def _has_no_effect(plan: GemmPlan) -> bool:
@@ -89,7 +100,8 @@ def warn_without_effect(plan: GemmPlan) -> None:
     """Warn, once per process, that a ``math_mode=`` argument does not act on operands of this type."""
     if _has_no_effect(plan):
         other = _CONVERTED[plan.compute_dtype]
-        warn(f"{plan.note}; to use the mode convert them, as by a.astype(np.{other})", once="no effect")
+        convert = f"; to use the mode convert them, as by a.astype(np.{other})" * row(plan.mode).acts(other)
+        warn(plan.note + convert, once="no effect")
 
 
 def _warn_widened(plan: GemmPlan) -> None:
@@ -100,7 +112,7 @@ def _warn_widened(plan: GemmPlan) -> None:
         warn(f"{why}; quantise it along the axis that is summed over: axis={k_axis}", once="widened")
 
 
-def plan_of(capabilities: Capabilities, mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> GemmPlan:
+def plan_of(capabilities: Capabilities, mode: Mode, x: ArrayView, y: ArrayView, options: Options) -> GemmPlan:
     """Return the plan of a product; raise if its arguments do not match, or no product supports them."""
     views = options.views(x, y)
     check_devices(views)
@@ -110,7 +122,7 @@ def plan_of(capabilities: Capabilities, mode: MathMode, x: ArrayView, y: ArrayVi
     return plan
 
 
-def _added(key: tuple[Any, ...], mode: MathMode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
+def _added(key: tuple[Any, ...], mode: Mode, x: ArrayView, y: ArrayView, options: Options) -> CachedExecutor:
     entry = _executors.get(key)
     if entry is not None:  # added by another thread
         return entry

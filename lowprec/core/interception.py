@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from lowprec.core.interception_report import InterceptionReport, Ledger
 from lowprec.errors import ModeError, warn
-from lowprec.modes import MathMode, ModeName, parse_mode
+from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
 from lowprec.policy.decorators import decorated
 from lowprec.util.lock import locked
 
@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="Interception")
 
 #: A mode for all layers, or modes by patterns of layer names, by class names, or by classes.
-Modes = ModeName | MathMode | Mapping[Any, ModeName | MathMode]
+Modes = ModeName | MathMode | Recipe | Mapping[Any, ModeName | MathMode | Recipe]
 
 
 class Block:
@@ -54,7 +54,7 @@ class Interception:
         self._text = repr(modes if isinstance(modes, Mapping) else str(self._patterns[0][1]))
         self.statistics = statistics
         self.ledger = Ledger()
-        self._modes: dict[tuple[tuple[str, str], ...], MathMode | None] = {}
+        self._modes: dict[tuple[tuple[str, str], ...], Mode | None] = {}
 
     def _install(self) -> None:
         """Put lowprec's functions in place of the library's, if they are not."""
@@ -111,7 +111,7 @@ class Interception:
         """Return the function with this block around each of its calls, which share one report."""
         return cast(F, decorated(self, function))
 
-    def mode_of(self, layer: tuple[tuple[str, str], ...]) -> MathMode | None:
+    def mode_of(self, layer: tuple[tuple[str, str], ...]) -> Mode | None:
         """Return the mode of a layer: of the first pattern that its name, or else its class, matches.
 
         ``layer`` has a (name, class) for each layer that the product may belong to.
@@ -121,7 +121,9 @@ class Interception:
         except KeyError:
             names = layer or (("", ""),)
             found = [mode for key, mode in self._patterns for each in names if _matches(key, *each)]
-            return self._modes.setdefault(layer, found[0] if found else None)
+            mode: Mode | None = found[0] if found else None
+            self._modes[layer] = mode
+            return mode
 
     def report(self) -> InterceptionReport:
         """Return the products so far, with the reason for each that the library computed."""

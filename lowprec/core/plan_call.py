@@ -14,7 +14,7 @@ from lowprec.core.call import Call, bind
 from lowprec.core.executors import plan_of
 from lowprec.core.tolerance import mode_within, other_choice
 from lowprec.errors import ArrayError, DTypeError, ShapeError
-from lowprec.modes import ActivationName, BoundName, MathMode, ModeName
+from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, Recipe
 from lowprec.planning import Candidate, Copy, GemmPlan, Reason, ReasonKind
 from lowprec.planning.stored import prepared_reason, sparse_reason
 from lowprec.util.strides import contiguous_strides
@@ -34,7 +34,7 @@ def plan(
     bias: Any = None,
     activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
     k_chunk: int | None = None,

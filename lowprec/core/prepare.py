@@ -16,7 +16,7 @@ from lowprec.core.executors import warn_without_effect
 from lowprec.core.options import spec_of
 from lowprec.errors import ShapeError, UnsupportedError
 from lowprec.formats import DType
-from lowprec.modes import MathMode, ModeName, parse_mode
+from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
 from lowprec.planning import GemmProblem, OperandSpec, plan_gemm
 from lowprec.planning.layout import Order, stacked_layout
 from lowprec.util.tracing import uncompiled
@@ -61,9 +61,9 @@ class PreparedOperand(Prepared):
         return str(self._view.device)
 
     @property
-    def math_mode(self) -> MathMode:
+    def math_mode(self) -> Mode:
         """The mode for which the packed operand is kept."""
-        return MathMode(self._view.mode)
+        return parse_mode(self._view.mode)
 
     @property
     def sparsity(self) -> Literal["2:4"] | None:
@@ -125,7 +125,7 @@ def prepare(
     b: Any,
     /,
     *,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     sparsity: Literal["2:4"] | None = None,
     prune: bool = False,
 ) -> PreparedOperand:
@@ -140,7 +140,7 @@ def prepare(
     ----------
     b : array or QuantizedArray, shape (..., k, n) or (k,)
         Operand, as for :func:`matmul`. An array is copied: later writes to it have no effect.
-    math_mode : str or MathMode, optional
+    math_mode : str, MathMode or Recipe, optional
         The mode for which the packed ``b`` is kept, by default the current mode. It does not set the mode of a product.
     sparsity : {"2:4"}, optional
         Declare that ``b`` is 2:4 sparse: in each group of 4 consecutive elements along its second to last axis, at most

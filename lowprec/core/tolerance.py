@@ -10,7 +10,7 @@ from lowprec.backends import backend_of
 from lowprec.core.arguments import check_devices
 from lowprec.core.options import spec_of
 from lowprec.errors import ModeError
-from lowprec.modes import TABLE, BoundName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode
+from lowprec.modes import TABLE, BoundName, MathMode, Mode, ModeName, ModeSource, Recipe, ResolvedMode, parse_mode
 from lowprec.planning import Bound, Candidate, Capabilities, GemmPlan, GemmProblem, Reason, ReasonKind, plan_gemm
 from lowprec.planning.selection import Selection, check_bound, check_rtol, select_mode
 
@@ -23,7 +23,7 @@ _TF32_MODES = frozenset(row.mode for row in TABLE if row.uses_tf32)
 def mode_within(
     call: Call,
     rtol: float | None,
-    math_mode: ModeName | MathMode | None,
+    math_mode: ModeName | MathMode | Recipe | None,
     bound: BoundName | None = None,
     capabilities: Capabilities | None = None,
 ) -> tuple[ResolvedMode, tuple[Candidate, ...]]:
@@ -51,13 +51,13 @@ def mode_within(
     return policy.restrict(selection.mode, ModeSource.RTOL), selection.candidates
 
 
-def mode_of(call: Call, math_mode: ModeName | MathMode | None, rtol: float | None, bound: Any) -> ResolvedMode:
+def mode_of(call: Call, math_mode: ModeName | MathMode | Recipe | None, rtol: float | None, bound: Any) -> ResolvedMode:
     if rtol is None and bound is None:
         return policy.resolve(math_mode)
     return mode_within(call, rtol, math_mode, bound)[0]
 
 
-def _excluded() -> frozenset[MathMode]:
+def _excluded() -> frozenset[Mode]:
     return _TF32_MODES if policy.environment.snapshot().tf32_off else frozenset()
 
 

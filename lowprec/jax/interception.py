@@ -23,7 +23,7 @@ from lowprec.core.interception_report import Ledger, PassedBy, Row
 from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
 from lowprec.jax.lowering import multiply
-from lowprec.modes import MathMode, ModeName, row
+from lowprec.modes import MathMode, Mode, ModeName, Recipe, row
 
 
 class intercept(Interception):
@@ -39,7 +39,7 @@ class intercept(Interception):
 
     Parameters
     ----------
-    math_mode : str or MathMode
+    math_mode : str, MathMode or Recipe
         Mode of the products; an ``fp32_guard`` overrides it.
 
     Raises
@@ -61,13 +61,13 @@ class intercept(Interception):
     _module = "jax"
     _stack: ContextVar[tuple[Block, ...]] = ContextVar("lowprec_jax", default=())
 
-    def __init__(self, math_mode: ModeName | MathMode) -> None:
+    def __init__(self, math_mode: ModeName | MathMode | Recipe) -> None:
         super().__init__(math_mode)
         # Functions that are compiled already are not compiled again, so scopes of one mode share their counts.
         self.ledger = _ledgers.setdefault(self._mode.value, self.ledger)
 
     @property
-    def _mode(self) -> MathMode:
+    def _mode(self) -> Mode:
         return self._patterns[0][1]
 
     def _install(self) -> None:
@@ -94,7 +94,7 @@ class intercept(Interception):
         return ["Counts are of compiled products, not of their executions; equal products of a graph count once."]
 
 
-_FLOATS = ("float32", "complex64", "float64", "complex128")
+_FLOATS = ("float32", "complex64", "float64", "complex128", "float16", "bfloat16")
 _ledgers: dict[str, Ledger] = {}
 _context = jax.make_user_context("")
 #: Its exit clears the value of the current thread.

@@ -7,6 +7,7 @@ operands are split here on both, and multiplied in FP32.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -16,10 +17,12 @@ from jax import lax
 from jax.sharding import reshard
 
 from lowprec import formats
+from lowprec.arrays import block_codes
 from lowprec.formats import DType, dtype_from_name
 from lowprec.jax.rounding import round_to, scaled, split, times_power_of_two
-from lowprec.modes import MathMode, ModeRow, row
+from lowprec.modes import ModeRow, parse_mode, row, rules_of
 from lowprec.planning.schedule import make_schedule
+from lowprec.recipes import Rule
 
 #: As for ``lax.dot_general``: the contracted axes of each operand, and the batch axes of each.
 Dimensions = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
@@ -45,7 +48,10 @@ def multiply(
 ) -> Any:
     """Multiply by XLA's algorithms for NVIDIA GPUs, or by those for every platform."""
     shape = Shape(dimensions, out_sharding)
-    storage, scheme = dtype_from_name(str(a.dtype)), row(MathMode(mode))
+    storage, parsed = dtype_from_name(str(a.dtype)), parse_mode(mode)
+    scheme = row(parsed)
+    if scheme.quantizes and scheme.acts(storage):
+        return _quantized(a, b, shape, rules_of(parsed), on_gpu=on_gpu).astype(out_dtype)
     if storage is DType.INT8:
         return _dot(a, b, shape, None, "int32")
     if storage.bits == 16:
@@ -89,6 +95,38 @@ def _widened(a: Any, b: Any, shape: Shape) -> Any:
         wide = np.dtype(np.complex128 if jnp.iscomplexobj(a) else np.float64)
         a, b = (lax.convert_element_type(x, wide) for x in (a, b))
         return lax.convert_element_type(_dot(a, b, shape, None, wide.name), narrow)
+
+
+def _quantized(a: Any, b: Any, shape: Shape, rules: tuple[Rule, Rule], *, on_gpu: bool) -> Any:
+    """Round both operands, with the codes and scales of the CPU's kernels, and multiply the rounded numbers."""
+    (summed_a, summed_b), (batch_a, batch_b) = shape.dimensions
+    free_a, free_b = free_axes(a.ndim, summed_a, batch_a), free_axes(b.ndim, summed_b, batch_b)
+    batch, rows, columns = ([x.shape[i] for i in axes] for x, axes in ((a, batch_a), (a, free_a), (b, free_b)))
+    x, rows_scale, of_a = _rounded(a, (batch_a, free_a, summed_a), rules[0])
+    y, columns_scale, of_b = _rounded(b, (batch_b, free_b, summed_b), rules[1])
+    in_bfloat16 = on_gpu and x.dtype == y.dtype == jnp.bfloat16
+    if not in_bfloat16:
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    stacks = Shape((((2,), (2,)), ((0,), (0,))), None)
+    out = _dot(x, y, stacks, "BF16_BF16_F32" if in_bfloat16 else "F32_F32_F32", "float32")
+    if rows_scale is not None:
+        out = out * rows_scale[:, :, None]
+    if columns_scale is not None:
+        out = out * columns_scale[:, None, :]
+    out = (out * (of_a * of_b)).reshape(*batch, *rows, *columns)
+    return out if shape.out_sharding is None else reshard(out, shape.out_sharding)
+
+
+def _rounded(x: Any, axes: tuple[tuple[int, ...], ...], rule: Rule) -> tuple[Any, Any, Any]:
+    """Return an operand as matrices (batch, vector, k) of rounded numbers, with the scales of vectors and tensor."""
+    extents = [prod(x.shape[i] for i in some) for some in axes]
+    x = jnp.transpose(x, sum(axes, ())).reshape(extents)
+    values, scales, scale = block_codes.rounded(x, -1, rule, jnp)
+    if rule.block_scale == "float32":
+        high, wide = rule.block
+        each = jnp.repeat(jnp.repeat(jnp.moveaxis(scales, -1, -2), high, -2), wide, -1)
+        return values.astype(jnp.float32) * each[:, : extents[1], : extents[2]], None, scale
+    return values, scales, scale
 
 
 def _of_parts(a: Any, b: Any, shape: Shape, scheme: ModeRow, *, on_gpu: bool) -> Any:

@@ -21,6 +21,7 @@ from lowprec import policy
 from lowprec.errors import DeviceError
 from lowprec.formats import dtype_from_name, promote
 from lowprec.jax.lowering import Dimensions, free_axes, multiply
+from lowprec.modes import of_pass
 
 _product_p = Primitive("lowprec_dot_general")
 _PLATFORMS = ("cpu", "cuda")
@@ -84,11 +85,14 @@ for _name in _PLATFORMS:
 def _gradient(
     gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, is_a: bool, backward_mode: str, **_: Any
 ) -> Any:
-    """Return an operand's gradient: ``gradient`` times the other operand, contracted over the other's free axes."""
+    """Return an operand's gradient: the product of ``gradient`` and the other operand over the other's free axes.
+
+    The gradient of ``a`` has ``gradient`` as its first operand, that of ``b`` as its second one.
+    """
     other, aval = (b, a.aval) if is_a else (a, b.aval)
     # Of the operand and of the other one, in the forward product.
     contracted, batch = dimensions if is_a else (axes[::-1] for axes in dimensions)
-    mode = policy.resolve(backward_mode).mode.value
+    mode = of_pass(policy.resolve(backward_mode).mode, "grad_input" if is_a else "grad_weight").value
     dtype = promote(*(dtype_from_name(str(x.dtype)) for x in (gradient, other)))
     x, y = (v.astype(dtype.label) for v in (gradient, other))
     free = free_axes(aval.ndim, contracted[0], batch[0])
@@ -98,9 +102,13 @@ def _gradient(
     summed = (tuple(range(start, start + len(of_other))), of_other)
     # The remaining axes of ``other`` are its contracted ones, in ascending order.
     in_order = [mine for _, mine in sorted(zip(contracted[1], contracted[0], strict=True))]
+    in_batch = tuple(range(len(batch[0]))), batch[1]
     axes = [*batch[0], *free, *in_order]
+    if not is_a:
+        x, y, summed, in_batch = y, x, summed[::-1], in_batch[::-1]
+        axes = [*batch[0], *in_order, *free]
     product = dot_general(
-        x, y, dimensions=(summed, (tuple(range(len(batch[0]))), batch[1])),
+        x, y, dimensions=(summed, in_batch),
         mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
         out_sharding=_explicit_sharding(aval, axes),
     )  # fmt: skip

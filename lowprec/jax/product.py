@@ -17,7 +17,7 @@ from lowprec.errors import ArrayError, DTypeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.jax.current_mode import check_key
 from lowprec.jax.primitive import dot_general
-from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ResolvedMode, parse_mode
+from lowprec.modes import ActivationName, BoundName, MathMode, Mode, ModeName, Recipe, ResolvedMode, parse_mode
 from lowprec.planning import Activation
 
 
@@ -32,10 +32,10 @@ def matmul(
     bias: jax.Array | None = None,
     activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
-    backward_mode: ModeName | MathMode | None = None,
+    backward_mode: ModeName | MathMode | Recipe | None = None,
 ) -> jax.Array:
     """Return ``activation(alpha * a @ b + beta * c + bias)`` inside JAX.
 
@@ -50,7 +50,7 @@ def matmul(
     b : jax.Array, shape (..., k, n) or (k,)
     c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound
         As for :func:`lowprec.matmul`; ``alpha`` and ``beta`` may also be traced numbers.
-    backward_mode : str or MathMode, optional
+    backward_mode : str, MathMode or Recipe, optional
         Mode of the two products of the backward pass; by default the forward product's. A guard that is open while the
         backward pass is traced overrides it.
 
@@ -72,9 +72,7 @@ def matmul(
 _ALWAYS = Delegate("jax", "JAX computes the products of lowprec.jax")
 
 
-def product(
-    call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: MathMode | None = None
-) -> jax.Array:
+def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None) -> jax.Array:
     """Return the product of arrays that JAX traces or that are sharded over several devices."""
     check_key()
     if resolved.emulates is not None:

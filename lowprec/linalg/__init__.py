@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from lowprec.arrays.signatures import of_first
 from lowprec.linalg import functions
 from lowprec.linalg.report import SolveReport
-from lowprec.modes import MathMode, ModeName
+from lowprec.modes import MathMode, ModeName, Recipe
 from lowprec.util.tracing import uncompiled
 
 __all__ = ["SolveReport", "solve"]
@@ -62,7 +62,7 @@ def solve(
     /,
     *,
     method: str = "direct",
-    factor_mode: ModeName | MathMode | None = None,
+    factor_mode: ModeName | MathMode | Recipe | None = None,
     assume: str = "gen",
     full_output: bool = False,
 ) -> Any:
@@ -87,7 +87,7 @@ def solve(
         ``"direct"`` calls the library's own solver inside the guard. ``"auto"`` refines if the planner's costs predict
         that it is faster; for arrays whose elements cannot be read (under a gradient, in ``jit``) it is ``"direct"``.
         Inside :func:`lowprec.fp32_guard` every method is ``"direct"``.
-    factor_mode : str or MathMode, optional
+    factor_mode : str, MathMode or Recipe, optional
         Math mode of the factor's updates; in ``fp32`` LAPACK computes the LU factor, in host memory SciPy's. By default
         the cheapest with a probable error of at most 2e-5; one that costs less than a quarter of it is tried before.
     assume : {"gen", "pos"}

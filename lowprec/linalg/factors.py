@@ -17,7 +17,7 @@ import numpy as np
 from lowprec.arrays import library_name
 from lowprec.arrays.namespaces import array_module, cast, dtype_label
 from lowprec.core.dispatch import matmul
-from lowprec.modes import MathMode
+from lowprec.modes import MathMode, Mode
 
 #: Most columns of a panel; rows that fit the cache, also when they are transposed; width of a strip of an update.
 _WIDTH, _ROWS, _STRIP = 512, 16, 1024
@@ -157,7 +157,7 @@ class _Panel(NamedTuple):
     right: Any  # U to the right of it, (k, m - k)
 
 
-def factor(rest: Any, ops: Operations, mode: MathMode, *, is_positive: bool) -> Solver:
+def factor(rest: Any, ops: Operations, mode: Mode, *, is_positive: bool) -> Solver:
     """Factor a matrix, stored in its memory; of a Hermitian one the lower triangle is read."""
     if not is_positive and mode in (MathMode.FP32, MathMode.FP32_PEDANTIC):
         return ops.lu_solver(rest)

@@ -17,7 +17,7 @@ from lowprec.core.dispatch import matmul
 from lowprec.linalg import factors
 from lowprec.linalg.factors import norms
 from lowprec.linalg.report import Reason
-from lowprec.modes import MathMode
+from lowprec.modes import Mode
 
 MAX_STEPS = 50  # applications of the factor to a right-hand side, in classical refinement and in GMRES
 _TRIAL_STEPS = 20  # after these GMRES stops unless the residual has fallen to a tenth
@@ -102,7 +102,7 @@ class System:
         self._norm = ops.magnitudes(self._work)[2]
         self.left, self.right = left[:, None], right[:, None]
 
-    def factor(self, mode: MathMode) -> None:
+    def factor(self, mode: Mode) -> None:
         """Factor the scaled matrix; replaces an earlier factor."""
         work, self._work = self._work, None
         work = self._ops.lowered(self._a, self._narrow, None) if work is None else work

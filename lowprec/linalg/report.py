@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowprec.modes import MathMode
+from lowprec.modes import Mode
 from lowprec.util.plain import StrEnum
 from lowprec.util.tables import Table, html, plain_text
 
@@ -39,7 +39,7 @@ class SolveReport:
 
     method: str  # "refine" if any system was solved by it, else "direct"
     reason: Reason  # for the method, or for the first fallback to a direct solve
-    factor_mode: MathMode | None  # mode of the updates of the factor in lower precision
+    factor_mode: Mode | None  # mode of the updates of the factor in lower precision
     systems: int  # number of systems in the broadcast stack
     fallbacks: int  # number of systems for refinement that were solved directly
     steps: int  # applications of the factor in classical refinement, the first solution's included

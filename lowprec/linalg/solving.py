@@ -21,7 +21,7 @@ from lowprec.linalg.factors import Operations
 from lowprec.linalg.functions import Operands, find, operands
 from lowprec.linalg.refinement import Refinement, System, Unsolved, backward_errors
 from lowprec.linalg.report import Reason, SolveReport
-from lowprec.modes import MathMode, parse_mode
+from lowprec.modes import Mode, parse_mode, row
 from lowprec.policy import fp32_guard, is_guarded, math_mode
 
 _METHODS, _ASSUMPTIONS = ("direct", "refine", "auto"), ("gen", "pos")
@@ -38,7 +38,7 @@ _DIRECT, _REFINE, _COLUMN = 2500.0, 3200.0, 100.0
 _is_on_host = attrgetter("device.is_host")  # of a view
 
 
-def solve(a: Any, b: Any, *, method: str, factor_mode: str | MathMode | None, assume: str, full_output: bool) -> Any:
+def solve(a: Any, b: Any, *, method: str, factor_mode: str | Mode | None, assume: str, full_output: bool) -> Any:
     """Return the solution, with ``full_output`` a pair of it and the report."""
     for name, value, accepted in (("method", method, _METHODS), ("assume", assume, _ASSUMPTIONS)):
         if value not in accepted:
@@ -75,7 +75,7 @@ def _direct(library: str, a: Any, b: Any) -> Any:
 
 class _Solve:
     def __init__(
-        self, given: Operands, batch: tuple[int, ...], method: str, mode: MathMode | None, is_positive: bool
+        self, given: Operands, batch: tuple[int, ...], method: str, mode: Mode | None, is_positive: bool
     ) -> None:
         self._given, self._batch, self._method, self._mode = given, batch, method, mode
         self._is_positive, self._is_vector = is_positive, given.arrays[1].ndim == 1
@@ -138,15 +138,15 @@ class _Solve:
             return None if self._is_faster(self._candidates[0][1]) else Reason.NOT_FASTER
         return None
 
-    def _costs(self, dtype: str) -> dict[MathMode, tuple[float, float]]:
+    def _costs(self, dtype: str) -> dict[Mode, tuple[float, float]]:
         """Return cost and probable error of an update by mode, the default mode last; cost 1 for a forced mode."""
         width = min(self._n, _WIDTH)
         shapes = (self._n, width), (width, self._n)
         planned = plan(*(self._ops.from_host(np.empty(s, dtype)) for s in shapes), rtol=_USUAL_ERROR, bound="probable")
-        costs = {x.mode: (x.cost, x.bound) for x in planned.candidates}
+        costs = {x.mode: (x.cost, x.bound) for x in planned.candidates if not row(x.mode).quantizes}
         return costs | {planned.mode: costs.pop(planned.mode, (1.0, 0.0))}
 
-    def _modes(self) -> list[tuple[MathMode, float, float]]:
+    def _modes(self) -> list[tuple[Mode, float, float]]:
         """Return the modes to try, in order, with costs and errors."""
         costs = self._costs("complex64" if self._given.dtype.is_complex else "float32")
         *others, usual = costs

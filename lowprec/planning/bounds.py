@@ -60,7 +60,7 @@ from math import expm1, frexp, log1p, sqrt
 from typing import NamedTuple
 
 from lowprec.formats import FLOAT16, FLOAT32, FLOAT64, TF32, DType, NumberFormat
-from lowprec.modes import MathMode, Pair, row
+from lowprec.modes import MathMode, Mode, Pair, row
 from lowprec.planning.kernels import KernelRow, Summation
 from lowprec.planning.schedule import Product, chunk_length, make_schedule
 from lowprec.planning.split_bounds import (
@@ -140,9 +140,9 @@ def holds(fmt: NumberFormat, values_of: NumberFormat) -> bool:
     )
 
 
-def operand_format(mode: MathMode, compute_dtype: DType) -> NumberFormat | None:
+def operand_format(mode: Mode, compute_dtype: DType) -> NumberFormat | None:
     """Return the format of the multiplied numbers: the mode's in single precision, otherwise that of the dtype."""
-    if compute_dtype.is_single_precision:
+    if compute_dtype.is_single_precision and row(mode).acts(compute_dtype):
         return row(mode).operand_format
     return compute_dtype.format
 
@@ -198,13 +198,13 @@ _OF_CHUNK: dict[Summation, Callable[[int], int]] = {
 }
 
 
-def scales_rows(mode: MathMode) -> bool:
+def scales_rows(mode: Mode) -> bool:
     """Whether rows of ``a`` and columns of ``b`` are scaled by powers of two before rounding."""
     return row(mode).operand_format is FLOAT16
 
 
 def error_bound(
-    mode: MathMode,
+    mode: Mode,
     compute_dtype: DType,
     out_dtype: DType,
     k: int,

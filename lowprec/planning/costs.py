@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from lowprec.planning.plan import GemmPlan
 
 
+#: Of rounding one element of an operand to a code with a scale, in flops.
+_QUANTIZING_COST = 80.0
+
+
 def packing_cost(kernel: KernelRow, parts: int) -> float:
     """Return the cost of packing ``parts`` parts of an element, relative to one part.
 
@@ -29,6 +33,13 @@ def packing_cost(kernel: KernelRow, parts: int) -> float:
 def expected_cost(plan: GemmPlan) -> float:
     """Return the expected time of kernel and packing, relative to FP32 on the device."""
     kernel, layout = plan.kernel_row, plan.layout
+    if plan.quantized:
+        each = sum(
+            1 / (2 * other)
+            for other, rule in zip((layout.n, layout.m), plan.quantized.rules, strict=True)
+            if rule and other
+        )
+        return expected_cost(plan.quantized.inner) + _QUANTIZING_COST * each
     each = plan.capabilities.cost_per_flop(kernel, format_name(plan.operand_format))
     cost = each * sum(product.length for product in plan.schedule) / max(layout.k, 1)
     if plan.call is not None:

@@ -8,14 +8,16 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowprec.formats import ComputeType, DType, NumberFormat
-from lowprec.modes import MathMode, ResolvedMode, row
+from lowprec.modes import Mode, ResolvedMode, row
 from lowprec.planning.bounds import ErrorBound, error_bound, scales_rows
 from lowprec.planning.costs import Roofline, roofline
 from lowprec.planning.kernels import Capabilities, KernelRow, format_name
 from lowprec.planning.layout import GemmLayout
 from lowprec.planning.problem import GemmProblem
+from lowprec.planning.quantized_bounds import quantized_bound
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import Product
+from lowprec.recipes import Rule
 
 if TYPE_CHECKING:  # imported only for cuBLASLt
     from lowprec.planning.cublaslt.calls import CublasLtCall
@@ -49,10 +51,18 @@ class Copy(NamedTuple):
         return f"staged in temporary memory: {text}" if self.operand == "out" else text
 
 
+class Quantized(NamedTuple):
+    """The rounding of the operands to codes with scales, and the product of the rounded numbers."""
+
+    rules: tuple[Rule | None, Rule | None]  # of ``a`` and ``b``; None for a stored operand, which is not rounded again
+    inner: GemmPlan  # of the rounded numbers, over the first piece of k
+    k_piece: int  # length of the pieces of k, each with its scales, whose sums are added; 0: one sum
+
+
 class Candidate(NamedTuple):
     """A mode that ``rtol`` considered."""
 
-    mode: MathMode
+    mode: Mode
     bound: float  # of the relative error in the Frobenius norm, guaranteed or probable
     cost: float  # expected time, relative to fp32
     accepted: bool  # whether this is the mode that runs
@@ -65,8 +75,8 @@ class GemmPlan:
 
     problem: GemmProblem
     capabilities: Capabilities  # of the device
-    mode: MathMode  # the resolved mode
-    scheme: MathMode  # the mode that runs; differs from ``mode`` for ``fp32_emulated``
+    mode: Mode  # the resolved mode
+    scheme: Mode  # the mode that runs; differs from ``mode`` for ``fp32_emulated``
     mode_has_effect: bool  # whether the mode applies to these element types
     layout: GemmLayout
     compute_dtype: DType  # common element type of the operands
@@ -87,6 +97,7 @@ class GemmPlan:
     call: CublasLtCall | None = None  # arguments of cuBLASLt, if it is the kernel
     prepared: Reason | None = None  # why the packed ``b`` is kept or not; None if ``b`` is not prepared
     sparsity: Reason | None = None  # how the zeros of ``b`` are used; None if ``b`` is not prepared as sparse
+    quantized: Quantized | None = None  # of a mode that quantises, if it acts
     algorithm: tuple[tuple[str, str], ...] = ()  # cuBLASLt's description of its algorithm; empty without a GPU
     accumulator: DType = field(init=False, compare=False)  # element type of the sums and the epilogue
     split: tuple[int, int] = field(init=False, compare=False)  # number of parts of ``a`` and of ``b``
@@ -95,7 +106,8 @@ class GemmPlan:
 
     def __post_init__(self) -> None:
         scales = scales_rows(self.scheme)
-        object.__setattr__(self, "accumulator", row(self.scheme).accumulator(self.compute_dtype))
+        sums = DType.FLOAT32 if self.problem.is_scaled else row(self.scheme).accumulator(self.compute_dtype)
+        object.__setattr__(self, "accumulator", sums)
         object.__setattr__(self, "scaled", (scales and self.rounded[0], scales and self.rounded[1]))
         parts = [(1 + product.a_part, product.b_part + product.terms) for product in self.schedule]
         object.__setattr__(self, "split", tuple(map(max, zip(*parts, strict=True))))
@@ -103,6 +115,8 @@ class GemmPlan:
     @property
     def bound(self) -> ErrorBound:
         """Error bound of the product, before alpha, c, bias and activation."""
+        if self.quantized:
+            return quantized_bound(self, self.quantized)
         layout, (a_rounded, b_rounded) = self.layout, self.rounded
         return error_bound(
             self.scheme, self.compute_dtype, self.out_dtype, layout.k, self.kernel_row,

@@ -9,30 +9,33 @@ from math import prod
 
 from lowprec.errors import UnsupportedError
 from lowprec.formats import BLOCK_FORMATS, FLOAT16, FLOAT32, ComputeType, DType
-from lowprec.modes import TABLE, MathMode, ModeRow, row
+from lowprec.modes import TABLE, MathMode, Mode, ModeRow, row, rules_of
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities, KernelRow, choose_kernel, format_name
-from lowprec.planning.layout import addend_layout, gemm_layout, stacked_layout
-from lowprec.planning.plan import Copy, GemmPlan
+from lowprec.planning.layout import OperandSpec, addend_layout, gemm_layout, stacked_layout
+from lowprec.planning.plan import Copy, GemmPlan, Quantized
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
 from lowprec.planning.stored import reads_codes_of_b
+from lowprec.util.strides import packed_strides
 
 PLAN_CACHE_SIZE = 1024
 
 
 @lru_cache(maxsize=PLAN_CACHE_SIZE)
-def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> GemmPlan:
+def plan_gemm(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> GemmPlan:
     """Return the plan of a product on a device in a mode; raises if the product cannot run."""
+    if row(mode).quantizes and row(mode).acts(common_dtype(problem, capabilities)):
+        return _quantized(problem, capabilities, mode)
     if mode is MathMode.FP32_EMULATED:
         return replace(_emulated(problem, capabilities), mode=mode)
     return _plan(problem, capabilities, mode)
 
 
-def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> GemmPlan:
+def _plan(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> GemmPlan:
     compute_dtype = common_dtype(problem, capabilities)
     out_dtype = result_dtype(problem, compute_dtype)
     layout = gemm_layout(problem.a, problem.b, problem.out, out_dtype)
@@ -80,6 +83,65 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: MathMode) -> G
         copies = widened or _copies(plan)
         return replace(plan, copies=copies) if copies else plan
     return _lowered(plan, widened)
+
+
+#: Length of the pieces of k in which int8 codes are summed if one sum could overflow int32.
+_INT8_PIECE = 1 << 16
+
+
+def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> GemmPlan:
+    """Return the plan of a mode that quantises: that of the rounded numbers, with the rounding in front of it."""
+    compute_dtype = common_dtype(problem, capabilities)
+    out_dtype = result_dtype(problem, compute_dtype)
+    layout = gemm_layout(problem.a, problem.b, problem.out, out_dtype)
+    check_epilogue(problem, compute_dtype, layout)
+    if capabilities.compute_capability is not None:
+        raise UnsupportedError(
+            f"the mode {mode} quantises operands in host memory only; on {capabilities.device} pass operands that are "
+            f"stored in the format, lowprec.quantize(x, {row(mode).mode.value!r}), or copy them to the host"
+        )
+    specs = (problem.a, problem.b)
+    stored = [spec.blocks is not None or not row(mode).acts(spec.dtype) for spec in specs]
+    rules = tuple(None if is_stored else rule for is_stored, rule in zip(stored, rules_of(mode), strict=True))
+    a_rule, b_rule = rules
+    if a_rule is None and b_rule is None:
+        return replace(_plan(problem, capabilities, mode), mode_has_effect=False)
+    in_integers = all(rule is not None and rule.number_format is None for rule in rules)
+    dtype, piece = DType.INT8 if in_integers else DType.BFLOAT16, 0
+    if any(rule is not None and rule.block_scale == "float32" for rule in rules):
+        piece = max(rule.block[1] for rule in rules if rule is not None)
+    elif in_integers and layout.k > MAX_K_INT8:
+        piece = _INT8_PIECE
+    if problem.k_chunk is not None and piece:
+        raise UnsupportedError(
+            f"k_chunk is {problem.k_chunk}, but the mode {mode} sums k in pieces of {piece}; omit k_chunk="
+        )
+    rounded = [
+        spec if rule is None else OperandSpec(dtype, spec.shape, packed_strides(spec.shape, spec.strides))
+        for spec, rule in zip(specs, rules, strict=True)
+    ]
+    whole = replace(problem, a=rounded[0], b=rounded[1], out_dtype=out_dtype, has_alpha=True, is_scaled=True)
+    inner = plan_gemm(_piece_of(whole, min(piece, layout.k)) if piece else whole, capabilities, MathMode.FP32)
+    return replace(
+        inner, problem=problem, mode=mode, scheme=mode, mode_has_effect=True, layout=layout,
+        compute_dtype=compute_dtype, out_dtype=out_dtype, out_shape=layout.out_shape,
+        operand_format=row(mode).operand_format, rounded=(a_rule is not None, b_rule is not None),
+        quantized=Quantized((a_rule, b_rule), inner, piece),
+        flops=2 * layout.batch_count * layout.m * layout.n * layout.k * (not problem.ignores_product),
+    )  # fmt: skip
+
+
+def _piece_of(problem: GemmProblem, length: int) -> GemmProblem:
+    """Return the product over the first piece of k, into a new float32 array to which it is added."""
+    a, b = problem.a, problem.b
+    out = stacked_layout(a, b).out_shape
+    inner = max(len(b.shape) - 2, 0)
+    return GemmProblem(
+        replace(a, shape=(*a.shape[:-1], length), blocks=None),
+        replace(b, shape=(*b.shape[:inner], length, *b.shape[inner + 1 :]), blocks=None),
+        c=OperandSpec.contiguous(DType.FLOAT32, out), out=OperandSpec.contiguous(DType.FLOAT32, out),
+        has_alpha=True, has_beta=True, is_scaled=True, ignores_product=problem.ignores_product,
+    )  # fmt: skip
 
 
 def _lowered(plan: GemmPlan, widened: tuple[Copy, ...]) -> GemmPlan:

@@ -48,6 +48,7 @@ class GemmProblem:
     activation: Activation | None = None
     k_chunk: int | None = None  # length of the chunks of k in which the leading product is summed
     ignores_product: bool = False  # alpha is 0: the operands are not read
+    is_scaled: bool = False  # sums are multiplied by a float32 scale of each row and column, those of int8 included
 
     @property
     def has_blocks(self) -> bool:
@@ -85,7 +86,7 @@ _NOT_EMULATED = "{} of the tensor cores of {} are not emulated; convert an opera
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
     """Return the result's element type; raise DTypeError if the requested one is not supported."""
     legal = compute_dtype.results
-    is_narrow = problem.has_blocks or problem.a.dtype.is_float8 or problem.b.dtype.is_float8
+    is_narrow = problem.has_blocks or problem.is_scaled or problem.a.dtype.is_float8 or problem.b.dtype.is_float8
     if is_narrow and compute_dtype.bits <= 32:
         legal = tuple(dict.fromkeys((*legal, *DType.FLOAT8_E4M3FN.results)))
     dtype = problem.out_dtype or (problem.out.dtype if problem.out else legal[0])
@@ -101,7 +102,7 @@ def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:
 
 def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayout) -> None:
     """Raise if c, bias, alpha, beta or the activation do not match the product."""
-    if compute_dtype is DType.INT8:
+    if compute_dtype is DType.INT8 and not problem.is_scaled:
         refused = {
             "alpha": problem.has_alpha,
             "beta and c": problem.has_beta or problem.c is not None,
@@ -123,7 +124,7 @@ def check_epilogue(problem: GemmProblem, compute_dtype: DType, layout: GemmLayou
         )
     for name, spec in (("c", problem.c), ("bias", problem.bias)):
         if spec:
-            _check_addend(name, spec.dtype, compute_dtype.accumulator)
+            _check_addend(name, spec.dtype, DType.FLOAT32 if problem.is_scaled else compute_dtype.accumulator)
 
 
 def _check_addend(name: str, dtype: DType, epilogue: DType) -> None:

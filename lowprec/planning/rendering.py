@@ -263,6 +263,10 @@ def becomes(plan: GemmPlan, name: Literal["a", "b"]) -> str:
     pack = (plan.call.pack_a, plan.call.pack_b)[operand] if plan.call else None
     kernel = plan.kernel_row
     spec = (plan.problem.a, plan.problem.b)[operand]
+    rule = plan.quantized.rules[operand] if plan.quantized else None
+    if rule:
+        assert plan.quantized is not None
+        return f"{rule}; multiplied as {'int8' if plan.quantized.inner.compute_dtype.bits == 8 else 'bfloat16'}"
     if plan.rounded[operand]:
         text = row(plan.scheme).inputs
     elif spec.blocks and plan.call and plan.call.first.codes:

@@ -11,7 +11,7 @@ from numbers import Real
 from typing import NamedTuple
 
 from lowprec.errors import ModeError, UnsupportedError, quoted
-from lowprec.modes import MathMode, available_modes
+from lowprec.modes import MathMode, Mode, available_modes
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities
 from lowprec.planning.plan import Candidate, GemmPlan
@@ -41,7 +41,7 @@ def check_bound(bound: object) -> Bound:
 class Selection(NamedTuple):
     """The chosen mode, and all candidates, the cheapest first."""
 
-    mode: MathMode
+    mode: Mode
     candidates: tuple[Candidate, ...]
 
 
@@ -61,7 +61,7 @@ def select_mode(
     problem: GemmProblem,
     capabilities: Capabilities,
     rtol: float,
-    excluded: frozenset[MathMode] = frozenset(),
+    excluded: frozenset[Mode] = frozenset(),
     bound: Bound = Bound.GUARANTEED,
 ) -> Selection:
     """Return the cheapest mode whose bound of ``|C - AB| / (|A| |B|)`` (Frobenius norms) is at most ``rtol``.
@@ -72,7 +72,7 @@ def select_mode(
     costs = {plan.mode: expected_cost(plan) for plan in plans}
     # The sort is stable: equal costs keep the order of the table, which begins with fp32.
     plans.sort(key=lambda plan: costs[plan.mode])
-    chosen: MathMode | None = None
+    chosen: Mode | None = None
     candidates = []
     for plan in plans:
         size = plan.bound.relative if bound is Bound.GUARANTEED else plan.bound.probable
@@ -103,7 +103,7 @@ def _plans(problem: GemmProblem, capabilities: Capabilities) -> Iterator[GemmPla
             yield plan_gemm(problem, capabilities, mode)
 
 
-def _unsupported_reason(plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[MathMode]) -> Reason | None:
+def _unsupported_reason(plan: GemmPlan, bound: float, rtol: float, excluded: frozenset[Mode]) -> Reason | None:
     if plan.mode in excluded:
         return Reason.of(ReasonKind.EXCLUDED)
     if bound > rtol:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lowprec.formats import DType
-from lowprec.modes import MathMode
+from lowprec.modes import MathMode, Mode
 from lowprec.planning.reasons import Reason, ReasonKind
 
 if TYPE_CHECKING:
@@ -20,18 +20,21 @@ _SPARSE_RESULTS = {DType.FLOAT16: DType.FLOAT16, DType.BFLOAT16: DType.BFLOAT16,
 _SPARSE_BYTES, _DENSE_BYTES = 32, 16
 
 
-def kept_modes(plan: GemmPlan) -> frozenset[str]:
+_ALL_MODES: frozenset[Mode] = frozenset(MathMode)
+
+
+def kept_modes(plan: GemmPlan) -> frozenset[Mode]:
     """Return the modes of :func:`lowprec.prepare` for which a product of this plan keeps its packed ``b``."""
     if _reason_kind(plan, plan.mode) is not ReasonKind.KEPT:
         return frozenset()
-    return frozenset((plan.mode,) if plan.mode_has_effect else MathMode)
+    return frozenset((plan.mode,)) if plan.mode_has_effect else _ALL_MODES
 
 
 def reads_codes_of_b(plan: GemmPlan) -> bool:
     return plan.problem.b.blocks is not None and _reason_kind(plan, plan.mode) is ReasonKind.CODES_READ
 
 
-def prepared_reason(plan: GemmPlan, prepared_for: str) -> Reason:
+def prepared_reason(plan: GemmPlan, prepared_for: Mode) -> Reason:
     """Return the reason why the packed ``b`` is kept or not."""
     return Reason.of(_reason_kind(plan, prepared_for), kernel=plan.kernel, mode=plan.mode, prepared=prepared_for)
 
@@ -74,7 +77,11 @@ def _against_sparse(plan: GemmPlan, call: CublasLtCall) -> Iterator[Reason]:
             yield Reason.of(ReasonKind.SPARSE_EXTENTS, name=name, step=step, shape=shape, leading=leading)
 
 
-def _reason_kind(plan: GemmPlan, prepared_for: str) -> ReasonKind:
+def _reason_kind(plan: GemmPlan, prepared_for: Mode) -> ReasonKind:
+    if plan.quantized:
+        if plan.quantized.rules[1] is None:
+            return _reason_kind(plan.quantized.inner, plan.quantized.inner.mode)
+        return ReasonKind.KEPT if plan.mode == prepared_for else ReasonKind.PREPARED_FOR_ANOTHER_MODE
     kernel, b = plan.kernel_row, plan.problem.b
     if plan.call and plan.call.first.codes:
         return ReasonKind.SCALES_KEPT

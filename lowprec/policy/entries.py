@@ -10,7 +10,7 @@ from lowprec.policy.switches import Hold
 
 if TYPE_CHECKING:
     from lowprec.architectures import Architecture
-    from lowprec.modes import MathMode
+    from lowprec.modes import Mode
     from lowprec.policy.scopes import PolicyScope
 
 
@@ -22,7 +22,7 @@ class Policy:
     scope: PolicyScope  # of the innermost block
     outer: Policy | None  # the policy outside of it
     hold: Hold | None  # None until it has set other libraries' switches
-    mode: MathMode | None  # of the innermost ``math_mode``
+    mode: Mode | None  # of the innermost ``math_mode``
     guarded: bool  # whether one of the blocks is a guard
     emulates: Architecture | None  # of the innermost ``emulate``
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lowprec.errors import EnvironmentVariableError, quoted
-from lowprec.modes import MathMode
+from lowprec.modes import Mode
 from lowprec.policy import entries, variables
 from lowprec.policy.variables import VARIABLES as VARIABLES
 from lowprec.policy.variables import Variable
@@ -25,8 +25,8 @@ from lowprec.policy.variables import Variable
 class EnvironmentSnapshot:
     """Values of the variables that are read once per process."""
 
-    math_mode: MathMode | None  # from ``LOWPREC_MATH_MODE``
-    force_math_mode: MathMode | None  # from ``LOWPREC_FORCE_MATH_MODE``
+    math_mode: Mode | None  # from ``LOWPREC_MATH_MODE``
+    force_math_mode: Mode | None  # from ``LOWPREC_FORCE_MATH_MODE``
     fp32_guard: bool  # whether ``LOWPREC_FP32_GUARD`` is 1
     tf32_off: bool  # whether ``NVIDIA_TF32_OVERRIDE`` is 0
     max_cpu_isa: str | None  # from ``LOWPREC_MAX_CPU_ISA``
@@ -132,7 +132,7 @@ RUN_GUARD = "fp32_guard"
 
 def child_environment(
     startup: str,
-    mode: MathMode | None,
+    mode: Mode | None,
     *,
     guard: bool = False,
     force: bool = False,

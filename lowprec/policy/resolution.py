@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from lowprec.architectures import Architecture
-from lowprec.modes import MathMode, ModeName, ModeSource, ResolvedMode, parse_mode, row
+from lowprec.modes import MathMode, Mode, ModeName, ModeSource, Recipe, ResolvedMode, parse_mode, row
 from lowprec.policy import entries, environment
 from lowprec.policy.entries import current
 from lowprec.policy.environment import EnvironmentSnapshot
@@ -14,7 +15,7 @@ from lowprec.policy.environment import EnvironmentSnapshot
 #: but the guard promises their arithmetic.
 FULL_FP32 = frozenset({MathMode.FP32, MathMode.FP32_PEDANTIC, MathMode.FP64})
 
-_process_mode: MathMode | None = None
+_process_mode: Mode | None = None
 
 
 def emulated_architecture() -> Architecture | None:
@@ -22,14 +23,14 @@ def emulated_architecture() -> Architecture | None:
     return current.get().emulates
 
 
-def set_math_mode(name: ModeName | MathMode | None) -> None:
+def set_math_mode(name: ModeName | MathMode | Recipe | None) -> None:
     """Set the default math mode of the process, for all threads.
 
     It takes precedence over ``LOWPREC_MATH_MODE``; ``with math_mode(...)`` and arguments take precedence over it.
 
     Parameters
     ----------
-    name : str, MathMode or None
+    name : str, MathMode, Recipe or None
         A mode or an alias; None restores ``LOWPREC_MATH_MODE``, or ``fp32`` if that is unset.
 
     Raises
@@ -49,7 +50,7 @@ def set_math_mode(name: ModeName | MathMode | None) -> None:
     entries.notify(True)
 
 
-def get_math_mode() -> MathMode:
+def get_math_mode() -> Mode:
     """Return the current math mode of this thread and task.
 
     Returns
@@ -70,7 +71,7 @@ def get_math_mode() -> MathMode:
     return resolve().mode
 
 
-def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
+def resolve(argument: str | Mode | None = None) -> ResolvedMode:
     """Return the mode of a call with this ``math_mode=`` argument, with its source.
 
     The first match wins:
@@ -91,7 +92,8 @@ def resolve(argument: str | MathMode | None = None) -> ResolvedMode:
     policy = current.get()
     variables = environment.snapshot()
     try:
-        return _resolve(argument, policy.guarded, policy.mode, _process_mode, variables, policy.emulates)
+        found = _resolve(argument, policy.guarded, policy.mode, _process_mode, variables, policy.emulates)
+        return found if type(policy.mode) is not Recipe else _at_step(found, policy.mode.step)
     except TypeError:
         if argument is not None:
             parse_mode(argument)  # raises ModeError for an unhashable argument
@@ -111,19 +113,28 @@ def is_guarded() -> bool:
     return current.get().guarded or environment.snapshot().fp32_guard
 
 
-def restrict(mode: MathMode, source: ModeSource) -> ResolvedMode:
+def restrict(mode: Mode, source: ModeSource) -> ResolvedMode:
     """Apply ``LOWPREC_FORCE_MATH_MODE``, the guard and ``NVIDIA_TF32_OVERRIDE`` to a mode chosen by the caller."""
     policy = current.get()
-    return _impose(mode, source, policy.guarded, environment.snapshot(), policy.emulates)
+    found = _impose(mode, source, policy.guarded, environment.snapshot(), policy.emulates)
+    return found if type(policy.mode) is not Recipe else _at_step(found, policy.mode.step)
+
+
+def _at_step(resolved: ResolvedMode, step: int) -> ResolvedMode:
+    """Give the step of the current scope's recipe to one without: those of layers, and of compiled graphs."""
+    mode = resolved.mode
+    if not step or not isinstance(mode, Recipe) or mode.seed is None or mode.step:
+        return resolved
+    return replace(resolved, mode=mode.at(step))
 
 
 # Bounded, because a name has many spellings ("TF32", " tf32").
 @functools.lru_cache(maxsize=1024)
 def _resolve(
-    argument: str | MathMode | None,
+    argument: str | Mode | None,
     guarded: bool,
-    context: MathMode | None,
-    process: MathMode | None,
+    context: Mode | None,
+    process: Mode | None,
     variables: EnvironmentSnapshot,
     emulates: Architecture | None,
 ) -> ResolvedMode:
@@ -141,7 +152,7 @@ def _resolve(
 
 @functools.lru_cache(maxsize=1024)
 def _impose(
-    requested: MathMode | None,
+    requested: Mode | None,
     source: ModeSource,
     guarded: bool,
     variables: EnvironmentSnapshot,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from lowprec.architectures import Architecture, parse_architecture
 from lowprec.errors import UnsupportedError, quoted, warn
-from lowprec.modes import ArchitectureName, MathMode, ModeName, parse_mode
+from lowprec.modes import ArchitectureName, MathMode, Mode, ModeName, Recipe, parse_mode
 from lowprec.policy import entries, environment
 from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
 from lowprec.policy.decorators import Wrapped, decorated
@@ -78,7 +78,7 @@ class PolicyScope:
     """
 
     __slots__ = ("_libraries", "_mode")
-    _mode: MathMode | None
+    _mode: Mode | None
     _libraries: frozenset[str] | None
     _guards: bool = False
     _verifies: bool = False
@@ -246,7 +246,8 @@ class math_mode(PolicyScope):
     """Set the math mode for a ``with`` block or a decorated function.
 
     The mode applies to ``lowprec`` in this thread and task, and in tasks started inside, but not in other threads. It
-    affects float32 and complex64 operands only, ``fp64_emulated`` float64 and complex128 ones. A ``math_mode=``
+    affects float32 and complex64 operands only, ``fp64_emulated`` float64 and complex128 ones, modes that quantise
+    float32, float16 and bfloat16 ones. A ``math_mode=``
     argument, an inner block, ``fp32_guard`` and ``LOWPREC_FORCE_MATH_MODE`` take precedence.
 
     With ``frameworks`` the switches of other loaded libraries are set for the block and restored after it. Most of them
@@ -255,7 +256,7 @@ class math_mode(PolicyScope):
 
     Parameters
     ----------
-    name : str or MathMode
+    name : str, MathMode or Recipe
         A mode or an alias.
     frameworks : bool or list of str
         Whether to set other libraries' switches, or the libraries to set, such as ``["torch", "jax"]``.
@@ -285,7 +286,7 @@ class math_mode(PolicyScope):
 
     __slots__ = ()
 
-    def __init__(self, name: ModeName | MathMode, *, frameworks: Frameworks = False) -> None:
+    def __init__(self, name: ModeName | MathMode | Recipe, *, frameworks: Frameworks = False) -> None:
         if callable(name):
             raise TypeError('@math_mode needs a mode: write @math_mode("bf16")')
         self._mode = parse_mode(name)

@@ -18,7 +18,7 @@ from threading import get_ident
 from types import MappingProxyType
 from typing import Any
 
-from lowprec.modes import MathMode
+from lowprec.modes import Mode
 from lowprec.policy.protocol import Controller, Tier, attempt
 from lowprec.util.lock import locked
 
@@ -42,7 +42,7 @@ class Hold:
 class _Layer:
     """The values of switches before and after a block set them, and the holds of the blocks that use them."""
 
-    def __init__(self, controller: Controller, mode: MathMode, is_floor: bool, stack: list[_Layer]) -> None:
+    def __init__(self, controller: Controller, mode: Mode, is_floor: bool, stack: list[_Layer]) -> None:
         self.controller = controller
         self.mode = mode
         self.is_floor = is_floor
@@ -87,7 +87,7 @@ _process_stacks: Stacks = {}
 _thread = _OfThread()
 
 
-def acquire(hold: Hold, controllers: Iterable[Controller], mode: MathMode, is_floor: bool = False) -> None:
+def acquire(hold: Hold, controllers: Iterable[Controller], mode: Mode, is_floor: bool = False) -> None:
     """Set the switches of these loaded libraries for a mode until ``hold`` is released.
 
     ``is_floor`` marks a guard: while it is open, no other block lowers the precision. After an exception, which only a
@@ -96,7 +96,7 @@ def acquire(hold: Hold, controllers: Iterable[Controller], mode: MathMode, is_fl
     locked(_acquire, hold, controllers, mode, is_floor)
 
 
-def _acquire(hold: Hold, controllers: Iterable[Controller], mode: MathMode, is_floor: bool) -> None:
+def _acquire(hold: Hold, controllers: Iterable[Controller], mode: Mode, is_floor: bool) -> None:
     layers: dict[str, _Layer] = {}
     failures: dict[str, str] = {}
     hold.layers, hold.failures = layers, failures
@@ -113,7 +113,7 @@ def _acquire(hold: Hold, controllers: Iterable[Controller], mode: MathMode, is_f
             failures[name] = reason
 
 
-def _join(hold: Hold, layers: dict[str, _Layer], controller: Controller, mode: MathMode, is_floor: bool) -> str | None:
+def _join(hold: Hold, layers: dict[str, _Layer], controller: Controller, mode: Mode, is_floor: bool) -> str | None:
     """Add a hold to a layer of this library's switches, or return the reason against it."""
     stacks = _thread.stacks if controller.tier == Tier.THREAD else _process_stacks
     stack = stacks.setdefault(controller, [])

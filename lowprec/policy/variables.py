@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lowprec.errors import EnvironmentVariableError, ModeError, quoted
-from lowprec.modes import MathMode, mode_names, parse_mode
+from lowprec.modes import MathMode, Mode, mode_names, parse_mode
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ class Variable(Generic[T]):
         return None if text is None else self.parse(text)
 
 
-def _mode_variable(name: str, meaning: str, default: str) -> Variable[MathMode]:
-    def parse(text: str) -> MathMode:
+def _mode_variable(name: str, meaning: str, default: str) -> Variable[Mode]:
+    def parse(text: str) -> Mode:
         try:
             return parse_mode(text, what=f"environment variable {name}:")
         except ModeError as error:

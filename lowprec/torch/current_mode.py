@@ -14,6 +14,7 @@ from contextvars import Context
 from lowprec import policy
 from lowprec.errors import EnvironmentVariableError
 from lowprec.policy import entries
+from lowprec.recipes import Recipe
 
 
 class _Thread(threading.local):
@@ -30,13 +31,19 @@ def current_mode() -> str:
     return thread.mode or default
 
 
+def _mode() -> str:
+    """Return the name of the mode, without the step of a recipe, which would need a graph for each step."""
+    mode = policy.resolve().mode
+    return str(mode.plannable if isinstance(mode, Recipe) else mode)
+
+
 def _update(whole_process: bool = False) -> None:
     global default
     with suppress(EnvironmentVariableError):  # the product will raise it
         if whole_process:
-            default = Context().run(policy.resolve).mode.value
+            default = Context().run(_mode)
         inside = entries.current.get().outer is not None
-        thread.mode = policy.resolve().mode.value if inside else ""
+        thread.mode = _mode() if inside else ""
 
 
 entries.on_change(_update)

@@ -24,7 +24,17 @@ from lowprec.core.executors import CachedExecutor, look_up
 from lowprec.core.options import PLAIN
 from lowprec.core.tolerance import mode_of
 from lowprec.errors import ArrayError, DeviceError, LowprecError, UnsupportedError
-from lowprec.modes import ActivationName, BoundName, MathMode, ModeName, ModeSource, ResolvedMode, parse_mode
+from lowprec.modes import (
+    ActivationName,
+    BoundName,
+    MathMode,
+    Mode,
+    ModeName,
+    ModeSource,
+    Recipe,
+    ResolvedMode,
+    parse_mode,
+)
 from lowprec.planning import Activation, GemmPlan
 from lowprec.torch.current_mode import current_mode
 from lowprec.torch.operator import (
@@ -69,10 +79,10 @@ def matmul(
     bias: Tensor | None = None,
     activation: ActivationName | None = None,
     out_dtype: Any = None,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
-    backward_mode: ModeName | MathMode | None = None,
+    backward_mode: ModeName | MathMode | Recipe | None = None,
 ) -> Tensor:
     """Return ``activation(alpha * a @ b + beta * c + bias)`` inside PyTorch.
 
@@ -86,7 +96,7 @@ def matmul(
     b : Tensor, shape (..., k, n) or (k,)
     c, alpha, beta, bias, activation, out_dtype, math_mode, rtol, bound
         As for :func:`lowprec.matmul`. A graph in which ``rtol`` selects a mode has static shapes.
-    backward_mode : str or MathMode, optional
+    backward_mode : str, MathMode or Recipe, optional
         Mode of the two products of the backward pass; by default the forward product's. A guard that is open during
         the backward pass overrides it.
 
@@ -120,10 +130,10 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    math_mode: ModeName | MathMode | None = None,
+    math_mode: ModeName | MathMode | Recipe | None = None,
     rtol: float | None = None,
     bound: BoundName | None = None,
-    backward_mode: ModeName | MathMode | None = None,
+    backward_mode: ModeName | MathMode | Recipe | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias``, as ``torch.nn.functional.linear``.
 
@@ -178,10 +188,10 @@ def traced_matmul(a: Any, b: Any, /, *, backward_mode: Any = None, **keywords: A
             for name, x, default in (("alpha", alpha, 1.0), ("beta", beta, 0.0))
         ]
         others = given.get("activation"), given.get("out_dtype")
-        modes = given.get("math_mode"), rtol.hex() if isinstance(rtol, float) else (rtol,), given.get("bound")
+        modes = _name_of(given.get("math_mode")), rtol.hex() if isinstance(rtol, float) else (rtol,), given.get("bound")
         # A graph is guarded by the current mode where that is read.
         current = current_mode() if modes[0] is None or extents is _numbers else ""
-        settings = _settings(operands, factors, others, modes, current, backward_mode, a.device)
+        settings = _settings(operands, factors, others, modes, current, _name_of(backward_mode), a.device)
         if settings is not None and _fit(a, b, c, bias):
             mode, backward, source, product_dtype, result_dtype = settings
 
@@ -192,6 +202,11 @@ def traced_matmul(a: Any, b: Any, /, *, backward_mode: Any = None, **keywords: A
     if backward_mode is not None:
         return call_untraced(matmul, a, b, backward_mode=backward_mode, **given)
     return call_untraced(dispatch.matmul, a, b, **given)
+
+
+def _name_of(mode: Any) -> Any:
+    """Return the text of a recipe, which the compiler cannot store in a graph."""
+    return mode.value if isinstance(mode, Recipe) else mode
 
 
 def _is_default(name: str, x: Any) -> bool:
@@ -269,7 +284,7 @@ def _fit(a: Tensor, b: Tensor, c: Tensor | None, bias: Tensor | None) -> bool:
     return c is None or (c.ndim <= len(out) and all(c.shape[-i] in (1, out[-i]) for i in range(1, c.ndim + 1)))
 
 
-def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: MathMode | None = None) -> Tensor:
+def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_mode: Mode | None = None) -> Tensor:
     """Return the product of tensors that PyTorch records, transforms or traces, or that have no memory."""
     a, b, options = call.a, call.b, call.options
     _, c, bias, *_ = call.others

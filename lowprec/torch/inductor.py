@@ -16,14 +16,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowprec._version import __version__
 from lowprec.core.interception_report import PassedBy
 from lowprec.errors import warn
-from lowprec.modes import MathMode, ModeName, parse_mode
+from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode, row
 from lowprec.torch.aten import ACTED_ON, reason_of
 from lowprec.torch.operator import OPERATOR
 
 _aten = torch.ops.aten
 
 
-def inductor_options(math_mode: ModeName | MathMode) -> dict[str, Any]:
+def inductor_options(math_mode: ModeName | MathMode | Recipe) -> dict[str, Any]:
     """Return options of ``torch.compile`` by which lowprec computes the products.
 
     They cover the products of :class:`intercept`, except those that Inductor turns into sums: k = 1, or a result of
@@ -31,7 +31,7 @@ def inductor_options(math_mode: ModeName | MathMode) -> dict[str, Any]:
 
     Parameters
     ----------
-    math_mode : str or MathMode
+    math_mode : str, MathMode or Recipe
         Mode of the products; an ``fp32_guard`` that is open when the compiled model runs overrides it.
 
     Returns
@@ -61,7 +61,7 @@ def inductor_options(math_mode: ModeName | MathMode) -> dict[str, Any]:
 
 class _Pass(CustomGraphPass):
     def __init__(self, mode: str) -> None:
-        self._mode = MathMode(mode)
+        self._mode = parse_mode(mode)
 
     def uuid(self) -> Any:
         return "lowprec", __version__, type(self).__name__, self._mode
@@ -122,7 +122,7 @@ class _Products(_Pass):
         *added, a, b = node.args
         alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
         with graph.inserting_before(node):
-            found = call(OPERATOR, a, b, self._mode, self._mode, float(alpha))
+            found = call(OPERATOR, a, b, str(self._mode), str(self._mode), float(alpha))
             if added and beta != 0:
                 found = call(_aten.add.Tensor, found, *added)
                 if beta != 1:
@@ -134,8 +134,8 @@ class _Products(_Pass):
 _TERMS = frozenset((_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default))  # fmt: skip
 
 
-def _acted_on(node: torch.fx.Node, mode: MathMode) -> bool:
+def _acted_on(node: torch.fx.Node, mode: Mode) -> bool:
     value = node.meta.get("val")
     factors = (node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1))
-    acts = isinstance(value, torch.Tensor) and value.dtype in ACTED_ON[mode]
+    acts = isinstance(value, torch.Tensor) and value.dtype in ACTED_ON[row(mode).mode]
     return acts and all(isinstance(x, int | float) for x in factors)

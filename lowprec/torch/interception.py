@@ -26,7 +26,7 @@ from lowprec.core.interception import Block, Interception
 from lowprec.core.interception_report import PassedBy, Row
 from lowprec.core.options import PLAIN, Options
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from lowprec.modes import MathMode, ResolvedMode, row
+from lowprec.modes import Mode, ResolvedMode, row
 from lowprec.torch.aten import ACTED_ON, Kernel, Product, Terms, kernels
 from lowprec.torch.layer_names import NAMES, Layer
 
@@ -56,7 +56,7 @@ class intercept(Interception):
 
     Parameters
     ----------
-    math_mode : str, MathMode, or mapping
+    math_mode : str, MathMode, Recipe, or mapping
         Mode of the products, or modes by layer: ``{"lm_head": "fp32", "*.mlp.*": "bf16", "*": "tf32"}``. The keys are
         patterns of the layers' names, or their classes; the first one that matches is used, and a product that none
         matches is PyTorch's. An ``fp32_guard`` overrides the modes.
@@ -175,7 +175,7 @@ def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Call
         reason, detail = PassedBy.ELEMENT_TYPE, ""
         if mode is None:
             reason = PassedBy.LAYER
-        elif a.dtype in ACTED_ON[mode]:
+        elif a.dtype in ACTED_ON[row(mode).mode]:
             try:
                 resolved = policy.resolve(mode) if context is None else context.copy().run(policy.resolve, mode)
                 result = _computed(terms, resolved, args[0] if in_place else out)
@@ -318,7 +318,7 @@ def _shown(scope: Any, layer: Layer) -> str:
     return shown
 
 
-def _statistics(terms: Terms, mode: MathMode) -> tuple[float, float]:
+def _statistics(terms: Terms, mode: Mode) -> tuple[float, float]:
     least = row(mode).operand_format.smallest_normal
     with torch.no_grad():
         sizes = [x.detach().abs() for x in (terms.a, terms.b) if x.numel()]

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from lowprec.modes import BoundName, MathMode, ModeName, parse_mode
+from lowprec.modes import BoundName, MathMode, Mode, ModeName, Recipe, parse_mode
 from lowprec.planning import check_bound, check_rtol
+from lowprec.torch.current_mode import current_mode
 from lowprec.torch.functions import linear
+
+
+def _of_layer(mode: str | Mode) -> str:
+    """Return the name of a mode; a recipe knows that ``b`` is a weight."""
+    mode = parse_mode(mode)
+    if isinstance(mode, Recipe) and mode.weight_block:
+        mode = replace(mode, knows_weight=True)
+    return str(mode)
+
+
+_of_layer._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in lowprec.torch.functions
 
 
 class Linear(torch.nn.Linear):
@@ -20,11 +33,11 @@ class Linear(torch.nn.Linear):
     ----------
     in_features, out_features, bias, device, dtype
         As for ``torch.nn.Linear``.
-    math_mode : str or MathMode, optional
+    math_mode : str, MathMode or Recipe, optional
         Mode of the forward product; by default the current mode.
     rtol, bound
         Instead of ``math_mode``: each forward product uses the cheapest mode within ``rtol``.
-    backward_mode : str or MathMode, optional
+    backward_mode : str, MathMode or Recipe, optional
         Mode of the backward pass; by default the forward product's.
 
     Raises
@@ -48,16 +61,18 @@ class Linear(torch.nn.Linear):
         device: object = None,
         dtype: torch.dtype | None = None,
         *,
-        math_mode: ModeName | MathMode | None = None,
+        math_mode: ModeName | MathMode | Recipe | None = None,
         rtol: float | None = None,
         bound: BoundName | None = None,
-        backward_mode: ModeName | MathMode | None = None,
+        backward_mode: ModeName | MathMode | Recipe | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.math_mode: Any = None if math_mode is None else parse_mode(math_mode).value
+        self.math_mode: Any = None if math_mode is None else _of_layer(parse_mode(math_mode))
         self.rtol = None if rtol is None else check_rtol(rtol)
         self.bound: Any = None if bound is None else check_bound(bound).value
-        self.backward_mode: Any = None if backward_mode is None else parse_mode(backward_mode, "backward_mode").value
+        self.backward_mode: Any = (
+            None if backward_mode is None else _of_layer(parse_mode(backward_mode, "backward_mode"))
+        )
 
     @classmethod
     def sharing(cls, layer: torch.nn.Linear, **modes: Any) -> Linear:
@@ -73,9 +88,12 @@ class Linear(torch.nn.Linear):
         """
         if has_torch_function((self.weight,)):
             return super().forward(input)
+        mode = self.math_mode
+        if mode is None and self.rtol is None and "weight_block" in (current := current_mode()):
+            mode = _of_layer(current)
         return linear(
             input, self.weight, self.bias,
-            math_mode=self.math_mode, rtol=self.rtol, bound=self.bound, backward_mode=self.backward_mode,
+            math_mode=mode, rtol=self.rtol, bound=self.bound, backward_mode=self.backward_mode,
         )  # fmt: skip
 
     def extra_repr(self) -> str:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from lowprec.core.interception import Modes
 from lowprec.errors import UnsupportedError
-from lowprec.modes import MathMode, ModeName, parse_mode
+from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
 from lowprec.torch.interception import intercept
 from lowprec.util.progress import progress
 from lowprec.util.tables import Table, plain_text
@@ -63,7 +63,7 @@ class LayerModes(Mapping[str, str]):
 
 
 def search_modes(
-    run: Callable[[], Any], *, rtol: float, modes: Sequence[ModeName | MathMode] = ("bf16", "tf32")
+    run: Callable[[], Any], *, rtol: float, modes: Sequence[ModeName | MathMode | Recipe] = ("bf16", "tf32")
 ) -> LayerModes:
     """Return the cheapest mode of each layer with which the result of ``run`` stays within ``rtol`` of FP32's.
 
@@ -77,7 +77,7 @@ def search_modes(
         reproducible: PyTorch's random numbers are the same in each call, the parameters must not change.
     rtol : float
         Largest accepted change: the Euclidean norm of the difference, relative to that of FP32's result.
-    modes : sequence of str or MathMode
+    modes : sequence of str, MathMode or Recipe
         Candidates, the cheapest one first. FP32 is used for the layers that none suits.
 
     Returns
@@ -180,6 +180,6 @@ def _choose(
         correction = 1.01 * measured / expected if expected else math.inf
 
 
-def _patterns(chosen: Mapping[str, int], candidates: Sequence[MathMode]) -> dict[str, MathMode]:
+def _patterns(chosen: Mapping[str, int], candidates: Sequence[Mode]) -> dict[str, Mode]:
     modes = [*candidates, _FULL]
     return {**{glob.escape(name): modes[i] for name, i in chosen.items()}, "*": _FULL}

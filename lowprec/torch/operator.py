@@ -22,7 +22,8 @@ from lowprec.core.arguments import parse_dtype
 from lowprec.core.call import bind, run
 from lowprec.errors import DTypeError, ShapeError, UnsupportedError
 from lowprec.formats import OPERAND_DTYPES, promote
-from lowprec.modes import ModeSource, ResolvedMode, parse_mode
+from lowprec.modes import ModeSource, ResolvedMode, of_pass, parse_mode
+from lowprec.recipes import Pass
 
 _SCHEMA = (
     "matmul(Tensor a, Tensor b, str mode, str backward_mode, float alpha=1.0, str out_dtype='', "
@@ -115,6 +116,11 @@ def save_operands(ctx: Any, a: Tensor, b: Tensor, needed: tuple[bool, bool]) -> 
     ctx.save_for_backward(a if needed[1] else None, b if needed[0] else None)
 
 
+def mode_of_pass(mode: str, product: Pass) -> str:
+    """Return the name of the mode of a gradient's product."""
+    return str(of_pass(parse_mode(mode), product))
+
+
 def _operand_gradient(gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return the gradient of an operand of this shape and type: summed where its batch was broadcast."""
     gradient = gradient.sum_to_size(shape)
@@ -133,7 +139,8 @@ def operand_gradients(
         gradient = gradient.to(of_a[1])
     for_a = for_b = None
     if needed[0]:
-        for_a = _operand_gradient(multiply(gradient, b.mH, ctx.mode, ctx.alpha, ctx.source), *of_a)
+        mode = mode_of_pass(ctx.mode, "grad_input")
+        for_a = _operand_gradient(multiply(gradient, b.mH, mode, ctx.alpha, ctx.source), *of_a)
     if needed[1]:
         rows, of_rows = a, gradient
         if len(of_b[0]) == 2 and a.ndim > 2:
@@ -141,7 +148,8 @@ def operand_gradients(
             # batching has no rule for flatten.
             count = math.prod(a.shape[:-1])
             rows, of_rows = (x.reshape(count, x.shape[-1]) for x in (a, gradient))
-        for_b = _operand_gradient(multiply(rows.mH, of_rows, ctx.mode, ctx.alpha, ctx.source), *of_b)
+        mode = mode_of_pass(ctx.mode, "grad_weight")
+        for_b = _operand_gradient(multiply(rows.mH, of_rows, mode, ctx.alpha, ctx.source), *of_b)
     return for_a, for_b
 
 

@@ -21,6 +21,18 @@ def contiguous_strides(shape: tuple[int, ...], step: int = 1) -> tuple[int, ...]
     return tuple(reversed(strides))
 
 
+def packed_strides(shape: Shape, strides: Shape) -> Shape:
+    """Return the strides of a copy of matrices without gaps, in the order of the source's rows or columns.
+
+    Batch axes along which the source is broadcast (stride 0) keep their stride.
+    """
+    batch = [1 if stride == 0 else n for n, stride in zip(shape[:-2], strides, strict=False)]
+    in_columns = len(shape) > 1 and strides[-2] == 1 != strides[-1]
+    found = contiguous_strides((*batch, *shape[-2:][:: -1 if in_columns else 1]))
+    core = found[len(batch) :][:: -1 if in_columns else 1]
+    return (*(s if stride else 0 for s, stride in zip(found, strides[:-2], strict=False)), *core)
+
+
 def reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
     """Return the offsets of the first and the last element in memory from the element with all indices zero."""
     first = last = 0

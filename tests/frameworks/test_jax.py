@@ -710,6 +710,11 @@ def test_requests_to_a_gpu(jax: Any, mode: str) -> None:
     if found.widens:
         assert "tensor<3x4xf64>, tensor<4x2xf64>) -> tensor<3x2xf64>" in dot
         return
+    if found.quantizes:
+        kind = "f32" if mode in ("int8", "fp8_blocks") else "bf16"
+        assert f"x{kind}>) -> tensor<1x3x2xf32>" in dot
+        assert f"lhs_precision_type = {kind}" in dot
+        return
     kind, count = (
         {"F32": "f32", "TF32": "tf32", "BF16": "bf16"}[(found.jax_preset or "F32_F32_F32").split("_")[0]],
         len(found.pairs),

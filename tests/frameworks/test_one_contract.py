@@ -32,7 +32,10 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "beta": (0.0, 1.0, 0, 2, -0.5, 1j, 1e39, "1"),
     "activation": (None, "relu", "gelu", "tanh", ["relu"]),
     "out_dtype": (None, "float32", "bfloat16", "float16", "float64", "int32", "int16", "half"),
-    "math_mode": (None, "fp32", "tf32", "bf16", "BF16X3", "fp64", "bf17", 3),
+    "math_mode": (
+        *(None, "fp32", "tf32", "bf16", "BF16X3", "fp64", "mxfp8", "int8", "fp8_rows", "mxfp8(scale_rule=rceil)"),
+        *(lowprec.Recipe.fp8_training(), "bf17", 3, "mxfp8(scale_rule=up)", "mxfp9/mxfp8"),
+    ),
     "rtol": (None, 1e-2, 1e-6, 1e-30, "close", -1.0),
     "bound": (None, "probable", "guaranteed", "likely"),
 }
@@ -73,7 +76,7 @@ def random_call(rng: np.random.Generator) -> Call:
     keywords = {}
     for name, values in _VALUES.items():
         if rng.random() < (0.7 if name == "beta" and has_c else 0.12):
-            legal = {"alpha": 7, "beta": 5, "activation": 3, "out_dtype": 4, "math_mode": 6, "rtol": 3, "bound": 3}
+            legal = {"alpha": 7, "beta": 5, "activation": 3, "out_dtype": 4, "math_mode": 11, "rtol": 3, "bound": 3}
             keywords[name] = values[rng.integers(0, len(values) if wrong else legal[name])]
     return arrays, keywords
 

@@ -160,13 +160,14 @@ lp_scheme scheme_of(const Mode& mode, bool rounds_a, bool rounds_b) {
 
 enum { EPILOGUE = 1,
        GELU = 2,
-       SPECIAL = 4 };
+       SPECIAL = 4,
+       SCALES = 8 };
 struct Problem {
     const Mode* mode;
     int64_t m, n, k;
     int type_out, extras;
     Operand a, b;
-    float *c, *bias;  // m x n and n numbers of the result's components
+    float *c, *bias, *scales;  // m x n and n numbers of the result's components; m and n factors
     int64_t words() const { return m * n * components(); }
     int components() const { return type_out == LP_C64 ? 2 : 1; }
 };
@@ -225,6 +226,9 @@ int compute(const Problem& p, int unit, const Variant& v, uint32_t* to) {
             call.c = call.out, d.c = d.out;
         }
     }
+    float *scales[2] = {(float*)malloc((size_t)m * 8), (float*)malloc((size_t)n * 8)};  // of two products of a batch
+    for (int i = 0; i < 2; i++) memcpy(scales[0] + i * m, p.scales + v.row, (size_t)m * 4), memcpy(scales[1] + i * n, p.scales + p.m, (size_t)n * 4);
+    if (p.extras & SCALES) call.row_scales = scales[0], call.col_scales = scales[1];
     void* packed = nullptr;
     int status = LP_OK;
     if (v.packed) {
@@ -251,7 +255,7 @@ int compute(const Problem& p, int unit, const Variant& v, uint32_t* to) {
                     if (batch && at != word) status = 1000;
                     at = word;
                 }
-    free(packed), free(memory), free(row_offsets), release(a), release(b);
+    free(packed), free(memory), free(row_offsets), free(scales[0]), free(scales[1]), release(a), release(b);
     return status;
 }
 
@@ -271,6 +275,10 @@ double error_of(const Problem& p, const uint32_t* result) {
                         const double product = a[q * ca + x] * b[q * cb + y];
                         sum[x ^ y] += x && y ? -product : product, size += fabs(product);
                     }
+            if (p.extras & SCALES) {
+                const double scale = (double)p.scales[i] * p.scales[p.m + j];
+                sum[0] *= scale, size *= scale;
+            }
             if (p.extras & EPILOGUE) {
                 const float *c = p.c + (i * p.n + j) * co, *bias = p.bias + j * co;
                 const double re = 0.75 * sum[0] - (co == 2 ? 0.5 * sum[1] : 0), im = 0.75 * sum[1] + 0.5 * sum[0];
@@ -352,15 +360,17 @@ void check(Problem& p, int variants) {
 }
 
 void check(const Mode& mode, int type_a, int type_b, int type_out, int64_t m, int64_t n, int64_t k, int extras, int variants) {
-    Problem p = {&mode, m, n, k, type_out, extras, {}, {}, nullptr, nullptr};
+    Problem p = {&mode, m, n, k, type_out, extras, {}, {}, nullptr, nullptr, nullptr};
     state = (uint64_t)(m * 1000003 + n * 10007 + k * 101 + type_a * 17 + type_b + extras * 5 + type_out);  // independent of units
     fill(p.a, type_a, m, k, extras & SPECIAL), fill(p.b, type_b, n, k, extras & SPECIAL);
     const int64_t c = m * n * p.components(), bias = n * p.components();
     p.c = (float*)malloc((size_t)c * 4), p.bias = (float*)malloc((size_t)bias * 4);
+    p.scales = (float*)malloc((size_t)(m + n) * 4);
+    for (int64_t i = 0; i < m + n; i++) p.scales[i] = (float)(1 + below(1000)) / 1024;
     for (int64_t i = 0; i < c; i++) p.c[i] = (float)decoded(random_code(TYPES[LP_F32]), TYPES[LP_F32]);
     for (int64_t i = 0; i < bias; i++) p.bias[i] = (float)decoded(random_code(TYPES[LP_F32]), TYPES[LP_F32]);
     check(p, variants);
-    release(p.a), release(p.b), free(p.c), free(p.bias);
+    release(p.a), release(p.b), free(p.c), free(p.bias), free(p.scales);
 }
 
 void check_products() {
@@ -382,6 +392,11 @@ void check_products() {
                 check(mode, t[0], t[1], LP_F16, s[0], s[1], s[2], 0, 2);
             }
         check(MODES[0], LP_I8, LP_I8, LP_I32, s[0], s[1], s[2], 0, 8);
+        const int results[] = {LP_F32, LP_BF16, LP_F16}, scaled[] = {LP_I8, LP_BF16, LP_F32};
+        for (int out : results)
+            for (int extras = SCALES; extras <= (SCALES | EPILOGUE); extras++)
+                for (int type : scaled)
+                    if (type != LP_I8 || out != LP_F16) check(MODES[0], type, type, out, s[0], s[1], s[2], extras, 6);
     }
 }
 
@@ -413,8 +428,9 @@ void* call_often(void* at) {
 }
 void check_threads(int unit, const Mode& mode) {
     const int CALLERS = 6, type = strcmp(class_of(unit), "int8") ? LP_F32 : LP_I8;
-    Problem p = {&mode, 90, 150, 300, type == LP_I8 ? LP_I32 : LP_F32, 0, {}, {}, nullptr, nullptr};
+    Problem p = {&mode, 90, 150, 300, type == LP_I8 ? LP_I32 : LP_F32, 0, {}, {}, nullptr, nullptr, nullptr};
     fill(p.a, type, p.m, p.k, false), fill(p.b, type, p.n, p.k, false);
+    p.scales = (float*)calloc((size_t)(p.m + p.n), 4);
     uint32_t* expected = (uint32_t*)malloc((size_t)p.words() * 4);
     const Variant alone = {0, 0, 0, 1, false, false, false, 0, p.m};
     if (compute(p, unit, alone, expected) == LP_OK) {
@@ -423,7 +439,7 @@ void check_threads(int unit, const Mode& mode) {
         for (int i = 0; i < CALLERS; i++) callers[i] = Caller{&p, expected, 0, unit}, pthread_create(&threads[i], nullptr, call_often, &callers[i]);
         for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], nullptr), report(!callers[i].failures, "differs between threads", p, unit, alone);
     }
-    release(p.a), release(p.b), free(expected);
+    release(p.a), release(p.b), free(expected), free(p.scales);
 }
 
 // --- flat functions -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import lowprec
 from lowprec.backends.cuda import models
 from lowprec.core.arguments import described
 from lowprec.core.options import spec_of
-from lowprec.modes import available_modes
+from lowprec.modes import available_modes, row
 from lowprec.planning import GemmProblem, plan_gemm
 from lowprec.planning.gpus import MODELS, GpuModel, model_of, parse_model
 from support import machines
@@ -243,6 +243,8 @@ def test_predictions_read_well_and_are_json(key: str) -> None:
     shapes = ((3, 100, 70), (3, 70, 50))
     for mode in available_modes():
         for dtype in ("float32", "complex64", "float64", "float16", "int8"):
+            if row(mode).quantizes and dtype in ("float32", "float16"):
+                continue
             a, b = (lowprec.ShapeDtype(shape, dtype) for shape in shapes)
             made = lowprec.plan(a, b, math_mode=mode, device=key)
             assert max(map(len, str(made).splitlines())) <= 80

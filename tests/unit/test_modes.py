@@ -28,6 +28,13 @@ DESIGN = {
     "fp16_karatsuba": (formats.FLOAT16, 2, 3, None, "COMPUTE_32F on float16 data", False),
     "fp32_emulated": (formats.FLOAT32, 1, 1, None, "COMPUTE_32F", False),
     "fp64_emulated": (formats.FLOAT32, 1, 1, None, "COMPUTE_32F", False),
+    "fp8": (formats.FLOAT8_E4M3FN, 1, 1, None, "COMPUTE_32F on bfloat16 data", False),
+    "fp8_rows": (formats.FLOAT8_E4M3FN, 1, 1, None, "COMPUTE_32F on bfloat16 data", False),
+    "fp8_blocks": (formats.FLOAT8_E4M3FN, 1, 1, None, "COMPUTE_32F on bfloat16 data", False),
+    "mxfp8": (formats.FLOAT8_E4M3FN, 1, 1, None, "COMPUTE_32F on bfloat16 data", False),
+    "mxfp4": (formats.FLOAT4_E2M1FN, 1, 1, None, "COMPUTE_32F on bfloat16 data", False),
+    "nvfp4": (formats.FLOAT4_E2M1FN, 1, 1, None, "COMPUTE_32F on bfloat16 data", False),
+    "int8": (formats.INT8, 1, 1, None, "COMPUTE_32I", False),
 }
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lowprec.arrays import ArrayView, Device
 from lowprec.arrays.numpy_library import NUMPY
-from lowprec.backends.cpu import library, numpy_products, products
+from lowprec.backends.cpu import library, numpy_products, products, quantized_products
 from lowprec.backends.cpu.device import capabilities as capabilities
 from lowprec.backends.cpu.device import info as info
 from lowprec.backends.interface import AlgorithmTiming, Arguments, ExecutionInfo, Executor
@@ -22,6 +22,8 @@ def prepare(plan: GemmPlan) -> Executor:
         return lambda _: None
     if not plan.layout.k:  # k or alpha is zero
         return functools.partial(numpy_products.execute, plan, numpy_products.set_to_zero)
+    if plan.quantized is not None:
+        return quantized_products.prepare(plan, prepare)
     return products.prepare(plan) if plan.kernel_row.packs else numpy_products.prepare(plan)
 
 

@@ -67,7 +67,20 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         ("a", _POINTER), ("b", _POINTER), ("b_scales", _POINTER), ("out", _POINTER), ("c", _POINTER),
-        ("bias", _POINTER), ("alpha", ctypes.c_double * 2), ("beta", ctypes.c_double * 2), ("threads", _I32),
+        ("bias", _POINTER), ("row_scales", _POINTER), ("col_scales", _POINTER),
+        ("alpha", ctypes.c_double * 2), ("beta", ctypes.c_double * 2), ("threads", _I32),
+    )  # fmt: skip
+
+
+class Quantizer(ctypes.Structure):
+    """``lp_quantizer``."""
+
+    _fields_ = (
+        ("batches", _I64), ("vectors", _I64), ("k", _I64), ("vector", _I64), ("inner", _I64), ("to_vector", _I64),
+        ("to_inner", _I64), ("offsets", _POINTER), ("to_offsets", _POINTER), ("scale_batch", _I64),
+        ("scale_vector", _I64), ("scale_inner", _I64), ("block_vectors", _I64), ("block_k", _I64),
+        ("seed", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("type", _I32), ("elements", _I32), ("scaling", _I32),
+        ("stochastic", _I32), ("hadamard", _I32), ("codes", _I32),
     )  # fmt: skip
 
 
@@ -91,6 +104,7 @@ class Functions(NamedTuple):
     gemm: Callable[..., int]  # addresses of a Product and of a Call, or the bytes of a Call -> status
     pack: Callable[..., int]
     unscale: Callable[..., int]
+    quantize: Callable[..., int]  # Quantizer, source, target, scales, scale, threads -> status
     emulate: Callable[..., int]
     use_openmp: Callable[[int | None, int | None], None]
     release_memory: Callable[[], None]
@@ -105,6 +119,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gemm": (_I32, (_POINTER, _POINTER)),
     "pack": (_I64, (_POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "unscale": (_I32, (_POINTER, _I64, ctypes.c_double, _I32)),
+    "quantize": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "emulate": (_I32, (_POINTER, _POINTER, _POINTER, _I64, _I64, _I64, _POINTER, _I32)),
     "use_openmp": (None, (_POINTER, _POINTER)),
     "release_memory": (None, ()),

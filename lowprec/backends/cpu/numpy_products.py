@@ -21,6 +21,7 @@ from lowprec.backends.interface import Arguments, Executor
 from lowprec.formats import FLOAT16, TF32, DType, NumberFormat
 from lowprec.modes import ModeRow, row
 from lowprec.planning import Activation, GemmPlan
+from lowprec.planning.layout import GemmLayout, stacked_layout
 from lowprec.planning.stored import kept_modes
 
 #: Elements per block, which fits the cache; length of sums of int8 products that are exact in float32.
@@ -76,8 +77,30 @@ def execute(plan: GemmPlan, multiply: Callable[..., None], arguments: Arguments)
     product = out if out.dtype == dtype and c is None else np.empty(out.shape, dtype)
     with np.errstate(all="ignore"):
         multiply(plan, arguments, a, b, product)
+        _scale(plan, arguments, product)
         if plan.problem.has_epilogue or product is not out:
             _apply_epilogue(plan, arguments, product, out, c)
+
+
+def _scale(plan: GemmPlan, arguments: Arguments, product: Any) -> None:
+    """Multiply rows and columns of a product by the scales of the call, in this order."""
+    if arguments.row_scales is None is arguments.col_scales:
+        return
+    layout = stacked_layout(plan.problem.a, plan.problem.b)
+    rows, cols = scales_of_batch(layout, arguments)
+    if rows is not None:
+        product *= rows.reshape((*product.shape[:-1], 1))
+    if cols is not None:
+        product *= cols[(0,) * len(layout.batch_shape)] if plan.layout.collapsed else cols[..., None, :]
+
+
+def scales_of_batch(layout: GemmLayout, arguments: Arguments) -> tuple[Any, Any]:
+    """Return the scales of rows and columns of all matrices of a batch, None for none."""
+    given = (arguments.row_scales, layout.m), (arguments.col_scales, layout.n)
+    rows, cols = (
+        None if scales is None else np.broadcast_to(scales, (*layout.batch_shape, count)) for scales, count in given
+    )
+    return rows, cols
 
 
 def _stacks(plan: GemmPlan, arguments: Arguments) -> tuple[Any, Any, Any, Any]:
@@ -107,12 +130,12 @@ def set_to_zero(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) 
 
 def _multiply_int8(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
     """Compute ``out = a @ b`` in int32, exactly, by float32 products over chunks of k."""
-    product = np.empty(out.shape, np.float32)
-    out[...] = 0
+    product, total = np.empty(out.shape, np.float32), np.zeros(out.shape, np.int32)
     for first in range(0, a.shape[-1], _INT8_CHUNK):
         k = slice(first, first + _INT8_CHUNK)
         multiply(a[..., k].astype(np.float32), b[..., k, :].astype(np.float32), product)
-        out += product.astype(np.int32)
+        total += product.astype(np.int32)
+    out[...] = total
 
 
 def _sum_products(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -22,12 +22,13 @@ from lowprec.arrays.prepared_view import copy_of
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.backends.cpu.library import Matrix, Product, Scheme
+from lowprec.backends.cpu.numpy_products import scales_of_batch
 from lowprec.backends.interface import Arguments, Executor
 from lowprec.errors import BackendError
 from lowprec.formats import BFLOAT16, BLOCK_FORMATS, FLOAT16, TF32
 from lowprec.modes import row
 from lowprec.planning import Activation, GemmPlan, MatrixStack, OperandSpec, plan_gemm
-from lowprec.planning.layout import addend_layout, stacked_layout
+from lowprec.planning.layout import GemmLayout, addend_layout, stacked_layout
 from lowprec.planning.stored import kept_modes, reads_codes_of_b
 from lowprec.util.strides import coalesce
 
@@ -36,7 +37,7 @@ _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
 _ACTIVATIONS = {None: 0, Activation.RELU: 1, Activation.GELU: 2}
 
 #: Returns an ``lp_call``, in a tenth of the time of ctypes.
-_call = struct.Struct("@6P4di4x").pack
+_call = struct.Struct("@8P4di4x").pack
 
 #: Flops up to which a product runs in the calling thread.
 _ALONE = 1 << 19
@@ -123,19 +124,22 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
     of_panels, keep = ctypes.addressof(by_panels), (product, by_panels, offsets)
     # A product of a batch that must be computed again needs c, which other products may have overwritten.
     keeps_c = not (plan.fallbacks and plan.problem.has_beta and product.batches > 1)
+    in_order = _scales_in_order(plan) if plan.problem.is_scaled else _no_scales
 
     def execute(arguments: Arguments, keep: Any = keep) -> None:
-        a, b, out, c, bias, alpha, beta, _, _, _ = arguments
+        a, b, out, c, bias, alpha, beta, *_ = arguments
         address, at, scales = of_stored, b.address, 0
         if has_codes and b.blocks:
             at, scales, _ = b.packed_operand("codes", functools.partial(_codes, b))
         elif b.is_prepared and b.mode in modes and (keeps_c or c is None or c.address != out.address):
             at, _ = b.packed_operand(key, functools.partial(_pack, product, b))
             address = of_panels
+        rows, cols = in_order(arguments)
         status = gemm(
             address,
             _call(
                 a.address, at, scales, out.address, 0 if c is None else c.address, 0 if bias is None else bias.address,
+                0 if rows is None else data_pointer(rows), 0 if cols is None else data_pointer(cols),
                 alpha.real, alpha.imag, beta.real, beta.imag, 1 if is_alone else threads.num_threads(),
             ),
         )  # fmt: skip
@@ -147,6 +151,35 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
             raise BackendError(f"the compiled library returned status {status} for a product that was planned for it")
 
     return execute
+
+
+def _no_scales(arguments: Arguments) -> tuple[None, None]:
+    return None, None
+
+
+def _scales_in_order(plan: GemmPlan) -> Callable[[Arguments], tuple[Any, Any]]:
+    """Return the function that gives scales one for each row and column, in the order of `_describe`."""
+    layout = stacked_layout(plan.problem.a, plan.problem.b)
+    batch, shared = _batch_axes(layout)
+    ones = [i for i, extent in enumerate(layout.batch_shape) if extent == 1]
+    order = (*ones, *batch, *shared, len(layout.batch_shape))
+    first = tuple(0 if i in (*ones, *shared) else slice(None) for i in range(len(layout.batch_shape)))
+
+    def in_order(arguments: Arguments) -> tuple[Any, Any]:
+        if not layout.batch_shape:
+            return arguments.row_scales, arguments.col_scales
+        rows, cols = scales_of_batch(layout, arguments)
+        rows = None if rows is None else np.ascontiguousarray(rows.transpose(order))
+        return rows, None if cols is None else np.ascontiguousarray(cols[first])
+
+    return in_order
+
+
+def _batch_axes(layout: GemmLayout) -> tuple[list[int], list[int]]:
+    """Return the axes of products, and those along which ``b`` is one matrix."""
+    axes = [i for i, extent in enumerate(layout.batch_shape) if extent > 1]
+    shared = [i for i in axes if not layout.b.batch_strides[i]]
+    return [i for i in axes if layout.b.batch_strides[i]], shared
 
 
 def _pack(product: Product, b: ArrayView) -> PackedOperand:
@@ -176,9 +209,7 @@ def _describe(plan: GemmPlan) -> tuple[Product, list[Any]]:
     problem, unit = plan.problem, plan.kernel_row.requires
     layout = stacked_layout(problem.a, problem.b, problem.out, plan.out_dtype)
     c = None if problem.c is None else addend_layout(problem.c, problem.a, problem.b, layout)
-    axes = [i for i, extent in enumerate(layout.batch_shape) if extent > 1]
-    shared = [i for i in axes if not layout.b.batch_strides[i]]
-    batch = [i for i in axes if layout.b.batch_strides[i]]
+    batch, shared = _batch_axes(layout)
     made = [_matrix(x, batch, () if x is layout.b else shared) for x in (layout.a, layout.b, layout.out, c)]
     (a, b, out, addend), offsets = zip(*made, strict=True)
     if problem.b.blocks and problem.b.blocks.format in library.BLOCK_TYPES:

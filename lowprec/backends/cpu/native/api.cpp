@@ -78,6 +78,7 @@ void orient(Work& w) {
     const bool by_column = w.out.row == 1 && w.out.col != 1, narrow = w.n <= 16 && w.n < w.m;
     if (w.packed_b || w.out.row_offsets || w.c.row_offsets || is_coded(w.b.type) || !(by_column || narrow)) return;
     std::swap(w.m, w.n), std::swap(w.a, w.b), std::swap(w.scales_a, w.scales_b);
+    std::swap(w.row_scales, w.col_scales);
     for (Target* x : {&w.out, &w.c, &w.bias}) std::swap(x->row, x->col);
     for (int i = 0; i < w.term_count; i++) std::swap(w.terms[i].a, w.terms[i].b);
 }
@@ -101,6 +102,8 @@ void describe(Work& w, const lp_product& p, const lp_call& c, int64_t product, i
     const bool adds = c.c && (c.beta[0] != 0 || c.beta[1] != 0);
     w.out = target(p.out, moved(c.out, p.out, product)), w.c = target(p.c, adds ? moved(c.c, p.c, product) : nullptr);
     w.bias = target(p.bias, c.bias), w.bias.row = 0;
+    w.row_scales = c.row_scales ? c.row_scales + (p.a.batch_offsets ? product * p.m : 0) : nullptr;
+    w.col_scales = c.col_scales ? c.col_scales + (p.b.batch_offsets ? product * p.n : 0) : nullptr;
     for (int i = 0; i < 2; i++) w.alpha[i] = (float)c.alpha[i], w.beta[i] = (float)c.beta[i];
     w.scales_a = p.scheme.scaled && p.scheme.parts_a, w.scales_b = p.scheme.scaled && p.scheme.parts_b;
     w.checks = is_split(p.scheme) || uses_pairs(p);
@@ -116,7 +119,7 @@ int32_t in_memory(const lp_product& p, const Work& w, const Unit& unit) {
     if (!sums.at) return LP_NO_MEMORY;
     float *first = (float*)sums.at, *second = first + (size + 15) / 16 * 16;
     Work plain = w;
-    plain.alpha[0] = 1, plain.alpha[1] = 0, plain.c.at = plain.bias.at = nullptr, plain.activation = 0, plain.streams = false;
+    plain.alpha[0] = 1, plain.alpha[1] = 0, plain.c.at = plain.bias.at = nullptr, plain.activation = 0, plain.streams = false, plain.row_scales = plain.col_scales = nullptr;
     plain.out = Target{(char*)first, w.n, 1, nullptr, each == 2 ? LP_C64 : LP_F32};
     int32_t status = unit.gemm(plain);
     if (status == lp::NOT_FINITE) {

@@ -5,6 +5,8 @@ template <class V> static inline void narrow_f16(void* to, V x) { vst1_f16((__fp
 template <class V> static inline V round_f16(V x) { return (V)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x)); }
 template <class V> static inline void stream(void* to, V x) { vst1q_f32((float*)to, (float32x4_t)x); }
 template <class V> static inline bool any(V x) { return vmaxvq_u32((uint32x4_t)x) != 0; }
+// The 64-bit products of the even lanes.
+template <class V> static inline V mul_even(V x, V y) { return (V)vmull_u32(vmovn_u64((uint64x2_t)x), vmovn_u64((uint64x2_t)y)); }
 
 struct Lanes4 : lp::Vectors {
     static constexpr int ROWS = 6, COLUMNS = 4, FEW = 4;

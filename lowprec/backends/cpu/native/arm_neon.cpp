@@ -7,6 +7,7 @@ namespace {
 #include "templates.hpp"
 #include "emulate.hpp"
 #include "unscale.hpp"
+#include "quantize.hpp"
 
 struct Fp32 : Lanes4 {
     typedef f32v Acc;
@@ -15,7 +16,7 @@ struct Fp32 : Lanes4 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_neon = {W, emulate_block, unscale_some};
+extern const Lanewise lanewise_neon = {W, emulate_block, unscale_some, largest_magnitude, quantize_part};
 Unit fp32_neon() { return unit<Fp32>(); }
 }  // namespace lp
 #endif

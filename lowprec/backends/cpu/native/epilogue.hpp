@@ -1,5 +1,6 @@
 // The epilogue: v = activation(alpha * sum + beta * c + bias), each operation rounded once in float32, then rounded to
-// the type of the result. Rows of sums are contiguous; complex sums are two planes.
+// the type of the result. The product of the scales of row and column multiplies the sum first. Rows of sums
+// are contiguous; complex sums are two planes.
 
 alignas(64) static const int32_t LANE_NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
@@ -125,7 +126,7 @@ template <int WIDTH> static void finish_complex(const lp::Work& p, const float* 
 // One row of results of WIDTH sums, of which `count` exist; returns whether any sum is Inf or NaN, if p.checks.
 template <int WIDTH>
 static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int64_t row, int64_t col, int count, const int32_t* e, const int32_t* f) {
-    alignas(64) float v[2][WIDTH], addend[WIDTH], bias[WIDTH];
+    alignas(64) float v[2][WIDTH], addend[WIDTH], bias[WIDTH], scales[WIDTH];
     bool special = false;
     if (p.checks || e || f) {
         for (int c = 0; c < p.planes; c++) {
@@ -150,8 +151,11 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
     const bool adds = p.c.at && p.beta[0] != 0;
     if (adds) read_row(p.c, row, col, count, addend, 1);
     if (p.bias.at) read_row(p.bias, row, col, count, bias, 1);
+    if (p.col_scales) __builtin_memcpy(scales, p.col_scales + col, 4 * (size_t)count);
     UNROLLED_BY(j, WIDTH, W) {
         f32v x = get<f32v>(sums + j);
+        if (p.col_scales) x *= p.row_scales ? get<f32v>(scales + j) * p.row_scales[row] : get<f32v>(scales + j);
+        else if (p.row_scales) x *= p.row_scales[row];
         if (p.alpha[0] != 1) x *= p.alpha[0];
         if (adds) x += p.beta[0] * get<f32v>(addend + j);
         if (p.bias.at) x += get<f32v>(bias + j);
@@ -162,10 +166,17 @@ static bool finish_row(const lp::Work& p, const float* sums, int64_t plane, int6
     return special;
 }
 
-// One row of int8 products, whose sums are exact, less `offset`; a bias is added with saturation.
+// One row of int8 products, whose sums are exact, less `offset`; a bias is added with saturation. A result of another type
+// than int32 has the epilogue of floats.
 template <int WIDTH> INLINE void finish_integers(const lp::Work& p, const int32_t* sums, int32_t offset, int64_t row, int64_t col, int count) {
     alignas(64) int32_t v[WIDTH];
     UNROLLED_BY(j, WIDTH, W) put(v + j, (i32v)(get<u32v>(sums + j) - (uint32_t)offset));
+    if (p.out.type != LP_I32) {
+        alignas(64) float floats[WIDTH];
+        UNROLLED_BY(j, WIDTH, W) put(floats + j, __builtin_convertvector(get<i32v>(v + j), f32v));
+        finish_row<WIDTH>(p, floats, 0, row, col, count, nullptr, nullptr);
+        return;
+    }
     for (int j = 0; (p.bias.at || p.activation) && j < count; j++) {
         const char* at = p.bias.at ? p.bias.at + p.bias.offset(row, col + j) * (p.bias.type == LP_I8 ? 1 : 4) : nullptr;
         int32_t addend = 0;

@@ -250,7 +250,7 @@ template <class U> struct Gemm {
     }
 
     static bool is_plain(const lp::Work& p) {
-        bool scales = p.alpha[0] != 1 || p.alpha[1] != 0 || p.scales_a || p.scales_b;
+        bool scales = p.alpha[0] != 1 || p.alpha[1] != 0 || p.scales_a || p.scales_b || p.row_scales || p.col_scales;
         return !(scales || p.c.at || p.bias.at || p.activation || p.checks);
     }
 
@@ -269,7 +269,7 @@ template <class U> struct Gemm {
         if (!setup(j)) return LP_UNSUPPORTED;
         int threads = p.m * p.n * p.k * p.term_count >= 1 << 20 ? p.threads : 1;
         divide(j, threads);
-        j.plain = is_plain(p), j.direct = is_direct(j);
+        j.plain = is_plain(p) && (FLOATS || p.out.type == LP_I32), j.direct = is_direct(j);
         j.streams = p.streams && j.chunk >= j.blocks && ((intptr_t)p.out.at | 4 * p.out.row) % (4 * W) == 0;
         int64_t b_dwords = j.pack_tasks ? ceil(j.strips_n * j.strip_b, 1024) * 1024 : 0;
         threads = (int)least(threads, j.tasks > j.pack_tasks ? j.tasks : j.pack_tasks);

@@ -41,6 +41,7 @@ struct Work {
     Source a, b;
     const uint32_t* packed_b;  // null: b is read through its source
     Target out, c, bias;
+    const float *row_scales, *col_scales;  // of this product; null: none
     float alpha[2], beta[2];
     int32_t activation, threads;
     int32_t term_count, planes;

@@ -14,10 +14,29 @@ struct Emulation {  // the arguments of lp_emulate
 // A block of the result has a vector's columns; EMULATED_K elements of k, whole groups, are decomposed at once.
 const int EMULATED_ROWS = 32, EMULATED_K = 128;
 
+// The arguments of lp_quantize, and its matrices with the contiguous axis of the source along columns.
+struct Quantization {
+    lp_quantizer q;
+    const char* x;
+    char *to, *scales;
+    float scale;   // of the tensor
+    bool along_k;  // whether columns are along k
+    int64_t rows, columns, row, column, to_row, scale_row, scale_column;  // extents, strides
+    int64_t block_rows, block_columns, chunk;  // of a stripe: its rows, columns with a common scale (0: all), all columns
+};
+// Rows and columns of a matrix: whole stripes, or up to its end.
+struct Part {
+    int64_t batch, row, row_end, column, column_end;
+};
+const int STRIPE = 128 * 128, STRIPE_COLUMNS = 1024;  // elements of a stripe, and its columns, at most
+const int64_t STRIPE_BYTES = 9 * STRIPE + 5 * 4 * STRIPE_COLUMNS;
+
 struct Lanewise {
     int lanes;
     void (*emulate)(const Emulation&, int64_t row, int64_t column);  // a block of the result
     bool (*unscale)(const lp_flat&, int64_t first, int64_t count, double inverse);  // whether any has Inf or NaN
+    uint32_t (*peak)(const Quantization&, const Part&, void* memory);  // the bits of the largest finite magnitude
+    void (*quantize)(const Quantization&, const Part&, void* memory);
 };
 
 }  // namespace lp

@@ -76,6 +76,8 @@ typedef struct {
     const void* b_scales;  // of codes
     void* out;
     const void *c, *bias;
+    const float *row_scales, *col_scales;  // factors of the rows and columns of real sums; null: none. One a row of every
+                                           // matrix of a, and a column of every matrix of b, in the order of the batch
     double alpha[2], beta[2];  // real and imaginary part
     int32_t threads;
 } lp_call;
@@ -83,7 +85,8 @@ typedef struct {
 LP_API uint64_t lp_version(void);  // hash of the sources
 LP_API int64_t lp_units(void);     // bits of the units that this CPU has
 
-// out = activation(alpha * a @ b + beta * c + bias); -> lp_status. out may be c, but overlap nothing else.
+// out = activation(alpha * a @ b + beta * c + bias); -> lp_status. out may be c, but overlap nothing else. With scales a
+// sum becomes sum * (row scale * column scale), rounded twice in float32; sums of int8 are first rounded to float32.
 LP_API int32_t lp_gemm(const lp_product*, const lp_call*);
 
 // Packs b for products of this kind, all matrices of its batch, 64-byte aligned; returns the bytes, which are all that
@@ -100,6 +103,29 @@ LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, 
 typedef struct { int32_t group, fraction_bits, least_exponent, emin; } lp_tensor_core;
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                           const lp_tensor_core*, int32_t threads);
+
+// Formats of rounded elements, and how their scales are found: one float32 a tensor or a vector along k, or a block's
+// power of two (OCP's rule, or rounded up), E4M3 number (with a float32 of the tensor) or float32 number.
+enum lp_elements { LP_NARROW_E4M3, LP_NARROW_E5M2, LP_NARROW_E2M1, LP_NARROW_I8 };
+enum lp_scaling { LP_TENSOR, LP_VECTORS, LP_FLOOR, LP_RCEIL, LP_E4M3_SCALES, LP_F32_SCALES };
+
+// A batch of matrices of `vectors` vectors along k. Strides are in elements.
+typedef struct {
+    int64_t batches, vectors, k;
+    int64_t vector, inner;                // strides of the source
+    int64_t to_vector, to_inner;          // of the rounded numbers, one of which is 1; of codes to_inner is 1
+    const int64_t *offsets, *to_offsets;  // of the batch's matrices; null: one matrix
+    int64_t scale_batch, scale_vector, scale_inner;  // strides of scales: of vectors, or of blocks
+    int64_t block_vectors, block_k;       // the elements with a common scale; 1 or multiples of 16, at most 128
+    uint64_t seed, stream;                // of Philox4x32-10: its key, and half of its counter
+    int32_t type, elements, scaling;      // float32, bfloat16 or float16; lp_elements; lp_scaling
+    int32_t stochastic, hadamard;         // rounding; whether groups of 16 along k are transformed first
+    int32_t codes;                        // write codes, padded to whole blocks, and the codes of scales, instead of numbers
+} lp_quantizer;
+
+// Rounds x to narrow numbers: bfloat16 with the scales of their blocks but without float32 scales, or int8, or codes.
+// `scales` has the float32 scales of vectors or blocks, or the codes of blocks (if `codes`); -> lp_status and *scale.
+LP_API int32_t lp_quantize(const lp_quantizer*, const void* x, void* to, void* scales, float* scale, int32_t threads);
 
 LP_API void lp_use_openmp(void* gomp_parallel, void* omp_in_parallel);  // both null: own threads
 LP_API void lp_release_memory(void);                                    // returns unused temporary memory

@@ -9,6 +9,7 @@ namespace {
 #include "templates.hpp"
 #include "emulate.hpp"
 #include "unscale.hpp"
+#include "quantize.hpp"
 
 struct Fp32 : Lanes8 {
     typedef f32v Acc;
@@ -22,7 +23,7 @@ struct Int8 : Lanes8 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_avx2 = {W, emulate_block, unscale_some};
+extern const Lanewise lanewise_avx2 = {W, emulate_block, unscale_some, largest_magnitude, quantize_part};
 Unit fp32_avx2() { return unit<Fp32>(); }
 Unit int8_avx2() { return unit<Int8>(); }
 }  // namespace lp

@@ -8,6 +8,7 @@ namespace {
 #include "templates.hpp"
 #include "emulate.hpp"
 #include "unscale.hpp"
+#include "quantize.hpp"
 
 struct Fp32 : Lanes16 {
     typedef f32v Acc;
@@ -16,7 +17,7 @@ struct Fp32 : Lanes16 {
 };
 }  // namespace
 namespace lp {
-extern const Lanewise lanewise_avx512 = {W, emulate_block, unscale_some};
+extern const Lanewise lanewise_avx512 = {W, emulate_block, unscale_some, largest_magnitude, quantize_part};
 Unit fp32_avx512() { return unit<Fp32>(); }
 }  // namespace lp
 TARGET_END

@@ -5,6 +5,8 @@ template <class V> static inline void narrow_f16(void* to, V x) { _mm256_storeu_
 template <class V> static inline V round_f16(V x) { return (V)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline void stream(void* to, V x) { _mm512_stream_ps((float*)to, (__m512)x); }
 template <class V> static inline bool any(V x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }
+// The 64-bit products of the even lanes.
+template <class V> static inline V mul_even(V x, V y) { return (V)_mm512_mul_epu32((__m512i)x, (__m512i)y); }
 
 struct Lanes16 : lp::Vectors {
     static constexpr int ROWS = 14, COLUMNS = 2, FEW = 8;

@@ -5,6 +5,8 @@ template <class V> static inline void narrow_f16(void* to, V x) { _mm_storeu_si1
 template <class V> static inline V round_f16(V x) { return (V)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline void stream(void* to, V x) { _mm256_stream_ps((float*)to, (__m256)x); }
 template <class V> static inline bool any(V x) { return !_mm256_testz_si256((__m256i)x, (__m256i)x); }
+// The 64-bit products of the even lanes.
+template <class V> static inline V mul_even(V x, V y) { return (V)_mm256_mul_epu32((__m256i)x, (__m256i)y); }
 
 struct Lanes8 : lp::Vectors {
     static constexpr int ROWS = 6, COLUMNS = 2, FEW = 4;

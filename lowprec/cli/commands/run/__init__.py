@@ -27,7 +27,7 @@ from typing import Any
 
 from lowprec.cli.options import mode
 from lowprec.cli.output import CommandError, flush, note
-from lowprec.modes import MathMode, mode_names
+from lowprec.modes import Mode, mode_names
 from lowprec.policy import environment
 
 EXAMPLES = """\
@@ -159,7 +159,7 @@ def _program(options: argparse.Namespace) -> list[str]:
     return ["--", *words] if script.startswith("-") else words
 
 
-def _in_force(asked: MathMode, force: bool) -> tuple[MathMode | None, bool]:
+def _in_force(asked: Mode, force: bool) -> tuple[Mode | None, bool]:
     """Return the mode (None: the guard) and whether to force it, after the environment of an outer ``lowprec run``."""
     outer = environment.snapshot()
     if outer.fp32_guard:

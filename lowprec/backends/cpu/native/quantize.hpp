@@ -1,0 +1,350 @@
+// Rounding to narrow formats with scales; the definition is arrays/block_codes.py, which gives the same bits.
+//
+// Work is done by stripes: `block_rows` rows, and columns of the source's contiguous axis, which is that of k or that of the
+// vectors. A stripe is read as float32, transformed, its scales are found and its numbers rounded, all in the cache.
+// A magnitude is divided by its factor (or multiplied, if that is a power of two), rounded, and multiplied by the scale
+// of its block. Included after unscale.hpp.
+
+struct Stripe {
+    float* x;          // rows x width
+    uint32_t* random;  // rows x width
+    uint8_t* codes;    // rows x width
+    uint32_t* peaks;   // of the columns, then of the blocks; each of these has STRIPE_COLUMNS numbers
+    float *factors, *multipliers;
+    uint32_t *keeps, *stored;  // masks of signs and codes; codes or float32 bits of the scales
+    int64_t rows, width;
+    explicit Stripe(void* memory) : x((float*)memory), random((uint32_t*)x + lp::STRIPE), codes((uint8_t*)(random + lp::STRIPE)), peaks((uint32_t*)(codes + lp::STRIPE)), factors((float*)peaks + lp::STRIPE_COLUMNS), multipliers(factors + lp::STRIPE_COLUMNS), keeps((uint32_t*)multipliers + lp::STRIPE_COLUMNS), stored(keeps + lp::STRIPE_COLUMNS) {}
+};
+
+// Elements by lp_elements: stored bits of the significand, exponent of the smallest normal number, largest number.
+// Codes of int8 are subnormal numbers.
+struct Narrow {
+    int stored, emin;
+    float largest;
+    int emax() const { return (int)(__builtin_bit_cast(uint32_t, largest) >> 23) - 127; }
+};
+static const Narrow NARROW[] = {{3, -6, 448}, {2, -14, 57344}, {1, 0, 6}, {7, 7, 127}};
+
+INLINE f32v smaller(f32v x, f32v y) { return x < y ? x : y; }
+
+// The nearest number to q >= 0, ties to even: a sum with a power of two drops the bits.
+INLINE f32v to_nearest(f32v q, Narrow to) {
+    const i32v exponent = larger((i32v)q & 0x7f800000, (i32v)all((uint32_t)(to.emin + 127) << 23));
+    const f32v power = (f32v)(exponent + ((23 - to.stored) << 23));
+    return smaller((q + power) - power, all_floats(to.largest));
+}
+
+// One of the two numbers around q >= 0, the upper one with the probability of the distance from the lower one: at most 30
+// random bits are added to the dropped bits.
+INLINE f32v to_random(f32v q, Narrow to, u32v random) {
+    const i32v found = (i32v)q >> 23, exponent = larger(found, (i32v)all((uint32_t)(to.emin + 127)));
+    const u32v hidden = (u32v)(found > 0) & 0x800000u, dropped = (u32v)(exponent - found) + (uint32_t)(23 - to.stored);
+    const u32v used = dropped < 30 ? dropped : all(30), beyond = dropped - used < 31 ? dropped - used : all(31);
+    const u32v significand = ((bits(q) & 0x7fffffu) | hidden) >> beyond;
+    const u32v rounded = (significand + (random >> (32 - used))) >> used;
+    const f32v power = (f32v)((exponent - to.stored) << 23);
+    return smaller(__builtin_convertvector((i32v)rounded, f32v) * power, all_floats(to.largest));
+}
+
+INLINE u32v code_of(f32v r, Narrow to) {
+    const u32v normal = (bits(r) >> (23 - to.stored)) - ((uint32_t)(to.emin + 126) << to.stored);
+    const float least = __builtin_bit_cast(float, (uint32_t)(127 + to.stored - to.emin) << 23);
+    const u32v subnormal = (u32v) __builtin_convertvector(r * least, i32v);
+    return choose((u32v)(bits(r) >= (uint32_t)(to.emin + 127) << 23), normal, subnormal);
+}
+
+// --- random numbers and the Hadamard transform ----------------------------------------------------------------
+
+// Philox4x32-10 of Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (2011): four words a counter.
+INLINE void philox(u32v* c, uint64_t seed) {
+    const auto multiply = [](u32v x, uint32_t factor, u32v& high, u32v& low) __attribute__((always_inline)) {
+        typedef uint64_t u64v __attribute__((vector_size(4 * W)));
+        const u64v even = (u64v)mul_even(x, all(factor)), odd = (u64v)mul_even((u32v)((u64v)x >> 32), all(factor));
+        high = (u32v)(even >> 32 | (odd & ~(uint64_t)UINT32_MAX)), low = (u32v)((even & UINT32_MAX) | odd << 32);
+    };
+    uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    for (int round = 0; round < 10; round++, key[0] += 0x9e3779b9u, key[1] += 0xbb67ae85u) {
+        u32v high[2], low[2];
+        multiply(c[0], 0xd2511f53u, high[0], low[0]), multiply(c[2], 0xcd9e8d57u, high[1], low[1]);
+        c[0] = high[1] ^ c[1] ^ key[0], c[1] = low[1], c[2] = high[0] ^ c[3] ^ key[1], c[3] = low[0];
+    }
+}
+
+// Words w of counter i become lane 4 i + w, in four vectors.
+template <int... I> INLINE void in_order(u32v* c, std::integer_sequence<int, I...>) {
+    auto low = [](u32v a, u32v b) { return __builtin_shufflevector(a, b, (I % 2 * W + I / 2)...); };
+    auto high = [](u32v a, u32v b) { return __builtin_shufflevector(a, b, (I % 2 * W + W / 2 + I / 2)...); };
+    const u32v even[2] = {low(c[0], c[2]), high(c[0], c[2])}, odd[2] = {low(c[1], c[3]), high(c[1], c[3])};
+    c[0] = low(even[0], odd[0]), c[1] = high(even[0], odd[0]), c[2] = low(even[1], odd[1]), c[3] = high(even[1], odd[1]);
+}
+
+// Random numbers of a stripe. The counter of an element: its k / 4, its vector in the batch, the stream; word: k % 4.
+static void draw(const lp::Quantization& j, const lp::Part& p, const Stripe& s) {
+    const u32v lane = get<u32v>(LANE_NUMBERS), low = all((uint32_t)j.q.stream), high = all((uint32_t)(j.q.stream >> 32));
+    const uint32_t first = (uint32_t)(p.batch * j.q.vectors), row = (uint32_t)p.row, column = (uint32_t)p.column;
+    for (int64_t r = 0; r < s.rows; r += j.along_k ? 1 : 4)
+        for (int64_t c = 0; c < s.width; c += j.along_k ? 4 * W : W) {
+            u32v words[4] = {all((row + (uint32_t)r) / 4), lane + (first + column + (uint32_t)c), low, high};
+            if (j.along_k) words[0] = lane + (column + (uint32_t)c) / 4, words[1] = all(first + row + (uint32_t)r);
+            philox(words, j.q.seed);
+            if (j.along_k) in_order(words, std::make_integer_sequence<int, W>());
+            for (int w = 0; w < 4; w++) put(s.random + (j.along_k ? r * s.width + c + w * W : (r + w) * s.width + c), words[w]);
+        }
+}
+
+template <int N> INLINE void butterflies(f32v* x) {
+    for (int half = 1; half < N; half *= 2)
+        for (int i = 0; i < N; i++)
+            if (!(i & half)) {
+                const f32v a = x[i], b = x[i + half];
+                x[i] = a + b, x[i + half] = a - b;
+            }
+}
+template <int HALF, int... I> INLINE f32v butterfly(f32v x, std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(x, x, (I ^ HALF)...) + floats(bits(x) ^ (u32v{(I & HALF ? 0x80000000u : 0)...}));
+}
+
+// Transforms whole groups of 16 along k: random signs, then the Hadamard matrix, times 1/4. A rest of k is unchanged.
+static void transform(const lp::Quantization& j, const lp::Part& p, const Stripe& s) {
+    u32v words[4] = {~u32v{}, ~u32v{}, u32v{}, u32v{}};
+    philox(words, j.q.seed);
+    const uint32_t signs = words[0][0];
+    const std::make_integer_sequence<int, W> lanes;
+    constexpr int VECTORS = 16 / W;
+    if (j.along_k) {
+        for (int64_t r = 0; r < s.rows; r++)
+            for (int64_t c = 0; c < s.width && p.column + c + 16 <= j.q.k; c += 16) {
+                float* at = s.x + r * s.width + c;
+                f32v x[VECTORS];
+                for (int v = 0; v < VECTORS; v++) {
+                    const u32v flips = (all(signs) >> (get<u32v>(LANE_NUMBERS) + (uint32_t)(v * W))) << 31;
+                    x[v] = floats(get<u32v>(at + v * W) ^ flips) * 0.25f;
+                    x[v] = butterfly<2>(butterfly<1>(x[v], lanes), lanes);
+                    if constexpr (W > 4) x[v] = butterfly<4>(x[v], lanes);
+                    if constexpr (W > 8) x[v] = butterfly<8>(x[v], lanes);
+                }
+                butterflies<VECTORS>(x);
+                for (int v = 0; v < VECTORS; v++) put(at + v * W, x[v]);
+            }
+        return;
+    }
+    for (int64_t r = 0; r < s.rows && p.row + r + 16 <= j.q.k; r += 16)
+        for (int64_t c = 0; c < s.width; c += W) {
+            f32v x[16];
+            for (int i = 0; i < 16; i++) x[i] = floats(get<u32v>(s.x + (r + i) * s.width + c) ^ (signs >> i << 31)) * 0.25f;
+            butterflies<16>(x);
+            for (int i = 0; i < 16; i++) put(s.x + (r + i) * s.width + c, x[i]);
+        }
+}
+
+// --- a stripe ---------------------------------------------------------------------------------------------------
+
+template <int TYPE> static void read_rows(const lp::Quantization& j, const char* at, int64_t rows, int64_t count, const Stripe& s) {
+    constexpr int SIZE = bits_of(TYPE) / 8;
+    for (int64_t r = 0; r < rows; r++, at += j.row * SIZE) {
+        float* to = s.x + r * s.width;
+        int64_t c = 0;
+        for (; j.column == 1 && c + W <= count; c += W) put(to + c, widened<TYPE>(at + c * SIZE));
+        for (; c < s.width; c += W) {
+            alignas(64) char some[4 * W] = {};
+            for (int64_t i = c; i < count && i < c + W; i++) __builtin_memcpy(some + (i - c) * SIZE, at + i * j.column * SIZE, SIZE);
+            put(to + c, widened<TYPE>(some));
+        }
+    }
+}
+
+// Reads a part, which is one stripe, padded with zeros.
+static void read_stripe(const lp::Quantization& j, const lp::Part& p, Stripe& s) {
+    const int64_t count = p.column_end - p.column, rows = p.row_end - p.row, size = bits_of(j.q.type) / 8, unit = j.block_columns > 64 ? j.block_columns : 64;
+    s.rows = j.block_rows, s.width = (count + unit - 1) / unit * unit;
+    const char* at = j.x + ((j.q.offsets ? j.q.offsets[p.batch] : 0) + p.row * j.row + p.column * j.column) * size;
+    if (j.q.type == LP_BF16) read_rows<LP_BF16>(j, at, rows, count, s);
+    else if (j.q.type == LP_F16) read_rows<LP_F16>(j, at, rows, count, s);
+    else read_rows<LP_F32>(j, at, rows, count, s);
+    __builtin_memset(s.x + rows * s.width, 0, (size_t)((s.rows - rows) * s.width) * 4);
+    if (j.q.hadamard) transform(j, p, s);
+}
+
+// Whether a number that is not finite becomes NaN alone, without effect on its scale.
+static bool is_alone(const lp_quantizer& q) { return q.elements != LP_NARROW_I8 && (q.scaling == LP_TENSOR || q.scaling == LP_VECTORS || q.scaling == LP_F32_SCALES); }
+
+// Raises the largest magnitudes of columns by those of a stripe; of finite numbers alone, or of all.
+static void raise_peaks(const Stripe& s, bool finite, uint32_t* peaks) {
+    for (int64_t c = 0; c < s.width; c += W) {
+        i32v peak = get<i32v>(peaks + c);
+        for (int64_t r = 0; r < s.rows; r++) {
+            i32v x = get<i32v>(s.x + r * s.width + c) & 0x7fffffff;
+            if (finite) x &= x < 0x7f800000;
+            peak = larger(peak, x);
+        }
+        put(peaks + c, peak);
+    }
+}
+
+// Replaces the largest magnitudes of columns by those of groups of `size` columns, a multiple of 16.
+static void group_peaks(const Stripe& s, int64_t size) {
+    for (int64_t group = 0; group * size < s.width; group += W) {
+        u32v rows[W] = {};
+        for (int i = 0; i < W && (group + i) * size < s.width; i++) {
+            i32v peak = {};
+            for (int64_t c = 0; c < size; c += W) peak = larger(peak, get<i32v>(s.peaks + (group + i) * size + c));
+            rows[i] = (u32v)peak;
+        }
+        transpose(rows);
+        for (int i = 1; i < W; i++) rows[0] = (u32v)larger((i32v)rows[0], (i32v)rows[i]);
+        put(s.peaks + group, rows[0]);
+    }
+}
+
+INLINE f32v float_scale(u32v peak, float largest) {
+    const f32v scale = floats(peak) / largest;
+    const u32v found = choose((u32v)(scale < 0x1p-126f), all(0x00800000u), bits(scale));
+    return floats(choose((u32v)(peak == 0), bits(all_floats(1)), found));
+}
+
+// The scales of `count` blocks or vectors from their largest magnitudes.
+static void make_scales(const lp::Quantization& j, const Stripe& s, int64_t count) {
+    const Narrow to = NARROW[j.q.elements];
+    const uint32_t fraction = __builtin_bit_cast(uint32_t, to.largest) & 0x7fffffu;
+    for (int64_t i = 0; i < count; i += W) {
+        const u32v peak = get<u32v>(s.peaks + i), special = is_special(peak);
+        u32v stored, keep = ~special;
+        f32v factor, multiplier = all_floats(1);
+        if (j.q.scaling == LP_FLOOR || j.q.scaling == LP_RCEIL) {
+            i32v code = (i32v)(peak >> 23) - to.emax();
+            if (j.q.scaling == LP_RCEIL) code -= (i32v)((peak & 0x7fffffu) > fraction);
+            stored = choose(special, all(255), (u32v)larger(code, i32v{}));
+            factor = floats((254 - stored) << 23);
+            multiplier = floats(choose((u32v)(stored == 0), all(1u << 22), stored << 23));
+        } else if (j.q.scaling == LP_E4M3_SCALES) {
+            multiplier = to_nearest(floats(peak) / to.largest / j.scale, NARROW[LP_NARROW_E4M3]);
+            stored = choose(special, all(0x7f), code_of(multiplier, NARROW[LP_NARROW_E4M3]));
+            keep &= (u32v)(multiplier > 0.0f);
+            factor = floats(choose(keep, bits(multiplier * j.scale), bits(all_floats(1))));
+        } else {
+            factor = j.q.scaling == LP_TENSOR ? all_floats(j.scale) : float_scale(peak, to.largest);
+            if (j.q.scaling == LP_TENSOR) keep = ~u32v{};
+            factor = floats(choose(keep, bits(factor), all(0x7fc00000u)));
+            stored = bits(factor);
+        }
+        put(s.stored + i, stored), put(s.keeps + i, keep), put(s.factors + i, factor);
+        put(s.multipliers + i, choose(special, all(0x7fc00000u), bits(multiplier)));
+    }
+}
+
+static void write_scales(const lp::Quantization& j, const lp::Part& p, const Stripe& s, int64_t count) {
+    const int64_t rows = j.q.scaling == LP_VECTORS ? 1 : j.block_rows, columns = j.q.scaling == LP_VECTORS ? 1 : j.block_columns;
+    const int64_t at = p.batch * j.q.scale_batch + p.row / rows * j.scale_row + p.column / columns * j.scale_column;
+    for (int64_t i = 0; i < count; i++)
+        if (j.q.scaling == LP_VECTORS || j.q.scaling == LP_F32_SCALES) ((uint32_t*)j.scales)[at + i * j.scale_column] = s.stored[i];
+        else ((uint8_t*)j.scales)[at + i * j.scale_column] = (uint8_t)s.stored[i];
+}
+
+// Writes the codes of a stripe, with their padding, contiguous along k; two codes of four bits in a byte.
+static void write_codes(const lp::Quantization& j, const lp::Part& p, const Stripe& s) {
+    const bool is_half = j.q.elements == LP_NARROW_E2M1;
+    const int64_t block = j.q.block_k > 1 ? j.q.block_k : 1, end = (j.q.k + block - 1) / block * block;
+    const int64_t k = j.along_k ? p.column : p.row, count = (j.along_k ? s.width : s.rows) < end - k ? (j.along_k ? s.width : s.rows) : end - k;
+    const int64_t vector = j.along_k ? p.row : p.column, vectors = j.along_k ? p.row_end - p.row : p.column_end - p.column;
+    const int64_t step_v = j.along_k ? s.width : 1, step_k = j.along_k ? 1 : s.width;
+    for (int64_t v = 0; v < vectors; v++) {
+        const uint8_t* from = s.codes + v * step_v;
+        char* to = j.to + ((j.q.to_offsets ? j.q.to_offsets[p.batch] : 0) + (vector + v) * j.q.to_vector + k) / (is_half ? 2 : 1);
+        if (is_half) {
+            for (int64_t i = 0; i < count; i += 2) to[i / 2] = (char)(from[i * step_k] | from[(i + 1) * step_k] << 4);
+        } else if (step_k == 1) {
+            __builtin_memcpy(to, from, (size_t)count);
+        } else {
+            for (int64_t i = 0; i < count; i++) to[i] = (char)from[i * step_k];
+        }
+    }
+}
+
+// Rounds one row of a stripe, of which `count` numbers are written to `to`.
+static void round_row(const lp::Quantization& j, const Stripe& s, int64_t row, int64_t count, char* to) {
+    const Narrow narrow = NARROW[j.q.elements];
+    const bool multiplies = j.q.scaling == LP_FLOOR || j.q.scaling == LP_RCEIL, alone = is_alone(j.q), is_i8 = j.q.elements == LP_NARROW_I8;
+    const int64_t columns = j.block_columns == 1 ? W : j.block_columns ? j.block_columns : s.width, end = j.q.codes ? s.width : count;
+    const int size = is_i8 ? 1 : 2;
+    for (int64_t first = 0, block = 0; first < end; first += columns, block += j.block_columns == 1 ? W : 1) {
+        const bool each = j.block_columns == 1;
+        const f32v factor = each ? get<f32v>(s.factors + block) : all_floats(s.factors[block]);
+        const f32v multiplier = each ? get<f32v>(s.multipliers + block) : all_floats(s.multipliers[block]);
+        const u32v keep = each ? get<u32v>(s.keeps + block) : all(s.keeps[block]);
+        for (int64_t c = first; c < first + columns && c < end; c += W) {
+            const int64_t at = row * s.width + c;
+            const u32v x = get<u32v>(s.x + at), sign = x & 0x80000000u & keep;
+            const f32v magnitude = floats(x & 0x7fffffffu), q = multiplies ? magnitude * factor : magnitude / factor;
+            const f32v r = j.q.stochastic ? to_random(q, narrow, get<u32v>(s.random + at)) : to_nearest(q, narrow);
+            if (j.q.codes) {
+                u32v code = (code_of(r, narrow) & keep) | sign >> (j.q.elements == LP_NARROW_E2M1 ? 28 : 24);
+                if (alone) code = choose(is_special(x), sign >> 24 | 0x7f, code);
+                put(s.codes + at, __builtin_convertvector(__builtin_convertvector(code, u16v), u8v));
+                continue;
+            }
+            alignas(64) char some[2 * W];
+            char* target = c + W <= count ? to + c * size : some;
+            if (is_i8) {
+                const i32v code = __builtin_convertvector(floats(bits(r) | sign), i32v) & (i32v)keep;
+                put(target, __builtin_convertvector(__builtin_convertvector(code, i16v), i8v));
+            } else {
+                u32v v = bits(r * multiplier);
+                if (alone) v = choose(is_special(x), all(0x7fc00000u), v);
+                v = (v + (0x7fffu + ((v >> 16) & 1))) >> 16 | sign >> 16;
+                put(target, __builtin_convertvector(v, u16v));
+            }
+            if (target == some) __builtin_memcpy(to + c * size, some, (size_t)((count - c) * size));
+        }
+    }
+}
+
+// Calls each(part) for the stripes of a part.
+template <class Each> INLINE void by_stripes(const lp::Quantization& j, const lp::Part& p, const Each& each) {
+    for (int64_t r = p.row; r < p.row_end; r += j.block_rows)
+        for (int64_t c = p.column; c < p.column_end; c += j.chunk)
+            each(lp::Part{p.batch, r, r + j.block_rows < p.row_end ? r + j.block_rows : p.row_end, c, c + j.chunk < p.column_end ? c + j.chunk : p.column_end});
+}
+
+static uint32_t largest_magnitude(const lp::Quantization& j, const lp::Part& p, void* memory) {
+    Stripe s(memory);
+    uint32_t found = 0;
+    __builtin_memset(s.peaks, 0, 4 * lp::STRIPE_COLUMNS);
+    by_stripes(j, p, [&](const lp::Part& stripe) { read_stripe(j, stripe, s), raise_peaks(s, true, s.peaks); });
+    for (int i = 0; i < lp::STRIPE_COLUMNS; i++) found = s.peaks[i] > found ? s.peaks[i] : found;
+    return found;
+}
+
+// Of scales of vectors, a part has all of their numbers.
+static void quantize_part(const lp::Quantization& j, const lp::Part& p, void* memory) {
+    Stripe s(memory);
+    const bool of_vectors = j.q.scaling == LP_VECTORS, of_blocks = !of_vectors && j.q.scaling != LP_TENSOR;
+    const int64_t none = j.q.scaling == LP_TENSOR, groups = j.block_columns;
+    __builtin_memset(s.peaks, 0, 4 * lp::STRIPE_COLUMNS);
+    if (of_vectors) {
+        by_stripes(j, p, [&](const lp::Part& stripe) { read_stripe(j, stripe, s), raise_peaks(s, is_alone(j.q), s.peaks); });
+        if (j.along_k)
+            for (int i = 1; i < lp::STRIPE_COLUMNS; i++) s.peaks[0] = s.peaks[i] > s.peaks[0] ? s.peaks[i] : s.peaks[0];
+    }
+    if (of_vectors || none) {
+        const int64_t count = j.along_k || none ? 1 : p.column_end - p.column;
+        make_scales(j, s, count);
+        if (of_vectors) write_scales(j, p, s, count);
+    }
+    by_stripes(j, p, [&](const lp::Part& stripe) {
+        read_stripe(j, stripe, s);
+        const int64_t columns = stripe.column_end - stripe.column;
+        if (of_blocks) {
+            __builtin_memset(s.peaks, 0, 4 * (size_t)s.width);
+            raise_peaks(s, is_alone(j.q), s.peaks);
+            if (groups > 1) group_peaks(s, groups);
+            const int64_t count = (columns + groups - 1) / groups;
+            make_scales(j, s, count);
+            if (j.scales) write_scales(j, stripe, s, count);
+        }
+        if (j.q.stochastic) draw(j, stripe, s);
+        const int64_t rows = j.q.codes ? s.rows : stripe.row_end - stripe.row, start = j.q.to_offsets ? j.q.to_offsets[p.batch] : 0;
+        const int size = j.q.elements == LP_NARROW_I8 ? 1 : 2;
+        for (int64_t r = 0; r < rows; r++) round_row(j, s, r, columns, j.to + (start + (stripe.row + r) * j.to_row + stripe.column) * size);
+        if (j.q.codes) write_codes(j, stripe, s);
+    });
+}

@@ -1,0 +1,155 @@
+"""Products of modes that quantise: both operands are rounded, then multiplied by the executor of their plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from lowprec.arrays.numpy_library import host_view
+from lowprec.arrays.prepared_view import PreparedView
+from lowprec.arrays.view import ArrayView, PackedOperand
+from lowprec.backends.cpu import numpy_products
+from lowprec.backends.cpu.quantizing import quantize_view
+from lowprec.backends.interface import Arguments, Executor
+from lowprec.modes import MathMode
+from lowprec.planning import GemmPlan, plan_gemm
+from lowprec.recipes import Rule
+
+#: A rounded operand, the float32 scales of its vectors or blocks or None, and the scale of the tensor.
+Rounded = tuple[ArrayView, Any, float]
+#: Vectors of ``b`` in a block of ``fp8_blocks``.
+_VECTORS = 128
+_LARGE_SCALE = 2.0**64
+Prepare = Callable[[GemmPlan], Executor]
+
+
+def prepare(plan: GemmPlan, prepare_inner: Prepare) -> Executor:
+    """Return the executor of a plan that rounds its operands; ``prepare_inner`` that of the rounded ones."""
+    assert plan.quantized is not None
+    axis_of_b = -2 if len(plan.problem.b.shape) > 1 else -1
+    rules = plan.quantized.rules
+    multiply = (_in_pieces if plan.quantized.k_piece else _at_once)(plan, prepare_inner)
+
+    def execute(arguments: Arguments) -> None:
+        a = _operand(arguments.a, -1, rules[0], 2 * arguments.draw, plan)
+        b = _operand(arguments.b, axis_of_b, rules[1], 2 * arguments.draw + 1, plan)
+        multiply(arguments, a, b)
+
+    return execute
+
+
+def _operand(view: ArrayView, inner: int, rule: Rule | None, stream: int, plan: GemmPlan) -> Rounded:
+    """Return a rounded operand; one that is prepared for the mode is rounded once."""
+    if rule is None:
+        return view, None, 1.0
+    rule = rule._replace(stream=stream) if rule.is_stochastic else rule
+    if not view.is_prepared or view.mode != plan.mode:
+        return _rounded(view, inner, rule)
+
+    def make() -> PackedOperand:
+        x, scales, scale = _rounded(view, inner, rule)
+        kept = PreparedView(x, MathMode.FP32, view.packed)
+        return PackedOperand((kept, scales, scale), x.nbytes + (0 if scales is None else scales.nbytes))
+
+    key = "rounded", inner, rule._replace(stream=0), view.address, view.shape, view.strides
+    found: Rounded = view.packed_operand(key, make)
+    return found
+
+
+def _rounded(view: ArrayView, inner: int, rule: Rule) -> Rounded:
+    """Round an operand; matrices of a broadcast batch once, so that their scales have axes of length 1.
+
+    A factor of large scales of vectors is moved to that of the tensor, because the product of two could overflow.
+    """
+    shape, strides = view.shape, view.strides
+    repeated = [s == 0 and n > 1 for s, n in zip(strides[:-2], shape, strict=False)]
+    once = (*(1 if again else n for again, n in zip(repeated, shape, strict=False)), *shape[-2:])
+    if view.ndim == 1:
+        x, scales, scale = quantize_view(_seen(view, (1, *shape), (0, *strides)), -1, rule)
+        x, scales = (
+            _seen(x, shape, x.strides[1:]),
+            None if scales is None else scales.reshape(scales.shape[1:]) if rule.scaling == "vector" else scales,
+        )
+    else:
+        x, scales, scale = quantize_view(_seen(view, once, strides) if any(repeated) else view, inner, rule)
+        if any(repeated):
+            own = (0 if again else s for again, s in zip(repeated, x.strides, strict=False))
+            x = _seen(x, shape, (*own, *x.strides[-2:]))
+    if scales is not None and scales.size and scales.max() >= _LARGE_SCALE:
+        scales, scale = scales * np.float32(2.0**-64), scale * 2.0**64
+    return x, scales, scale
+
+
+def _seen(view: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
+    """Return a view of the same memory."""
+    return ArrayView(view.dtype, shape, strides, view.device, view.owner, True, view.address)
+
+
+def _at_once(plan: GemmPlan, prepare_inner: Prepare) -> Callable[[Arguments, Rounded, Rounded], None]:
+    assert plan.quantized is not None
+    execute = prepare_inner(plan.quantized.inner)
+
+    def multiply(arguments: Arguments, a: Rounded, b: Rounded) -> None:
+        alpha = arguments.alpha * a[2] * b[2]
+        execute(arguments._replace(a=a[0], b=b[0], alpha=alpha, row_scales=a[1], col_scales=b[1]))
+
+    return multiply
+
+
+def _in_pieces(plan: GemmPlan, prepare_inner: Prepare) -> Callable[[Arguments, Rounded, Rounded], None]:
+    """Return the product as a sum over pieces of k, each with its scales; then the epilogue."""
+    assert plan.quantized is not None
+    inner, step, k = plan.quantized.inner, plan.quantized.k_piece, plan.layout.k
+    problem = inner.problem
+    in_blocks = any(rule is not None and rule.block_scale == "float32" for rule in plan.quantized.rules)
+    axes = -1, -2 if len(problem.b.shape) > 1 else -1
+    counts = (*problem.a.shape[-2:-1], 1)[0], (*problem.b.shape[-1:], 1)[len(problem.b.shape) == 1]
+
+    def of_length(length: int) -> Executor:
+        specs = []
+        for spec, axis in zip((problem.a, problem.b), axes, strict=True):
+            shape = list(spec.shape)
+            shape[axis] = length
+            specs.append(replace(spec, shape=tuple(shape)))
+        piece = replace(problem, a=specs[0], b=specs[1])
+        return prepare_inner(plan_gemm(piece, plan.capabilities, MathMode.FP32))
+
+    execute = {n: of_length(n) for n in {step, k % step or step}}
+
+    def multiply(arguments: Arguments, a: Rounded, b: Rounded) -> None:
+        total = host_view(np.zeros(plan.out_shape, np.float32))
+        views = [x[0].widened() for x in (a, b)]
+        for number, start in enumerate(range(0, k, step)):
+            length = min(step, k - start)
+            x, y = (_part(v, axis, start, length) for v, axis in zip(views, axes, strict=True))
+            rows, cols = (
+                _of_piece(x[1], number, count) if in_blocks else x[1] for x, count in zip((a, b), counts, strict=True)
+            )
+            execute[length](Arguments(x, y, total, total, None, a[2] * b[2], 1.0, row_scales=rows, col_scales=cols))
+        product = total.ndarray()
+        numpy_products.execute(plan, lambda *_: _copy(product, _[-1]), arguments)
+
+    return multiply
+
+
+def _copy(product: Any, out: Any) -> None:
+    out[...] = product.reshape(out.shape)
+
+
+def _part(view: ArrayView, axis: int, start: int, length: int) -> ArrayView:
+    shape = list(view.shape)
+    shape[axis] = length
+    part = _seen(view, tuple(shape), view.strides)
+    part.address += start * view.strides[axis] * view.dtype.itemsize
+    return part
+
+
+def _of_piece(scales: Any, number: int, count: int) -> Any:
+    """Return the scales of all vectors in a piece of k, from those of blocks of vectors."""
+    if scales is None:
+        return None
+    found = scales[..., number, :]
+    return found if found.shape[-1] == count else np.repeat(found, _VECTORS, -1)[..., :count]

@@ -1,0 +1,106 @@
+"""Guaranteed and probable errors of products whose operands are rounded to codes with scales.
+
+With A' and B' the rounded operands, |A' - A| <= e_a |A| and |B' - B| <= e_b |B| in Frobenius norms give
+
+    |C - AB| <= ((1 + e_a) (1 + e_b) (1 + e) - 1) |A| |B|,
+
+where e is the error of the product of A' and B' in its own plan, and of the factors that undo the scales, each with one
+rounding. For an element x of a block with largest magnitude M and scale s, the rounded number is within max(u |x|, h):
+
+- u is the unit roundoff of the elements, or the loss of a clipped number if that is larger. Only the scales of OCP MX,
+  s = 2^(floor(log2 M) - emax), clip: numbers up to 2^(emax + 1) s become the largest one. E4M3 scales of NVFP4 are
+  rounded with 2^-4, by which the largest numbers may exceed the largest element;
+- h = s d / 2, with d the spacing of the elements near zero: the smallest subnormal number, 1 for int8.
+
+A block of n numbers has |x' - x|^2 <= u^2 |x|^2 + n h^2 in its norm, and M is at most the norm, so that
+e = sqrt(u^2 + n (h / M)^2). For a scale of a tensor or of a block of several vectors, n counts all of its numbers.
+NVFP4 loses in addition up to 6 S 2^-10 per number by scales that underflow, S = peak / 2688 being the tensor's scale.
+
+Stochastic rounding has twice the errors: u and h become 2 u and 2 h. A Hadamard transform preserves norms; its own
+roundings, four additions and a factor, and the rounding of the transformed numbers are counted with 2^-21.
+
+*Probable*: if each error d has mean zero given the previous ones, the matrices d_ik (row k of B, as row i) are the
+differences of a martingale. Their norms are at most max(u |a_ik|, h) |b_k|, whose squares sum to at most
+(u^2 + (h / M)^2) |A|^2 |B|^2, because M is at most the norm of the row. The norm of the sum exceeds lambda times the
+root with a probability of at most 2 exp(-lambda^2 / 2) (I. Pinelis, "Optimum bounds for the distributions of
+martingales in Banach spaces", 1994, Theorem 3.5). The terms of both operands are one such martingale; that of the
+products of two errors is another, with a factor k. Clipping has no mean of zero and is counted in full.
+"""
+
+from __future__ import annotations
+
+from math import expm1, log1p, sqrt
+from typing import TYPE_CHECKING
+
+from lowprec.formats import FLOAT32
+from lowprec.planning import bounds
+from lowprec.planning.split_bounds import confidence
+from lowprec.recipes import Rule
+
+if TYPE_CHECKING:
+    from lowprec.planning.plan import GemmPlan, Quantized
+
+#: Roundings of the factors that undo the scales: alpha with both tensors' scales, a row's scale and a column's.
+_FACTORS = 4
+_HADAMARD = 2.0**-21
+
+
+def _joint(*errors: float) -> float:
+    return expm1(sum(map(log1p, errors)))
+
+
+def _losses(rule: Rule, vectors: int, k: int) -> tuple[float, float, float, float]:
+    """Return u, the loss of clipped numbers, h / M, and the count of numbers with a common scale."""
+    fmt = rule.number_format
+    rows, length = rule.block
+    # M / s: the largest element, and at least half of it with scales that are powers of two.
+    if fmt is None:
+        u, clip, h, largest = 0.0, 0.0, 0.5, 127.0
+    else:
+        u, clip, h, largest = fmt.unit_roundoff, 0.0, fmt.smallest_subnormal / 2, fmt.largest
+        if rule.block_scale == "floor":
+            largest, clip = 2.0**fmt.emax, 1 - fmt.largest / 2.0 ** (fmt.emax + 1)
+        elif rule.block_scale == "rceil":
+            largest /= 2
+        elif rule.block_scale == "e4m3":
+            largest, clip = largest / (1 + 2.0**-4), 2.0**-4
+    twice = 2 if rule.is_stochastic else 1
+    count = {"tensor": vectors * k, "vector": k}.get(rule.scaling, min(rows, vectors) * min(length or k, k))
+    return u * twice, clip, h * twice / largest, float(count)
+
+
+def _operand(rule: Rule | None, vectors: int, k: int) -> tuple[float, float, float]:
+    """Return the guaranteed error of an operand, and those of its elements by rounding and by clipping."""
+    if rule is None or not k:
+        return 0.0, 0.0, 0.0
+    u, clip, h, count = _losses(rule, vectors, k)
+    lost = 6 * 2.0**-10 / 2688 * sqrt(vectors * k) if rule.block_scale == "e4m3" else 0.0
+    lost += _HADAMARD if rule.hadamard else 0.0
+    clip = clip if clip > u else 0.0
+    return sqrt(max(u, clip) ** 2 + count * h * h) + lost, sqrt(u * u + h * h), clip + lost
+
+
+def quantized_bound(plan: GemmPlan, quantized: Quantized) -> bounds.ErrorBound:
+    """Return the error bound of the plan of a mode that quantises."""
+    layout, inner = plan.layout, quantized.inner.bound
+    batch, k = layout.batch_count, layout.k
+    pieces = max(-(-k // quantized.k_piece), 1) if quantized.k_piece else 1
+    u = FLOAT32.unit_roundoff
+    out = plan.out_dtype.format
+    narrow = out.unit_roundoff if out and out is not FLOAT32 else 0.0
+    # Additions of pieces: one rounding each.
+    after = [narrow if quantized.k_piece else 0.0, *[u] * (_FACTORS + pieces - 1)]
+    sums = _joint(inner.relative, *after)
+    a, a_each, a_clip = _operand(quantized.rules[0], batch * layout.m, k)
+    b, b_each, b_clip = _operand(quantized.rules[1], batch * layout.n, k)
+    size = confidence(2)
+    relative = _joint(a, b, sums)
+    second = min(a * b, size * sqrt(k) * a_each * b_each)
+    probable = (1 + sums) * (1 + size * sqrt(a_each**2 + b_each**2) + a_clip + b_clip + second) - 1
+    smallest = FLOAT32.smallest_normal
+    return bounds.ErrorBound(
+        relative, max(inner.operand_absolute, smallest), max(inner.result_absolute, smallest) * (1 + relative), k,
+        f"(1 + e_a) (1 + e_b) (1 + {sums:.3g}) - 1; e_a = {a:.3g}, e_b = {b:.3g}, of blocks with their scales",
+        f"{bounds._power(smallest)} per element of an operand", "no sum beyond float32's range",
+        unconditional=inner.unconditional, probable=min(relative, probable), by_norms=True,
+    )  # fmt: skip

@@ -1,0 +1,267 @@
+"""Products of the modes that quantise: equal to products of the rounded numbers, for every layout and epilogue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec import recipes
+from lowprec.recipes import Recipe
+
+MODES = recipes.MODES
+_ELEMENTS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2", "e2m1": "float4_e2m1fn"}
+#: Whose scale depends on all of the tensor.
+OF_TENSOR = ("fp8", "nvfp4")
+
+
+def to_elements(x: np.ndarray, elements: str) -> np.ndarray:
+    """Round float32 numbers to nearest, clipped to the largest element."""
+    if elements == "int8":
+        return np.rint(np.clip(x, -127, 127))
+    dtype = np.dtype(getattr(ml_dtypes, _ELEMENTS[elements]))
+    largest = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(x, -largest, largest).astype(dtype).astype(np.float64)
+
+
+def rounded(x: np.ndarray, rule: recipes.Rule) -> np.ndarray:
+    """Return the numbers of an operand of finite numbers, k last, that a rule rounds, in float64."""
+    x = x.astype(np.float32)
+    largest = rule.number_format.largest if rule.number_format else 127.0
+    k, ones = x.shape[-1], np.float32(1)
+    if rule.scaling != "block":
+        axis = None if rule.scaling == "tensor" else -1
+        peak = np.abs(x).max(axis, keepdims=True, initial=0)
+        scale = np.where(peak > 0, np.maximum(peak / np.float32(largest), np.finfo(np.float32).tiny), ones)
+        return to_elements(x / scale, rule.elements) * scale.astype(np.float64)
+    rows, length = rule.block
+    flat = np.atleast_2d(x)
+    pads = [(0, 0)] * (flat.ndim - 2) + [(0, -flat.shape[-2] % rows), (0, -k % length)]
+    padded = np.pad(flat, pads)
+    blocks = padded.reshape((*padded.shape[:-2], padded.shape[-2] // rows, rows, padded.shape[-1] // length, length))
+    peak = np.abs(blocks).max((-3, -1), keepdims=True, initial=0)
+    whole = ones
+    if rule.block_scale == "float32":
+        scale = np.where(peak > 0, np.maximum(peak / np.float32(largest), np.finfo(np.float32).tiny), ones)
+    elif rule.block_scale == "e4m3":
+        peak_of_all = np.abs(x).max(initial=0)
+        whole = np.maximum(peak_of_all / np.float32(largest * 448), np.finfo(np.float32).tiny) if peak_of_all else ones
+        scale = (peak / np.float32(largest) / whole).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    else:
+        mantissa, exponent = np.frexp(peak)
+        exponent = exponent - 1 - rule.number_format.emax
+        if rule.block_scale == "rceil":  # the smallest power of two from which no number is clipped
+            exponent = exponent + (mantissa * 2 > largest / 2.0**rule.number_format.emax)
+        scale = np.ldexp(ones, np.clip(np.where(peak > 0, exponent, 0), -127, 127))
+    safe = np.where(scale > 0, scale, 1)
+    values = np.where(scale > 0, to_elements(blocks / (safe * whole), rule.elements), 0) * safe * np.float64(whole)
+    return values.reshape(padded.shape)[..., : flat.shape[-2], :k].reshape(x.shape)
+
+
+def operands(a: np.ndarray, b: np.ndarray, mode: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers that a mode multiplies, in float64."""
+    rules = recipes.FORMATS[mode] if isinstance(mode, str) else mode.rules
+    inner = -2 if b.ndim > 1 else -1
+    return rounded(a, rules[0]), np.moveaxis(rounded(np.moveaxis(b, inner, -1), rules[1]), -1, inner)
+
+
+def close(found: np.ndarray, exact: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether a product is within FP32's bound, k 2^-23 |a| |b| for each element."""
+    k = a.shape[-1]
+    sizes = np.matmul(np.abs(a), np.abs(b))
+    return bool((np.abs(found.astype(float) - exact) <= (k + 8) * 2.0**-23 * (sizes + 3)).all())
+
+
+def _stored(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    """Return an array with the same numbers or some of them, in another layout."""
+    kind = rng.integers(5)
+    if kind == 1 and x.ndim > 1:
+        return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+    if kind == 2:
+        return np.repeat(x, 2, -1)[..., ::2]
+    if kind == 3 and x.ndim > 2 and x.shape[0]:
+        return np.broadcast_to(x[:1], x.shape)
+    return x[..., ::-1] if kind == 4 else x
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_products_are_those_of_the_rounded_numbers(mode: str) -> None:
+    rng = np.random.default_rng(7)
+    for _ in range(150):
+        k, (m, n) = int(rng.choice([0, 1, 3, 32, 100, 128, 129, 300])), rng.integers(0, 20, 2)
+        batch = tuple(int(x) for x in rng.choice([1, 2, 3], rng.integers(0, 3)))
+        of_b = tuple(int(1 if rng.random() < 0.5 else x) for x in batch)
+        dtype = np.dtype(getattr(ml_dtypes, x := str(rng.choice(["float32", "float16", "bfloat16"])), x))
+        a = _stored(rng, rng.standard_normal((*batch, m, k) if rng.random() < 0.9 else k).astype(dtype))
+        b = _stored(rng, rng.standard_normal((*of_b, k, n) if rng.random() < 0.9 else k).astype(dtype))
+        x, y = operands(a, b, mode)
+        exact = np.matmul(x, y)
+        given: dict[str, Any] = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
+        exact *= given["alpha"]
+        if rng.random() < 0.4:
+            given |= {"c": rng.standard_normal(exact.shape).astype(np.float32), "beta": 0.5}
+            exact = exact + 0.5 * given["c"]
+        if rng.random() < 0.4 and b.ndim > 1:
+            given["bias"] = rng.standard_normal(n).astype(dtype)
+            exact = exact + given["bias"].astype(float)
+        if rng.random() < 0.4:
+            given["activation"] = "relu"
+            exact = np.maximum(exact, 0)
+        found = lowprec.matmul(a, b, math_mode=mode, **given)
+        assert found.dtype == np.float32
+        assert found.shape == exact.shape
+        assert close(found, exact, 2 * x, y), (mode, a.shape, b.shape, a.strides, b.strides, given.keys())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_result_has_the_operands_type_and_may_be_written_to_out(mode: str, dtype: str) -> None:
+    rng = np.random.default_rng(1)
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    a, b = (rng.standard_normal(s).astype(kind) for s in ((9, 70), (70, 5)))
+    found = lowprec.matmul(a, b, math_mode=mode)
+    assert found.dtype == kind
+    wide = lowprec.matmul(a, b, math_mode=mode, out_dtype="float32")
+    assert np.array_equal(found, wide.astype(kind)), "rounded once"
+    out = np.empty((5, 9), kind).T
+    assert lowprec.matmul(a, b, math_mode=mode, out=out) is out
+    assert np.array_equal(out, found)
+    square = rng.standard_normal((16, 16)).astype(kind)
+    expected = lowprec.matmul(square, square, math_mode=mode)
+    lowprec.matmul(square, square, math_mode=mode, out=square)
+    assert np.array_equal(square, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_errors_are_within_the_bounds_of_the_plan(mode: str) -> None:
+    rng = np.random.default_rng(2)
+    for k in (1, 16, 500, 2048):
+        for scale in (0, 4):  # factors over many binades, too
+            a, b = (
+                (rng.standard_normal(s) * np.exp(scale * rng.standard_normal(s))).astype(np.float32)
+                for s in ((30, k), (k, 20))
+            )
+            plan = lowprec.plan(a, b, math_mode=mode)
+            error = np.linalg.norm(lowprec.matmul(a, b, math_mode=mode) - a.astype(float) @ b.astype(float))
+            size = float(np.linalg.norm(a.astype(float)) * np.linalg.norm(b.astype(float)))
+            assert error <= plan.bound.probable * size * (1 + 1e-6) + 1e-30
+            assert 0 < plan.bound.probable <= plan.bound.relative
+            assert plan.bound.relative <= 2, "of use"
+
+
+def test_a_number_that_the_floor_rule_clips_reaches_its_bound() -> None:
+    a, b = np.full((1, 32), np.float32(511.99), np.float32), np.ones((32, 1), np.float32)
+    modes = {rule: Recipe("mxfp8", scale_rule=rule) for rule in ("floor", "rceil")}
+    found = {rule: lowprec.matmul(a, b, math_mode=mode)[0, 0] for rule, mode in modes.items()}
+    assert found == {"floor": 448 * 32, "rceil": 512 * 32}
+    floor, rceil = (lowprec.plan(a, b, math_mode=mode).bound.relative for mode in modes.values())
+    assert rceil < 0.13
+    assert 1 - 448 / 511.99 < floor < 0.27
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_depends_on_itself_and_b_alone(mode: str) -> None:
+    rng = np.random.default_rng(3)
+    a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((40, 300), (300, 50)))
+    whole, rows = lowprec.matmul(a, b, math_mode=mode), lowprec.matmul(a[3:7], b, math_mode=mode)
+    if lowprec.plan(a, b, math_mode=mode).kernel != "numpy":
+        assert np.array_equal(whole[3:7], rows) is (mode not in OF_TENSOR)
+    assert np.allclose(whole[3:7], rows, atol=1e-4) is (mode not in OF_TENSOR)
+
+
+def test_long_sums_of_integers_do_not_overflow() -> None:
+    k = 3 * 2**17
+    a, b = np.ones((1, k), np.float32), np.ones((k, 2), np.float32)
+    assert np.allclose(lowprec.matmul(a, b, math_mode="int8"), k, rtol=1e-6)
+    assert lowprec.plan(a, b, math_mode="int8").quantized.k_piece == 2**16
+
+
+@pytest.mark.parametrize("mode", [*MODES, Recipe("mxfp8", scale_rule="rceil")])
+def test_a_prepared_operand_is_rounded_once(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowprec.backends.cpu import quantized_products
+
+    rng = np.random.default_rng(4)
+    a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((20, 200), (200, 30)))
+    prepared = lowprec.prepare(b, math_mode=mode)
+    expected = lowprec.matmul(a, b, math_mode=mode)
+    assert np.array_equal(lowprec.matmul(a, prepared, math_mode=mode), expected)
+    assert prepared.packed_bytes > 0
+    assert prepared.math_mode == mode
+    rounded = []
+    quantize = quantized_products.quantize_view
+    monkeypatch.setattr(quantized_products, "quantize_view", lambda *x: rounded.append(x) or quantize(*x))
+    assert np.array_equal(lowprec.matmul(a, prepared, math_mode=mode), expected)
+    assert len(rounded) == 1
+    assert np.array_equal(lowprec.matmul(b.T, prepared.T.T, math_mode="bf16"), lowprec.matmul(b.T, b, math_mode="bf16"))
+    assert "keeps its packed b" in str(lowprec.plan(a, prepared, math_mode=mode).prepared)
+
+
+def test_a_stored_operand_is_not_rounded_again() -> None:
+    rng = np.random.default_rng(5)
+    a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((20, 200), (200, 30)))
+    for name in ("mxfp8", "mxfp4", "nvfp4", "fp8"):
+        stored = lowprec.quantize(b, name, axis=0)
+        x, y = operands(a, b, name)
+        found = lowprec.matmul(a, stored, math_mode=name)
+        assert close(found, x @ y, x, y)
+        assert found.dtype == np.float32
+        plan = lowprec.plan(a, stored, math_mode="mxfp8")
+        assert (plan.rounded, plan.mode_has_effect) == ((True, False), True)
+        both = lowprec.plan(lowprec.quantize(a, name), stored, math_mode=name)
+        assert not both.mode_has_effect
+    mixed = lowprec.matmul(a, lowprec.quantize(b, "mxfp8", axis=0), math_mode="fp8_blocks")
+    assert close(mixed, operands(a, b, "fp8_blocks")[0] @ operands(a, b, "mxfp8")[1], a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_types_on_which_a_mode_does_not_act(mode: str) -> None:
+    for dtype in ("complex64", "float64"):
+        a = np.eye(3, dtype=dtype) / 3
+        plan = lowprec.plan(a, a, math_mode=mode)
+        assert not plan.mode_has_effect
+        assert "acts on float32 and float16 and bfloat16 only" in plan.note
+        with lowprec.math_mode(mode):
+            assert np.array_equal(lowprec.matmul(a, a), lowprec.matmul(a, a, math_mode="fp32"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_finite_number_becomes_infinite(mode: str) -> None:
+    a = np.array([[3e38, 1e-30], [-3e38, 0.0]], np.float32)
+    found = lowprec.matmul(a, np.eye(2, dtype=np.float32) * np.float32(0.5), math_mode=mode)
+    assert np.isfinite(found).all()
+    assert np.allclose(found[:, 0], [1.5e38, -1.5e38], rtol=0.3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_guard_forces_fp32(mode: str) -> None:
+    a = np.random.default_rng(6).standard_normal((8, 8), dtype=np.float32)
+    with lowprec.fp32_guard():
+        assert np.array_equal(lowprec.matmul(a, a, math_mode=mode), lowprec.matmul(a, a))
+    assert not np.array_equal(lowprec.matmul(a, a, math_mode=mode), lowprec.matmul(a, a))
+
+
+def test_k_chunk_is_refused_where_k_is_summed_in_pieces() -> None:
+    a = np.ones((2, 300), np.float32)
+    with pytest.raises(lowprec.UnsupportedError, match="fp8_blocks sums k in pieces of 128; omit k_chunk="):
+        lowprec.matmul(a, a.T, math_mode="fp8_blocks", k_chunk=64)
+    assert np.allclose(lowprec.matmul(a, a.T, math_mode="mxfp8", k_chunk=64), 300)
+
+
+def test_a_gpu_has_a_way_out() -> None:
+    a = lowprec.ShapeDtype((64, 64), "float32")
+    with pytest.raises(lowprec.UnsupportedError, match=r"host memory only.*lowprec.quantize\(x, 'mxfp8'\)"):
+        lowprec.plan(a, a, math_mode="mxfp8", device="h100")
+
+
+def test_rtol_may_choose_integers_by_the_probable_bound() -> None:
+    a = np.random.default_rng(8).standard_normal((256, 1024), dtype=np.float32)
+    able = lowprec.plan(a, a.T, rtol=0.05, bound="probable")
+    costs = {x.mode: x.cost for x in able.candidates}
+    assert able.mode == min((x.mode for x in able.candidates if x.bound <= 0.05), key=costs.__getitem__)
+    assert {x.mode.value for x in able.candidates}.issuperset(MODES)
+    bound = lowprec.plan(a, a.T, math_mode="int8").bound
+    assert 0.25 <= bound.relative < 0.27
+    assert bound.probable < 0.05
