@@ -22,13 +22,14 @@ from lowprec import policy
 from lowprec.arrays import ArrayView, Library, library_of
 from lowprec.core import dispatch
 from lowprec.core.executors import look_up
-from lowprec.core.interception import Block, Interception
+from lowprec.core.interception import Block, Interception, Modes
 from lowprec.core.interception_report import PassedBy, Row
 from lowprec.core.options import PLAIN, Options
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from lowprec.modes import Mode, ResolvedMode, row
+from lowprec.modes import Mode, Recipe, ResolvedMode, row
 from lowprec.torch.aten import ACTED_ON, Kernel, Product, Terms, kernels
 from lowprec.torch.layer_names import NAMES, Layer
+from lowprec.torch.passes import mode_of_product
 
 #: Errors raised before any computation; PyTorch then computes the product.
 _REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
@@ -61,8 +62,12 @@ class intercept(Interception):
         patterns of the layers' names, or their classes; the first one that matches is used, and a product that none
         matches is PyTorch's. An ``fp32_guard`` overrides the modes.
     statistics : bool
-        Whether to measure the largest magnitude of the operands' elements, and the share of those that are not zero but
-        below the normal numbers of the mode's format.
+        Whether to measure the operands and the errors of products; see :class:`OperandStatistics`.
+    attention : bool
+        Whether modes that quantise act on all products, and not on those with a parameter alone. The others, such as
+        attention's, and products with vectors are in ``bf16`` by default.
+    step : int
+        Number of the first training step, which the random numbers of a recipe depend on; :meth:`step` adds one.
 
     Raises
     ------
@@ -81,6 +86,14 @@ class intercept(Interception):
 
     _module = "torch"
     _stack: ContextVar[tuple[Block, ...]] = ContextVar("lowprec_torch", default=())
+
+    def __init__(self, math_mode: Modes, statistics: bool = False, *, attention: bool = False, step: int = 0) -> None:
+        super().__init__(math_mode, statistics)
+        self.attention, self.step_number = attention, step
+
+    def step(self) -> None:
+        """Begin the next training step: the random numbers of recipes are those of its number."""
+        self.step_number += 1
 
     def _install(self) -> None:
         global _libraries
@@ -170,17 +183,23 @@ def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Call
         # PyTorch raises its errors, and reads no factors for an alpha of zero.
         if terms.alpha == 0 or not terms.is_accepted(axes, out, in_place):
             return own(keyset, *args, **kwargs)
-        layer = NAMES.of(a, b, _is_backward())
+        part = NAMES.of(a, b, _is_backward(), scope.attention)
+        layer = part.layer
         mode, multiplications = scope.mode_of(layer), a.numel() * (b.shape[-1] if b.ndim > 1 else 1)
-        reason, detail = PassedBy.ELEMENT_TYPE, ""
+        reason, detail, swaps = PassedBy.ELEMENT_TYPE, "", False
+        if mode is not None:
+            shown = mode
+            mode, swaps = mode_of_product(scope, mode, part, a.ndim > 1 < b.ndim)
         if mode is None:
             reason = PassedBy.LAYER
         elif a.dtype in ACTED_ON[row(mode).mode]:
             try:
                 resolved = policy.resolve(mode) if context is None else context.copy().run(policy.resolve, mode)
-                result = _computed(terms, resolved, args[0] if in_place else out)
+                result = _computed(terms, resolved, args[0] if in_place else out, swaps)
                 measured = _statistics(terms, resolved.mode) if scope.statistics else None
-                _count(scope, layer, name, [a, b], multiplications, resolved.mode.value, statistics=measured)
+                # The products of a layer and all steps have one row.
+                text = (shown if isinstance(mode, Recipe) and resolved.mode == mode else resolved.mode).value
+                _count(scope, layer, name, [a, b], multiplications, text, statistics=measured)
                 return result
             except _REFUSALS as error:
                 reason, detail = PassedBy.REFUSED, str(error)
@@ -209,19 +228,23 @@ def _watched(kernel: Kernel, own: Callable[..., Any]) -> Callable[..., Any]:
     return watch
 
 
-def _computed(terms: Terms, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
+def _computed(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps: bool) -> Tensor:
     """Return a product; the caller is below autograd, whose recording the tensors do not show."""
     records = _grad_enabled()
     try:
         _set_grad_enabled(False)
-        return _multiplied(terms, resolved, out)
+        return _multiplied(terms, resolved, out, swaps)
     finally:
         _set_grad_enabled(records)
 
 
-def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
-    a, b, c, alpha, beta, activation = terms
+def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps: bool) -> Tensor:
+    a, b, c, alpha, beta, _ = terms
     bias = None
+    if swaps:
+        product = a.new_empty((*a.shape[:-1], b.shape[-1]))
+        dispatch.matmul(b.detach().mT, a.detach().mT, out=product.mT, math_mode=resolved.mode)
+        return _finished(product, terms, bias, out)
     if c is not None and c.ndim == 1 and alpha == beta == 1 and a.shape[0] * b.shape[-1] >= _FUSED_BIAS:
         bias = c if c.shape == b.shape[1:] else None
     if a.is_cpu:
@@ -229,6 +252,12 @@ def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None) -> Ten
     else:
         added = None if bias is None else bias.detach()
         result = dispatch.matmul(a.detach(), b.detach(), bias=added, math_mode=resolved.mode)
+    return _finished(result, terms, bias, out)
+
+
+def _finished(result: Tensor, terms: Terms, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Add the terms that a product lacks, in ``out`` if it is given."""
+    _, _, c, alpha, beta, activation = terms
     if alpha != 1:
         result.mul_(alpha)
     if c is not None and bias is None and beta != 0:
