@@ -210,8 +210,10 @@ _thread = _Thread()
 
 
 def _current() -> Any:
+    """Return the scope that applies to a product; None for lowprec's, whose float64 products are NumPy's."""
     stack = intercept._stack.get()
-    return None if _thread.is_busy else stack[-1].scope if stack else intercept._of_process
+    scope = stack[-1].scope if stack else intercept._of_process
+    return None if scope is None or _thread.is_busy or _caller().startswith("lowprec.") else scope
 
 
 class _Memory:

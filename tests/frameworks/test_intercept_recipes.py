@@ -81,9 +81,10 @@ def test_attention_and_vectors_are_in_bfloat16(torch: Any) -> None:
     def modes(**options: Any) -> dict[str, str]:
         with torch.no_grad(), lt.intercept("mxfp8", **options) as seen:
             torch.bmm(x, x), torch.dot(v, v), torch.mv(x[0], v), layer(v), layer(x[0])
+            torch.mv(layer.weight, v)
         return {f"{p.operator} {p.layer}": p.mode for p in seen.report().taken}
 
-    names = ("bmm ", "dot ", "addmv ", "addmm Linear")
+    names = ("bmm ", "dot ", "addmv ", "addmv Linear", "addmm Linear")
     assert modes() == {**dict.fromkeys(names, "bf16"), "addmm Linear": "mxfp8"}
     assert modes(attention=True) == dict.fromkeys(names, "mxfp8")
 

@@ -260,6 +260,16 @@ def test_a_fork_while_other_threads_enter_blocks() -> None:
             thread.join()
 
 
+def test_the_products_of_lowprec_are_not_taken() -> None:
+    x = np.full((64, 64), 1 + 2.0**-12)
+    plain, y = x @ x, x.astype(np.float32)
+    with ln.intercept("bf16", cast=True) as seen:
+        assert np.array_equal(lowprec.matmul(x, x), plain)
+        assert np.array_equal(lowprec.matmul(y, y, math_mode="fp64"), plain.astype(np.float32))
+        lowprec.linalg.solve(draw(8, 8), draw(8), method="refine")
+    assert not seen.report().products
+
+
 def test_callers_are_the_layers() -> None:
     x = draw(4, 4)
     with ln.intercept("bf16") as seen:
