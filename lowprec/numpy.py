@@ -267,7 +267,7 @@ def _product(scope: Any, name: str, a: Any, b: Any) -> Any:
             shown = "" if reason else mode.value
             counted = Row(_caller(), name, dtype.name, mode=shown, passed_by=reason, detail=detail)
             shapes = a.shape, b.shape
-            scope.ledger.add(counted, multiplications_of(shapes), lambda: shapes, None)
+            scope.ledger.add(counted, multiplications_of(shapes), lambda: shapes)
             return None if found is None else np.asarray(found, dtype)
     finally:
         _thread.is_busy = False
@@ -375,7 +375,7 @@ def _c_einsum(*operands: Any, **keywords: Any) -> Any:
     arrays = [x for x in operands if isinstance(x, np.ndarray)]
     if scope is not None and len(arrays) > 1:
         counted = Row(_caller(), "einsum", arrays[0].dtype.name, passed_by=PassedBy.UNREACHED)
-        scope.ledger.add(counted, 0, lambda: (arrays[0].shape, arrays[1].shape), None)
+        scope.ledger.add(counted, 0, lambda: (arrays[0].shape, arrays[1].shape))
     return _originals["c_einsum"](*operands, **keywords)
 
 

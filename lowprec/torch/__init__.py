@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from lowprec.core.interception_report import InterceptedProduct, InterceptionReport, PassedBy
+from lowprec.core.interception_report import InterceptedProduct, InterceptionReport, OperandStatistics, PassedBy
 from lowprec.torch.functions import linear, matmul
 from lowprec.torch.inductor import inductor_options
 from lowprec.torch.interception import intercept
@@ -17,6 +17,7 @@ __all__ = [
     "InterceptionReport",
     "LayerModes",
     "Linear",
+    "OperandStatistics",
     "PassedBy",
     "inductor_options",
     "intercept",

@@ -23,13 +23,14 @@ from lowprec.arrays import ArrayView, Library, library_of
 from lowprec.core import dispatch
 from lowprec.core.executors import look_up
 from lowprec.core.interception import Block, Interception, Modes
-from lowprec.core.interception_report import PassedBy, Row
+from lowprec.core.interception_report import PassedBy, Row, Statistics
 from lowprec.core.options import PLAIN, Options
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from lowprec.modes import Mode, Recipe, ResolvedMode, row
+from lowprec.modes import Recipe, ResolvedMode, row
 from lowprec.torch.aten import ACTED_ON, Kernel, Product, Terms, kernels
 from lowprec.torch.layer_names import NAMES, Layer
 from lowprec.torch.passes import mode_of_product
+from lowprec.torch.statistics import measure
 
 #: Errors raised before any computation; PyTorch then computes the product.
 _REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
@@ -196,10 +197,10 @@ def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Call
             try:
                 resolved = policy.resolve(mode) if context is None else context.copy().run(policy.resolve, mode)
                 result = _computed(terms, resolved, args[0] if in_place else out, swaps)
-                measured = _statistics(terms, resolved.mode) if scope.statistics else None
+                measured = measure(a, b, resolved.mode) if scope.statistics else None
                 # The products of a layer and all steps have one row.
                 text = (shown if isinstance(mode, Recipe) and resolved.mode == mode else resolved.mode).value
-                _count(scope, layer, name, [a, b], multiplications, text, statistics=measured)
+                _count(scope, layer, name, [a, b], multiplications, text, statistics=measured, product=part.product)
                 return result
             except _REFUSALS as error:
                 reason, detail = PassedBy.REFUSED, str(error)
@@ -307,14 +308,16 @@ def _is_backward() -> bool:
 
 def _count(
     scope: Any, layer: Layer, name: str, tensors: list[Tensor], multiplications: int, mode: str,
-    reason: Any = None, detail: str = "", statistics: Any = None,
+    reason: Any = None, detail: str = "", statistics: Statistics | None = None, product: str = "",
 ) -> None:  # fmt: skip
     _thread.counted += 1
     ledger = scope.ledger
     if not ledger.records_gradients and _grad_enabled() and any(x.requires_grad for x in tensors):
         ledger.records_gradients = True
     dtype = _named(tensors[0].dtype) if tensors else ""
-    found = Row(_shown(scope, layer), name, dtype, _is_backward(), mode, reason, detail)
+    backward = _is_backward()
+    gradient = product if backward and layer and statistics else ""
+    found = Row(_shown(scope, layer), name, dtype, backward, mode, reason, detail, gradient)
     ledger.add(found, multiplications, lambda: tuple(tuple(x.shape) for x in tensors[:2]), statistics)
 
 
@@ -345,11 +348,3 @@ def _shown(scope: Any, layer: Layer) -> str:
             f"{shown} have different modes, and share an operand; the first pattern's mode was used."
         ] = None
     return shown
-
-
-def _statistics(terms: Terms, mode: Mode) -> tuple[float, float]:
-    least = row(mode).operand_format.smallest_normal
-    with torch.no_grad():
-        sizes = [x.detach().abs() for x in (terms.a, terms.b) if x.numel()]
-        shares = [float(((x > 0) & (x < least)).float().mean()) for x in sizes]
-        return max((float(x.max()) for x in sizes), default=0.0), max(shares, default=0.0)

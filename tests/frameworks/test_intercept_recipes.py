@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from collections.abc import Callable
@@ -141,3 +142,46 @@ def test_forward_operands_are_not_kept_alive(torch: Any) -> None:
     with lt.intercept(RECIPES["fp8"], attention=True):
         x = x @ x
         assert alive() is None
+
+
+def test_statistics_of_quantised_operands(torch: Any) -> None:
+    """E4M3 with a scale of 2^-8 ends at 1.75; a block of 32 has one number beyond, and one that becomes zero."""
+    import lowprec.torch as lt
+
+    a, b = torch.zeros(1, 64), torch.ones(64, 16)
+    a[0, :32], a[0, 32], a[0, 0], a[0, 1] = 1.0, 2.0**-10, 1.9, 1e-9
+    with lt.intercept("mxfp8", attention=True, statistics=True) as seen:
+        a @ b
+    (row,) = seen.report().taken
+    assert row.a == lt.OperandStatistics(pytest.approx(1.9), 1 / 64, 1 / 64, pytest.approx(math.log2(1.9 * 2**10)))
+    assert row.b == lt.OperandStatistics(1, 0, 0, 0)
+    assert row.error == pytest.approx(0.15 / float(a.double().sum()), rel=1e-5)
+    assert " 1.6%, 0.0% " in str(seen.report())
+
+
+@pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8"])
+def test_statistics_of_each_format(torch: Any, mode: str) -> None:
+    """The rounded operands that underflow is counted in are those of the product: the share is that of its zeros."""
+    import lowprec.torch as lt
+
+    torch.manual_seed(0)
+    a, b = torch.randn(48, 160) * torch.logspace(-9, 0, 160), torch.eye(160)
+    with lt.intercept(mode, attention=True, statistics=True) as seen:
+        c = a @ b
+    (row,) = seen.report().taken
+    assert row.a.underflow == pytest.approx(float((c == 0).float().mean()))
+    assert (row.a.underflow > 0) == (mode != "mxfp8")
+    assert row.error == pytest.approx(float((c.double() - a.double()).norm() / a.double().norm()), rel=1e-6)
+    assert (row.a.clipped > 0) == (mode in ("mxfp8", "mxfp4"))
+    assert (row.a.block_range > 0) == (mode != "fp8")
+
+
+def test_statistics_of_the_three_products(torch: Any) -> None:
+    import lowprec.torch as lt
+
+    net = network(torch, torch.nn.Linear)
+    with lt.intercept(RECIPES["nvfp4"], statistics=True) as seen:
+        results(torch, net)
+    rows = {(p.layer, p.gradient) for p in seen.report().taken}
+    assert rows == {(layer, gradient) for layer in "024" for gradient in ("", "grad_input", "grad_weight")}
+    assert all(0 < p.error < 0.3 for p in seen.report().taken)
