@@ -127,7 +127,7 @@ def generation_table() -> str:
 
 def emulation_table() -> str:
     """Return how the tensor cores that can be emulated sum."""
-    names = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32"}
+    names = {"float16": "fp16", "bfloat16": "bf16", "tf32": "tf32", "float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2"}
     rows = [
         [
             architecture.label,

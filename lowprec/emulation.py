@@ -30,7 +30,10 @@ from lowprec.util.tracing import uncompiled
 __all__ = ["mma"]
 
 #: Names of the formats: those of the modes, and those of the element types.
-_FORMATS = {"fp16": "float16", "bf16": "bfloat16", **{name: name for name in FORMATS}}
+_FORMATS = {
+    "fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
+    **{name: name for name in FORMATS},
+}  # fmt: skip
 
 
 @uncompiled
@@ -51,7 +54,7 @@ def mma(a: Any, b: Any, c: Any, *, arch: str | Architecture, format: str) -> Any
         float32. Batches broadcast.
     arch : {"volta", "ampere", "ada", "hopper", "blackwell"}
         The architecture.
-    format : {"fp16", "bf16", "tf32"}
+    format : {"fp16", "bf16", "tf32", "e4m3", "e5m2"}
         Format of the values of ``a`` and ``b``.
 
     Returns

@@ -44,6 +44,10 @@ class Rule(NamedTuple):
     def is_stochastic(self) -> bool:
         return self.rounding == "stochastic"
 
+    def drawn(self, draw: int, operand: int) -> Rule:
+        """Return the rule with the stream of random numbers of an operand, 0 or 1, of a product (`Recipe.draw`)."""
+        return self._replace(stream=2 * draw + operand) if self.is_stochastic else self
+
     @property
     def marks_elements(self) -> bool:
         """Whether a number that is not finite becomes NaN alone, and not its whole block or vector."""
@@ -187,7 +191,7 @@ class Recipe:
 
     @classmethod
     def fp8_training(cls) -> Recipe:
-        """Return E4M3 for the forward product and E5M2 for gradients, with one scale a tensor.
+        """Return the recipe of FP8 with E5M2 for gradients, one scale a tensor.
 
         P. Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433.
         """
@@ -195,7 +199,7 @@ class Recipe:
 
     @classmethod
     def mxfp8_training(cls) -> Recipe:
-        """Return MXFP8 with E4M3 in all products and scales that are rounded up.
+        """Return the recipe of MXFP8 with E4M3 in all products and scales rounded up.
 
         A. Mishra et al., "Recipes for pre-training LLMs with MXFP8", arXiv 2506.08027.
         """
@@ -203,14 +207,17 @@ class Recipe:
 
     @classmethod
     def nvfp4_training(cls, *, seed: int) -> Recipe:
-        """Return NVFP4 with its three measures: square blocks of weights, stochastic gradients, Hadamard transforms.
+        """Return the recipe of NVFP4 with its three measures.
+
+        Weights have blocks of 16 x 16, gradients are rounded stochastically, and the operands of the gradient of the
+        weight are transformed before rounding.
 
         NVIDIA, "Pretraining large language models with NVFP4", arXiv 2509.25149.
         """
         return cls("nvfp4", rounding="stochastic_gradients", seed=seed, hadamard=16, weight_block=(16, 16))
 
     def at(self, step: int | None = None, layer: int | None = None) -> Recipe:
-        """Return the recipe for a step of training and a layer, each with its random numbers."""
+        """Return the recipe for a step and a layer, each with its random numbers."""
         return replace(self, step=self.step if step is None else step, layer=self.layer if layer is None else layer)
 
     def of(self, product: Pass) -> Recipe:

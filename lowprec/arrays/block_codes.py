@@ -194,7 +194,7 @@ def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any) -> _Sca
     if kind == "e4m3":
         values = peak.view(whole.dtype)
         scales = _nearest(values / xp.full_like(values, to.largest) / whole, FLOAT8_E4M3FN, xp)
-        numbers = _values(scales, FLOAT8_E4M3FN, 32, xp)
+        numbers = _values(scales, FLOAT8_E4M3FN, 31, xp)
         divisors = xp.where(scales > 0, numbers * whole, 1.0)
         return _Scales(scales, divisors, xp.where(finite, numbers, float("nan")), finite & (scales > 0))
     scales = xp.where(finite, _float_scale(xp.where(finite, peak, 0), to.largest, xp), float("nan"))

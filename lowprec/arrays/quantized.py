@@ -6,7 +6,7 @@ import numbers
 import operator
 from dataclasses import dataclass, field, replace
 from math import inf, isnan, nan, prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
@@ -190,13 +190,20 @@ class QuantizedArray(Prepared):
 
 
 @uncompiled
-def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  # noqa: A002 - the usual term
+def quantize(
+    x: Any,
+    /,
+    format: FormatName,  # noqa: A002 - the usual term
+    axis: int = -1,
+    *,
+    scale_rule: Literal["floor", "rceil"] = "floor",
+) -> QuantizedArray:
     """Return an array in a format of 8 or 4 bits a number, with scales.
 
     Conversion follows the OCP Microscaling Formats (MX) Specification 1.0, section 6.3, and NVIDIA's description of
     NVFP4. Numbers are rounded to nearest, ties to even, and clipped to the format's largest number; subnormal numbers
     are kept. A block with a NaN or an infinity becomes NaN as a whole, in ``"fp8"`` only that element. float64 is
-    rounded to float32 first. No gradient is defined.
+    rounded once, but infinite beyond float32's range. No gradient is defined.
 
     Parameters
     ----------
@@ -208,6 +215,10 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
         - ``"fp8"``: E4M3 with a float32 scale of the array.
     axis : int
         Axis that is divided into blocks; of an operand, the axis that is summed over.
+    scale_rule : {"floor", "rceil"}
+        Scale of a block of ``"mxfp8"`` and ``"mxfp4"``: the power of two by which the largest magnitude gets the
+        exponent of the format's largest number, as in the specification, which clips up to 1/8 (mxfp8) or 1/4 (mxfp4)
+        of it; or the least power of two that clips nothing, as in cuBLAS's conversion and TransformerEngine.
 
     Returns
     -------
@@ -218,7 +229,7 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
     ------
     ArrayError, DTypeError, ShapeError
         ``x`` cannot be read in place (a tracer, a tensor that requires grad), has another element type or not this
-        axis; or the format is unknown (DTypeError).
+        axis; or the format or the rule is unknown (DTypeError).
 
     Examples
     --------
@@ -231,6 +242,8 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
     ((16,), [127])
     """
     row = parse_format(format)
+    if scale_rule not in ("floor", "rceil"):
+        raise DTypeError(f"scale_rule is 'floor' or 'rceil', got {quoted(scale_rule)}")
     library = library_of(x)
     if (label := dtype_name(x)) not in _ACCEPTED:
         raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")
@@ -241,7 +254,7 @@ def quantize(x: Any, /, format: FormatName, axis: int = -1) -> QuantizedArray:  
     with np.errstate(all="ignore"):
         parts = [source[i] for i in _parts(len(source), row, xp)]
         scale = block_codes.array_scale(parts, row, xp)
-        encoded = zip(*(block_codes.encode(part, row, scale, xp) for part in parts), strict=True)
+        encoded = zip(*(block_codes.encode(part, row, scale, xp, scale_rule) for part in parts), strict=True)
     shapes = _part_shapes(view.shape, axis, row)
     stored = [_adopted(_joined(parts, shape or (), xp), x) for parts, shape in zip(encoded, shapes, strict=False)]
     return QuantizedArray(stored[0], stored[1] if row.scales else None, row.name, view.shape, axis, scale)

@@ -20,7 +20,7 @@ from lowprec import formats
 from lowprec.arrays import block_codes
 from lowprec.formats import DType, dtype_from_name
 from lowprec.jax.rounding import round_to, scaled, split, times_power_of_two
-from lowprec.modes import ModeRow, parse_mode, row, rules_of
+from lowprec.modes import ModeRow, Recipe, parse_mode, row, rules_of
 from lowprec.planning.schedule import make_schedule
 from lowprec.recipes import Rule
 
@@ -51,7 +51,9 @@ def multiply(
     storage, parsed = dtype_from_name(str(a.dtype)), parse_mode(mode)
     scheme = row(parsed)
     if scheme.quantizes and scheme.acts(storage):
-        return _quantized(a, b, shape, rules_of(parsed), on_gpu=on_gpu).astype(out_dtype)
+        draw = parsed.draw if isinstance(parsed, Recipe) else 0
+        rules = tuple(rule.drawn(draw, i) for i, rule in enumerate(rules_of(parsed)))
+        return _quantized(a, b, shape, rules, on_gpu=on_gpu).astype(out_dtype)
     if storage is DType.INT8:
         return _dot(a, b, shape, None, "int32")
     if storage.bits == 16:
@@ -97,7 +99,7 @@ def _widened(a: Any, b: Any, shape: Shape) -> Any:
         return lax.convert_element_type(_dot(a, b, shape, None, wide.name), narrow)
 
 
-def _quantized(a: Any, b: Any, shape: Shape, rules: tuple[Rule, Rule], *, on_gpu: bool) -> Any:
+def _quantized(a: Any, b: Any, shape: Shape, rules: tuple[Rule, ...], *, on_gpu: bool) -> Any:
     """Round both operands, with the codes and scales of the CPU's kernels, and multiply the rounded numbers."""
     (summed_a, summed_b), (batch_a, batch_b) = shape.dimensions
     free_a, free_b = free_axes(a.ndim, summed_a, batch_a), free_axes(b.ndim, summed_b, batch_b)

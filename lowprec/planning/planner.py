@@ -40,7 +40,8 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> GemmP
     out_dtype = result_dtype(problem, compute_dtype)
     layout = gemm_layout(problem.a, problem.b, problem.out, out_dtype)
     check_epilogue(problem, compute_dtype, layout)
-    _check_sums(compute_dtype, layout.k, problem.k_chunk)
+    emulates_float8 = compute_dtype.is_float8 and capabilities.kernels[0].emulates
+    _check_sums(compute_dtype, layout.k, None if emulates_float8 else problem.k_chunk)
     if problem.ignores_product:
         layout = replace(layout, k=0)
     scheme, fmt = row(mode), operand_format(mode, compute_dtype)

@@ -72,9 +72,10 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
     if not all(d.is_float8 for d in dtypes):
         return promote(*dtypes)
     if dtypes != (DType.FLOAT8_E5M2,) * 2:  # which cuBLASLt does not multiply
-        if emulated and tensor_cores_multiply("float8_e4m3fn", emulated.capability):
-            raise UnsupportedError(_NOT_EMULATED.format("FP8 products", emulated.label))
-        if capabilities.has_float8:
+        is_emulated = emulated is not None and tensor_cores_multiply("float8_e4m3fn", emulated.capability)
+        if emulated and is_emulated and DType.FLOAT8_E5M2 in dtypes:
+            raise UnsupportedError(_NOT_EMULATED.format("products of two FP8 types", emulated.label))
+        if capabilities.has_float8 or is_emulated:
             # FP8 operands of two types are multiplied unchanged; one type represents the pair.
             return DType.FLOAT8_E4M3FN
     return DType.BFLOAT16  # represents every FP8 number

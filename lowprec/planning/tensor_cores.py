@@ -36,6 +36,7 @@ class Accumulation(NamedTuple):
     least_exponent: int
     instruction_k: int  # products of one instruction: one group, or two in order
     result_bits: int = 23  # fraction bits of the accumulator, which is rounded toward zero
+    adds_after: bool = False  # the accumulator is added to the rounded sum of the products, to nearest
 
 
 #: The first compute capability of a model, and the model; None if sums are not in FP32.
@@ -47,7 +48,7 @@ _SIXTEEN_BITS: tuple[_Model, ...] = (
     ((7, 0), Accumulation(4, 23, -126, 4)),
 )
 _EIGHT_BITS: tuple[_Model, ...] = (
-    ((10, 0), Accumulation(32, 25, -133, 32)),
+    ((10, 0), Accumulation(32, 25, -133, 32, adds_after=True)),
     ((9, 0), Accumulation(32, 13, -133, 32, result_bits=13)),
     ((8, 9), Accumulation(16, 13, -132, 32, result_bits=13)),
 )
@@ -104,6 +105,6 @@ def roundings(k: int, fmt: str, capability: Capability) -> int:
     model = accumulation(fmt, capability)
     if model is None:
         return k
-    each = (model.group + 1) * 2.0 ** (24 - model.fraction_bits) + 2.0 ** (24 - model.result_bits)
+    each = (model.group + 1) * 2.0 ** (24 - model.fraction_bits) + 2.0 ** (24 - model.result_bits) + model.adds_after
     # Rounded up, because each addition of the parts of a split sum needs at least one rounding.
     return ceil(-(-k // model.group) * each)

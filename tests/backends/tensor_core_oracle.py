@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import copysign, frexp, inf, isfinite
+
+import numpy as np
 
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic
 from lowprec.formats import FLOAT32, NumberFormat
@@ -30,14 +33,20 @@ def _add_group(a: Sequence[float], b: Sequence[float], c: float, arithmetic: Ari
         (Fraction(x) * Fraction(y), _exponent(x, arithmetic.emin) + _exponent(y, arithmetic.emin))
         for x, y in zip(a, b, strict=True)
     ]
-    terms.append((Fraction(c), _exponent(c, FLOAT32.emin)))
+    if not arithmetic.adds_after:
+        terms.append((Fraction(c), _exponent(c, FLOAT32.emin)))
     exponents = [exponent for value, exponent in terms if value]
     if not exponents:
-        return 0.0
+        return c + 0.0 if arithmetic.adds_after else 0.0
     largest = max(*exponents, arithmetic.least_exponent)
     grid = Fraction(2) ** (largest - arithmetic.fraction_bits)
     total = sum((_cut(value, grid) for value, _ in terms), Fraction(0))
-    return _toward_zero(total, FLOAT32)
+    # Fewer fraction bits, in the range of float32.
+    rounded = _toward_zero(total, replace(FLOAT32, precision=arithmetic.result_bits + 1))
+    if not arithmetic.adds_after:
+        return rounded
+    with np.errstate(over="ignore"):
+        return float(np.float32(c) + np.float32(rounded))
 
 
 def _exponent(x: float, emin: int) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import re
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -73,6 +74,22 @@ def test_so_do_16_bit_operands(dtype: Any, fmt: str, operands: Any) -> None:
     expected = in_float32(a.astype(np.float32), b.astype(np.float32), "hopper", fmt)
     assert identical(found, expected)
     assert identical(narrow, expected.astype(dtype))
+
+
+@pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
+def test_so_do_float8_operands(arch: str, operands: Any) -> None:
+    a, b = (x.astype(ml_dtypes.float8_e4m3fn) for x in operands)
+    x, y, zero = a.astype(np.float32), b.astype(np.float32), np.zeros((M, N), np.float32)
+    with emulate(arch):
+        found = lowprec.matmul(a, b, out_dtype="float32")
+        chunked = lowprec.matmul(a, b, out_dtype="float32", k_chunk=64)
+        with pytest.raises(UnsupportedError, match="products of two FP8 types"):
+            lowprec.matmul(a, b.astype(ml_dtypes.float8_e5m2))
+    assert identical(found, mma(x, y, zero, arch=arch, format="e4m3"))
+    parts = [mma(x[:, k], y[k], zero, arch=arch, format="e4m3") for k in (slice(0, 64), slice(64, K))]
+    assert identical(chunked, parts[0] + parts[1])
+    with emulate("ampere"):  # multiplies their numbers in bfloat16
+        assert identical(lowprec.matmul(a, b, out_dtype="float32"), in_float32(x, y, "ampere", "bf16"))
 
 
 def test_complex_components_are_one_chain_each(rng: np.random.Generator) -> None:

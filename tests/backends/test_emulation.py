@@ -14,12 +14,12 @@ from lowprec.architectures import Architecture, parse_architecture
 from lowprec.backends.cpu import library
 from lowprec.backends.cpu.emulation.arithmetic import Arithmetic, arithmetic, formats_of
 from lowprec.backends.cpu.emulation.products import multiply
-from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
+from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32, NumberFormat
 from lowprec.planning.tensor_cores import accumulation
 from support import tensor_core_vectors as vectors
 from support.rounding_oracle import round_to_format
 
-FORMATS = {"float16": FLOAT16, "bfloat16": BFLOAT16, "tf32": TF32}
+FORMATS = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, TF32, FLOAT8_E4M3FN, FLOAT8_E5M2)}
 MODELS = [(arch, fmt) for arch in Architecture for fmt in formats_of(arch)]
 NAN = 0x7FFFFFFF
 Twin = Callable[[Any, Any, Any, Arithmetic], Any]
@@ -73,7 +73,7 @@ def test_the_sample_read_off_hardware_agrees_bit_for_bit(gpu: str, fmt: str, twi
     assert (bits([dot(*row, model) for row in rows]) == bits(found.d)).all()
 
 
-@pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS)
+@pytest.mark.parametrize(("gpu", "fmt"), vectors.SETS + vectors.NARROW_SETS)
 def test_all_vectors_read_off_hardware_agree_bit_for_bit(gpu: str, fmt: str, twin: Twin) -> None:
     found = vectors.full(gpu, fmt)
     if found is None:
@@ -121,7 +121,8 @@ def test_the_twins_agree(
 
 S = 2.0**-149  # the smallest float32
 T = 127 * 2.0**-81  # of bfloat16, which has 8 bits
-H = Architecture.HOPPER
+H, B = Architecture.HOPPER, Architecture.BLACKWELL
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,15 @@ H = Architecture.HOPPER
         (H, "tf32", [2.0**127, -(2.0**127)], [2.0, 2.0], 1.0, 0.0),
         (H, "tf32", [np.inf], [0.0], 0.0, np.nan),
         (H, "tf32", [np.inf], [1.0], -np.inf, np.nan),
+        # FP8 keeps 13 fraction bits of terms and sums; Blackwell adds c to the sum of products, to nearest.
+        (H, E4M3, [2.0**-6] * 2, [2.0**-6, 2.0**-8], 1.0, 1 + 2.0**-12),
+        (H, E4M3, [1.0, 2.0**-7], [1.0, 2.0**-7], 0.0, 1.0),
+        (H, E4M3, [1.5, 2.0**-6], [1.5, 2.0**-7], 0.0, 2.25),
+        (Architecture.ADA, E4M3, [2.0**-7] * 32, [2.0**-7] * 32, 1.0, 1.0),
+        (H, E4M3, [1.0, *[0.0] * 15, 2.0**-6], [1.0, *[0.0] * 15, 2.0**-7], 0.0, 1 + 2.0**-13),
+        (B, E5M2, [2.0**-12, 2.0**-13], [2.0**-12] * 2, 1.0, 1 + 2.0**-23),
+        (B, E5M2, [1.0, 2.0**-14], [1.0, 2.0**-12], 0.0, 1.0),
+        (B, E5M2, [0.0], [1.0], -0.0, 0.0),
         # An exact zero is +0; what is cut to nothing keeps its sign.
         (H, "tf32", [1.0, -1.0], [1.0, 1.0], -0.0, 0.0),
         (H, "bfloat16", [-(2.0**-76)], [2.0**-75], 0.0, -0.0),

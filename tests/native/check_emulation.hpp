@@ -3,8 +3,8 @@
 // An element of the result, in double.
 uint32_t emulated(const float* a, const float* b, float c, int64_t n, int64_t k, const lp_tensor_core& core) {
     for (int64_t first = 0; first < k; first += core.group) {
-        double terms[33] = {c}, special = isfinite(c) ? 0.0 : c, sum = 0;
-        int largest = c ? fmax(ilogb(c), -126) : core.least_exponent, count = 1;
+        double terms[33] = {core.adds_after ? 0 : c}, special = isfinite(c) ? 0.0 : c, sum = 0;
+        int largest = c && !core.adds_after ? fmax(ilogb(c), -126) : core.least_exponent, count = 1;
         for (int64_t i = first; i < k && i < first + core.group; i++) {
             const double x = a[i], y = b[i * n], product = x * y;
             if (!isfinite(product)) special += product;
@@ -17,6 +17,9 @@ uint32_t emulated(const float* a, const float* b, float c, int64_t n, int64_t k,
         sum = ldexp(sum + 0.0, largest - core.fraction_bits);
         float rounded = (float)sum;
         if (fabs(sum) < 0x1p128 && fabs((double)rounded) > fabs(sum)) rounded = nextafterf(rounded, 0);
+        uint32_t word;
+        memcpy(&word, &rounded, 4), word &= ~0u << (23 - core.result_bits), memcpy(&rounded, &word, 4);
+        if (core.adds_after) rounded += c;
         c = special != 0 ? (float)special : rounded;  // NaN is not equal to 0
     }
     uint32_t found = 0x7fffffff;
@@ -28,12 +31,14 @@ void check_emulate() {
         lp_tensor_core core;
         int dropped;
     } models[] = {
-        // float16 on Volta, tf32 on Ampere, all on Hopper
-        {{4, 23, -126, -14}, 13},
-        {{4, 24, -132, -126}, 13},
-        {{16, 25, -133, -14}, 13},
-        {{16, 25, -133, -126}, 16},
-        {{8, 25, -133, -126}, 13},
+        // float16 on Volta, tf32 on Ampere, all on Hopper; E5M2 on Hopper and Blackwell
+        {{4, 23, -126, -14, 23, 0}, 13},
+        {{4, 24, -132, -126, 23, 0}, 13},
+        {{16, 25, -133, -14, 23, 0}, 13},
+        {{16, 25, -133, -126, 23, 0}, 16},
+        {{8, 25, -133, -126, 23, 0}, 13},
+        {{32, 13, -133, -14, 13, 0}, 21},
+        {{32, 25, -133, -14, 23, 1}, 21},
     };
     for (const auto& model : models)
         for (int round = 0; round < 24; round++) {

@@ -56,13 +56,17 @@ def _signed(x: float, code: int, width: int) -> int:
     return code | (1 << (width - 1) if math.copysign(1, x) < 0 else 0)
 
 
-def microscaled(block: Sequence[float], numbers: Sequence[Fraction], width: int) -> tuple[int, list[int]]:
-    """The E8M0 code and the elements' codes of a block, as the Microscaling specification converts."""
+def microscaled(
+    block: Sequence[float], numbers: Sequence[Fraction], width: int, rule: str = "floor"
+) -> tuple[int, list[int]]:
+    """The E8M0 code and the elements' codes of a block, as the Microscaling specification converts, or rounded up."""
     if not all(map(math.isfinite, block)):
         return 255, [0] * len(block)
     values = [Fraction(x) for x in block]
     peak = max(map(abs, values))
     exponent = floor_log2(peak) - floor_log2(numbers[-1]) if peak else -127
+    if peak and rule == "rceil":
+        exponent = -floor_log2(numbers[-1] / peak)
     exponent = max(-127, min(127, exponent))
     codes = [nearest(abs(v) / Fraction(2) ** exponent, numbers) for v in values]
     return exponent + 127, [_signed(x, code, width) for x, code in zip(block, codes, strict=True)]
@@ -92,7 +96,7 @@ def fp8(x: float, scale: Fraction) -> int:
     return _signed(x, code, 8)
 
 
-def quantized(x: Sequence[float], name: str) -> tuple[list[int], list[int] | None, Fraction]:
+def quantized(x: Sequence[float], name: str, rule: str = "floor") -> tuple[list[int], list[int] | None, Fraction]:
     """The codes, one by one, the scales' codes and the scale of float32 numbers along one axis."""
     if name == "fp8":
         scale = array_scale(x, 448)
@@ -105,7 +109,7 @@ def quantized(x: Sequence[float], name: str) -> tuple[list[int], list[int] | Non
         found = [nvfp4(block, scale) for block in blocks]
     else:
         scale = Fraction(1)
-        found = [microscaled(b, *((E4M3, 8) if name == "mxfp8" else (E2M1, 4))) for b in blocks]
+        found = [microscaled(b, *((E4M3, 8) if name == "mxfp8" else (E2M1, 4)), rule) for b in blocks]
     return [code for _, codes in found for code in codes], [code for code, _ in found], scale
 
 

@@ -15,9 +15,13 @@ _NAME = "tensor_core_vectors.npz"
 ABSENT = "the vectors of real tensor cores are not next to this checkout"
 
 #: By the names in the data: the architecture of each GPU, and the format.
-ARCHITECTURES = {"V100": "volta", "A100": "ampere", "H200": "hopper"}
-FORMATS = {"fp16": "float16", "bf16": "bfloat16", "tf32": "tf32"}
-SETS = [("V100", "fp16"), *((gpu, fmt) for gpu in ("A100", "H200") for fmt in FORMATS)]
+ARCHITECTURES = {
+    "V100": "volta", "A100": "ampere", "H200": "hopper", "H100": "hopper", "L40S": "ada", "B200": "blackwell",
+}  # fmt: skip
+FORMATS = {"fp16": "float16", "bf16": "bfloat16", "tf32": "tf32", "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2"}
+SETS = [("V100", "fp16"), *((gpu, fmt) for gpu in ("A100", "H200") for fmt in ("fp16", "bf16", "tf32"))]
+#: Those that are not in the sample.
+NARROW_SETS = [(gpu, fmt) for gpu in ("H100", "L40S", "B200") for fmt in ("E4M3", "E5M2")]
 
 
 class Vectors(NamedTuple):
@@ -52,5 +56,7 @@ def full(gpu: str, fmt: str) -> Vectors | None:
     for folder in _folders():
         if (folder / _NAME).is_file():
             with np.load(folder / _NAME) as data:
-                return Vectors(*(data[f"{gpu}_{fmt}_{x}"].view(np.float32) for x in "abcd"))
+                found = Vectors(*(data[f"{gpu}_{fmt}_{x}"].view(np.float32) for x in "abcd"))
+                # The results of H100 do not contain c.
+                return found._replace(c=0 * found.c) if gpu == "H100" else found
     return None

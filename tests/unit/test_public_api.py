@@ -25,6 +25,7 @@ NAMES = [
     "ModeError",
     "PreparedOperand",
     "QuantizedArray",
+    "Recipe",
     "ShapeDtype",
     "ShapeError",
     "SparsityError",

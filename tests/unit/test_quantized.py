@@ -38,10 +38,10 @@ def packed(codes: Any, name: str) -> NDArray[np.uint8]:
     return codes[..., ::2] | codes[..., 1::2] << 4 if name in FOUR_BITS else codes
 
 
-def agree(x: NDArray[np.float32], name: str) -> QuantizedArray:
+def agree(x: NDArray[Any], name: str, rule: Any = "floor") -> QuantizedArray:
     """Assert that a vector's codes, scales and numbers are the twin's, bit for bit, and return it."""
-    found = quantize(x, name)
-    codes, scales, scale = narrow_twin.quantized(x.tolist(), name)
+    found = quantize(x, name, scale_rule=rule)
+    codes, scales, scale = narrow_twin.quantized(x.tolist(), name, rule)
     np.testing.assert_array_equal(codes_of(found), codes)
     assert (None if found.scales is None else found.scales.tolist()) == scales
     assert Fraction(found.scale) == scale
@@ -280,15 +280,62 @@ def test_strides(name: str, rng: np.random.Generator) -> None:
             np.testing.assert_array_equal(found.dequantize(), want.dequantize())
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_scales_that_are_rounded_up(name: str, rng: np.random.Generator) -> None:
+    """Nothing is clipped, and the next smaller power of two would clip."""
+    largest = BLOCK_FORMATS[name].elements.largest
+    for exponent in range(-150, 120, 3):
+        x = np.ldexp(rng.standard_normal(70), exponent + rng.integers(-8, 3, 70)).astype(np.float32)
+        agree(x, name, "rceil")
+    for exponent in (-140, -130, -127, -126, -3, 0, 100):  # the largest number, and the float32 numbers next to it
+        peak = np.float32(np.ldexp(largest, exponent))
+        for x in (peak, np.nextafter(peak, np.float32(0)), np.nextafter(peak, np.float32(np.inf))):
+            agree(np.full(32, x, np.float32), name, "rceil")
+    agree(rng.integers(0, 1 << 32, 32 * 40, dtype=np.uint32).view(np.float32), name, "rceil")
+    x = np.float32([957.0, *[1.0] * 31])
+    assert quantize(x, name, scale_rule="rceil").scales[0] == quantize(x, name).scales[0] + 1
+    with pytest.raises(lowprec.DTypeError, match="scale_rule is 'floor' or 'rceil', got 'even'"):
+        quantize(x, name, scale_rule="even")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["floor", "rceil"])
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_float64_is_rounded_once(name: str, rule: Any, rng: np.random.Generator) -> None:
+    """Numbers next to midpoints in float64, where rounding to float32 first gives the midpoint."""
+    numbers = [float(v) for v in (narrow_twin.E4M3 if name == "mxfp8" else narrow_twin.E2M1)]
+    middle = np.array([(a + b) / 2 for a, b in itertools.pairwise(numbers)])
+    around = np.concatenate([np.nextafter(middle, side) for side in (-np.inf, np.inf)])
+    x = np.concatenate((np.resize(around, (len(around) // 31 + 1, 31)), np.full((len(around) // 31 + 1, 1), 448.0)), 1)
+    for scale in (1.0, 2.0**-120, 2.0**100):
+        agree(x.ravel() * scale, name, rule)
+        agree(-x.ravel() * scale, name, rule)
+    agree(np.ldexp(rng.standard_normal(640), rng.integers(-30, 30, 640)), name, rule)
+    agree(np.array([np.nextafter(448.0, 449), np.nextafter(512.0, 0), *[0.0] * 30]), name, rule)
+    if name == "mxfp8":
+        assert quantize(np.array([-431.99999999999994, 448]), name).dequantize()[0] == -416
+
+
+def test_float64_with_a_scale_of_the_array(rng: np.random.Generator) -> None:
+    """The quotient is rounded in float64, and then once to the format."""
+    for scale in (1.0, 0.75, 2.0**-20):
+        x = np.array([-431.99999999999994, 432.0000000000001, 448, 17, 1e-30]) * scale
+        found = quantize(x, "fp8")
+        assert found.scale == scale
+        np.testing.assert_array_equal(found.dequantize(), np.float32([-416, 448, 448, 17 - 1, 0]) * np.float32(scale))
+    x = np.array([2688.0, *[0.0] * 15, np.nextafter(2.5, 0), np.nextafter(2.5, 3), 6, *[0.0] * 13])
+    np.testing.assert_array_equal(quantize(x, "nvfp4").dequantize()[16:19], [2, 3, 6])
+
+
 @pytest.mark.parametrize("name", FORMATS)
-def test_other_element_types_are_rounded_to_float32(name: str, rng: np.random.Generator) -> None:
+def test_other_element_types(name: str, rng: np.random.Generator) -> None:
     x = rng.standard_normal((6, 50)) * 2.0 ** rng.integers(-12, 12, (6, 50))
-    for dtype in (np.float16, np.float64, ml_dtypes.bfloat16):
+    for dtype in (np.float16, ml_dtypes.bfloat16):
         typed = x.astype(dtype)
         found, want = quantize(typed, name), quantize(typed.astype(np.float32), name)
         np.testing.assert_array_equal(found.codes, want.codes)
         assert found.dequantize().dtype == np.float32
-    assert np.isnan(quantize(np.array([1e300, 1.0]), name).dequantize()[0])  # rounded to infinity
+    wide = quantize(np.array([1e300, 1.0, 3.4028235e38]), name)  # infinite in float32
+    assert np.isnan(wide.dequantize()[0])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -93,7 +93,10 @@ class Flat(ctypes.Structure):
 class TensorCore(ctypes.Structure):
     """``lp_tensor_core``."""
 
-    _fields_ = (("group", _I32), ("fraction_bits", _I32), ("least_exponent", _I32), ("emin", _I32))
+    _fields_ = (
+        ("group", _I32), ("fraction_bits", _I32), ("least_exponent", _I32), ("emin", _I32), ("result_bits", _I32),
+        ("adds_after", _I32),
+    )  # fmt: skip
 
 
 class Functions(NamedTuple):

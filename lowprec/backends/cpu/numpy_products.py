@@ -12,13 +12,14 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 from lowprec.architectures import Architecture
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu.emulation import arithmetic, products
 from lowprec.backends.interface import Arguments, Executor
-from lowprec.formats import FLOAT16, TF32, DType, NumberFormat
+from lowprec.formats import FLOAT32, TF32, DType, NumberFormat
 from lowprec.modes import ModeRow, row
 from lowprec.planning import Activation, GemmPlan
 from lowprec.planning.layout import GemmLayout, stacked_layout
@@ -244,8 +245,8 @@ def rounded(x: Any, dtype: np.dtype[Any], fmt: NumberFormat | None) -> Any:
 
 
 def _round_block(x: Any, fmt: NumberFormat) -> None:
-    if fmt is FLOAT16:
-        x[...] = x.astype(np.float16)
+    if fmt.emin > FLOAT32.emin:  # float16, float8
+        x[...] = x.astype(getattr(ml_dtypes, fmt.name, fmt.name))
         return
     one, dropped, bits = np.uint32(1), np.uint32(24 - fmt.precision), x.view(np.uint32)
     half = one << dropped - one

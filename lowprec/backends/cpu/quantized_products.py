@@ -34,18 +34,17 @@ def prepare(plan: GemmPlan, prepare_inner: Prepare) -> Executor:
     multiply = (_in_pieces if plan.quantized.k_piece else _at_once)(plan, prepare_inner)
 
     def execute(arguments: Arguments) -> None:
-        a = _operand(arguments.a, -1, rules[0], 2 * arguments.draw, plan)
-        b = _operand(arguments.b, axis_of_b, rules[1], 2 * arguments.draw + 1, plan)
+        of_a, of_b = (rule and rule.drawn(arguments.draw, i) for i, rule in enumerate(rules))
+        a, b = _operand(arguments.a, -1, of_a, plan), _operand(arguments.b, axis_of_b, of_b, plan)
         multiply(arguments, a, b)
 
     return execute
 
 
-def _operand(view: ArrayView, inner: int, rule: Rule | None, stream: int, plan: GemmPlan) -> Rounded:
+def _operand(view: ArrayView, inner: int, rule: Rule | None, plan: GemmPlan) -> Rounded:
     """Return a rounded operand; one that is prepared for the mode is rounded once."""
     if rule is None:
         return view, None, 1.0
-    rule = rule._replace(stream=stream) if rule.is_stochastic else rule
     if not view.is_prepared or view.mode != plan.mode:
         return _rounded(view, inner, rule)
 

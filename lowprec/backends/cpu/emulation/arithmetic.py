@@ -8,12 +8,12 @@ from typing import NamedTuple
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.kernel_rows import NUMPY
 from lowprec.errors import UnsupportedError
-from lowprec.formats import BFLOAT16, FLOAT16, TF32, NumberFormat
+from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32, NumberFormat
 from lowprec.planning import KernelRow, Summation
 from lowprec.planning.tensor_cores import accumulation
 
 #: Formats that are emulated, by name.
-FORMATS: dict[str, NumberFormat] = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, TF32)}
+FORMATS: dict[str, NumberFormat] = {fmt.name: fmt for fmt in (FLOAT16, BFLOAT16, TF32, FLOAT8_E4M3FN, FLOAT8_E5M2)}
 
 
 class Arithmetic(NamedTuple):
@@ -23,8 +23,9 @@ class Arithmetic(NamedTuple):
        normalised and has the exponent of the smallest normal number.
     2. The nonzero terms, including c, are aligned to their largest exponent, at least ``least_exponent``, and truncated
        to ``fraction_bits`` below it.
-    3. The sum of these is exact, and rounded toward zero to float32, subnormal numbers included; it is infinite beyond
-       the largest float32. An exact zero is +0.
+    3. The sum of these is exact, and rounded toward zero to float32, subnormal numbers included, of which
+       ``result_bits`` fraction bits remain; it is infinite beyond the largest float32. An exact zero is +0.
+    4. With ``adds_after`` c is not among the terms: it is added to the rounded sum, to nearest.
 
     A NaN in a product or in c, infinities of both signs, and an infinity times zero give the NaN 0x7fffffff.
     """
@@ -33,6 +34,8 @@ class Arithmetic(NamedTuple):
     fraction_bits: int
     least_exponent: int
     emin: int  # exponent of the smallest normal number of the factors' format
+    result_bits: int = 23
+    adds_after: bool = False
 
 
 def formats_of(architecture: Architecture) -> tuple[str, ...]:
@@ -48,7 +51,8 @@ def arithmetic(architecture: Architecture, fmt: str) -> Arithmetic:
             f"the tensor cores of {architecture.label} do not support {fmt}; emulated formats: "
             f"{', '.join(formats_of(architecture))}"
         )
-    return Arithmetic(model.group, model.fraction_bits, model.least_exponent, FORMATS[fmt].emin)
+    bits, after = model.result_bits, model.adds_after
+    return Arithmetic(model.group, model.fraction_bits, model.least_exponent, FORMATS[fmt].emin, bits, after)
 
 
 def kernels(architecture: Architecture) -> tuple[KernelRow, ...]:

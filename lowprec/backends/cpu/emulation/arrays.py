@@ -71,17 +71,20 @@ def _add_group(a: Operand, b: Operand, c: Any, arithmetic: Arithmetic) -> Any:
     finite = np.isfinite(c)
     value = np.where(finite, c, 0)
     exponent = np.maximum(np.frexp(value)[1] - 1, FLOAT32.emin)
-    exponent = np.where(value == 0, NOWHERE, exponent)
+    exponent = np.where((value == 0) | arithmetic.adds_after, NOWHERE, exponent)
     exponents = a.exponents[:, :, None] + b.exponents[None, :, :]
     largest = np.maximum(exponents.max(axis=1), exponent)
     shift = arithmetic.fraction_bits - np.maximum(largest, arithmetic.least_exponent)
     scale = np.ldexp(1.0, shift)
     # Integers below 2^33, whose sum is exact.
-    total = np.trunc(value * scale)
+    total = np.trunc(value * scale) * (not arithmetic.adds_after)
     for i in range(a.values.shape[1]):
         total += np.trunc(a.values[:, i, None] * b.values[i, :] * scale)
     # Adding +0 removes a -0 from terms that were truncated to zero.
-    total = _toward_zero(np.ldexp(total + 0.0, -shift))
+    total = _toward_zero(np.ldexp(total + 0.0, -shift)).astype(np.float32)
+    total.view(np.uint32)[...] &= np.uint32(0xFFFFFFFF << (23 - arithmetic.result_bits) & 0xFFFFFFFF)
+    if arithmetic.adds_after:
+        total = value.astype(np.float32) + total
     special = np.where(finite, 0, c)
     if not (a.is_finite and b.is_finite):
         products = a.raw[:, :, None].astype(np.float64) * b.raw[None, :, :]

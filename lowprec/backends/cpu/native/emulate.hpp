@@ -65,6 +65,7 @@ INLINE void add_group(const lp_tensor_core& core, const EmulatedA<R>& a, const E
     f64v lower[R], upper[R];
     UNROLLED(r, R) {
         decompose(c[r], -126, &significand[r], &own[r]);
+        own[r] = core.adds_after ? (i32v)all((uint32_t)-(1 << 20)) : own[r];
         largest[r] = larger(own[r], (i32v)all((uint32_t)core.least_exponent));
     }
     for (int i = first; i < end; i++)
@@ -91,6 +92,8 @@ INLINE void add_group(const lp_tensor_core& core, const EmulatedA<R>& a, const E
         i32v exponent = largest[r] - core.fraction_bits;
         u32v rounded = joined(toward_zero(lower[r] * powers_from<0>(exponent, lanes)),
                               toward_zero(upper[r] * powers_from<W / 2>(exponent, lanes)), lanes);
+        rounded &= ~0u << (23 - core.result_bits);
+        if (core.adds_after) rounded = bits(c[r] + floats(rounded));
         f32v infinite = floats(bits(c[r]) & is_special(bits(c[r])));
         if (special)
             for (int i = first; i < end; i++) {

@@ -100,7 +100,8 @@ LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, 
 
 // c += a @ b by the arithmetic of tensor cores, bit by bit; a (m, k), b (k, n), c (m, n), float32, row-major; numbers of
 // a and b have at most 12 significant bits. Groups have at most 128 products, and terms 25 fraction bits. -> lp_status
-typedef struct { int32_t group, fraction_bits, least_exponent, emin; } lp_tensor_core;
+// result_bits: fraction bits of sums, toward zero. adds_after: c is added, to nearest, to the sum of the products alone.
+typedef struct { int32_t group, fraction_bits, least_exponent, emin, result_bits, adds_after; } lp_tensor_core;
 LP_API int32_t lp_emulate(const float* a, const float* b, float* c, int64_t m, int64_t n, int64_t k,
                           const lp_tensor_core*, int32_t threads);
 

@@ -1,0 +1,162 @@
+"""Modes that quantise in PyTorch, JAX and Dask: one call has the same bits, and each product its own rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec import recipes
+from lowprec.modes import of_pass, parse_mode
+from lowprec.recipes import Recipe
+
+RECIPES: list[Any] = [
+    *recipes.MODES,
+    Recipe.fp8_training(),
+    Recipe.mxfp8_training(),
+    Recipe.nvfp4_training(seed=1).at(2),
+    Recipe("nvfp4", grad_input="mxfp8", rounding="stochastic", seed=9),
+]
+
+
+def operands(*shapes: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+
+
+def gradients(a: np.ndarray, b: np.ndarray, g: np.ndarray, mode: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the two products of the backward pass of ``a @ b``."""
+    of_a, of_b = (of_pass(parse_mode(mode), x) for x in ("grad_input", "grad_weight"))
+    return lowprec.matmul(g, b.T, math_mode=of_a), lowprec.matmul(a.T, g, math_mode=of_b)
+
+
+# -- PyTorch --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", RECIPES, ids=str)
+def test_pytorch_has_numpys_bits_and_each_gradient_its_own_rounding(mode: Any) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a, b, g = operands((40, 100), (100, 30), (40, 30))
+    x, w = (torch.from_numpy(v).requires_grad_() for v in (a, b))
+    y = lowprec.matmul(x, w, math_mode=mode)
+    assert np.array_equal(y.detach().numpy(), lowprec.matmul(a, b, math_mode=mode))
+    found = torch.autograd.grad(y, (x, w), torch.from_numpy(g))
+    expected = gradients(a, b, g, mode)
+    assert all(np.array_equal(u.numpy(), v) for u, v in zip(found, expected, strict=True))
+    pulled = torch.func.vjp(lambda x, w: lowprec.matmul(x, w, math_mode=mode), x, w)[1](torch.from_numpy(g))
+    assert all(np.array_equal(u.detach().numpy(), v) for u, v in zip(pulled, expected, strict=True))
+
+
+def test_compiled_graphs_have_the_same_bits_and_follow_the_step() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a, b, g = operands((16, 64), (64, 8), (16, 8))
+    x, w = (torch.from_numpy(v).requires_grad_() for v in (a, b))
+    graphs = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph)
+        return aot_eager(graph, example)
+
+    torch._dynamo.reset()
+    multiply = torch.compile(lambda x, w: lowprec.matmul(x, w), backend=backend)
+    recipe = Recipe.nvfp4_training(seed=1)
+    for step in (1, 2, 3):
+        with lowprec.math_mode(recipe.at(step)):
+            found = torch.autograd.grad(multiply(x, w), (x, w), torch.from_numpy(g))
+        expected = gradients(a, b, g, recipe.at(step))
+        assert all(np.array_equal(u.numpy(), v) for u, v in zip(found, expected, strict=True)), step
+    assert len(graphs) == 1, "one graph for all steps"
+    named = torch.compile(lambda x, w: lowprec.matmul(x, w, math_mode=recipe), backend=backend)
+    assert np.array_equal(named(x, w).detach().numpy(), lowprec.matmul(a, b, math_mode=recipe))
+
+
+def test_a_layer_knows_its_weight() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import lowprec.torch as lt
+
+    recipe = Recipe("nvfp4", weight_block=(16, 16))
+    torch.manual_seed(0)
+    layer, x = lt.Linear(64, 32, math_mode=recipe), torch.randn(5, 64)
+    square = Recipe("nvfp4", weight_block=(16, 16), knows_weight=True)
+    expected = lowprec.matmul(x, layer.weight.detach().T, bias=layer.bias.detach(), math_mode=square)
+    assert torch.equal(layer(x), expected)
+    assert not torch.equal(expected, lowprec.linear(x, layer.weight.detach(), layer.bias.detach(), math_mode=recipe))
+    shared = lt.Linear.sharing(layer)
+    compiled = torch.compile(shared, backend="eager")
+    with lowprec.math_mode(recipe):
+        assert torch.equal(shared(x), expected)
+        assert torch.equal(compiled(x), expected)
+    weight = layer.weight.detach()
+    x = torch.eye(64, requires_grad=True)
+    layer(x).sum().backward()
+    forward = lowprec.matmul(torch.eye(64), weight.T, math_mode=square)
+    backward = lowprec.matmul(torch.ones(64, 32), weight, math_mode=square.of("grad_input"))
+    assert torch.equal(x.grad, backward)
+    assert torch.allclose(backward[0], forward.sum(1), atol=1e-5), "both products see the same numbers of the weight"
+
+
+def test_vmap_and_half_precision() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    a, b = operands((3, 8, 64), (3, 64, 5))
+    for mode in ("mxfp8", "int8", "fp8_blocks"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x, w = (torch.from_numpy(v).to(dtype) for v in (a, b))
+            found = torch.vmap(lambda x, w: lowprec.matmul(x, w, math_mode=mode))(x, w)  # noqa: B023
+            assert found.dtype == dtype
+            assert torch.equal(found, torch.stack([lowprec.matmul(*y, math_mode=mode) for y in zip(x, w, strict=True)]))
+
+
+# -- JAX ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", RECIPES, ids=str)
+def test_jax_eagerly_has_numpys_bits_and_under_jit_their_bound(mode: Any) -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    a, b, g = operands((40, 100), (100, 30), (40, 30))
+    plain = lowprec.matmul(a, b, math_mode=mode)
+    x, w = jax.numpy.asarray(a), jax.numpy.asarray(b)
+    assert np.array_equal(np.asarray(lowprec.matmul(x, w, math_mode=mode)), plain)
+
+    def multiply(x: Any, w: Any) -> Any:
+        return lowprec.matmul(x, w, math_mode=mode)
+
+    def near(found: Any, expected: np.ndarray) -> bool:
+        """Whether products of the same codes were summed in another order."""
+        return bool(np.allclose(np.asarray(found), expected, rtol=1e-4, atol=1e-4))
+
+    assert near(jax.jit(multiply)(x, w), plain)
+    out, pull = jax.vjp(multiply, x, w)
+    assert near(out, plain)
+    assert all(near(*pair) for pair in zip(pull(g), gradients(a, b, g, mode), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["mxfp8", "fp8_rows", "int8", "fp8_blocks"])
+def test_jax_maps_and_scans(mode: str) -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    a, b = operands((3, 8, 64), (64, 64))
+    expected = lowprec.matmul(a, b, math_mode=mode)
+    found = jax.jit(jax.vmap(lambda x: lowprec.matmul(x, b, math_mode=mode)))(a)
+    assert np.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    carried, _ = jax.lax.scan(
+        lambda x, _: (lowprec.matmul(x, b, math_mode=mode), None), jax.numpy.asarray(a[0]), length=2
+    )
+    twice = lowprec.matmul(lowprec.matmul(a[0], b, math_mode=mode), b, math_mode=mode)
+    assert np.linalg.norm(carried - twice) < 1e-2 * np.linalg.norm(twice), "roundings may differ by the order of sums"
+
+
+# -- Dask -----------------------------------------------------------------------------------------
+
+
+def test_dask_rounds_each_chunk() -> None:
+    da = pytest.importorskip("dask.array", reason="dask is not installed")
+    a, b = operands((32, 256), (256, 16))
+    x, y = da.from_array(a, chunks=(16, 128)), da.from_array(b, chunks=(128, 16))
+    recipe = Recipe("mxfp8", scale_rule="rceil")
+    for mode in ("mxfp8", "int8", recipe):
+        found = lowprec.matmul(x, y, math_mode=mode).compute(scheduler="synchronous")
+        first = lowprec.matmul(a[:, :128], b[:128], math_mode=mode)
+        assert np.array_equal(found, lowprec.matmul(a[:, 128:], b[128:], c=first, beta=1.0, math_mode=mode))

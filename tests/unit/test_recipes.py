@@ -1,0 +1,147 @@
+"""Recipes as values, as text, and in the places that accept the name of a mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec import recipes
+from lowprec.modes import MathMode, available_modes, of_pass, parse_mode, row, rules_of
+from lowprec.recipes import Recipe
+from support.programs import run_python
+
+SOME = [
+    Recipe("mxfp8"),
+    Recipe("mxfp8", scale_rule="rceil"),
+    Recipe(("mxfp8", "mxfp4"), grad_input=("mxfp8_e5m2", "mxfp4")),
+    Recipe("nvfp4", rounding="stochastic", seed=2**64 - 1, step=7, layer=3),
+    Recipe.fp8_training(),
+    Recipe.mxfp8_training(),
+    Recipe.nvfp4_training(seed=5),
+    Recipe.nvfp4_training(seed=5).of("grad_weight").at(3, 2),
+]
+
+
+def test_every_mode_that_quantises_is_a_format() -> None:
+    assert [m.value for m in available_modes() if row(m).quantizes] == list(recipes.MODES)
+
+
+@pytest.mark.parametrize("recipe", SOME, ids=str)
+def test_a_recipe_is_a_value_with_a_text(recipe: Recipe) -> None:
+    assert parse_mode(str(recipe)) == parse_mode(recipe)
+    assert parse_mode(f" {recipe.value.replace(',', ' , ')}") == parse_mode(recipe)
+    assert eval(repr(recipe), {"Recipe": Recipe}) == recipe == pickle.loads(pickle.dumps(recipe))
+    assert hash(recipe) == hash(pickle.loads(pickle.dumps(recipe)))
+    assert f"{recipe}" == str(recipe) == recipe.value
+
+
+def test_a_recipe_without_details_is_its_mode() -> None:
+    assert parse_mode(Recipe("mxfp8")) is MathMode.MXFP8
+    assert parse_mode("mxfp8()") is MathMode.MXFP8
+    assert rules_of(MathMode.NVFP4) == Recipe("nvfp4").rules == rules_of(Recipe("nvfp4").of("grad_weight"))
+
+
+def test_products_of_a_layer() -> None:
+    recipe = Recipe("fp8", grad_input=("fp8_e5m2", "fp8"), grad_weight=("fp8", "fp8_e5m2"))
+    assert recipe == Recipe.fp8_training()
+    elements = {x: tuple(rule.elements for rule in of_pass(recipe, x).rules) for x in recipes._PAIRS}
+    assert elements == {"forward": ("e4m3", "e4m3"), "grad_input": ("e5m2", "e4m3"), "grad_weight": ("e4m3", "e5m2")}
+    assert of_pass(MathMode.MXFP8, "grad_input") is MathMode.MXFP8
+
+
+def test_measures_act_on_the_operands_of_their_products() -> None:
+    recipe = Recipe.nvfp4_training(seed=5)
+
+    def of(product: Any, knows_weight: bool) -> tuple[recipes.Rule, recipes.Rule]:
+        return dataclasses.replace(recipe, product=product, knows_weight=knows_weight).rules
+
+    rules = {x: of(x, knows_weight=True) for x in recipes._PAIRS}
+    assert [[r.is_stochastic for r in pair] for pair in rules.values()] == [[False] * 2, [True, False], [False, True]]
+    assert [[r.hadamard for r in pair] for pair in rules.values()] == [[0, 0], [0, 0], [16, 16]]
+    square, flat = (16, 16), (1, 16)
+    assert [[r.block for r in pair] for pair in rules.values()] == [[flat, square], [flat, square], [flat, flat]]
+    assert {r.block for x in recipes._PAIRS for r in of(x, knows_weight=False)} == {flat}
+    assert all(r.is_stochastic for r in Recipe("nvfp4", rounding="stochastic", seed=1).rules)
+
+
+def test_steps_layers_and_products_have_different_random_numbers() -> None:
+    recipe = Recipe("mxfp8", rounding="stochastic", seed=0)
+    draws = {recipe.at(i, j).of(x).draw for i in range(3) for j in range(3) for x in recipes._PAIRS}
+    assert len(draws) == 27
+    assert Recipe("mxfp8", step=2**40 - 1, layer=2**20 - 1, product="grad_weight").draw < 2**62
+    assert recipe.at(5).plannable == recipe, "plans are shared by all steps"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"forward": "mxfp9"}, "forward of a recipe: 'mxfp9' is not a format; choose from: fp8.*did you mean"),
+        ({"forward": 3}, "forward of a recipe is a format or a pair of formats, got 3"),
+        ({"forward": "mxfp8", "grad_input": ("fp8",)}, "grad_input of a recipe is a format or a pair"),
+        ({"forward": ("int8", "fp8")}, "int8 and fp8 cannot be multiplied"),
+        ({"forward": ("mxfp8", "fp8_blocks")}, "cannot be multiplied; int8 and fp8_blocks need one format"),
+        ({"forward": "mxfp8", "scale_rule": "up"}, "scale_rule of a recipe must be one of 'floor', 'rceil', got 'up'"),
+        ({"forward": "mxfp8", "rounding": "odd"}, "rounding of a recipe must be one of 'nearest', 'stochastic'"),
+        ({"forward": "mxfp8", "rounding": "stochastic"}, "with stochastic rounding needs a seed; pass seed="),
+        ({"forward": "mxfp8", "hadamard": 16}, "with a Hadamard transform needs a seed"),
+        ({"forward": "mxfp8", "hadamard": 8}, "hadamard of a recipe must be one of 0, 16, got 8"),
+        ({"forward": "nvfp4", "weight_block": (8, 8)}, r"weight_block of a recipe must be one of None, \(16, 16\)"),
+        ({"forward": "mxfp8", "seed": -1}, r"seed of a recipe must be an integer from 0 to 2\^64 - 1, got -1"),
+        ({"forward": "mxfp8", "seed": True}, "seed of a recipe must be an integer"),
+        ({"forward": "mxfp8", "step": 1.5}, "step of a recipe must be an integer"),
+    ],
+)
+def test_bad_recipes(how: dict[str, Any], words: str) -> None:
+    with pytest.raises(lowprec.ModeError, match=words):
+        Recipe(**how)
+
+
+@pytest.mark.parametrize("text", ["mxfp8(seed)", "mxfp8(color=red)", "mxfp8(seed=x)", "a/b/c", "fp32(seed=1)"])
+def test_bad_texts(text: str) -> None:
+    with pytest.raises(lowprec.ModeError, match="recipe"):
+        parse_mode(text)
+
+
+def test_scopes_defaults_and_reports_know_recipes() -> None:
+    recipe = Recipe("mxfp8", scale_rule="rceil")
+    a = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
+    expected = lowprec.matmul(a, a.T, math_mode=recipe)
+    assert not np.array_equal(expected, lowprec.matmul(a, a.T, math_mode="mxfp8"))
+    with lowprec.math_mode(recipe):
+        assert lowprec.get_math_mode() == recipe
+        assert np.array_equal(lowprec.matmul(a, a.T), expected)
+        assert np.array_equal(lowprec.linear(a, a), expected)
+        assert np.array_equal(lowprec.einsum("ij,kj->ik", a, a), expected)
+        with lowprec.math_mode("bf16"):
+            assert lowprec.get_math_mode() == "bf16"
+    lowprec.set_math_mode(recipe)
+    try:
+        assert np.array_equal(lowprec.matmul(a, a.T), expected)
+    finally:
+        lowprec.set_math_mode(None)
+    assert "mxfp8(scale_rule=rceil), from math_mode= argument" in str(lowprec.plan(a, a.T, math_mode=recipe))
+    assert lowprec.plan(a, a.T, math_mode=recipe).to_dict()["mode"]
+    checked = lowprec.check(a, a.T, modes=[recipe, "int8"], rounds=1)
+    assert [x.name for x in checked.rows] == ["fp32", str(recipe), "int8"]
+    assert checked.within
+
+
+def test_the_environment_knows_recipes() -> None:
+    code = "import lowprec; print(lowprec.get_math_mode())"
+    recipe = Recipe.nvfp4_training(seed=3)
+    assert run_python(code, LOWPREC_MATH_MODE=str(recipe)) == str(recipe)
+
+
+def test_a_step_of_a_scope_reaches_recipes_without_one() -> None:
+    recipe = Recipe("mxfp4", rounding="stochastic", seed=1)
+    a = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
+    plain, third = (lowprec.matmul(a, a.T, math_mode=x) for x in (recipe, recipe.at(3)))
+    assert not np.array_equal(plain, third)
+    with lowprec.math_mode(recipe.at(3)):
+        assert np.array_equal(lowprec.matmul(a, a.T), third)
+        assert np.array_equal(lowprec.matmul(a, a.T, math_mode=recipe), third)
