@@ -188,16 +188,16 @@ def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Call
         layer = part.layer
         mode, multiplications = scope.mode_of(layer), a.numel() * (b.shape[-1] if b.ndim > 1 else 1)
         reason, detail, swaps = PassedBy.ELEMENT_TYPE, "", False
-        if mode is not None:
-            shown = mode
+        shown = mode
+        if mode is not None and row(mode).quantizes:
             mode, swaps = mode_of_product(scope, mode, part, a.ndim > 1 < b.ndim)
         if mode is None:
             reason = PassedBy.LAYER
         elif a.dtype in ACTED_ON[row(mode).mode]:
             try:
                 resolved = policy.resolve(mode) if context is None else context.copy().run(policy.resolve, mode)
-                result = _computed(terms, resolved, args[0] if in_place else out, swaps)
                 measured = measure(a, b, resolved.mode) if scope.statistics else None
+                result = _computed(terms, resolved, args[0] if in_place else out, swaps)
                 # The products of a layer and all steps have one row.
                 text = (shown if isinstance(mode, Recipe) and resolved.mode == mode else resolved.mode).value
                 _count(scope, layer, name, [a, b], multiplications, text, statistics=measured, product=part.product)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lowprec.modes import MathMode, Mode, Recipe, row, rules_of
+from lowprec.modes import MathMode, Mode, Recipe, rules_of
 from lowprec.torch.layer_names import Part
 
 _UNKNOWN = (
@@ -23,9 +23,7 @@ _UNKNOWN = (
 
 
 def mode_of_product(scope: Any, mode: Mode, part: Part, is_matrix: bool) -> tuple[Mode, bool]:
-    """Return the mode of a product, and whether its operands are rounded in each other's place."""
-    if not row(mode).quantizes:
-        return mode, False
+    """Return the mode of a product for a mode that quantises, and whether its operands change places."""
     if not (scope.attention or (part.layer and is_matrix)):
         return MathMode.BF16, False
     if isinstance(mode, Recipe):
