@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import functools
 import sys
 import threading
 import time
@@ -127,17 +128,22 @@ _KINDS = {type(function) for function in _originals.values()}
 _loops: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
-def _exchange(name: str, code: str, loop: Any, before: Any) -> None:
-    """Set the inner loop of a function for a type, and ``before`` to the address of the one that was there."""
+@functools.cache
+def _replace_loop() -> Any:
+    """Return NumPy's function, whose type ctypes would create in each call."""
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     table = ctypes.cast(get_pointer(_multiarray_umath._UFUNC_API, None), ctypes.POINTER(ctypes.c_void_p))
-    replace = ctypes.PYFUNCTYPE(
+    return ctypes.PYFUNCTYPE(
         ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
     )(table[30])
+
+
+def _exchange(name: str, code: str, loop: Any, before: Any) -> None:
+    """Set the inner loop of a function for a type, and ``before`` to the address of the one that was there."""
     number = np.dtype(code).num
     address = ctypes.cast(loop, ctypes.c_void_p)
-    if replace(getattr(np, name), address, (ctypes.c_int * 3)(number, number, number), ctypes.byref(before)):
+    if _replace_loop()(getattr(np, name), address, (ctypes.c_int * 3)(number, number, number), ctypes.byref(before)):
         raise LookupError(f"numpy.{name} has no loop for {code}")
 
 
