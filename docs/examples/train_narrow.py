@@ -56,7 +56,7 @@ class Size:
     rate: float
 
 
-QUICK, FULL = Size(2, 64, 32, 16, 60, 3e-3), Size(6, 256, 128, 32, 3000, 1e-3)
+QUICK, FULL = Size(2, 64, 32, 16, 20, 3e-3), Size(6, 256, 128, 32, 3000, 1e-3)
 
 
 class Block(nn.Module):
@@ -194,7 +194,7 @@ def main() -> None:
     if options.steps:
         size = replace(size, steps=options.steps)
     losses: dict[tuple[str, str], list[float]] = {}
-    for task, name, loss in trainings(options.seeds or (5 if options.full else 3), size):
+    for task, name, loss in trainings(options.seeds or (5 if options.full else 2), size):
         losses.setdefault((task, name), []).append(loss)
     text = table(losses)
     print(text)
