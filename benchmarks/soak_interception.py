@@ -1,9 +1,10 @@
-"""Threads that open and close interceptions in any order, next to threads that multiply, differentiate and fork.
+"""Threads that open and close interceptions in any order, next to threads that multiply, differentiate, compile, fork.
 
 usage: python benchmarks/soak_interception.py [SECONDS]
 
-Each thread checks its numbers: products in a block have the mode's error, others PyTorch's and NumPy's. At the end, or
-after the first wrong number, it prints the number of scopes and products and the growth of memory.
+Each thread checks its numbers: products in a block have the mode's error, others PyTorch's and NumPy's. Each minute, at
+the end, and after the first wrong number it prints the counts and the memory of the process. TorchInductor's cache is
+in a temporary folder; the memory grows until it has all of the graphs.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
-import resource
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch._inductor import config
 
 import lowprec.numpy
 import lowprec.torch
@@ -72,6 +76,22 @@ def differentiate(rng: random.Random) -> None:
         check({value}, {4.0 if mode else 4 * ABOVE}, f"gradient {mode}")
 
 
+def compile_and_run(rng: random.Random) -> None:
+    """Compile a function for both passes, and run it in a block and outside; the graphs differ in a constant."""
+    factor, width = rng.randint(1, 64), rng.choice((16, 32))
+    x = torch.full((width, width), ABOVE, requires_grad=True)
+    torch._dynamo.reset()
+    function = torch.compile(lambda a, b: (a @ b) * factor, backend=rng.choice(("inductor", "aot_eager")))
+    counts["compiled"] += 1
+    for mode in rng.sample(["bf16", "fp32", ""], 3):
+        with lowprec.torch.intercept(mode) if mode else nullcontext():
+            y = function(x, x.detach())
+            y.sum().backward()
+        found, x.grad = (float(y.detach()[0, 0]), float(x.grad[0, 0])), None
+        sides = (1.0, 1.0) if mode == "bf16" else (FULL / 4, ABOVE)
+        check(set(found), {factor * width * side for side in sides}, f"compiled {mode}")
+
+
 def fork(rng: random.Random) -> None:
     time.sleep(0.05)
     with lowprec.torch.intercept("bf16"):
@@ -92,9 +112,9 @@ def check(found: set[float], expected: set[float], where: str) -> None:
 def main(seconds: float) -> int:
     faulthandler.enable()
     torch.set_num_threads(1)
+    config.compile_threads = 1
+    sys.setswitchinterval(2e-4)  # threads that only multiply would slow the compiler down
     end = time.monotonic() + seconds
-    open_and_close(random.Random(0))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def run(work: Callable[[random.Random], None], seed: int) -> None:
         rng = random.Random(seed)
@@ -104,16 +124,25 @@ def main(seconds: float) -> int:
             except Exception as error:  # noqa: BLE001 - shown at the end
                 failures.append(f"{work.__name__}: {type(error).__name__}: {error}")
 
-    works = [open_and_close, open_and_close, multiply, multiply, differentiate, fork]
+    works = [open_and_close, open_and_close, multiply, multiply, differentiate, compile_and_run, fork]
     threads = [threading.Thread(target=run, args=(work, seed)) for seed, work in enumerate(works)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(dict(counts), f"memory grew by {grown / 1024:.0f} MiB", *failures[:5], sep="\n")
+    while any(thread.is_alive() for thread in threads):
+        threads[0].join(60)
+        print(f"{seconds - end + time.monotonic():6.0f} s, {memory()} MiB, {dict(counts)}", flush=True)
+        for thread in threads if failures or time.monotonic() > end else ():
+            thread.join()
+    print(*failures[:5], sep="\n")
     return int(bool(failures))
 
 
+def memory() -> int:
+    """Return the resident memory of this process in MiB."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 60))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 60))

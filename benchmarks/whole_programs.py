@@ -1,10 +1,10 @@
-"""Models of transformers and PyTorch under `lowprec.torch.intercept`: errors, what was not taken, and times.
+"""Models of PyTorch, transformers, timm and equinox and a NumPy program under `intercept`: errors, reports, and times.
 
 usage: python benchmarks/whole_programs.py [errors] [times]
 
-Errors are relative to PyTorch's float32, of the output and of all gradients. Times are of one thread, relative to plain
-PyTorch; the variants take turns, and the median of the ratios of neighbours is shown. Models of transformers, with
-random weights, are skipped where it is not installed.
+Errors are relative to the library's float32, of the output and of all gradients. Times are of one thread, relative to
+plain PyTorch; the variants take turns, and the median of the ratios of neighbours is shown. Models have random weights;
+those of libraries that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 
+import lowprec.numpy
 import lowprec.torch
 
 MODES = ("fp32", "bf16")
@@ -27,11 +29,32 @@ Model = tuple[Any, Callable[[], Any]]
 def models() -> Iterator[tuple[str, Callable[[], Model]]]:
     """Yield names and functions that create a model and a call of it."""
     yield "GRU", gru
-    try:
-        import transformers as t
-    except ImportError:
-        print("transformers is not installed")
-        return
+    for name, of_library in (("transformers", models_of_transformers), ("timm", models_of_timm)):
+        try:
+            yield from of_library()
+        except ImportError:
+            print(f"{name} is not installed")
+
+
+def models_of_timm() -> Iterator[tuple[str, Callable[[], Model]]]:
+    """Yield a vision transformer and a network of convolutions."""
+    import timm
+
+    def of(name: str, **options: Any) -> Callable[[], Model]:
+        def create() -> Model:
+            model, images = timm.create_model(name, **options).eval(), torch.randn(2, 3, 64, 64)
+            return model, lambda: model(images)
+
+        return create
+
+    yield "ViT, timm", of("vit_tiny_patch16_224", img_size=64, depth=2)
+    yield "ConvNeXt", of("convnext_atto")
+
+
+def models_of_transformers() -> Iterator[tuple[str, Callable[[], Model]]]:
+    """Yield models of text, images and sound."""
+    import transformers as t
+
     ids = torch.randint(0, 100, (2, 16))
     wide = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     text = {**wide, "vocab_size": 100}
@@ -83,10 +106,76 @@ def show_errors() -> None:
             with lowprec.torch.intercept(mode) as seen:
                 found = step(model, run)
             errors = [f"{float((x - y).norm() / y.norm()):.1e}" for x, y in zip(found, true, strict=True)]
-            report = seen.report()
-            taken = sum(p.count for p in report.taken)
-            passed = {p.operator: p.reason for p in report.passed}
-            print(f"{name:8} {mode:5} output {errors[0]} gradients {errors[1]} taken {taken}; {passed or 'all taken'}")
+            show(name, mode, f"output {errors[0]} gradients {errors[1]}", seen)
+    for name, run in (("digits, NumPy", train_digits), ("equinox", train_equinox)):
+        try:
+            run(name)
+        except ImportError as error:
+            print(f"{name}: {error}")
+
+
+def show(name: str, mode: str, errors: str, seen: Any) -> None:
+    """Print errors, the number of products that were taken, and the reasons for the others."""
+    report = seen.report()
+    passed = {p.operator: p.reason for p in report.passed}
+    print(f"{name:13} {mode:5} {errors} taken {sum(p.count for p in report.taken)}; {passed or 'all taken'}")
+
+
+def train_digits(name: str) -> None:
+    """Train a network in NumPy's float64 on scikit-learn's digits, by ``@``, ``dot`` and ``einsum``."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x, targets = images / 16 - 0.5, np.eye(10)[labels]
+
+    def train() -> Any:
+        rng = np.random.default_rng(0)
+        w, v = rng.normal(0, 1 / 8, (64, 64)), rng.normal(0, 1 / 8, (64, 10))
+        for _ in range(10):
+            hidden = np.maximum(x @ w, 0)
+            scores = np.exp(np.dot(hidden, v))
+            error = (scores / scores.sum(1, keepdims=True) - targets) / len(x)
+            back = np.einsum("no,ho->nh", error, v) * (hidden > 0)
+            v -= 2 * np.einsum("nh,no->ho", hidden, error)
+            w -= 2 * x.T @ back
+        return w
+
+    true = train()
+    for mode in MODES:
+        with lowprec.numpy.intercept(mode, cast=True) as seen:
+            found = train()
+        show(name, mode, f"weights after 10 steps {np.linalg.norm(found - true) / np.linalg.norm(true):.1e}", seen)
+
+
+def train_equinox(name: str) -> None:
+    """Compute the gradients of attention, a perceptron and a recurrent cell of equinox."""
+    import equinox as eqx
+    import jax
+
+    import lowprec.jax
+
+    keys = jax.random.split(jax.random.PRNGKey(0), 4)
+    model = (
+        eqx.nn.MultiheadAttention(4, 32, key=keys[0]), eqx.nn.MLP(32, 32, 64, 2, key=keys[1]),
+        eqx.nn.GRUCell(32, 32, key=keys[2]),
+    )  # fmt: skip
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(model: Any, x: Any) -> Any:
+        attention, perceptron, cell = model
+        x = jax.vmap(perceptron)(attention(x, x, x))
+        return (jax.lax.scan(lambda h, each: (cell(each, h), None), x[0], x)[0] ** 2).mean()
+
+    def gradients() -> Any:
+        leaves = jax.tree_util.tree_leaves(gradient(model, jax.random.normal(keys[3], (12, 32))))
+        return np.concatenate([np.ravel(leaf) for leaf in leaves])
+
+    true = gradients()
+    for mode in MODES:
+        with lowprec.jax.intercept(mode) as seen:
+            found = gradients()
+        show(name, mode, f"gradients {np.linalg.norm(found - true) / np.linalg.norm(true):.1e}", seen)
 
 
 def steps() -> Iterator[tuple[str, Callable[[], Any], int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import functools
 import sys
 import threading
 import time
@@ -31,7 +32,6 @@ from lowprec.core.interception_report import PassedBy, Row, multiplications_of
 from lowprec.errors import LowprecError
 from lowprec.formats import FLOAT32, FLOAT64, DType
 from lowprec.modes import MathMode, Mode, ModeName, Recipe, row
-from lowprec.util.lock import locked
 
 
 class intercept(Interception):
@@ -76,11 +76,24 @@ class intercept(Interception):
         self.cast = cast
         self._text += ", cast=True" if cast else ""
 
-    def _install(self, holder: object) -> None:
-        locked(_hold, holder)
+    def _install(self) -> None:
+        for name in (name for name in _CORES if hasattr(np, name)):  # two of them since NumPy 2.2
+            for code in _CODES:
+                own, loop = _loops.get((name, code)) or _loops.setdefault((name, code), _made(name, code))
+                _exchange(name, code, loop, ctypes.c_void_p() if own.value else own)
+        for module, name in _PLACES:
+            setattr(module, name, _REPLACED[name])
+        for kind in _KINDS:
+            copyreg.pickle(kind, _reduced)
 
-    def _uninstall(self, holder: object) -> None:
-        locked(_release, holder)
+    def _uninstall(self) -> None:
+        for module, name in _PLACES:
+            setattr(module, name, _originals[name])
+        for kind in _KINDS:
+            copyreg.dispatch_table.pop(kind, None)
+        for (name, code), (own, _) in _loops.items():
+            if own.value:
+                _exchange(name, code, own, ctypes.c_void_p())
 
     def _remarks(self) -> list[str]:
         names = ", ".join(_imported_by_name())
@@ -110,50 +123,27 @@ _PLACES += [(np, "einsum"), (einsumfunc, "einsum"), (einsumfunc, "c_einsum")]
 _originals = {name: getattr(module, name) for module, name in reversed(_PLACES)}
 _KINDS = {type(function) for function in _originals.values()}
 
-_holders: frozenset[object] = frozenset()
 #: By function and type: the address of NumPy's loop, and our loop. Another thread may run ours after it was replaced,
 #: so none is freed.
 _loops: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
-def _hold(holder: object) -> None:
-    global _holders
-    _holders |= {holder}
-    for name in (name for name in _CORES if hasattr(np, name)):  # two of them since NumPy 2.2
-        for code in _CODES:
-            own, loop = _loops.get((name, code)) or _loops.setdefault((name, code), _made(name, code))
-            _exchange(name, code, loop, ctypes.c_void_p() if own.value else own)
-    for module, name in _PLACES:
-        setattr(module, name, _REPLACED[name])
-    for kind in _KINDS:
-        copyreg.pickle(kind, _reduced)
-
-
-def _release(holder: object) -> None:
-    global _holders
-    _holders -= {holder}
-    if _holders:
-        return
-    for module, name in _PLACES:
-        setattr(module, name, _originals[name])
-    for kind in _KINDS:
-        copyreg.dispatch_table.pop(kind, None)
-    for (name, code), (own, _) in _loops.items():
-        if own.value:
-            _exchange(name, code, own, ctypes.c_void_p())
+@functools.cache
+def _replace_loop() -> Any:
+    """Return NumPy's function, whose type ctypes would create in each call."""
+    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    table = ctypes.cast(get_pointer(_multiarray_umath._UFUNC_API, None), ctypes.POINTER(ctypes.c_void_p))
+    return ctypes.PYFUNCTYPE(
+        ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
+    )(table[30])
 
 
 def _exchange(name: str, code: str, loop: Any, before: Any) -> None:
     """Set the inner loop of a function for a type, and ``before`` to the address of the one that was there."""
-    get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    table = ctypes.cast(get_pointer(_multiarray_umath._UFUNC_API, None), ctypes.POINTER(ctypes.c_void_p))
-    replace = ctypes.PYFUNCTYPE(
-        ctypes.c_int, ctypes.py_object, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_void_p)
-    )(table[30])
     number = np.dtype(code).num
     address = ctypes.cast(loop, ctypes.c_void_p)
-    if replace(getattr(np, name), address, (ctypes.c_int * 3)(number, number, number), ctypes.byref(before)):
+    if _replace_loop()(getattr(np, name), address, (ctypes.c_int * 3)(number, number, number), ctypes.byref(before)):
         raise LookupError(f"numpy.{name} has no loop for {code}")
 
 
@@ -226,8 +216,10 @@ _thread = _Thread()
 
 
 def _current() -> Any:
+    """Return the scope that applies to a product; None for lowprec's, whose float64 products are NumPy's."""
     stack = intercept._stack.get()
-    return None if _thread.is_busy else stack[-1].scope if stack else intercept._of_process
+    scope = stack[-1].scope if stack else intercept._of_process
+    return None if scope is None or _thread.is_busy or _caller().startswith("lowprec.") else scope
 
 
 class _Memory:
@@ -281,7 +273,7 @@ def _product(scope: Any, name: str, a: Any, b: Any) -> Any:
             shown = "" if reason else mode.value
             counted = Row(_caller(), name, dtype.name, mode=shown, passed_by=reason, detail=detail)
             shapes = a.shape, b.shape
-            scope.ledger.add(counted, multiplications_of(shapes), lambda: shapes, None)
+            scope.ledger.add(counted, multiplications_of(shapes), lambda: shapes)
             return None if found is None else np.asarray(found, dtype)
     finally:
         _thread.is_busy = False
@@ -318,9 +310,9 @@ def _rounded(x: Any, mode: Mode) -> Any:
 
 
 def _caller() -> str:
-    """Return the function outside of this module that multiplies."""
+    """Return the function outside of this module and NumPy that multiplies."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") == __name__:
+    while frame is not None and frame.f_globals.get("__name__", "").startswith((__name__, "numpy.")):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_globals.get('__name__', '')}.{frame.f_code.co_name}"
 
@@ -389,7 +381,7 @@ def _c_einsum(*operands: Any, **keywords: Any) -> Any:
     arrays = [x for x in operands if isinstance(x, np.ndarray)]
     if scope is not None and len(arrays) > 1:
         counted = Row(_caller(), "einsum", arrays[0].dtype.name, passed_by=PassedBy.UNREACHED)
-        scope.ledger.add(counted, 0, lambda: (arrays[0].shape, arrays[1].shape), None)
+        scope.ledger.add(counted, 0, lambda: (arrays[0].shape, arrays[1].shape))
     return _originals["c_einsum"](*operands, **keywords)
 
 

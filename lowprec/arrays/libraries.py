@@ -22,6 +22,7 @@ from lowprec.arrays.numpy_library import NUMPY
 from lowprec.arrays.prepared_view import Prepared
 from lowprec.arrays.view import ArrayView
 from lowprec.errors import ArrayError
+from lowprec.util.lock import locked
 
 
 class OptionalLibrary(NamedTuple):
@@ -90,12 +91,12 @@ def _look_up(array: Any) -> Library:
 
 
 def _find(array: Any) -> Library:
-    if isinstance(array, np.ma.MaskedArray):
-        raise ArrayError(
-            f"{type(array).__name__} is not accepted: a matrix product has no mask; pass array.filled(0), or "
-            "array.data to ignore the mask"
-        )
     if isinstance(array, np.ndarray):  # a subclass may give the elements or ``*`` another meaning, such as units
+        if isinstance(array, np.ma.MaskedArray):
+            raise ArrayError(
+                f"{type(array).__name__} is not accepted: a matrix product has no mask; pass array.filled(0), or "
+                "array.data to ignore the mask"
+            )
         raise ArrayError(
             f"{type(array).__name__} is not accepted: the result would be a plain numpy.ndarray; pass "
             "numpy.asarray(array)"
@@ -104,7 +105,7 @@ def _find(array: Any) -> Library:
     if name is not None:
         library = _INSTANCES.get(name)
         if library is None:
-            adapter = pkgutil.resolve_name(OPTIONAL[name].adapter)(sys.modules[name])
+            adapter = locked(pkgutil.resolve_name, OPTIONAL[name].adapter)(sys.modules[name])
             library = _INSTANCES.setdefault(name, adapter)  # another thread may have been first
         library.check_type(array)
         return library

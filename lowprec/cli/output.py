@@ -7,12 +7,11 @@ the terminal. Results go to standard output, messages to standard error.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from lowprec.errors import LowprecError
@@ -101,20 +100,3 @@ def note(text: str) -> None:
         print(in_terminal(text), file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
-
-
-@contextlib.contextmanager
-def progress(description: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show the current step in a terminal; yield the function to call before each step."""
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield lambda *_: None
-        return
-    width, numbers = columns() - 1, itertools.count(1)
-
-    def show(text: str) -> None:
-        print(f"\r{text[:width]:<{width}}", end="\r", file=sys.stderr, flush=True)
-
-    try:
-        yield lambda *words: show(f"{description} {next(numbers)}/{total}: {', '.join(words)}")
-    finally:
-        show("")

@@ -20,6 +20,7 @@ from lowprec.core.interception_report import InterceptionReport, Ledger
 from lowprec.errors import ModeError, warn
 from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
 from lowprec.policy.decorators import decorated
+from lowprec.util.lock import locked
 
 F = TypeVar("F", bound=Callable[..., Any])
 S = TypeVar("S", bound="Interception")
@@ -42,6 +43,8 @@ class Interception:
 
     _stack: ContextVar[tuple[Block, ...]]
     _module: str
+    #: Open blocks of all threads; changed by one assignment, so that a signal handler's exception leaves no half of it.
+    _holders: frozenset[object] = frozenset()
 
     def __init__(self, modes: Modes, statistics: bool = False) -> None:
         given = modes if isinstance(modes, Mapping) else {"*": modes}
@@ -53,15 +56,25 @@ class Interception:
         self.ledger = Ledger()
         self._modes: dict[tuple[tuple[str, str], ...], Mode | None] = {}
 
-    def _install(self, holder: object) -> None:
-        """Put lowprec's functions in place of the library's."""
+    def _install(self) -> None:
+        """Put lowprec's functions in place of the library's, if they are not."""
         raise NotImplementedError
 
-    def _uninstall(self, holder: object) -> None:
-        """Undo :meth:`_install`; without effect if that was interrupted."""
+    def _uninstall(self) -> None:
+        """Undo :meth:`_install`, with the last block."""
+
+    def _hold(self, holder: object) -> None:
+        _entered.add(self)
+        type(self)._holders |= {holder}
+        self._install()
+
+    def _release(self, holder: object) -> None:
+        type(self)._holders -= {holder}
+        if not self._holders:
+            self._uninstall()
 
     def _opened(self) -> None:
-        """Follow a change of the blocks that are open in this context."""
+        """Follow a change of the blocks that are open in this context, or in the process."""
 
     def _remarks(self) -> list[str]:
         """Return notes for the report."""
@@ -69,9 +82,8 @@ class Interception:
 
     def __enter__(self: S) -> S:
         block = Block(self)
-        _entered.add(self)
         try:
-            self._install(block)
+            locked(self._hold, block)
             self._stack.set((*self._stack.get(), block))
             self._opened()
         except BaseException:
@@ -93,7 +105,7 @@ class Interception:
     def _close(self, block: Block) -> None:
         self._stack.set(tuple(other for other in self._stack.get() if other is not block))
         self._opened()
-        self._uninstall(block)
+        locked(self._release, block)
 
     def __call__(self, function: F) -> F:
         """Return the function with this block around each of its calls, which share one report."""
@@ -125,9 +137,9 @@ class Interception:
 
         ``folder`` has the sums of all processes of a run; only the first process shows the report.
         """
-        _entered.add(self)
-        self._install(self)
+        locked(self._hold, self)
         type(self)._of_process = self
+        self._opened()
         if folder:
             self.ledger.folder, self.ledger.name = Path(folder), "run"
             self.ledger.folder.mkdir(exist_ok=True)
@@ -155,7 +167,8 @@ _entered: WeakSet[Interception] = WeakSet()
 
 
 def _each(call: Callable[[Ledger], None]) -> None:
-    for scope in list(_entered):
+    entered: list[Interception] = locked(list, _entered)
+    for scope in entered:
         call(scope.ledger)
 
 

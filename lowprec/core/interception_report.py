@@ -54,6 +54,32 @@ class PassedBy(StrEnum):
     REFUSED = "refused by lowprec"
 
 
+class OperandStatistics(NamedTuple):
+    """Statistics of one operand; of several products the largest numbers."""
+
+    magnitude: float = 0.0  #: Largest magnitude of an element.
+    underflow: float = (
+        0.0  #: Share of the elements that a mode rounds to zero or, one without scales, below its normal numbers.
+    )
+    clipped: float = 0.0  #: Share of the elements that exceed the largest number of their block by half of its spacing.
+    block_range: float = 0.0  #: Binary logarithm of the ratio of the largest and the smallest maximum of a block.
+
+
+_NONE = OperandStatistics()
+
+
+class Statistics(NamedTuple):
+    """Statistics of a product."""
+
+    a: OperandStatistics = _NONE
+    b: OperandStatistics = _NONE
+    error: float = 0.0
+
+    def largest(self, other: Statistics) -> Statistics:
+        a, b = (OperandStatistics(*map(max, x, y)) for x, y in ((self.a, other.a), (self.b, other.b)))
+        return Statistics(a, b, max(self.error, other.error))
+
+
 class Row(NamedTuple):
     """The properties by which a ledger sums products."""
 
@@ -64,6 +90,7 @@ class Row(NamedTuple):
     mode: str = ""
     passed_by: PassedBy | None = None
     detail: str = ""
+    gradient: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +115,10 @@ class InterceptedProduct:
     multiplications: int  #: Number of multiplications of elements; 0 where it is unknown.
     passed_by: PassedBy | None = None  #: The reason why the library computed it; None where lowprec did.
     detail: str = ""  #: The error message, where lowprec raised one.
-    magnitude: float = 0.0  #: Largest magnitude of an operand's elements, with ``statistics=True``.
-    underflow: float = 0.0  #: Largest share of an operand's elements that are below the mode's normal numbers.
+    gradient: str = ""  #: ``"grad_input"`` or ``"grad_weight"`` in backward passes, with ``statistics=True``.
+    a: OperandStatistics = _NONE  #: Of the first operand, with ``statistics=True``, where lowprec computed it.
+    b: OperandStatistics = _NONE  #: Of the second operand.
+    error: float = 0.0  #: Largest error of a product relative to that of float64, by Frobenius norms.
 
     @property
     def reason(self) -> str:
@@ -145,15 +174,21 @@ class InterceptionReport:
         rows = []
         for p in products:
             shapes = " @ ".join("x".join(map(str, shape)) or "scalar" for shape in p.shapes)
-            direction = "backward" if p.backward else "forward"
+            direction = p.gradient or ("backward" if p.backward else "forward")
             share = f"{p.multiplications / total:.1%}" if p.multiplications else ""
-            measured = [f"{p.magnitude:.2g}", f"{p.underflow:.1%}"] if shows else []
+            measured = [_shown(p.a, p.b, i) for i in range(4)] + [f"{p.error:.1e}"] if shows else []
             rows.append(
                 [p.layer, p.operator, shapes, p.dtype, direction, str(p.count), share, *measured, p.mode or p.reason]
             )
-        measured = [">largest", ">underflow"] if shows else []
+        measured = [">largest", ">underflow", ">clipped", ">blocks", ">error"] if shows else []
         columns = ["layer", "operator", "operands", "dtype", "pass", ">calls", ">share", *measured, last]
         return Table(title, columns, rows, ("pass", "dtype", "operands"))
+
+
+def _shown(a: OperandStatistics, b: OperandStatistics, i: int) -> str:
+    """Return a statistic of both operands as text."""
+    texts = [f"2^{x[i]:.0f}" if i == 3 else f"{x[i]:.1%}" if i else f"{x[i]:.2g}" for x in (a, b)]
+    return ", ".join(texts) if any((a[i], b[i])) else ""
 
 
 def _count(products: Iterable[InterceptedProduct]) -> int:
@@ -163,19 +198,18 @@ def _count(products: Iterable[InterceptedProduct]) -> int:
 class _Sum:
     """The sums of one row in one thread."""
 
-    __slots__ = ("count", "largest", "magnitude", "multiplications", "shapes", "underflow")
+    __slots__ = ("count", "largest", "multiplications", "shapes", "statistics")
 
     def __init__(self) -> None:
         self.count = self.multiplications = 0
         self.largest = -1
         self.shapes: Shapes = ()
-        self.magnitude = self.underflow = 0.0
+        self.statistics = Statistics()
 
     def add(self, other: _Sum) -> None:
         self.count += other.count
         self.multiplications += other.multiplications
-        self.magnitude = max(self.magnitude, other.magnitude)
-        self.underflow = max(self.underflow, other.underflow)
+        self.statistics = self.statistics.largest(other.statistics)
         if other.largest > self.largest:
             self.largest, self.shapes = other.largest, other.shapes
 
@@ -193,7 +227,7 @@ class Ledger:
         self.records_gradients = False
 
     def add(
-        self, row: Row, multiplications: int, shapes: Callable[[], Shapes], statistics: tuple[float, float] | None
+        self, row: Row, multiplications: int, shapes: Callable[[], Shapes], statistics: Statistics | None = None
     ) -> None:
         """Count a product."""
         key = get_ident(), row
@@ -207,8 +241,7 @@ class Ledger:
         if multiplications > found.largest:
             found.largest, found.shapes = multiplications, shapes()
         if statistics is not None:
-            found.magnitude = max(found.magnitude, statistics[0])
-            found.underflow = max(found.underflow, statistics[1])
+            found.statistics = found.statistics.largest(statistics)
 
     def prepare_fork(self) -> None:
         """Choose the folder for the sums of forked processes."""
@@ -250,7 +283,7 @@ class Ledger:
         products = [
             InterceptedProduct(
                 row.layer, row.operator, s.shapes, row.dtype, row.backward, row.mode, s.count, s.multiplications,
-                row.passed_by, row.detail, s.magnitude, s.underflow,
+                row.passed_by, row.detail, row.gradient, *s.statistics,
             )
             for row, s in sums.items()
         ]  # fmt: skip

@@ -24,7 +24,6 @@ from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
 from lowprec.jax.lowering import multiply
 from lowprec.modes import MathMode, Mode, ModeName, Recipe, row
-from lowprec.util.lock import locked
 
 
 class intercept(Interception):
@@ -71,13 +70,20 @@ class intercept(Interception):
     def _mode(self) -> Mode:
         return self._patterns[0][1]
 
-    def _install(self, holder: object) -> None:
-        locked(_register)
-        if holder is self:  # for the process
-            _context.set_global(self._mode.value)
+    def _install(self) -> None:
+        """Put the rules in front of JAX's, once per process; outside of scopes they call these."""
+        for primitive, replacement in ((lax.dot_general_p, _lower_product), (lax.conv_general_dilated_p, _lower_other)):
+            if (primitive, "") in _rules:
+                continue
+            for platform, rules in mlir._platform_specific_lowerings.items():
+                if primitive in rules:
+                    _replace(primitive, platform, rules[primitive].rule, replacement)
+            _replace(primitive, "", mlir._lowerings[primitive].rule, replacement)
 
     def _opened(self) -> None:
-        """Put the innermost mode of this thread into JAX's key."""
+        """Put the innermost mode of this thread, or the mode of the process, into JAX's key."""
+        if self._of_process is self:
+            _context.set_global(self._mode.value)
         stack = self._stack.get()
         if stack:
             _context(stack[-1].scope._patterns[0][1].value).__enter__()
@@ -104,17 +110,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 #: Rules that were replaced, by primitive and platform; "" for the default one.
 _rules: dict[tuple[Any, str], Callable[..., Any]] = {}
-
-
-def _register() -> None:
-    """Put the rules in front of JAX's, once per process; outside of scopes they call these."""
-    for primitive, replacement in ((lax.dot_general_p, _lower_product), (lax.conv_general_dilated_p, _lower_other)):
-        if (primitive, "") in _rules:
-            continue
-        for platform, rules in mlir._platform_specific_lowerings.items():
-            if primitive in rules:
-                _replace(primitive, platform, rules[primitive].rule, replacement)
-        _replace(primitive, "", mlir._lowerings[primitive].rule, replacement)
 
 
 def _replace(primitive: Any, platform: str, own: Callable[..., Any], replacement: Callable[..., Any]) -> None:
@@ -161,4 +156,4 @@ def _lower_other(own: Callable[..., Any], platform: str, ctx: Any, *operands: An
 def _count(ctx: Any, asked: str, operator: str, mode: str, reason: PassedBy | None) -> None:
     shapes = tuple(tuple(aval.shape) for aval in ctx.avals_in[:2])
     found = Row("", operator, ctx.avals_in[0].dtype.name, False, mode, reason)
-    _ledgers[asked].add(found, 0, lambda: shapes, None)
+    _ledgers[asked].add(found, 0, lambda: shapes)

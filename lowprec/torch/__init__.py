@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
-from lowprec.core.interception_report import InterceptedProduct, InterceptionReport, PassedBy
+from lowprec.core.interception_report import InterceptedProduct, InterceptionReport, OperandStatistics, PassedBy
 from lowprec.torch.functions import linear, matmul
 from lowprec.torch.inductor import inductor_options
 from lowprec.torch.interception import intercept
 from lowprec.torch.layers import Linear
+from lowprec.torch.mode_search import LayerModes, search_modes
 
 __all__ = [
     "InterceptedProduct",
     "InterceptionReport",
+    "LayerModes",
     "Linear",
+    "OperandStatistics",
     "PassedBy",
     "inductor_options",
     "intercept",
     "linear",
     "matmul",
+    "search_modes",
 ]

@@ -6,6 +6,7 @@ so these see the operators as usual, and above nothing: products inside C++ comp
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -22,13 +23,14 @@ from lowprec.arrays import ArrayView, Library, library_of
 from lowprec.core import dispatch
 from lowprec.core.arguments import PLAIN, Options
 from lowprec.core.executors import look_up
-from lowprec.core.interception import Block, Interception
-from lowprec.core.interception_report import PassedBy, Row
+from lowprec.core.interception import Block, Interception, Modes
+from lowprec.core.interception_report import PassedBy, Row, Statistics
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
-from lowprec.modes import ResolvedMode, parse_mode, row
+from lowprec.modes import Recipe, ResolvedMode, row
 from lowprec.torch.aten import ACTED_ON, Kernel, Product, Terms, kernels
 from lowprec.torch.layer_names import NAMES, Layer
-from lowprec.util.lock import locked
+from lowprec.torch.passes import mode_of_product
+from lowprec.torch.statistics import measure
 
 #: Errors raised before any computation; PyTorch then computes the product.
 _REFUSALS = (ArrayError, DTypeError, DeviceError, ShapeError, UnsupportedError)
@@ -61,8 +63,12 @@ class intercept(Interception):
         patterns of the layers' names, or their classes; the first one that matches is used, and a product that none
         matches is PyTorch's. An ``fp32_guard`` overrides the modes.
     statistics : bool
-        Whether to measure the largest magnitude of the operands' elements, and the share of those that are not zero but
-        below the normal numbers of the mode's format.
+        Whether to measure the operands and the errors of products; see :class:`OperandStatistics`.
+    attention : bool
+        Whether modes that quantise act on all products, and not on those with a parameter alone. The others, such as
+        attention's, and products with vectors are in ``bf16`` by default.
+    step : int
+        Number of the first training step, which the random numbers of a recipe depend on; :meth:`step` adds one.
 
     Raises
     ------
@@ -82,11 +88,24 @@ class intercept(Interception):
     _module = "torch"
     _stack: ContextVar[tuple[Block, ...]] = ContextVar("lowprec_torch", default=())
 
-    def _install(self, holder: object) -> None:
-        locked(_hold, holder)
+    def __init__(self, math_mode: Modes, statistics: bool = False, *, attention: bool = False, step: int = 0) -> None:
+        super().__init__(math_mode, statistics)
+        self.attention, self.step_number = attention, step
 
-    def _uninstall(self, holder: object) -> None:
-        locked(_release, holder)
+    def step(self) -> None:
+        """Begin the next training step: the random numbers of recipes are those of its number."""
+        self.step_number += 1
+
+    def _install(self) -> None:
+        global _libraries
+        _libraries = _libraries or _registered()
+
+    def _uninstall(self) -> None:
+        global _libraries
+        if threading.active_count() == 1:  # else another thread may multiply meanwhile
+            removed, _libraries = _libraries, ()
+            for library in removed:
+                library._destroy()
 
     def _remarks(self) -> list[str]:
         compiler = sys.modules.get("torch._dynamo.utils")
@@ -102,27 +121,8 @@ class intercept(Interception):
 
 # -- registration ---------------------------------------------------------------------------------
 
-# Each is changed by one assignment, so that an exception of a signal handler leaves no half of it. A library that is
-# not referenced removes its kernels.
-_holders: frozenset[object] = frozenset()
+#: A library that is not referenced removes its kernels.
 _libraries: tuple[torch.library.Library, ...] = ()
-
-
-def _hold(holder: object) -> None:
-    global _holders, _libraries
-    _holders |= {holder}
-    if not _libraries:
-        _libraries = _registered()
-
-
-def _release(holder: object) -> None:
-    """Remove the kernels with the last scope, if no other thread can multiply meanwhile."""
-    global _holders, _libraries
-    _holders -= {holder}
-    if not _holders and threading.active_count() == 1:
-        removed, _libraries = _libraries, ()
-        for library in removed:
-            library._destroy()
 
 
 def _registered() -> tuple[torch.library.Library, ...]:
@@ -167,7 +167,7 @@ def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Call
     name, make, axes, in_place = kernel.name, product.terms, product.axes, kernel.in_place
 
     def multiply(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _holders or (found := _current()) is None:
+        if not intercept._holders or (found := _current()) is None:
             return own(keyset, *args, **kwargs)
         if _function_modes() or not _PLAIN.issuperset(map(type, args)):
             # Attributes of tensors would call the functions of modes and subclasses.
@@ -184,22 +184,28 @@ def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Call
         # PyTorch raises its errors, and reads no factors for an alpha of zero.
         if terms.alpha == 0 or not terms.is_accepted(axes, out, in_place):
             return own(keyset, *args, **kwargs)
-        backward = _graph_task() != -1 and not _grad_enabled()
-        layer = NAMES.of(a, b, backward)
-        mode = scope.mode_of(layer)
-        reason, detail = PassedBy.ELEMENT_TYPE, ""
+        part = NAMES.of(a, b, _is_backward(), scope.attention)
+        layer = part.layer
+        mode, multiplications = scope.mode_of(layer), a.numel() * (b.shape[-1] if b.ndim > 1 else 1)
+        reason, detail, swaps = PassedBy.ELEMENT_TYPE, "", False
+        shown = mode
+        if mode is not None and row(mode).quantizes:
+            mode, swaps = mode_of_product(scope, mode, part, a.ndim > 1 < b.ndim)
         if mode is None:
             reason = PassedBy.LAYER
         elif a.dtype in ACTED_ON[row(mode).mode]:
             try:
                 resolved = policy.resolve(mode) if context is None else context.copy().run(policy.resolve, mode)
-                result = _computed(terms, resolved, args[0] if in_place else out)
-                _count(scope, layer, name, terms, backward, resolved.mode.value)
+                measured = measure(a, b, resolved.mode) if scope.statistics else None
+                result = _computed(terms, resolved, args[0] if in_place else out, swaps)
+                # The products of a layer and all steps have one row.
+                text = (shown if isinstance(mode, Recipe) and resolved.mode == mode else resolved.mode).value
+                _count(scope, layer, name, [a, b], multiplications, text, statistics=measured, product=part.product)
                 return result
             except _REFUSALS as error:
                 reason, detail = PassedBy.REFUSED, str(error)
         result = own(keyset, *args, **kwargs)
-        _count(scope, layer, name, terms, backward, "", reason, detail)
+        _count(scope, layer, name, [a, b], multiplications, "", reason, detail)
         return result
 
     return multiply
@@ -207,9 +213,7 @@ def _replaced(kernel: Kernel, product: Product, own: Callable[..., Any]) -> Call
 
 def _watched(kernel: Kernel, own: Callable[..., Any]) -> Callable[..., Any]:
     def watch(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _holders or (found := _current()) is None:
-            return own(keyset, *args, **kwargs)
-        if _thread.is_watching:
+        if _thread.is_watching or not intercept._holders or (found := _current()) is None:
             return own(keyset, *args, **kwargs)
         before, _thread.is_watching = _thread.counted, True
         try:
@@ -217,27 +221,31 @@ def _watched(kernel: Kernel, own: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _thread.is_watching = False
         if _thread.counted == before:  # else its own products were counted
-            _count_passed(found[0], kernel, args, kwargs, result)
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            multiplications = _multiplications(kernel.operator, args, kwargs, result)
+            _count(found[0], NAMES.of_any(tensors), kernel.name, tensors, multiplications, "", kernel.passed_by)
         return result
 
     return watch
 
 
-def _computed(terms: Terms, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
+def _computed(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps: bool) -> Tensor:
     """Return a product; the caller is below autograd, whose recording the tensors do not show."""
     records = _grad_enabled()
     try:
-        if records:
-            _set_grad_enabled(False)
-        return _multiplied(terms, resolved, out)
+        _set_grad_enabled(False)
+        return _multiplied(terms, resolved, out, swaps)
     finally:
-        if records:
-            _set_grad_enabled(True)
+        _set_grad_enabled(records)
 
 
-def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
-    a, b, c, alpha, beta, activation = terms
+def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps: bool) -> Tensor:
+    a, b, c, alpha, beta, _ = terms
     bias = None
+    if swaps:
+        product = a.new_empty((*a.shape[:-1], b.shape[-1]))
+        dispatch.matmul(b.detach().mT, a.detach().mT, out=product.mT, math_mode=resolved.mode)
+        return _finished(product, terms, bias, out)
     if c is not None and c.ndim == 1 and alpha == beta == 1 and a.shape[0] * b.shape[-1] >= _FUSED_BIAS:
         bias = c if c.shape == b.shape[1:] else None
     if a.is_cpu:
@@ -245,6 +253,12 @@ def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None) -> Ten
     else:
         added = None if bias is None else bias.detach()
         result = dispatch.matmul(a.detach(), b.detach(), bias=added, math_mode=resolved.mode)
+    return _finished(result, terms, bias, out)
+
+
+def _finished(result: Tensor, terms: Terms, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Add the terms that a product lacks, in ``out`` if it is given."""
+    _, _, c, alpha, beta, activation = terms
     if alpha != 1:
         result.mul_(alpha)
     if c is not None and bias is None and beta != 0:
@@ -285,34 +299,26 @@ def _view(library: Library, x: Tensor) -> ArrayView:
     return view
 
 
+def _is_backward() -> bool:
+    return _graph_task() != -1 and not _grad_enabled()
+
+
 # -- counts ---------------------------------------------------------------------------------------
 
 
 def _count(
-    scope: Any, layer: Layer, name: str, terms: Terms, backward: bool, mode: str, reason: Any = None, detail: str = ""
-) -> None:
-    a, b = terms.a, terms.b
+    scope: Any, layer: Layer, name: str, tensors: list[Tensor], multiplications: int, mode: str,
+    reason: Any = None, detail: str = "", statistics: Statistics | None = None, product: str = "",
+) -> None:  # fmt: skip
     _thread.counted += 1
     ledger = scope.ledger
-    if not ledger.records_gradients and _grad_enabled() and (a.requires_grad or b.requires_grad):
+    if not ledger.records_gradients and _grad_enabled() and any(x.requires_grad for x in tensors):
         ledger.records_gradients = True
-    found = Row(_shown(scope, layer), name, _named(a), backward, mode, reason, detail)
-    shape = b.shape
-    statistics = _statistics(terms, mode) if scope.statistics and not reason else None
-    multiplications = a.numel() * (shape[-1] if len(shape) > 1 else 1)
-    ledger.add(found, multiplications, lambda: (tuple(a.shape), tuple(shape)), statistics)
-
-
-def _count_passed(scope: Any, kernel: Kernel, args: Any, kwargs: Any, result: Any) -> None:
-    _thread.counted += 1
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    dtype = _named(tensors[0]) if tensors else ""
-    backward = _graph_task() != -1 and not _grad_enabled()
-    found = Row(_shown(scope, NAMES.of_any(tensors)), kernel.name, dtype, backward, passed_by=kernel.passed_by)
-    if any(x.requires_grad for x in tensors):
-        scope.ledger.records_gradients |= _grad_enabled()
-    multiplications = _multiplications(kernel.operator, args, kwargs, result)
-    scope.ledger.add(found, multiplications, lambda: tuple(tuple(x.shape) for x in tensors[:2]), None)
+    dtype = _named(tensors[0].dtype) if tensors else ""
+    backward = _is_backward()
+    gradient = product if backward and layer and statistics else ""
+    found = Row(_shown(scope, layer), name, dtype, backward, mode, reason, detail, gradient)
+    ledger.add(found, multiplications, lambda: tuple(tuple(x.shape) for x in tensors[:2]), statistics)
 
 
 def _multiplications(operator: str, args: Any, kwargs: Any, result: Any) -> int:
@@ -327,12 +333,9 @@ def _multiplications(operator: str, args: Any, kwargs: Any, result: Any) -> int:
         return 0
 
 
-_names: dict[torch.dtype, str] = {}
-
-
-def _named(x: Tensor) -> str:
-    dtype = x.dtype
-    return _names.get(dtype) or _names.setdefault(dtype, str(dtype).removeprefix("torch."))
+@functools.cache
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shown(scope: Any, layer: Layer) -> str:
@@ -345,11 +348,3 @@ def _shown(scope: Any, layer: Layer) -> str:
             f"{shown} have different modes, and share an operand; the first pattern's mode was used."
         ] = None
     return shown
-
-
-def _statistics(terms: Terms, mode: str) -> tuple[float, float]:
-    least = row(parse_mode(mode)).operand_format.smallest_normal
-    with torch.no_grad():
-        sizes = [x.detach().abs() for x in (terms.a, terms.b) if x.numel()]
-        shares = [float(((x > 0) & (x < least)).float().mean()) for x in sizes]
-        return max((float(x.max()) for x in sizes), default=0.0), max(shares, default=0.0)

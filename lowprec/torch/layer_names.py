@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowprec.recipes import Pass
+
 #: (name, class) of each layer that a product may belong to; empty if it is unknown.
 Layer = tuple[tuple[str, str], ...]
+
+
+class Part(NamedTuple):
+    """A product's layer, which of the layer's three products it is, and the order of its operands.
+
+    The products are ``input @ weight``, ``gradient @ weight.T`` and ``input.T @ gradient``; ``place`` is the index of
+    the operand that is the second one there, None if it is unknown.
+    """
+
+    layer: Layer
+    product: Pass = "forward"
+    place: int | None = None
+
+
+_NO_PART = Part(())
 
 _MOST_ACTIVATIONS = 1 << 16
 _MOST_LAYERS = 16  # of one activation
@@ -34,25 +51,47 @@ class LayerNames:
         #: Start addresses of parameters; by parameter, the end address, layer and memory.
         self._table: tuple[list[int], list[tuple[int, Layer, StorageWeakRef]]] = [], []
         self._activations: dict[int, tuple[Layer, StorageWeakRef]] = {}
+        self._gradient: tuple[int, StorageWeakRef] | None = None  # the last one that was multiplied by a parameter
         self._orphans = WeakIdKeyDictionary()  # parameters without a module
         self._is_current = False
         self._is_watching = False
 
-    def of(self, a: Tensor, b: Tensor, backward: bool) -> Layer:
-        """Return the layer of a product."""
+    def of(self, a: Tensor, b: Tensor, backward: bool, attention: bool = False) -> Part:
+        """Return the part of a product in its layer; ``attention`` for those of two activations, too."""
         try:
             x, y = a.data_ptr(), b.data_ptr()
         except RuntimeError:  # without memory
-            return ()
-        layer, address, activation = self._of_parameter(y, b), x, a
+            return _NO_PART
+        layer, place = self._of_parameter(y, b), 1
         if not layer:
-            layer, address, activation = self._of_parameter(x, a), y, b
-        if not layer:
-            found = (self._of_activation(x) or self._of_activation(y)) if backward else ()
-            return self._of_node() or found if backward and len(found) != 1 else found
-        if not backward:
-            self._remember(address, activation, layer)
-        return layer
+            layer, place = self._of_parameter(x, a), 0
+        if layer:
+            address, other = (x, a) if place else (y, b)
+            if backward:
+                self._gradient = address, StorageWeakRef(other.untyped_storage())
+            else:
+                self._remember(address, other, layer)
+            return Part(layer, "grad_input" if backward else "forward", place)
+        if backward:
+            return self._of_gradient(x, y)
+        if attention:
+            self._remember(x, a, ())
+            self._remember(y, b, ())
+        return _NO_PART
+
+    def _of_gradient(self, x: int, y: int) -> Part:
+        """Return the part of a product without a parameter in a backward pass, by the addresses of its operands."""
+        of_a, of_b = self._of_activation(x), self._of_activation(y)
+        found = of_a or of_b or ()
+        layer = self._of_node() or found if len(found) != 1 else found
+        if (of_a is None) == (of_b is None):
+            # Checkpointing omits the last product of the forward pass.
+            address, memory = self._gradient or (0, None)
+            is_known = memory is not None and not memory.expired() and (x == address) != (y == address)
+            return Part(layer, "grad_weight", int(y == address) if is_known else None)
+        if of_a is None and not layer:  # of attention
+            return Part(layer, "grad_input", 1)
+        return Part(layer, "grad_weight", 0 if of_a is None else 1)
 
     def _of_node(self) -> Layer:
         """Return the layer of the only parameter whose gradient the current node of the backward pass computes."""
@@ -63,16 +102,19 @@ class LayerNames:
 
     def _remember(self, address: int, activation: Tensor, layer: Layer) -> None:
         """Record the layer of an activation, which may be the operand of several layers."""
-        before = self._of_activation(address)
-        if layer[0] not in before and len(before) < _MOST_LAYERS:
+        before = self._of_activation(address) or ()
+        if not set(layer) <= set(before) and len(before) < _MOST_LAYERS:
             layer = before + layer
+        elif before:
+            layer = before
         self._activations[address] = layer, StorageWeakRef(activation.untyped_storage())
         if len(self._activations) > _MOST_ACTIVATIONS:
             self._activations.pop(next(iter(self._activations)), None)
 
-    def _of_activation(self, address: int) -> Layer:
-        layer, memory = self._activations.get(address) or ((), None)
-        return () if memory is None or memory.expired() else layer
+    def _of_activation(self, address: int) -> Layer | None:
+        """Return the layers of an operand of the forward pass; None for other tensors."""
+        found = self._activations.get(address)
+        return None if found is None or found[1].expired() else found[0]
 
     def of_any(self, tensors: list[Tensor]) -> Layer:
         """Return the layer of the first tensor that is a parameter."""

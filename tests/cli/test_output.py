@@ -14,6 +14,7 @@ import lowprec
 from lowprec.checking.comparison import seconds
 from lowprec.cli import main, output
 from lowprec.cli.commands import check
+from lowprec.util.progress import progress
 from lowprec.util.tables import Table, plain_text
 
 TABLE = Table("Sizes [of things]", ["name", ">n"], [["[bold]a", "8"], ["bc", "1024"]])
@@ -49,7 +50,7 @@ def test_a_terminal_gets_a_bold_title(monkeypatch: pytest.MonkeyPatch, term: str
 def test_a_terminal_shows_the_current_step(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _terminal(monkeypatch, "stderr")
     monkeypatch.setenv("COLUMNS", "30")
-    with output.progress("check", 2) as step:
+    with progress("check", 2) as step:
         step("normal, fp32")
         step("normal, a mode with a long name")
     first, second, last = re.findall(r"\r([^\r]{29})\r", terminal.getvalue())

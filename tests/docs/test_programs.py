@@ -24,6 +24,10 @@ PROGRAMS = {
     "training_step.py": (
         ("torch",), ["--rounds", "3", "--layers", "1", "--width", "32", "--batch", "2"], r"left 4 to PyTorch"
     ),
+    "train_narrow.py": (
+        ("torch", "sklearn", "rich"), ["--seeds", "2", "--steps", "4"],
+        r"digits \| nvfp4 with its measures \| \d\.\d{4} \| \d\.\d{4} \| [+-]\d+\.\d\d% \| [\d.]+"
+    ),
     "transformer_torch.py": (("torch", "sklearn"), ["--steps", "101"], r"([89]\d|100)\.\d % of 360"),
     "unmodified.py": (("torch", "sklearn"), ["--steps", "61"], r"([89]\d|100)\.\d % of 360"),
     "transformer_jax.py": (("jax", "sklearn"), ["--steps", "101"], r"([89]\d|100)\.\d % of 360"),

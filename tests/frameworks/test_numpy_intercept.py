@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ def _restored() -> Any:
     before = np.dot, np.einsum, np.vdot
     yield
     assert (np.dot, np.einsum, np.vdot) == before
-    assert not ln._holders
+    assert not ln.intercept._holders
     for (name, code), (own, _) in ln._loops.items():
         now = ctypes.c_void_p()
         ln._exchange(name, code, own, now)
@@ -225,12 +226,48 @@ def test_an_interrupt_at_any_step_leaves_numpy_usable() -> None:
         assert sum(p.count for p in seen.report().taken) == 2
 
     for start in (dict.clear, lambda loops: None):  # the first block of a process, and later ones
-        for holder in ln._holders:
-            ln._release(holder)
+        for holder in ln.intercept._holders:
+            ln.intercept("fp32")._release(holder)
         start(ln._loops)
         assert interrupts.count(block, check, KeyboardInterrupt) > 50
-    for holder in ln._holders:
-        ln._release(holder)
+    for holder in ln.intercept._holders:
+        ln.intercept("fp32")._release(holder)
+
+
+def test_a_fork_while_other_threads_enter_blocks() -> None:
+    """The hook of a fork iterates over the scopes to which the other threads add theirs."""
+    from lowprec.core import interception
+
+    end, before = threading.Event(), sys.getswitchinterval()
+
+    def enter() -> None:
+        while not end.is_set():
+            for scope in [ln.intercept("bf16") for _ in range(200)]:
+                with scope:
+                    pass
+
+    threads = [threading.Thread(target=enter) for _ in range(2)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(10_000):
+            interception._each(lambda ledger: None)
+    finally:
+        sys.setswitchinterval(before)
+        end.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_the_products_of_lowprec_are_not_taken() -> None:
+    x = np.full((64, 64), 1 + 2.0**-12)
+    plain, y = x @ x, x.astype(np.float32)
+    with ln.intercept("bf16", cast=True) as seen:
+        assert np.array_equal(lowprec.matmul(x, x), plain)
+        assert np.array_equal(lowprec.matmul(y, y, math_mode="fp64"), plain.astype(np.float32))
+        lowprec.linalg.solve(draw(8, 8), draw(8), method="refine")
+    assert not seen.report().products
 
 
 def test_callers_are_the_layers() -> None:
@@ -239,4 +276,4 @@ def test_callers_are_the_layers() -> None:
         x @ x
         np.linalg.matrix_power(x, 2)
     layers = {p.layer.rpartition(".")[2]: p.count for p in seen.report().taken}
-    assert layers == {"test_callers_are_the_layers": 1, "matmul": 1}
+    assert layers == {"test_callers_are_the_layers": 2}

@@ -25,10 +25,9 @@ UNIT = 2.0**-8
 @pytest.fixture
 def intercept(torch: Any) -> Any:
     import lowprec.torch as lt
-    from lowprec.torch import interception
 
     yield lt.intercept
-    assert not interception._holders
+    assert not lt.intercept._holders
     assert threading.active_count() > 1 or not registered(torch)
 
 
@@ -413,7 +412,6 @@ def test_an_exit_in_another_thread_leaves_the_block_open(torch: Any, intercept: 
 
 
 def test_an_interrupt_at_any_step_leaves_no_block(torch: Any, intercept: Any) -> None:
-    from lowprec.torch import interception
 
     x = torch.ones(2, 2)
 
@@ -433,8 +431,8 @@ def test_an_interrupt_at_any_step_leaves_no_block(torch: Any, intercept: Any) ->
 
     block()  # what is looked up once
     assert interrupts.count(block, check, KeyboardInterrupt) > 50
-    for holder in interception._holders:  # an interrupted block may leave the kernels registered, idle
-        interception._release(holder)
+    for holder in intercept._holders:  # an interrupted block may leave the kernels registered, idle
+        intercept("fp32")._release(holder)
 
 
 def test_a_model_that_was_compiled_before_is_seen(torch: Any, intercept: Any) -> None:

@@ -24,11 +24,10 @@ ABOVE = 1 + 2.0**-9
 @pytest.fixture
 def intercept(torch: Any) -> Any:
     import lowprec.torch as lt
-    from lowprec.torch import interception
 
     yield lt.intercept
     # The kernels stay registered, idle, because some tests leave threads of PyTorch's behind.
-    assert not interception._holders
+    assert not lt.intercept._holders
 
 
 def counts(products: Any) -> Counter[Any]:
@@ -158,10 +157,10 @@ def test_rows_do_not_grow_with_shapes(torch: Any, intercept: Any) -> None:
             layer(torch.full((n, 4), 3.0))
     (row,) = seen.report().products
     assert (row.count, row.shapes, row.multiplications) == (49, ((49, 4), (4, 4)), 16 * sum(range(50)))
-    assert row.magnitude == 3
+    assert (row.a.magnitude, row.a.underflow, row.error) == (3, 0, pytest.approx(0, abs=1e-6))
     with intercept("fp16", statistics=True) as seen:
         torch.mm(torch.tensor([[1.0, 2.0**-15, 0.0, -(2.0**-20)]]), torch.ones(4, 1))
-    assert [p.underflow for p in seen.report().products] == [0.5]
+    assert [(p.a.underflow, p.b.underflow) for p in seen.report().products] == [(0.5, 0)]
     assert "underflow" in str(seen.report())
 
 
@@ -366,6 +365,53 @@ def test_forked_workers_are_in_the_report(start: str) -> None:
         start,
     )
     assert not Path(folder).exists()
+
+
+@posix
+@pytest.mark.usefixtures("torch")
+def test_a_fork_during_the_first_product_of_another_thread() -> None:
+    """A child with the import lock of a module that another thread imported would wait for it forever."""
+    run_python(
+        """
+        import os, signal, sys, threading, time, warnings
+        from importlib.machinery import PathFinder, SourceFileLoader
+        from importlib.util import spec_from_loader
+        import torch
+        from lowprec.torch import intercept
+
+        warnings.simplefilter("ignore")  # forks with threads
+        started = threading.Event()
+
+        class Finder(PathFinder):
+            @classmethod
+            def find_spec(cls, name, path=None, target=None):
+                if name in ("numpy.ma", "lowprec.arrays.torch_library"):
+                    return spec_from_loader(name, Loader(name, super().find_spec(name, path).origin))
+
+        class Loader(SourceFileLoader):
+            def exec_module(self, module):
+                started.set()
+                time.sleep(0.5)
+                super().exec_module(module)
+
+        def multiply():
+            with intercept("bf16"):
+                torch.ones(4, 4) @ torch.ones(4, 4)
+
+        torch.set_num_threads(1)
+        sys.meta_path.insert(0, Finder)
+        thread = threading.Thread(target=multiply)
+        thread.start()
+        assert started.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            multiply()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        thread.join()
+        """
+    )
 
 
 # -- PyTorch's samples ----------------------------------------------------------------------------

@@ -19,12 +19,13 @@ from lowprec import tuning
 from lowprec.checking.comparison import seconds
 from lowprec.cli.operands import operand
 from lowprec.cli.options import add_shared, count, dtype, shape
-from lowprec.cli.output import CommandError, columns, print_json, print_tables, print_text, progress
+from lowprec.cli.output import CommandError, columns, print_json, print_tables, print_text
 from lowprec.core import plan_call
 from lowprec.core.arguments import ShapeDtype
 from lowprec.formats import DType
 from lowprec.report import info
 from lowprec.tuning import AutotuneResult
+from lowprec.util.progress import progress
 from lowprec.util.tables import Table, fill
 
 EXAMPLES = """\

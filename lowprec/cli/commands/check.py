@@ -22,9 +22,10 @@ from lowprec.checking.measure import USUAL_ROUNDS, Load, load
 from lowprec.cli.exports import check_exports, export
 from lowprec.cli.operands import DISTRIBUTIONS, pairs, read_array
 from lowprec.cli.options import add_operands, add_shared, budget, count, extents, listed, mode
-from lowprec.cli.output import CommandError, columns, note, print_json, print_tables, print_text, progress
+from lowprec.cli.output import CommandError, columns, note, print_json, print_tables, print_text
 from lowprec.formats import DType
 from lowprec.report import info
+from lowprec.util.progress import progress
 from lowprec.util.tables import fill
 
 EXAMPLES = """\

@@ -122,8 +122,8 @@ def layers(text: str) -> dict[str, str]:
             raise argparse.ArgumentTypeError(f"{text} has no table [layers]")
     else:
         found = dict(word.strip().rpartition("=")[::2] for word in text.split(","))
-    if not all(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=MODE")
+        if not all(found):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of NAME=MODE")
     return {name: mode(str(value)).value for name, value in found.items()}
 
 

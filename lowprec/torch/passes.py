@@ -1,0 +1,46 @@
+"""The mode of one product of an intercepted layer: recipes distinguish weights, gradients, steps and layers.
+
+Quantising modes are those of linear layers. Products of two activations, as in attention, and products with vectors use
+bfloat16 unless they are asked for.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from lowprec.modes import MathMode, Mode, Recipe, rules_of
+from lowprec.torch.layer_names import Part
+
+_UNKNOWN = (
+    "In compiled backward passes, and where no operand or both are known from the forward pass, gradients are not "
+    "distinguished from activations: both have the formats and the rounding of the forward product."
+)
+
+
+def mode_of_product(scope: Any, mode: Mode, part: Part, is_matrix: bool) -> tuple[Mode, bool]:
+    """Return the mode of a product for a mode that quantises, and whether its operands change places."""
+    if not (scope.attention or (part.layer and is_matrix)):
+        return MathMode.BF16, False
+    if isinstance(mode, Recipe):
+        if part.product != "forward" and (part.place is None or _is_compiled()):
+            scope.ledger.notes[_UNKNOWN] = None
+            part = part._replace(product="forward")
+        mode = _refined(mode, part, scope.step_number)
+    first, second = rules_of(mode)
+    return mode, part.place == 0 and (first != second or first.is_stochastic)  # each operand has its random numbers
+
+
+def _is_compiled() -> bool:
+    return type(torch._C._current_autograd_node()).__name__ == "CompiledFunctionBackward"
+
+
+@lru_cache(4096)
+def _refined(recipe: Recipe, part: Part, step: int) -> Recipe:
+    number = zlib.crc32(part.layer[0][0].encode()) % (1 << 20) if part.layer else 0
+    knows_weight = bool(part.layer and part.place is not None and recipe.weight_block)
+    return replace(recipe, step=step, layer=number, product=part.product, knows_weight=knows_weight)
