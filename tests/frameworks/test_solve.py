@@ -124,7 +124,10 @@ def test_random_matrices(dtype: str, n: int, columns: int | None, rng: np.random
     assert (report.method, report.fallbacks) == ("refine", 0)
 
 
-@pytest.mark.parametrize("mode", [m for m in lowprec.MathMode if m not in ("fp64", "fp32_pedantic")], ids=str)
+# A factor of 4 bits is too inexact for the refinement of this matrix.
+@pytest.mark.parametrize(
+    "mode", [m for m in lowprec.MathMode if m not in ("fp64", "fp32_pedantic", "mxfp4", "nvfp4")], ids=str
+)
 def test_every_mode_of_the_factor(mode: lowprec.MathMode, rng: np.random.Generator) -> None:
     # fp16 without scaling, too: the matrix is scaled into its range.
     a = conditioned(rng, 256, 10.0, "float64") * 1e30

@@ -47,6 +47,7 @@ UNTRACED: dict[str, tuple[str, ...]] = {
 #: Calls in graphs, and ``with`` statements, which break graphs.
 TRACED: dict[str, str] = {
     "MathMode": "lowprec.matmul(x, x, math_mode=lowprec.MathMode.BF16)",
+    "Recipe": "lowprec.matmul(x, x, math_mode=lowprec.Recipe('mxfp8', scale_rule='rceil'))",
     "ShapeDtype": "lowprec.ShapeDtype((2, 2), 'float32').shape",
     "einsum": "lowprec.einsum('ij,jk,kl->il', x, x, x)",
     "emulate": "with lowprec.emulate('hopper'): found = lowprec.matmul(x, x, math_mode='bf16')",
