@@ -26,6 +26,8 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
     constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16;
     auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
         constexpr int V = decltype(count)::value;
+        // At the end of the lanes follows the beginning of the next dword's.
+        [[maybe_unused]] const int64_t ahead = at * SIZE + AHEAD < lanes * SIZE ? AHEAD : AHEAD - lanes * SIZE + order<U::ELEMENT>(1, 0) * ldb;
         Acc acc[ROWS][V];
         Extrema found[V];
         UNROLLED(i, ROWS)
@@ -42,7 +44,7 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
                     const char* runs[P];
                     UNROLLED(p, P) runs[p] = from + order<U::ELEMENT>(d, p) * ldb;
                     if (v * W * SIZE % 64 == 0)
-                        UNROLLED(p, P) __builtin_prefetch(runs[p] + AHEAD);
+                        UNROLLED(p, P) __builtin_prefetch(runs[p] + ahead);
                     if constexpr (P == 4 && V % 4 == 0) {
                         if (v % 4 == 0) int8_dwords(runs, row + v);
                     } else if constexpr (FINDS) {
@@ -103,7 +105,7 @@ template <class U> struct Few {
     static bool serves(const lp::Work& p) {
         if (p.packed_b || p.term_count > 1 || p.planes > 1) return false;
         if (p.m <= M) return (p.b.k == 1 && !p.b.k_offsets) || along_lanes(p);
-        return p.n * p.k <= 2048 && p.b.type != LP_I8 && p.m <= (P == 1 ? 8 : 2) * M && p.n % W == 0 && in_place_for(p, p.m);
+        return p.n * p.k <= 2048 && p.m <= (P == 1 ? 8 : 2) * M && p.n % W == 0 && in_place_for(p, p.m);
     }
 
     // Adds the products of the rows [top, top + M) and the columns [first, first + lanes).
@@ -186,7 +188,8 @@ template <class U> struct Few {
         Rows* rows = nullptr;
         find<LP_F32, LP_EXACT>(p, m, rows), find<LP_F32, LP_TO_TF32>(p, m, rows), find<LP_F32, LP_TO_BF16>(p, m, rows);
         find<LP_F32, LP_TO_F16>(p, m, rows), find<LP_F16, LP_EXACT>(p, m, rows), find<LP_BF16, LP_EXACT>(p, m, rows);
-        find<LP_I8, LP_EXACT>(p, m, rows), find<LP_E4M3, LP_EXACT>(p, m, rows), find<LP_E5M2, LP_EXACT>(p, m, rows);
+        find<LP_E4M3, LP_EXACT>(p, m, rows), find<LP_E5M2, LP_EXACT>(p, m, rows);
+        if (m <= 2) find<LP_I8, LP_EXACT>(p, m, rows);  // more rows need the registers in which int8 is interleaved
         return rows;
     }
 
@@ -195,7 +198,7 @@ template <class U> struct Few {
         j.pack_a = find_pack<U::ELEMENT>(p.a), j.pack_b = find_pack<U::ELEMENT>(p.b);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
         const bool exact = p.m == 1 || p.m == 2 || p.m == 4 || p.m % M == 0;  // no more rows are computed
-        j.in_place = in_place_for(p, 1), j.size = bits_of(p.b.type) / 8;
+        j.in_place = in_place_for(p, G::least(p.m, M)), j.size = bits_of(p.b.type) / 8;
         j.plain_a = exact && U::ELEMENT == E_F32 && p.a.type == LP_F32 && p.a.format == LP_EXACT && p.a.k == 1 && !p.a.k_offsets && !p.a.lane_offsets;
         j.direct = exact && G::FLOATS && G::is_plain(p) && p.out.type == LP_F32 && p.out.col == 1 && !p.out.row_offsets && p.n % W == 0;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
