@@ -14,7 +14,9 @@ from lowprec.modes import TABLE, MathMode, row
 from lowprec.planning.schedule import chunk_length, make_schedule
 from support import cpu_units, machines, oracles
 
-MODES = [str(r.mode) for r in TABLE if r.mode not in (MathMode.FP64, MathMode.FP64_EMULATED, MathMode.FP32_EMULATED)]
+#: Modes of FP32 units, without those that quantise or that NumPy computes.
+_OTHER = (MathMode.FP64, MathMode.FP64_EMULATED, MathMode.FP32_EMULATED)
+MODES = [str(r.mode) for r in TABLE if r.mode not in _OTHER and not r.quantizes]
 
 fp32_units = cpu_units.units(*(unit for unit in cpu_units.UNITS if unit.startswith("fp32")))
 

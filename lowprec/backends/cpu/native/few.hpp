@@ -26,6 +26,8 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
     constexpr bool FINDS = TYPE == LP_F32 && FORMAT == LP_TO_F16;
     auto columns = [&](int64_t at, auto count) __attribute__((always_inline)) {
         constexpr int V = decltype(count)::value;
+        // At the end of the lanes follows the beginning of the next dword's.
+        [[maybe_unused]] const int64_t ahead = at * SIZE + AHEAD < lanes * SIZE ? AHEAD : AHEAD - lanes * SIZE + order<U::ELEMENT>(1, 0) * ldb;
         Acc acc[ROWS][V];
         Extrema found[V];
         UNROLLED(i, ROWS)
@@ -35,27 +37,23 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
         _Pragma("GCC unroll 2") for (int d = 0; d < dwords; d++) {
             u32v row[V];
             UNROLLED(v, V) {
-                const char* from = b + d * ldb + (at + v * W) * SIZE;
-                if constexpr (P == 4 && V % 4 == 0 && TYPE == LP_I8) {  // four vectors at once
+                const char* from = b + (at + v * W) * SIZE;
+                if constexpr (TYPE == PANEL) {
+                    row[v] = get<u32v>(from + d * ldb);
+                } else {
                     const char* runs[P];
-                    UNROLLED(p, P) runs[p] = from + p * W * ldb;
-                    if (v % 4) continue;
-                    UNROLLED(p, P) __builtin_prefetch(runs[p] + AHEAD);
-                    int8_dwords(runs, row + v);
-                } else if constexpr (TYPE == PANEL) {
-                    row[v] = get<u32v>(from);
-                } else {  // the numbers of a dword are W rows apart
-                    const char* runs[P];
-                    UNROLLED(p, P) runs[p] = from + p * W * ldb;
+                    UNROLLED(p, P) runs[p] = from + order<U::ELEMENT>(d, p) * ldb;
                     if (v * W * SIZE % 64 == 0)
-                        UNROLLED(p, P) __builtin_prefetch(runs[p] + AHEAD);
-                    if constexpr (FINDS) {
-                        const u32v x = get<u32v>(from), magnitude = x & 0x7fffffffu, less = magnitude - 1;
+                        UNROLLED(p, P) __builtin_prefetch(runs[p] + ahead);
+                    if constexpr (P == 4 && V % 4 == 0) {
+                        if (v % 4 == 0) int8_dwords(runs, row + v);
+                    } else if constexpr (FINDS) {
+                        const u32v x = get<u32v>(runs[0]), magnitude = x & 0x7fffffffu, less = magnitude - 1;
                         row[v] = (x + 0xfffu + (x >> 13 & 1)) & ~0x1fffu;
                         found[v].largest = (u32v)larger((i32v)found[v].largest, (i32v)magnitude);
                         found[v].least = found[v].least < less ? found[v].least : less;
                     } else {
-                        pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, s, nullptr, nullptr, 0, row + v);
+                        pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, false, s, nullptr, nullptr, 0, row + v);
                     }
                 }
             }
@@ -84,13 +82,13 @@ template <class U> struct Few {
     typedef Gemm<U> G;
     typedef void Rows(const Source&, const uint32_t*, int64_t, const char*, int64_t, int, uint32_t*, int64_t, int64_t, bool, Extrema*);
     static constexpr int M = U::FEW ? U::FEW : 1, P = G::P, N = G::N;
-    static constexpr Layout LAYOUT_A{true, M, W, M * W, 0};
+    static constexpr int64_t SPAN_LANES = 64, SPAN = 8;  // lanes of b and blocks of k that are transposed at a time
 
     struct Job {
         lp::Work& p;
         Pack *pack_a, *pack_b;
         bool in_place, direct, plain_a;  // of b; of the result; of a
-        int64_t blocks, chunk, columns, tasks, memory_each, a_dwords, ldy, size;
+        int64_t blocks, chunk, columns, span, tasks, memory_each, a_dwords, lda, ldy, size;  // span: packed blocks
         uint32_t* memory;
         int32_t *exponents_a, *exponents_b;
         alignas(64) std::atomic<int64_t> next_task;
@@ -107,7 +105,7 @@ template <class U> struct Few {
     static bool serves(const lp::Work& p) {
         if (p.packed_b || p.term_count > 1 || p.planes > 1) return false;
         if (p.m <= M) return (p.b.k == 1 && !p.b.k_offsets) || along_lanes(p);
-        return p.n * p.k <= 2048 && p.b.type != LP_I8 && p.m <= (P == 1 ? 8 : 2) * M && p.n % W == 0 && in_place_for(p, p.m);
+        return p.n * p.k <= 2048 && p.m <= (P == 1 ? 8 : 2) * M && p.n % W == 0 && in_place_for(p, p.m);
     }
 
     // Adds the products of the rows [top, top + M) and the columns [first, first + lanes).
@@ -115,25 +113,26 @@ template <class U> struct Few {
         const lp::Work& p = j.p;
         const int64_t padded = G::ceil(lanes, W) * W, in_lanes = in_place ? lanes / W * W : 0, m = G::least(M, p.m - top);
         Rows *whole_rows = in_place ? in_place_for(p, m) : nullptr, *rows = rows_for<PANEL, LP_EXACT>(m);
-        const int64_t lda = j.plain_a ? p.a.lane : W, step_a = j.plain_a ? W : M * W;
         const int group = !p.scales_b && (P == 4 || m * lanes <= 4096) ? 4 / P : W;
-        const uint32_t* a = j.plain_a ? (const uint32_t*)p.a.at + p.a.lane_offset(top) : t.a + top * j.blocks * W;
-        for (int64_t block = 0; block < j.blocks; block++, a += step_a) {
+        const uint32_t* a = j.plain_a ? (const uint32_t*)p.a.at + p.a.lane_offset(top) : t.a + top * j.lda;
+        for (int64_t block = 0, end; block < j.blocks; block = end) {
+            const int64_t left = j.chunk - block % j.chunk, rest = p.k - block * W * P;
+            end = G::least(block + G::least(left, j.span), j.blocks);
             uint32_t* y = block < j.chunk ? sums : t.part;
-            const int64_t ldy = block < j.chunk ? lds : j.ldy, rest = p.k - block * W * P;
-            const bool adds = block % j.chunk != 0;
-            const int dwords = (int)(rest < W ? rest : W);
+            const int64_t ldy = block < j.chunk ? lds : j.ldy;
+            const bool adds = left < j.chunk;
+            const int dwords = (int)((end - block - 1) * W + G::least(rest - (end - block - 1) * W * P, W));
             const int64_t whole = rest >= W * P || P == 1 ? in_lanes : 0;
             for (int d = 0; whole && d < dwords; d += group) {  // few rows of b at once, whose runs are long, if the sums fit the L1 cache
-                const char* at = p.b.at + (first + p.b.k_offset(block * W * P + d)) * j.size;
-                whole_rows(p.b, a + d, lda, at, p.b.k * j.size, (int)G::least(group, dwords - d), y, ldy, whole, adds || d, t.extrema);
+                const char* at = p.b.at + (first + p.b.k_offset(block * W * P + order<U::ELEMENT>(d, 0))) * j.size;
+                whole_rows(p.b, a + block * W + d, j.lda, at, p.b.k * j.size, (int)G::least(group, dwords - d), y, ldy, whole, adds || d, t.extrema);
             }
             if (whole < lanes) {
                 const int64_t width = whole ? W : j.columns, strip = (first + whole) / width;
-                j.pack_b(p.b, Layout{false, width, width, 0, 0}, strip, strip + 1, block, block + 1, t.panel, 0);
-                rows(p.b, a, lda, (const char*)t.panel, 4 * width, dwords, y + whole, ldy, padded - whole, adds, nullptr);
+                j.pack_b(p.b, Layout{false, width, width, width * W, 0}, strip, strip + 1, block, end, t.panel, 0);
+                rows(p.b, a + block * W, j.lda, (const char*)t.panel, 4 * width, dwords, y + whole, ldy, padded - whole, adds, nullptr);
             }
-            if (y == t.part && ((block + 1) % j.chunk == 0 || block + 1 == j.blocks))
+            if (y == t.part && (end % j.chunk == 0 || end == j.blocks))
                 for (int i = 0; i < m; i++)
                     for (int64_t q = 0; q < lanes; q += W) put(sums + i * lds + q, plus(get<Acc>(sums + i * lds + q), get<Acc>(t.part + i * j.ldy + q)));
         }
@@ -164,11 +163,10 @@ template <class U> struct Few {
         const lp::Work& p = j.p;
         Thread t{};
         t.a = j.memory + thread * j.memory_each, t.sums = t.a + j.a_dwords, t.part = t.sums + M * j.ldy;
-        t.panel = t.part + M * j.ldy, t.extrema = (Extrema*)(t.panel + j.columns * W);
-        if (!j.plain_a) j.pack_a(p.a, LAYOUT_A, 0, G::ceil(p.m, M), 0, j.blocks, t.a, j.blocks * M * W);
+        t.panel = t.part + M * j.ldy, t.extrema = (Extrema*)(t.panel + j.columns * j.span * W);
+        if (!j.plain_a) j.pack_a(p.a, Layout{true, M, j.lda, W, 0}, 0, G::ceil(p.m, M), 0, j.blocks, t.a, M * j.lda);
         for (int row = 0; U::ELEMENT == E_U8 && row < p.m; row++)
-            for (int64_t block = 0; block < j.blocks; block++)
-                for (int q = 0; q < 4 * W; q++) t.offsets[row] += 128 * ((const int8_t*)(t.a + (block * M + row) * W))[q];
+            for (int64_t q = 0; q < 4 * j.lda; q++) t.offsets[row] += 128 * ((const int8_t*)(t.a + row * j.lda))[q];
         for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) {
             const int64_t first = i * j.columns;
             for (int64_t top = 0; top < p.m; top += M) task(j, t, top, first, G::least(p.n - first, j.columns));
@@ -190,7 +188,8 @@ template <class U> struct Few {
         Rows* rows = nullptr;
         find<LP_F32, LP_EXACT>(p, m, rows), find<LP_F32, LP_TO_TF32>(p, m, rows), find<LP_F32, LP_TO_BF16>(p, m, rows);
         find<LP_F32, LP_TO_F16>(p, m, rows), find<LP_F16, LP_EXACT>(p, m, rows), find<LP_BF16, LP_EXACT>(p, m, rows);
-        find<LP_I8, LP_EXACT>(p, m, rows), find<LP_E4M3, LP_EXACT>(p, m, rows), find<LP_E5M2, LP_EXACT>(p, m, rows);
+        find<LP_E4M3, LP_EXACT>(p, m, rows), find<LP_E5M2, LP_EXACT>(p, m, rows);
+        if (m <= 2) find<LP_I8, LP_EXACT>(p, m, rows);  // more rows need the registers in which int8 is interleaved
         return rows;
     }
 
@@ -199,17 +198,20 @@ template <class U> struct Few {
         j.pack_a = find_pack<U::ELEMENT>(p.a), j.pack_b = find_pack<U::ELEMENT>(p.b);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
         const bool exact = p.m == 1 || p.m == 2 || p.m == 4 || p.m % M == 0;  // no more rows are computed
-        j.in_place = in_place_for(p, 1), j.size = bits_of(p.b.type) / 8;
+        j.in_place = in_place_for(p, G::least(p.m, M)), j.size = bits_of(p.b.type) / 8;
         j.plain_a = exact && U::ELEMENT == E_F32 && p.a.type == LP_F32 && p.a.format == LP_EXACT && p.a.k == 1 && !p.a.k_offsets && !p.a.lane_offsets;
         j.direct = exact && G::FLOATS && G::is_plain(p) && p.out.type == LP_F32 && p.out.col == 1 && !p.out.row_offsets && p.n % W == 0;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
         j.blocks = G::ceil(p.k, P * W), j.chunk = G::ceil(chunk_of(p.k, G::LONGEST), P * W);
-        int64_t most = along_lanes(p) ? 1024 : 256;
+        j.lda = j.plain_a ? p.a.lane : j.blocks * W;
+        int64_t most = along_lanes(p) ? 1024 : p.b.k == 1 && !p.b.k_offsets ? SPAN_LANES
+                                                                            : 256;
+        j.span = most == SPAN_LANES ? SPAN : 1;
         if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
         const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), 64) * 64, j.tasks = G::ceil(p.n, j.columns);
-        j.ldy = j.columns + N, j.a_dwords = j.plain_a ? 0 : G::ceil(j.blocks * G::ceil(p.m, M) * M * W, 64) * 64;
-        j.memory_each = G::ceil(j.a_dwords + 2 * M * j.ldy + j.columns * (W + 2), 1024) * 1024;
+        j.ldy = j.columns + N, j.a_dwords = j.plain_a ? 0 : G::ceil(j.lda * G::ceil(p.m, M) * M, 64) * 64;
+        j.memory_each = G::ceil(j.a_dwords + 2 * M * j.ldy + j.columns * (j.span * W + 2), 1024) * 1024;
         threads = G::least(threads, j.tasks);
         j.memory = (uint32_t*)p.memory.of(4 * (threads * j.memory_each + G::exponents_dwords(p)));
         if (!j.memory) return LP_NO_MEMORY;

@@ -94,9 +94,10 @@ template <class U> struct Gemm {
         if constexpr (OFFSET) {
             int32_t* sums = (int32_t*)(b + strip - sums_dwords());
             for (int j = 0; j < U::COLUMNS; j++) {
-                typename U::Acc sum = {};
-                for (int64_t d = 0; d < blocks * W; d++) sum = U::dot(sum, all(0x80808080u), get<u32v>(b + d * N + j * W));
-                put(sums + j * W, (i32v)sum);
+                typename U::Acc sum[4] = {};
+                for (int64_t d = 0; d < blocks * W; d += 4)
+                    UNROLLED(i, 4) sum[i] = U::dot(sum[i], all(0x80808080u), get<u32v>(b + (d + i) * N + j * W));
+                put(sums + j * W, plus(plus(sum[0], sum[1]), plus(sum[2], sum[3])));
             }
             return sums;
         }
@@ -218,7 +219,8 @@ template <class U> struct Gemm {
     static void divide(Job& j, int64_t threads) {
         const lp::Work& p = j.p;
         j.own_b = !p.packed_b && j.strips_m <= 4 && threads * p.m <= 2 * p.n;
-        j.pack_strips = j.strips_n >= 16 * threads ? 4 : 1;
+        j.pack_strips = 16;  // rows of memory are read in long runs
+        while (j.pack_strips > 1 && j.strips_n < 4 * threads * j.pack_strips) j.pack_strips /= 2;
         j.pack_tasks = j.own_b || p.packed_b ? 0 : ceil(j.strips_n, j.pack_strips);
         int64_t a_strip = j.chunk * j.slots_a * M * W, fitting = A_BYTES / (4 * a_strip);
         if (j.own_b) {

@@ -2,13 +2,14 @@
 // decoded on the way.
 //
 // A lane is a row of a or a column of b. A dword holds P numbers of k: one float32, two bfloat16 (or int16), four int8.
-// A block is W dwords of k, that is W * P numbers; dword d holds the numbers d, W + d, 2 W + d, ... of the block, so that
-// packing needs no shuffles but one transposition. A slot is a part of a component of the numbers.
+// A block is W dwords of k, that is W * P numbers; dword d holds P consecutive integers, or the floats d and W + d of the
+// block, so that packing needs no shuffles but one transposition. A slot is a part of a component of the numbers.
 // a: for each block and slot, LANES rows of W dwords. b: for each block and slot, W rows of LANES dwords.
 
 // What a micro-kernel multiplies. E_PAIR: two bfloat16 slots, whose sum is a TF32 or float16 number. E_U8: a + 128, b.
 const int E_F32 = 0, E_BF16 = 1, E_PAIR = 2, E_I16 = 3, E_I8 = 4, E_U8 = 5;
 constexpr int per_dword(int element) { return element >= E_I8 ? 4 : 1 + (element != E_F32); }
+template <int ELEMENT> constexpr int order(int d, int p) { return ELEMENT >= E_I16 ? d * per_dword(ELEMENT) + p : p * W + d; }
 
 using lp::Source;
 
@@ -68,14 +69,18 @@ template <int FORMAT, int ELEMENT, bool SPLITS> INLINE int emit_parts(f32v* x, c
     return s.parts + 1;
 }
 
-// W dwords of each slot, from P runs of W numbers each. f: the two powers of two that scale them; scale: of codes, by run.
+// W dwords of each slot, from P runs of W numbers each, along k (one after the other) or across. f: the two powers of two
+// that scale them; scale: of codes, by run.
 template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
-INLINE void pack_row(const char* const* at, const Source& s, const f32v* f, const float* scale, uint32_t offset, u32v* out) {
+INLINE void pack_row(const char* const* at, [[maybe_unused]] bool along_k, const Source& s, const f32v* f, const float* scale, uint32_t offset, u32v* out) {
     constexpr int P = per_dword(ELEMENT);
     if constexpr (P == 4) {
+        if (along_k) return (void)(out[0] = get<u32v>(at[0]) ^ offset);
         out[0] = (widen_u8<u32v>(at[0]) | widen_u8<u32v>(at[1]) << 8 | widen_u8<u32v>(at[2]) << 16 | widen_u8<u32v>(at[3]) << 24) ^ offset;
     } else if constexpr (ELEMENT == E_I16) {
-        out[0] = (widen_i8(at[0]) & 0xffffu) | widen_i8(at[1]) << 16;
+        typedef int8_t run __attribute__((vector_size(2 * W)));
+        typedef int16_t words __attribute__((vector_size(4 * W)));
+        out[0] = along_k ? (u32v) __builtin_convertvector(get<run>(at[0]), words) : (widen_i8(at[0]) & 0xffffu) | widen_i8(at[1]) << 16;
     } else if constexpr (TYPE == LP_BF16 && ELEMENT == E_BF16) {
         out[0] = widen_u16<u32v>(at[0]) | widen_u16<u32v>(at[1]) << 16;
     } else if constexpr (W == 16 && TYPE == LP_E4M3 && ELEMENT == E_BF16) {
@@ -118,61 +123,72 @@ struct Layout {
     uint32_t offset;  // added to the numbers of a by units that multiply unsigned by signed numbers
 };
 
-// Packs a tile of W lanes and W * P numbers of k, of which the first `lanes` lanes are written. Runs of memory that do not
-// have W numbers, and numbers with strides on both sides, are first copied.
-template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
-static __attribute__((noinline)) void pack_tile(const Source& s, const Layout& l, int64_t lane, int64_t step, int lanes, uint32_t* to) {
-    constexpr int P = per_dword(ELEMENT), BITS = bits_of(TYPE), SIZE = BITS / 8 ? BITS / 8 : 1, RUN = W * BITS / 8;
-    const int64_t have = s.lanes - lane < W ? s.lanes - lane : W;
-    const bool along_k = s.k == 1 && !s.k_offsets, by_lane = along_k || s.lane != 1 || s.lane_offsets || is_coded(TYPE);
-    alignas(64) static const char zeros[RUN] = {};
-    alignas(64) char copies[P][RUN];
-    auto copy = [&](const char* at, int p, int64_t k, int64_t count) __attribute__((noinline)) {
-        __builtin_memset(copies[p], 0, RUN);
-        if (along_k || !by_lane) {
-            __builtin_memcpy(copies[p], at, (size_t)((count * BITS + 7) / 8));
-            if (BITS == 4 && count % 2) copies[p][(uint64_t)count / 2 % RUN] &= 0x0f;
-        } else {
-            for (int64_t j = 0; j < count && j < W; j++) __builtin_memcpy(copies[p] + j * SIZE, at + s.k_offset(k + j) * SIZE, SIZE);
-        }
-    };
-    auto run = [&](int64_t i, int p) __attribute__((always_inline)) -> const char* {
-        const int64_t k = step + p * W + (by_lane ? 0 : i), count = by_lane ? s.steps - k : have;
-        if (k >= s.steps) return zeros;
-        const char* at = s.at + (by_lane ? s.lane_offset(lane + i) * (is_coded(TYPE) ? 1 : SIZE) : (lane + s.k_offset(k)) * SIZE);
-        if (along_k) at += k * BITS / 8;
-        if (count >= W && (along_k || !by_lane)) return at;
-        copy(at, p, k, count);
-        return copies[p];
-    };
-    const int slots = SPLITS ? slots_of<ELEMENT>(s) : whole_slots(TYPE, ELEMENT);
-    u32v rows[most_slots(TYPE, ELEMENT, SPLITS)][W], out[most_slots(TYPE, ELEMENT, SPLITS)];
-    f32v f[2];
-    const char* at[P];
-    if (!by_lane) lane_factors<FORMAT>(s, lane, true, f);
-    UNROLLED(i, W) {
-        if (by_lane && i >= (have < lanes ? have : lanes)) {
-            for (int p = 0; p < slots; p++) rows[p][i] = u32v{};
-            continue;
-        }
-        float scale[P] = {};
-        UNROLLED(p, P) {
-            at[p] = run(i, p);
-            if (is_coded(TYPE)) {
-                int64_t k = step + p * W < s.steps ? step + p * W : s.steps - 1;
-                scale[p] = block_scale(TYPE, s.scales[(lane + i) * s.scale_lane + k / block_of(TYPE)]);
+// The P runs of W numbers of each lane of a tile, or of each dword of k if the lanes are contiguous. Lanes from `end` on
+// are the last one again.
+template <int TYPE, int ELEMENT> struct Runs {
+    static constexpr int P = per_dword(ELEMENT), BITS = bits_of(TYPE), SIZE = BITS / 8 ? BITS / 8 : 1, RUN = W * BITS / 8;
+    const char* at[W][P];
+    alignas(64) char copies[W][P * RUN];
+
+    // Copies what does not have all of these numbers, or has them with strides on both sides.
+    __attribute__((noinline)) void find(const Source& s, int64_t lane, int64_t step, int end, bool along_k, bool by_lane) {
+        const int64_t have = s.lanes - lane < W ? s.lanes - lane : W, steps = s.steps - step < W * P ? s.steps - step : W * P;
+        const bool whole = by_lane ? along_k && steps == W * P : have == W;
+        if (!whole || steps < W * P) __builtin_memset(copies, 0, sizeof copies);
+        for (int i = 0; i < W; i++) {
+            const int64_t offset = by_lane ? s.lane_offset(lane + (i < end ? i : end - 1)) : lane;
+            const char* from = s.at + offset * (is_coded(TYPE) ? 1 : SIZE) + (along_k ? step * BITS / 8 : 0);
+            for (int p = 0; p < P; p++) {
+                const int k = order<ELEMENT>(i, p);
+                at[i][p] = whole && by_lane ? from + p * RUN : copies[i] + p * RUN;
+                if (by_lane || k >= steps) continue;
+                const char* run = from + s.k_offset(step + k) * SIZE;
+                if (whole) at[i][p] = run;
+                else __builtin_memcpy(copies[i] + p * RUN, run, (size_t)have * SIZE);
             }
+            if (whole || !by_lane) continue;
+            if (along_k) __builtin_memcpy(copies[i], from, (size_t)((steps * BITS + 7) / 8));
+            if (BITS == 4 && steps % 2) copies[i][steps / 2] &= 0x0f;
+            for (int64_t j = 0; !along_k && j < steps; j++) __builtin_memcpy(copies[i] + j * SIZE, from + s.k_offset(step + j) * SIZE, SIZE);
         }
-        if (s.next)
-            UNROLLED_BY(p, P, (RUN > 64 ? 1 : 64 / RUN)) __builtin_prefetch(at[p] + s.next, 0, 2);
-        if (by_lane) lane_factors<FORMAT>(s, lane + i, false, f);
-        pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, s, f, scale, l.offset, out);
-        for (int p = 0; p < slots; p++) rows[p][i] = out[p];
     }
-    for (int p = 0; p < slots; p++, to += l.slot) {
-        if (by_lane != l.of_a) transpose(rows[p]);
-        UNROLLED(i, W)
-            if (!l.of_a || i < lanes) put(to + i * l.width, rows[p][i]);
+};
+
+// Packs tiles of W lanes and W * P numbers of k, of which the first `lanes` lanes are written.
+template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
+static __attribute__((noinline)) void pack_tiles(const Source& s, const Layout& l, int64_t lane, int64_t block, int64_t end_block, int lanes, uint32_t* to) {
+    typedef Runs<TYPE, ELEMENT> R;
+    constexpr int P = R::P;
+    const bool along_k = s.k == 1 && !s.k_offsets, by_lane = along_k || s.lane != 1 || s.lane_offsets || is_coded(TYPE);
+    const int end = (int)(s.lanes - lane < lanes ? s.lanes - lane : lanes);
+    const int slots = SPLITS ? slots_of<ELEMENT>(s) : whole_slots(TYPE, ELEMENT);
+    R runs;
+    for (int64_t first = block, ahead = 0; block < end_block; block++, ahead += P * R::RUN) {
+        const int64_t step = block * W * P;
+        if (!along_k || block == first || step + W * P > s.steps) runs.find(s, lane, step, end, along_k, by_lane), ahead = 0;
+        u32v rows[most_slots(TYPE, ELEMENT, SPLITS)][W], out[most_slots(TYPE, ELEMENT, SPLITS)];
+        f32v f[2];
+        if (!by_lane) lane_factors<FORMAT>(s, lane, true, f);
+        UNROLLED(i, W) {
+            const char* at[P];
+            float scale[P] = {};
+            UNROLLED(p, P) {
+                at[p] = runs.at[i][p] + ahead;
+                if (p * R::RUN % 64 == 0 && (along_k || s.next)) __builtin_prefetch(at[p] + (s.next ? s.next : 512), 0, 2);
+                if (is_coded(TYPE)) {
+                    int64_t k = step + p * W < s.steps ? step + p * W : s.steps - 1;
+                    scale[p] = block_scale(TYPE, s.scales[(lane + (i < end ? i : 0)) * s.scale_lane + k / block_of(TYPE)]);
+                }
+            }
+            if (by_lane) lane_factors<FORMAT>(s, lane + i, false, f);
+            pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, by_lane, s, f, scale, l.offset, out);
+            for (int p = 0; p < slots; p++) rows[p][i] = out[p];
+        }
+        for (int p = 0; p < slots; p++, to += l.slot) {
+            if (by_lane != l.of_a) transpose(rows[p]);
+            UNROLLED(i, W)
+                if (!l.of_a || i < lanes) put(to + i * l.width, rows[p][i]);
+        }
     }
 }
 
@@ -181,23 +197,23 @@ template <int TYPE, int FORMAT, int ELEMENT, bool SPLITS>
 static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t end_strip, int64_t first, int64_t end, uint32_t* to, int64_t strip_dwords) {
     constexpr int P = per_dword(ELEMENT), SIZE = bits_of(TYPE) / 8;
     const int slots = SPLITS ? slots_of<ELEMENT>(s) : whole_slots(TYPE, ELEMENT);
-    auto pack_block = [&](int64_t strip, int64_t block, int64_t lane) {
+    auto pack_blocks = [&](int64_t strip, int64_t block, int64_t end_block, int64_t lane) {
         uint32_t* base = to + (strip - first_strip) * strip_dwords + (block - first) * slots * l.slot;
         for (; lane < l.lanes; lane += W) {
             uint32_t* tile = base + lane * (l.of_a ? W : 1);
             const int lanes = l.lanes - lane < W ? (int)(l.lanes - lane) : W;
             if (strip * l.lanes + lane < s.lanes) {
-                pack_tile<TYPE, FORMAT, ELEMENT, SPLITS>(s, l, strip * l.lanes + lane, block * W * P, lanes, tile);
+                pack_tiles<TYPE, FORMAT, ELEMENT, SPLITS>(s, l, strip * l.lanes + lane, block, end_block, lanes, tile);
                 continue;
             }
-            for (int p = 0; p < slots; p++)
+            for (int64_t p = 0; p < (end_block - block) * slots; p++)
                 for (int i = 0; i < (l.of_a ? lanes : W); i++) put(tile + p * l.slot + i * l.width, u32v{});
         }
     };
     const bool along_lanes = s.lane == 1 && !s.lane_offsets && !is_coded(TYPE) && !(s.k == 1 && !s.k_offsets);
     if (l.of_a || !along_lanes) {
         for (int64_t strip = first_strip; strip < end_strip; strip++)
-            for (int64_t block = first; block < end; block++) pack_block(strip, block, 0);
+            for (int64_t block = first; block < end; block += 8) pack_blocks(strip, block, block + 8 < end ? block + 8 : end, 0);
         return;
     }
     // Row by row of memory: rows that are a power of two apart share few places of a cache.
@@ -206,7 +222,7 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
         const bool whole_k = (block + 1) * W * P <= s.steps;
         for (int row = 0; whole_k && row < W; row++) {
             const char* at[P];
-            for (int p = 0; p < P; p++) at[p] = s.at + (first_strip * l.lanes + s.k_offset(block * W * P + p * W + row)) * SIZE;
+            for (int p = 0; p < P; p++) at[p] = s.at + (first_strip * l.lanes + s.k_offset(block * W * P + order<ELEMENT>(row, p))) * SIZE;
             const int64_t ahead = s.next || s.k_offsets || (block + 2) * W * P > s.steps ? s.next : W * P * s.k * SIZE;
             for (int64_t strip = first_strip; strip < end_strip; strip++) {
                 const int64_t first_lane = strip * l.lanes, have = s.lanes - first_lane < l.lanes ? s.lanes - first_lane : l.lanes;
@@ -226,14 +242,14 @@ static void pack(const Source& s, const Layout& l, int64_t first_strip, int64_t 
                     lane_factors<FORMAT>(s, first_lane + lane, true, f);
                     UNROLLED(p, P)
                         if (lane * SIZE % 64 == 0) __builtin_prefetch(at[p] + ahead, 0, 2);
-                    pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, s, f, scale, l.offset, out);
+                    pack_row<TYPE, FORMAT, ELEMENT, SPLITS>(at, false, s, f, scale, l.offset, out);
                     for (int p = 0; p < slots; p++) put(tile + p * l.slot + lane, out[p]);
                     for (int p = 0; p < P; p++) at[p] += W * SIZE;
                 }
             }
         }
         for (int64_t strip = whole_k ? s.lanes / l.lanes : first_strip; strip < end_strip; strip++)
-            pack_block(strip, block, whole_k ? (s.lanes - strip * l.lanes) / W * W : 0);
+            pack_blocks(strip, block, block + 1, whole_k ? (s.lanes - strip * l.lanes) / W * W : 0);
     }
 }
 

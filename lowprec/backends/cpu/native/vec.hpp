@@ -102,21 +102,28 @@ INLINE f32v powers(i32v e) {
     return floats(choose((u32v)(e > -127), normal, subnormal));
 }
 
-// Transposes a square of W x W dwords: swaps the off-diagonal squares of sizes 1, 2, 4, ...
-template <int SIZE, int... I> INLINE void swap_squares(u32v* rows, std::integer_sequence<int, I...>) {
+// Transposes a square of W x W dwords: interleaves dwords, then pairs, in blocks of 16 bytes, and collects blocks.
+typedef uint64_t u64v __attribute__((vector_size(4 * W)));
+constexpr int source_of(int stage, int odd, int i) {
+    if (stage == 1) return i / 4 * 4 + i % 4 / 2 + i % 2 * W + 2 * odd;
+    if (stage == 2) return i / 2 * 2 + i % 2 * (W / 2) + odd;
+    return i / (W / 2) * W + i % (W / 2) / 4 * 8 + i % 4 + 4 * odd;
+}
+template <int STAGE, class V, int... I> INLINE void exchange(u32v* rows, std::integer_sequence<int, I...>) {
     UNROLLED(i, W)
-        if (!(i & SIZE)) {
-            u32v a = rows[i], b = rows[i + SIZE];
-            rows[i] = __builtin_shufflevector(a, b, ((I & SIZE) ? W + I - SIZE : I)...);
-            rows[i + SIZE] = __builtin_shufflevector(a, b, ((I & SIZE) ? W + I : I + SIZE)...);
+        if (!(i & STAGE)) {
+            V a = (V)rows[i], b = (V)rows[i + STAGE];
+            rows[i] = (u32v)__builtin_shufflevector(a, b, source_of(STAGE, 0, I)...);
+            rows[i + STAGE] = (u32v)__builtin_shufflevector(a, b, source_of(STAGE, 1, I)...);
         }
 }
 INLINE void transpose(u32v* rows) {
     std::make_integer_sequence<int, W> lanes;
-    swap_squares<1>(rows, lanes);
-    swap_squares<2>(rows, lanes);
-    if constexpr (W > 4) swap_squares<4>(rows, lanes);
-    if constexpr (W > 8) swap_squares<8>(rows, lanes);
+    exchange<1, u32v>(rows, lanes);
+    exchange<2, u64v>(rows, std::make_integer_sequence<int, W / 2>());
+    UNROLLED_BY(i, W, 4) std::swap(rows[i + 1], rows[i + 2]);
+    if constexpr (W > 4) exchange<4, u32v>(rows, lanes);
+    if constexpr (W > 8) exchange<8, u32v>(rows, lanes);
 }
 
 // The real and imaginary parts of W complex numbers in two vectors.
