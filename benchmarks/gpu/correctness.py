@@ -13,7 +13,7 @@ import lowprec
 from gpu import raw
 from gpu.arrays import TorchArrays, numpy_dtype
 from gpu.parts import Options, Part, short
-from lowprec.modes import available_modes
+from lowprec.modes import available_modes, row
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
@@ -28,7 +28,7 @@ def _refused(error: Exception) -> dict[str, Any]:
 
 MODES = ("fp32", "fp32_pedantic", "tf32", "bf16", "fp16")
 #: Those of several products, and float64: on real matrices alone.
-MORE_MODES = tuple(str(mode) for mode in available_modes() if str(mode) not in MODES)
+MORE_MODES = tuple(str(mode) for mode in available_modes() if str(mode) not in MODES and not row(mode).quantizes)
 #: (first operand, second operand, out_dtype).
 FLOAT8 = ((E4M3, E4M3, None), (E4M3, E4M3, "float32"), (E4M3, E5M2, "float32"), (E5M2, E4M3, "float16"))
 

@@ -65,7 +65,7 @@ class KernelPath:
     modes: tuple[str, ...]
 
 
-ALL = tuple(str(r.mode) for r in TABLE if r.mode not in (MathMode.FP32_EMULATED, MathMode.FP64))
+ALL = tuple(str(r.mode) for r in TABLE if not r.quantizes and r.mode not in (MathMode.FP32_EMULATED, MathMode.FP64))
 _BF16 = tuple(mode for mode in ALL if mode.startswith("bf16"))
 _PAIRS = tuple(mode for mode in ALL if mode.startswith(("tf32", "fp16")))
 
