@@ -287,6 +287,7 @@ def snippets() -> dict[Path, str]:
         "errors.md": error_table(),
         "narrow.md": narrow_table(),
         "verified.md": verified_table(),
+        "verified_summary.md": _verified.summary(_verified.reports()),
         "verified_claims.md": verified_claims(),
     }
     files = {DOCS / "_generated" / name: text for name, text in made.items()}
