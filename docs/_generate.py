@@ -197,16 +197,16 @@ def narrow_table() -> str:
     names = {"float8_e4m3fn": "E4M3", "float4_e2m1fn": "E2M1", "float8_e8m0fnu": "E8M0"}
     rows = []
     for row in BLOCK_FORMATS.values():
-        scales = [f"{names[row.scales.name]}, {row.block} numbers"] if row.scales else []
-        scales += ["float32, the array"] if row.has_scale else []
-        numbers = (row.elements.largest, row.elements.smallest_normal, row.elements.smallest_subnormal)
+        scales = [f"{names[row.scales.name]} for {row.block} numbers"] if row.scales else []
+        scales += ["float32 for the array"] if row.has_scale else []
+        numbers = (row.elements.smallest_subnormal, row.elements.largest)
+        smallest, largest = (f"{x:g}" if x > 0.1 else f"2^{math.log2(x):.0f}" for x in numbers)
         bits = row.bits + (8 / row.block if row.block else 0)
-        cells = [f"{bits:g}", *(f"{x:g}" if x > 0.1 else f"2^{math.log2(x):.0f}" for x in numbers)]
-        cells += [errors.get(row.name, "-"), speeds.get(row.name, "-"), _gpu_call(row)]
-        rows.append([_code(row.name), names[row.elements.name], "; ".join(scales), *cells])
-    header = ["format", "elements", "a scale for", "bits a number", "largest", "smallest normal", "smallest"]
-    last = ["error on N(0, 1)", "speed of a weight, 8 rows", "cuBLASLt"]
-    return table([*header, *last], rows, words=3)
+        elements = f"{names[row.elements.name]}, {smallest} to {largest}"
+        words = [_code(row.name), elements, "; ".join(scales), _gpu_call(row)]
+        rows.append([*words, f"{bits:g}", errors.get(row.name, "-"), speeds.get(row.name, "-")])
+    header = ["format", "elements", "scales", "cuBLASLt", "bits", "error", "speed"]
+    return table(header, rows, words=4)
 
 
 def _gpu_call(row: BlockFormat) -> str:
@@ -287,6 +287,7 @@ def snippets() -> dict[Path, str]:
         "errors.md": error_table(),
         "narrow.md": narrow_table(),
         "verified.md": verified_table(),
+        "verified_summary.md": _verified.summary(_verified.reports()),
         "verified_claims.md": verified_claims(),
     }
     files = {DOCS / "_generated" / name: text for name, text in made.items()}

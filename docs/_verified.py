@@ -155,6 +155,15 @@ def seen(feature: str | Measured, found: Sequence[Report]) -> str:
     return "; ".join(words) or NOT_SEEN
 
 
+def summary(found: Sequence[Report]) -> str:
+    """Return the number of features that worked in a report, as a sentence."""
+    features = [feature for group in FEATURES.values() for feature in group]
+    if not found:
+        return "Nothing was seen on a GPU yet: the tests of the features below ran with a software CUDA.\n"
+    count = sum(any(all(j) for r in found if (j := judged(feature, r))) for feature in features)
+    return f"{count} of {len(features)} features worked on a GPU ({', '.join(dict.fromkeys(map(title, found)))}).\n"
+
+
 def title(report: Report) -> str:
     """Return device and date of a report."""
     machine = report["machine"]

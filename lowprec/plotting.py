@@ -60,7 +60,9 @@ def image_format(path: str | os.PathLike[str]) -> str:
     try:
         bases: Any = importlib.import_module("matplotlib.backend_bases")
     except ModuleNotFoundError:
-        raise UnsupportedError('plot needs matplotlib, which is not installed: pip install "lowprec[plot]"') from None
+        raise UnsupportedError(
+            "plot needs matplotlib, which is not installed: pip install matplotlib, or lowprec with its extra plot"
+        ) from None
     suffix, known = Path(path).suffix.lower().removeprefix("."), bases.FigureCanvasBase.get_supported_filetypes()
     if suffix not in known:
         raise UnsupportedError(

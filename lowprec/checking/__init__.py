@@ -49,8 +49,8 @@ def check(
     Returns
     -------
     Comparison
-        ``print`` and notebooks show a table, ``to_dict()`` returns plain values. ``rows`` has one row per mode, with
-        ``plan``, ``timing``, ``speedup`` and ``errors``.
+        ``print`` and notebooks show a table of at most 12 rows and ``summary``, a sentence; ``to_dict()`` returns plain
+        values. ``rows`` has one row per mode, with ``plan``, ``timing``, ``speedup`` and ``errors``.
 
     Raises
     ------

@@ -28,6 +28,12 @@ _SINGLE = {"float64": "float32", "complex128": "complex64"}
 #: Columns omitted from a table that is too wide, in this order; ``plan`` and the plots show them.
 _OPTIONAL = ("kernel", "error", "spread", "time", "verdict", "bound")
 
+#: Largest number of rows that are printed by default.
+MOST_ROWS = 12
+
+#: A smaller speed-up is within the spread of the times.
+_FASTER = 1.05
+
 
 @dataclass(frozen=True)
 class Case:
@@ -87,6 +93,11 @@ class Row:
         overruled = self.plan.mode_has_effect and requested is not None
         return f"{self.name}, ran {self.plan.mode}" if overruled else self.name
 
+    def is_faster_than(self, other: Row) -> bool:
+        """Whether this is another computation, and faster beyond the usual spread."""
+        same = self.plan.kernel == other.plan.kernel and self.errors.relative == other.errors.relative
+        return self.speedup > _FASTER * other.speedup and not same
+
     def to_dict(self) -> dict[str, Any]:
         errors = self.errors
         return {
@@ -108,7 +119,7 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The math modes on one pair of operands; ``print`` shows a table.
+    """The math modes on one pair of operands; ``print`` shows table and summary.
 
     >>> import numpy as np
     >>> import lowprec
@@ -149,7 +160,43 @@ class Comparison:
         return tuple(dict.fromkeys((*above, *noise, *reasons, *notes, *fallbacks)))
 
     @property
+    def selection(self) -> tuple[Row, ...]:
+        """All rows; of more than 12 the baseline and the fastest for each error."""
+        if len(self.rows) <= MOST_ROWS:
+            return self.rows
+        baseline, *others = self.rows
+        fastest: dict[str, Row] = {}
+        for r in sorted(others, key=lambda r: -r.speedup):
+            # A row with the baseline's error is of use if it is faster.
+            if r.is_faster_than(baseline) or _digit(r) != _digit(baseline):
+                fastest.setdefault(_digit(r), r)
+        above = [r for r in others if r.errors.verdict is Verdict.ABOVE]
+        chosen = {r.name for r in (baseline, *above, *list(fastest.values())[: MOST_ROWS - 1])}
+        return tuple(r for r in self.rows if r.name in chosen)
+
+    @property
+    def summary(self) -> str:
+        """A sentence on the modes that no mode with a smaller error outruns."""
+        baseline = self.rows[0]
+        faster = [r for r in self.rows if r.is_faster_than(baseline) and r.errors.verdict is Verdict.WITHIN]
+        best: list[Row] = []
+        for r in sorted(faster, key=lambda r: (r.errors.relative, -r.speedup)):
+            if not best or r.speedup > best[-1].speedup:
+                best.append(r)
+        if not best:
+            return f"no mode is faster than {baseline.name} on this CPU"
+        texts = [f"{r.name}: {'about ' * r.is_noisy}{r.speedup:.1f} times" for r in best]
+        texts = [f"{text}, {_digit(r)}" for text, r in zip(texts, best, strict=True)]
+        texts[0] = texts[0].replace(" times, ", f" times the speed of {baseline.name}, error ")
+        others = "at an equal or smaller error" if len(faster) > len(best) else "on this CPU"
+        return f"{'; '.join(texts)}; no other mode is faster {others}"
+
+    @property
     def table(self) -> Table:
+        """The table of ``selection``, as printed."""
+        return self.table_of(self.selection)
+
+    def table_of(self, rows: Sequence[Row]) -> Table:
         title = f"{self.name}: {_spec(self.a)} @ {_spec(self.b)}"
         columns = (
             "mode", "kernel", ">time", ">spread", ">speed-up", ">error", ">scaled", ">bound", "verdict",
@@ -164,7 +211,7 @@ class Comparison:
                 *map(_number, (r.errors.relative, r.errors.normalised, r.errors.bound)),
                 str(r.errors.verdict),
             )
-            for r in self.rows
+            for r in rows
         ]
         described = f"{title}, {self.description}" if self.description else title
         return Table(described, columns, cells, _OPTIONAL)
@@ -176,6 +223,7 @@ class Comparison:
             "description": self.description,
             **operands,
             "rows": [row.to_dict() for row in self.rows],
+            "summary": self.summary,
         }
 
     def __repr__(self) -> str:
@@ -183,10 +231,16 @@ class Comparison:
         return f"<Comparison {self.table.title}: {within} of {len(self.rows)} rows within their bounds>"
 
     def __str__(self) -> str:
-        return "\n".join(filter(None, (self.load.remark, plain_text(self.table), *self.remarks)))
+        return "\n".join(filter(None, (self.load.remark, plain_text(self.table), *self._below)))
 
     def _repr_html_(self) -> str:
-        return f"<div>{self.load.remark}</div>{html(self.table, self.remarks)}"
+        return f"<div>{self.load.remark}</div>{html(self.table, self._below)}"
+
+    @property
+    def _below(self) -> tuple[str, ...]:
+        shown, count = len(self.selection), len(self.rows)
+        hidden = () if shown == count else (f"{shown} of {count} modes are shown; rows has all",)
+        return (*self.remarks, *hidden, self.summary)
 
 
 def seconds(value: float) -> str:
@@ -195,6 +249,12 @@ def seconds(value: float) -> str:
     digits = value / scale
     decimals = 2 if digits < 10 else 1 if digits < 100 else 0
     return f"{digits:.{decimals}f} {unit}"
+
+
+def _digit(row: Row) -> str:
+    """Return the error with one significant digit."""
+    error = row.errors.relative
+    return f"{error:.0e}".replace("e-0", "e-") if error else "0"
 
 
 def _number(error: float) -> str:

@@ -48,9 +48,11 @@ def matmul(
     out : array, shape (..., m, n), optional
         Output array, which is also returned. It may share memory with the operands.
     c : array, broadcasts to (..., m, n), optional
-        Addend; not read if ``beta`` is 0.
-    alpha, beta : number
-        Factors of the product and of ``c``. If ``alpha`` is 0, the operands are not read.
+        Addend.
+    alpha : number
+        Factor of the product. If it is 0, the operands are not read.
+    beta : number
+        Factor of ``c``. If it is 0, ``c`` is not read.
     bias : array, shape (n,), optional
         Added to each row. int8 or int32 for int8 operands; the sum saturates at the int32 range.
     activation : {"relu", "gelu"}, optional

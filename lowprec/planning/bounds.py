@@ -70,6 +70,7 @@ from lowprec.planning.split_bounds import (
     confidence,
     depths,
     depths_by_chunks,
+    gamma_text,
     on_tensor_cores,
     split_error,
 )
@@ -347,7 +348,7 @@ def _formula(model: _ErrorModel) -> str:
     if not factors:
         return "exact"
     text = f"{' '.join(factors)} - 1"
-    return f"{text}; gamma_d = d u / (1 - d u), u = 2^-{model.accumulator.precision}"
+    return f"{text}; {gamma_text(model.accumulator)}"
 
 
 def _absolute_text(operand_loss: float, term_loss: float, out_loss: float, accumulator: NumberFormat) -> str:

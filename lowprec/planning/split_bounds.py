@@ -60,6 +60,10 @@ def gamma(count: float, fmt: NumberFormat) -> float:
     return step / (1 - step) if step < 1 else inf
 
 
+def gamma_text(fmt: NumberFormat) -> str:
+    return f"gamma_d = d u / (1 - d u) bounds d roundings, u = 2^-{fmt.precision}"
+
+
 @lru_cache(maxsize=1024)
 def confidence(sums: int) -> float:
     """Return the lambda with which the probability that one of these sums exceeds its bound is ``FAILURE``."""
@@ -191,7 +195,7 @@ def split_error(
     leading = sums[0, 0][0].total
     formula = (
         f"{fixed:.3g} by the split, gamma_{leading} of the leading product's sums, weighted ones of the others; "
-        f"gamma_d = d u / (1 - d u), u = 2^-{accumulator.precision}"
+        f"{gamma_text(accumulator)}"
     )
     return RelativeError(worst, probable, formula)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +124,7 @@ CHECK = ("check", "--sizes", "24x40x16", "--rounds", "1")
 
 
 def test_check_as_json(command: Command) -> None:
-    done = command(*CHECK, "--json")
+    done = command(*CHECK, "--all", "--json")
     assert done.code == 0
     found = json.loads(done.out)
     assert found["lowprec"] == lowprec.__version__
@@ -134,6 +135,7 @@ def test_check_as_json(command: Command) -> None:
         for row in case["rows"]:
             assert row["samples"] == 1
         assert case["rows"][0]["speedup"] == 1
+        assert " on this CPU" in case["summary"] or "no other mode is faster at" in case["summary"]
 
 
 def test_check_as_text(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +150,30 @@ def test_check_as_text(command: Command, monkeypatch: pytest.MonkeyPatch) -> Non
     assert fp32.split()[0] == "fp32"
     assert bf16.split()[0] == "bf16"
     assert bf16.endswith("within")
+
+
+def _names(text: str) -> list[str]:
+    return [line.split()[0] for line in text.splitlines() if line.endswith("within")]
+
+
+def test_check_shows_the_useful_rows_and_a_sentence(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    short, whole = (command(*CHECK, *words).out for words in ((), ("--all",)))
+    names, modes = _names(short), [str(m) for m in available_modes() if m != "fp64_emulated"]
+    assert names[0] == "fp32"
+    assert set(names) < set(modes)
+    assert len(names) <= 12
+    assert f"{len(names)} of {len(modes)} modes are shown" in short
+    assert _names(whole) == modes * 3
+    assert "modes are shown" not in whole
+    named = modes[:14]
+    assert _names(command(*CHECK, "--modes", ",".join(named)).out) == named
+    for text, starts in ((short, [""]), (whole, ["normal: ", "positive: ", "wide: "])):
+        sentences = text.rstrip().split("\n\n")[-len(starts) :]
+        for start, sentence in zip(starts, sentences, strict=True):
+            assert re.match(
+                rf"{start}(no mode is faster than fp32|\w+: (about )?\S+ times the speed of fp32)", sentence
+            )
 
 
 def test_check_reports_of_an_override(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +211,7 @@ def test_check_of_double_files_as_single(command: Command, tmp_path: Path, files
 
 
 def test_check_of_several_sizes(command: Command) -> None:
-    words = ("check", "--sizes", "16,8x4x2", "--rounds", "1", "--modes", "bf16", "--json")
+    words = ("check", "--sizes", "16,8x4x2", "--rounds", "1", "--modes", "bf16", "--all", "--json")
     cases = _json(command(*words))["cases"]
     kinds = ("normal", "positive", "wide")
     assert [case["name"] for case in cases] == [f"{k} {s}" for s in ("16", "8x4x2") for k in kinds]
@@ -266,7 +292,7 @@ def test_a_missing_matplotlib_is_named(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
-    assert 'pip install "lowprec[plot]"' in refused("check", "--plot", tmp_path / "out.svg")
+    assert "pip install matplotlib, or lowprec with its extra plot" in refused("check", "--plot", tmp_path / "out.svg")
 
 
 def test_no_two_modes_look_alike(command: Command, drawn: list[Any], tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_missing_compiler_is_named(core: RecordingCompiler) -> None:
     core.error = "nvrtc: libnvrtc.so.13 not found\n" + "\n".join(f"line {i}" for i in range(50))
     forget()
     with pytest.raises(
-        BackendError, match=r"(?s)epilogue was not compiled for sm_90: .*libnvrtc.*pip install"
+        BackendError, match=r"(?s)epilogue was not compiled for sm_90: .*libnvrtc.*its extra cuda13"
     ) as caught:
         kernel(A=1)
     assert "line 6" in str(caught.value)

@@ -78,7 +78,7 @@ def refuse(error: type[Exception], words: str) -> None:
 @pytest.mark.parametrize("missing", ["nvmath.bindings.cublasLt", "cuda.bindings.runtime", "cuda.core"])
 def test_python_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    refuse(lowprec.BackendError, r'need nvmath-python.*pip install "lowprec\[cuda13\]"')
+    refuse(lowprec.BackendError, r'need nvmath-python.*extra cuda13 \(in a clone: pip install "\.\[cuda13\]"')
 
 
 @pytest.mark.usefixtures("fresh")
@@ -93,7 +93,7 @@ def test_python_packages(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
         ),
         (
             Runtime("cudaErrorInsufficientDriver", driver=12040),
-            r"driver is too old: it supports CUDA 12\.4, .* for CUDA 13\.5; .*lowprec\[cuda12\]",
+            r"driver is too old: it supports CUDA 12\.4, .* for CUDA 13\.5; .*lowprec's extra cuda12",
         ),
         (
             Runtime("cudaErrorInitializationError"),

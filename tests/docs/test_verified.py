@@ -44,6 +44,14 @@ def test_nothing_is_seen_without_a_report(verified: ModuleType) -> None:
     cells = [row[1] for row in verified.rows([]) if not row[0].startswith("**")]
     assert set(cells) == {"not yet seen on a GPU"}
     assert len(cells) > 40
+    assert verified.summary([]).startswith("Nothing was seen on a GPU yet: ")
+
+
+def test_the_summary_counts_the_features_that_worked(verified: ModuleType) -> None:
+    good, bad = {"feature": "stored as float64"}, {"feature": "batches, and one dimension", "ok": False}
+    total = sum(map(len, verified.FEATURES.values()))
+    said = verified.summary([_report(good, bad)])
+    assert said == f"1 of {total} features worked on a GPU (NVIDIA H200, 2030-01-02).\n"
 
 
 def test_a_row_that_is_well_is_seen(verified: ModuleType) -> None:

@@ -51,6 +51,75 @@ def test_every_mode_has_a_row(a: np.ndarray) -> None:
     assert found.within
 
 
+def _rows(*of: tuple[str, float, float]) -> lowprec.checking.Comparison:
+    """Return a comparison with these names, speed-ups and errors."""
+    x = np.eye(4, dtype=np.float32)
+    found = lowprec.check(x, x, modes=["bf16"], rounds=1)
+    first, other = (dataclasses.replace(row, is_noisy=False) for row in found.rows)
+    rows = [
+        dataclasses.replace(
+            other if number else first, name=name, speedup=speedup,
+            errors=dataclasses.replace(other.errors, relative=error),
+        )
+        for number, (name, speedup, error) in enumerate(of)
+    ]  # fmt: skip
+    return dataclasses.replace(found, rows=tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        (
+            [("bf16", 1.94, 2.4e-3), ("int8", 3.42, 8e-3), ("fp64", 0.2, 1e-8), ("tf32", 1.04, 3e-4)],
+            "bf16: 1.9 times the speed of fp32, error 2e-3; int8: 3.4 times, 8e-3; no other mode is faster on this CPU",
+        ),
+        # fp8 is faster than fp32, and less accurate and no faster than bf16.
+        (
+            [("fp8", 1.5, 4e-2), ("bf16", 1.5, 0.0)],
+            "bf16: 1.5 times the speed of fp32, error 0; no other mode is faster at an equal or smaller error",
+        ),
+        ([("bf16", 1.04, 2e-3), ("fp64", 0.3, 1e-8)], "no mode is faster than fp32 on this CPU"),
+    ],
+)
+def test_the_summary_names_the_modes_worth_using(rows: list[tuple[str, float, float]], sentence: str) -> None:
+    found = _rows(("fp32", 1.0, 4e-7), *rows)
+    assert found.summary == found.to_dict()["summary"] == str(found).splitlines()[-1] == sentence
+    assert sentence in found._repr_html_()
+
+
+def test_the_summary_omits_what_is_wrong_or_fp32_itself() -> None:
+    found = _rows(("fp32", 1.0, 4e-7), ("bf16", 2.0, 2e-3), ("fp32_pedantic", 1.5, 4e-7))
+    first, bf16, pedantic = found.rows
+    same = dataclasses.replace(pedantic, plan=first.plan)
+    noisy = dataclasses.replace(bf16, is_noisy=True)
+    assert dataclasses.replace(found, rows=(first, noisy, same)).summary.startswith("bf16: about 2.0 times")
+    for verdict in (Verdict.ABOVE, Verdict.OVERFLOW):
+        wrong = dataclasses.replace(bf16, errors=dataclasses.replace(bf16.errors, verdict=verdict))
+        assert (
+            dataclasses.replace(found, rows=(first, wrong, same)).summary == "no mode is faster than fp32 on this CPU"
+        )
+
+
+def test_a_long_table_shows_the_fastest_of_equal_errors() -> None:
+    of = [
+        ("fp32", 1.0, 4e-7),
+        ("slow", 0.5, 4.2e-7),
+        ("fast", 1.5, 3.9e-7),
+        ("bf16", 1.2, 2.4e-3),
+        ("other", 1.3, 2.1e-3),
+    ]
+    others = [(f"x{number}", 0.9 - number / 100, 2.0**-number) for number in range(7, 27)]
+    found = _rows(*of[:4])
+    assert found.selection == found.rows
+    found = _rows(*of, *others)
+    # The others are in the order of their speeds; x9 has the error of bf16, 2e-3, to one digit.
+    assert [r.name for r in found.selection] == ["fp32", "fast", "other", "x7", "x8", *(f"x{n}" for n in range(10, 17))]
+    assert [row[0].split(",")[0] for row in found.table.rows] == [r.label for r in found.selection]
+    assert f"12 of {len(found.rows)} modes are shown; rows has all" in str(found)
+    last = dataclasses.replace(found.rows[-1], errors=dataclasses.replace(found.rows[-1].errors, verdict=Verdict.ABOVE))
+    assert dataclasses.replace(found, rows=(*found.rows[:-1], last)).selection[-1] is last
+
+
 def test_notebooks_show_the_same(a: np.ndarray) -> None:
     found = lowprec.check(a, a, modes=["tf32"], rounds=1)
     heading, *rows = _cells(found._repr_html_())

@@ -344,8 +344,7 @@ float32 (8, 512, 1001) @ float32 (1001, 256) -> float32 (8, 512, 256)
   b becomes     TF32 (8-bit exponent, 10-bit mantissa), as the exact sum of 2
                 bfloat16 parts
   products      4, each operand in 2 parts
-  kernel        bf16_amx_pair: bfloat16 tile units (AMX), on the exact sum of
-                two bfloat16 parts
+  kernel        bf16_amx_pair: bfloat16 tile units (AMX)
   compute type  COMPUTE_32F_FAST_TF32
   fallback      NaN and infinite elements of the result are recomputed in FP32
   layout        m 4096, n 256, k 1001, the batch as rows of one product
@@ -356,8 +355,8 @@ float32 (8, 512, 1001) @ float32 (1001, 256) -> float32 (8, 512, 256)
   copies        none
   work          2.1 Gflop, 21.6 MB moved, 97.1 flop/B
   error         at most 0.00098 |A| |B| (Frobenius norms)
-  because       (1 + 2^-11)^2 (1 + gamma_52) - 1; gamma_d = d u / (1 - d u), u =
-                2^-24
+  because       (1 + 2^-11)^2 (1 + gamma_52) - 1; gamma_d = d u / (1 - d u)
+                bounds d roundings, u = 2^-24
   probably      at most 0.00098, with probability 0.999, for rounding errors of
                 mean zero
   underflow     2^-126 per element of an operand, 2^-126 per product (units that

@@ -35,9 +35,8 @@ BF16_AMX = _on(
 )  # fmt: skip
 #: A TF32 or float16 value is the exact sum of two bfloat16 values.
 BF16_AMX_PAIR = BF16_AMX._replace(
-    name="bf16_amx_pair", units="bfloat16 tile units (AMX), on the exact sum of two bfloat16 parts",
-    formats=frozenset({"tf32", "float16"}), cost_per_flop=0.35, parts=2,
-)  # fmt: skip
+    name="bf16_amx_pair", formats=frozenset({"tf32", "float16"}), cost_per_flop=0.35, parts=2
+)
 #: Four products at 0.4 of the cost of one in FP32 would be slower, so that TF32 and float16 have no such row.
 BF16_AVX512 = _on(_BF16, "bf16_avx512", "bfloat16 vector units (AVX512-BF16)", "avx512f", "avx512_bf16")
 FP32_AVX512 = _on(_FP32, "fp32_avx512", "FP32 vector units (AVX-512)", "avx512f")

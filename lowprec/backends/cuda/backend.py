@@ -33,7 +33,7 @@ def capabilities(device: Device) -> Capabilities:
     if properties.capability[0] == 10 and version in _WRONG_CUBLAS:
         warn(
             f"cuBLAS {bindings.cublas_version_text()} may compute wrong results on compute capability 10.x; install "
-            'cuBLAS 13.1.0.3 or later: pip install -U "lowprec[cuda13]"',
+            "cuBLAS 13.1.0.3 or later, which lowprec's extra cuda13 brings",
             once="cuBLAS on 10.x",
         )
     return present(properties, version)

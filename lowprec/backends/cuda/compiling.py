@@ -44,13 +44,12 @@ _OPTIONS: Mapping[str, Any] = {"std": "c++17", "fma": False}
 #: The first compute capability that CUDA 13 supports.
 OLDEST_OF_CUDA_13 = (7, 5)
 NEEDS_CUDA_12 = (
-    "CUDA 13 is for compute capability 7.5 and later; earlier devices (V100) need CUDA 12: "
-    'pip install "lowprec[cuda12]"'
+    "CUDA 13 is for compute capability 7.5 and later; earlier devices (V100) need CUDA 12: lowprec's extra cuda12"
 )
 
 _NEEDS_NVRTC = (
-    "NVRTC, CUDA's run-time compiler, must be installed and support this device: pip install -U "
-    '"lowprec[cuda13]" (or "lowprec[cuda12]" for CUDA 12)'
+    "NVRTC, CUDA's run-time compiler, must be installed and support this device: install lowprec with its extra cuda13 "
+    "(cuda12 for CUDA 12)"
 )
 
 #: Lines of the compiler's log in a message.

@@ -32,8 +32,8 @@ else:
 _T = TypeVar("_T")
 
 _INSTALL = (
-    'install them with: pip install "lowprec[cuda13]", or "lowprec[cuda12]" where torch.version.cuda is 12.x or the '
-    "driver is older than CUDA 13"
+    'install lowprec with its extra cuda13 (in a clone: pip install ".[cuda13]"), or cuda12 where torch.version.cuda '
+    "is 12.x or the driver is older than CUDA 13"
 )
 
 
@@ -124,7 +124,7 @@ def _no_device(runtime: Any, status: Any) -> str:
             return "no NVIDIA driver was found; install one (a container must be started with access to the GPUs)"
         return (
             f"the NVIDIA driver is too old: it supports CUDA {driver}, but the installed packages are for CUDA "
-            f'{wanted}; update the driver, or install packages for it: pip install "lowprec[cuda12]"'
+            f"{wanted}; update the driver, or install packages for it: lowprec's extra cuda12"
         )
     _, words = runtime.cudaGetErrorString(status)
     text = f"{status.name}: {words.decode() if isinstance(words, bytes) else words}"

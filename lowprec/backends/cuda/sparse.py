@@ -39,7 +39,7 @@ _ALIGNMENT_BYTES = 16
 #: Most invocations of a plan: for threads, and addresses of a bias.
 _MOST_INVOCATIONS = 64
 
-_INSTALL = 'install it with: pip install "lowprec[sparse13]" (or "lowprec[sparse12]" for CUDA 12)'
+_INSTALL = "install lowprec with its extra sparse13 (sparse12 for CUDA 12)"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Compare the math modes on this machine: time, speed-up, error, guaranteed bound.
 
-Without files the operands are random: normal, positive (rounding errors of one sign would add up) and of widely
-different exponents. The error is measured against a float64 product of the stored operands.
+Without files the operands are random and normal; --all adds positive ones (rounding errors of one sign would add up)
+and ones of widely different exponents. The error is measured against a float64 product of the stored operands.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lowprec.util.tables import fill
 EXAMPLES = """\
 examples:
   lowprec check
+  lowprec check --all
   lowprec check A.npy B.npy
   lowprec check --sizes 256,1024,4096 --distribution normal --modes tf32,bf16
   lowprec check --sizes 512x4096x512 --seed 7 --json
@@ -45,6 +46,8 @@ reading the table:
   bound     the guaranteed largest value of "scaled"
 
 A ratio marked ~ is not repeatable: the machine is busy, or times spread widely.
+
+Of modes with the same error, to one digit, the table shows the fastest; --all and --modes show every row.
 
 A narrow terminal omits columns, first the kernel, then the error.
 
@@ -75,8 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--distribution",
         choices=names,
         metavar="NAME",
-        help=f"of the random operands: {', '.join(names)} (default: all)",
+        help=f"of the random operands: {', '.join(names)} (default: normal)",
     )
+    parser.add_argument("--all", action="store_true", help="show every mode, and all distributions of random operands")
     add_shared(parser, "--dtype")
     parser.add_argument(
         "--rounds",
@@ -131,11 +135,20 @@ def _run(options: argparse.Namespace) -> int:
         seed = None if options.a else options.seed
         print_json({**where, "seed": seed, "cases": [c.to_dict() for c in comparisons]})
     else:
-        print_tables(compared.table for compared in comparisons)
-        print_text(f"\n{fill(describe(where), columns())}")
+        _print(comparisons, describe(where), whole=options.all or options.modes is not None)
     for remark in dict.fromkeys(remark for c in comparisons for remark in c.remarks):
         note(remark)
     return int(not all(c.within for c in comparisons))
+
+
+def _print(comparisons: list[Comparison], where: str, *, whole: bool) -> None:
+    tables = [c.table_of(c.rows) if whole else c.table for c in comparisons]
+    print_tables(tables)
+    shown, count = (sum(len(x.rows) for x in of) for of in (tables, comparisons))
+    hidden = [f"{shown} of {count} modes are shown: of modes with the same error the fastest; --all shows all"]
+    sentences = [f"{c.name}: {c.summary}" if len(comparisons) > 1 else c.summary for c in comparisons]
+    for text in (where, *hidden * (shown < count), *sentences):
+        print_text(f"\n{fill(text, columns())}")
 
 
 def conditions(load: Load) -> dict[str, Any]:
@@ -180,9 +193,9 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 def _random_cases(options: argparse.Namespace) -> Iterator[Case]:
     sizes = options.sizes or ((_SIZE,),)
     dtype = options.dtype or DType.FLOAT32
-    chosen = "normal" if dtype is DType.INT8 else options.distribution
+    chosen = "normal" if dtype is DType.INT8 else options.distribution or ("all" if options.all else "normal")
     for size, (number, (name, distribution)) in product(sizes, enumerate(DISTRIBUTIONS.items())):
-        if chosen not in (None, "all", name):
+        if chosen not in ("all", name):
             continue
         # A generator per case: its operands do not depend on which others are checked.
         rng = np.random.default_rng([options.seed, number])
