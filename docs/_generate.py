@@ -29,7 +29,7 @@ from lowprec import errors, modes
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation.arithmetic import formats_of
 from lowprec.backends.cpu.kernel_rows import KERNELS, kernels_of
-from lowprec.formats import BLOCK_FORMATS, BlockFormat
+from lowprec.formats import BLOCK_FORMATS, GROUPS, WHOLE, BlockFormat
 from lowprec.planning import Activation, Bound, Capabilities
 from lowprec.planning.cublaslt.calls import BLOCK_CODES
 from lowprec.planning.gpus import MODELS
@@ -195,13 +195,16 @@ def narrow_table() -> str:
         if r["kind"] == "weight" and r["m"] == 8
     }
     names = {"float8_e4m3fn": "E4M3", "float4_e2m1fn": "E2M1", "float8_e8m0fnu": "E8M0"}
+    names |= {name: name for name in ("float32", "int8", "int4")}
     rows = []
     for row in BLOCK_FORMATS.values():
-        scales = [f"{names[row.scales.name]} for {row.block} numbers"] if row.scales else []
+        length = "a vector" if row.block == WHOLE else f"{' or '.join(map(str, GROUPS))} numbers"
+        length = length if row.has_float_scales else f"{row.block} numbers"
+        scales = [f"{names[row.scales.name]} for {length}"] if row.scales else []
         scales += ["float32 for the array"] if row.has_scale else []
         numbers = (row.elements.smallest_subnormal, row.elements.largest)
         smallest, largest = (f"{x:g}" if x > 0.1 else f"2^{math.log2(x):.0f}" for x in numbers)
-        bits = row.bits + (8 / row.block if row.block else 0)
+        bits = row.bits + (8 * (1 + 3 * row.has_float_scales) / row.block if row.block > 0 else 0)
         elements = f"{names[row.elements.name]}, {smallest} to {largest}"
         words = [_code(row.name), elements, "; ".join(scales), _gpu_call(row)]
         rows.append([*words, f"{bits:g}", errors.get(row.name, "-"), speeds.get(row.name, "-")])
@@ -214,7 +217,7 @@ def _gpu_call(row: BlockFormat) -> str:
     if row.scales is None:
         return "FP8 with float32 scales, 8.9"
     if row.name not in BLOCK_CODES:
-        return "widened to bfloat16"
+        return "widened to float32" if row.has_float_scales else "widened to bfloat16"
     return f"{_code(BLOCK_CODES[row.name].scale_mode)}, {BLOCK_SCALES_SINCE[0]}.{BLOCK_SCALES_SINCE[1]}"
 
 

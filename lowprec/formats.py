@@ -10,7 +10,7 @@ DLPack ``dlpack.h`` (type codes); CUDA ``library_types.h`` (``cudaDataType``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, unique
 from math import prod
 from typing import Literal, NamedTuple, TypeAlias
@@ -74,6 +74,10 @@ FLOAT8_E5M2 = _ieee("float8_e5m2", 3, 15)
 FLOAT8_E8M0FNU = NumberFormat("float8_e8m0fnu", 1, -127, 127, 2.0**127, has_infinity=False)  # powers of two, unsigned
 FLOAT4_E2M1FN = NumberFormat("float4_e2m1fn", 2, 0, 2, 6.0, has_infinity=False)  # without NaN
 INT8 = NumberFormat("int8", 7, 0, 6, 127.0, has_infinity=False)  # with a scale: symmetric integers
+#: Integers as codes, all of which are subnormal numbers with a spacing of 1.
+INT8_CODES = NumberFormat("int8", 8, 7, 6, 127.0, has_infinity=False)
+INT4_CODES = NumberFormat("int4", 4, 3, 2, 7.0, has_infinity=False)
+UINT4_CODES = NumberFormat("uint4", 5, 4, 3, 15.0, has_infinity=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +87,38 @@ class BlockFormat:
     name: str
     elements: NumberFormat
     bits: int  # of an element's code
-    block: int  # elements with a common scale; 0 without blocks
-    scales: NumberFormat | None  # of the blocks, 8 bits each
+    block: int  # elements with a common scale; 0 without blocks, `WHOLE` for all along the axis
+    scales: NumberFormat | None  # of the blocks
     has_scale: bool  # whether the array has a float32 scale; otherwise it is 1
+
+    @property
+    def has_float_scales(self) -> bool:
+        """Whether the numbers with their scales need float32; otherwise bfloat16 represents them."""
+        return self.scales is FLOAT32
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether each block has an integer that is subtracted from its codes."""
+        return self.elements is UINT4_CODES
+
+    def of_length(self, length: int) -> BlockFormat:
+        """Return the format with the blocks of an axis of this length."""
+        return replace(self, block=max(length, 1)) if self.block == WHOLE else self
 
     def stored_bytes(self, shape: tuple[int, ...], axis: int) -> int:
         """Return the bytes of codes and scales of an array with blocks along an axis."""
         if not (self.block and shape[axis]):
             return prod(shape) * self.bits // 8
-        return prod(shape) // shape[axis] * -(-shape[axis] // self.block) * (self.block * self.bits // 8 + 1)
+        block = self.of_length(shape[axis]).block
+        scale = (4 if self.has_float_scales else 1) + self.has_zeros
+        return prod(shape) // shape[axis] * -(-shape[axis] // block) * (block * self.bits // 8 + scale)
 
 
-FormatName: TypeAlias = Literal["mxfp8", "mxfp4", "nvfp4", "fp8"]
+FormatName: TypeAlias = Literal["mxfp8", "mxfp4", "nvfp4", "fp8", "fp8_rows", "int8", "int4"]
+
+WHOLE = -1
+#: Lengths of the blocks of int4.
+GROUPS = (32, 64, 128)
 
 #: Formats of :func:`lowprec.quantize` by name.
 BLOCK_FORMATS = {
@@ -104,6 +128,9 @@ BLOCK_FORMATS = {
         BlockFormat("mxfp4", FLOAT4_E2M1FN, 4, 32, FLOAT8_E8M0FNU, has_scale=False),
         BlockFormat("nvfp4", FLOAT4_E2M1FN, 4, 16, FLOAT8_E4M3FN, has_scale=True),
         BlockFormat("fp8", FLOAT8_E4M3FN, 8, 0, None, has_scale=True),
+        BlockFormat("fp8_rows", FLOAT8_E4M3FN, 8, WHOLE, FLOAT32, has_scale=False),
+        BlockFormat("int8", INT8_CODES, 8, WHOLE, FLOAT32, has_scale=False),
+        BlockFormat("int4", INT4_CODES, 4, 64, FLOAT32, has_scale=False),
     )
 }
 
@@ -113,6 +140,7 @@ class Blocks(NamedTuple):
 
     format: str  # key of `formats.BLOCK_FORMATS`
     axis: int  # along which they are, negative: -1 is the last
+    row: BlockFormat
 
 
 # Within class DType the names FLOAT32 and FLOAT64 are its members.

@@ -20,6 +20,8 @@ from lowprec.formats import (
     FLOAT8_E5M2,
     FLOAT8_E8M0FNU,
     FLOAT32,
+    INT8_CODES,
+    UINT4_CODES,
     BlockFormat,
     NumberFormat,
 )
@@ -29,11 +31,8 @@ from lowprec.recipes import Rule as Rule
 _INFINITY, _OVERFLOW = 0x7F800000, 0x47EFFFFFF0000000
 _HIDDEN = 1 << 23
 
-#: Integers as a format: all codes are of subnormal numbers with a spacing of 1.
-_INT8 = NumberFormat("int8", 8, 7, 6, 127.0, has_infinity=False)
-
 #: Formats of elements by name.
-ELEMENTS = {"e4m3": FLOAT8_E4M3FN, "e5m2": FLOAT8_E5M2, "e2m1": FLOAT4_E2M1FN, "int8": _INT8}
+ELEMENTS = {"e4m3": FLOAT8_E4M3FN, "e5m2": FLOAT8_E5M2, "e2m1": FLOAT4_E2M1FN, "int8": INT8_CODES}
 
 
 class _Scales(NamedTuple):
@@ -154,11 +153,14 @@ def array_scale(blocks: Iterable[Any], row: BlockFormat, xp: Any) -> float:
 
 
 def encode(blocks: Any, row: BlockFormat, scale: float, xp: Any, rule: str = "floor") -> tuple[Any, ...]:
-    """Return the codes of blocks, shape (blocks, elements), and of their scales if the format has them, as uint8.
+    """Return the codes of blocks, shape (blocks, elements), as uint8, their scales and zeros if the format has them.
 
-    ``rule`` is that of powers of two. float64 is divided as float64 and rounded once.
+    Scales are codes as uint8, or float32. ``rule`` is that of powers of two. float64 is divided as float64 and rounded
+    once.
     """
     x = blocks if blocks.dtype == xp.float64 else converted(blocks, xp.float32)
+    if row.has_float_scales:
+        return _encode_with_float_scales(x, row, xp)
     magnitude, limit = _magnitudes(x, xp)
     absolute = magnitude.view(x.dtype)
     sign = (x.view(magnitude.dtype) >> (8 * magnitude.itemsize - row.bits)) & (1 << (row.bits - 1))
@@ -174,9 +176,45 @@ def encode(blocks: Any, row: BlockFormat, scale: float, xp: Any, rule: str = "fl
     usable = finite & found.usable
     quotients = found.quotients(absolute, xp.where(usable, found.divisors, 1.0)[:, None])
     codes = xp.where(usable[:, None], _nearest(quotients, row.elements, xp) | sign, 0)
+    return _in_bytes(codes, row, xp), converted(xp.where(finite, found.stored, 0xFF if powers else 0x7F), xp.uint8)
+
+
+def _in_bytes(codes: Any, row: BlockFormat, xp: Any) -> Any:
     if row.bits == 4:  # two codes in a byte, the first in its low half
         codes = codes[:, ::2] | (codes[:, 1::2] << 4)
-    return converted(codes, xp.uint8), converted(xp.where(finite, found.stored, 0xFF if powers else 0x7F), xp.uint8)
+    return converted(codes, xp.uint8)
+
+
+def _encode_with_float_scales(x: Any, row: BlockFormat, xp: Any) -> tuple[Any, ...]:
+    """Return codes, float32 scales and, of int4 with zeros, these."""
+    bits, (magnitude, limit) = x.view(xp.int64 if x.dtype == xp.float64 else xp.int32), _magnitudes(x, xp)
+    absolute, finite, is_float = magnitude.view(x.dtype), magnitude < limit, row.elements is FLOAT8_E4M3FN
+    if row.has_zeros:
+        return _encode_with_zeros(x, absolute, xp.all(finite, -1), row, xp)
+    peak = xp.amax(xp.where(finite, magnitude, 0) if is_float else magnitude, -1)
+    found = _scales(peak, "float32", row.elements, None, xp)
+    codes = _nearest(absolute / xp.where(found.usable, found.divisors, 1.0)[:, None], row.elements, xp)
+    if is_float:
+        codes = xp.where(finite, codes, 0x7F) | ((bits >> (8 * bits.itemsize - 8)) & 0x80)
+    else:
+        codes = xp.where(found.usable[:, None], xp.where(bits < 0, -codes, codes), 0) & ((1 << row.bits) - 1)
+    return _in_bytes(codes, row, xp), found.stored
+
+
+def _encode_with_zeros(x: Any, absolute: Any, finite: Any, row: BlockFormat, xp: Any) -> tuple[Any, ...]:
+    """Return codes, scales and zeros of blocks; 0 is a number of each block, so that padding with it is exact."""
+    x = xp.where(finite[:, None], x, 0.0)
+    low, high = xp.amin(x, -1), xp.amax(x, -1)
+    low, high = xp.where(low < 0, -low, 0.0), xp.where(high > 0, high, 0.0)
+    largest = _unfolded(UINT4_CODES.largest, finite, xp)
+    size = converted(high / largest + low / largest, xp.float32)
+    scales = xp.where(size < FLOAT32.smallest_normal, FLOAT32.smallest_normal, size)
+    scales = converted(xp.where((low > 0) | (high > 0), scales, 1.0), xp.float32)
+    zeros = _nearest(low / scales, row.elements, xp)
+    codes = _nearest(absolute / scales[:, None], row.elements, xp)
+    codes = xp.clip(xp.where(x < 0, -codes, codes) + zeros[:, None], 0, int(row.elements.largest))
+    codes, zeros = xp.where(finite[:, None], codes, 0), converted(zeros, xp.uint8)
+    return _in_bytes(codes, row, xp), xp.where(finite, scales, float("nan")), zeros
 
 
 def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any) -> _Scales:
@@ -203,7 +241,7 @@ def _scales(peak: Any, kind: str, to: NumberFormat, whole: Any, xp: Any) -> _Sca
 
 def _float_scale(peak: Any, largest: float, xp: Any) -> Any:
     """Return the float32 scales of blocks by the bits of their largest magnitudes."""
-    scale = peak.view(xp.float32) / _unfolded(largest, peak, xp)
+    scale = peak.view(xp.float32 if peak.dtype == xp.int32 else xp.float64) / _unfolded(largest, peak, xp)
     scale = xp.where(scale < FLOAT32.smallest_normal, FLOAT32.smallest_normal, scale)
     return converted(xp.where(peak > 0, scale, 1.0), xp.float32)
 
@@ -213,11 +251,18 @@ def _unfolded(number: float, like: Any, xp: Any) -> Any:
     return converted(xp.where(like >= 0, number, 1.0), xp.float32)
 
 
-def decode(codes: Any, scales: Any, row: BlockFormat, scale: float, xp: Any) -> Any:
-    """Return the float32 values of codes: the arguments are those that :func:`encode` returned."""
+def decode(codes: Any, scales: Any, zeros: Any, row: BlockFormat, scale: float, xp: Any) -> Any:
+    """Return the float32 values of codes: the arguments are those that :func:`encode` returned, or None."""
     codes = converted(codes, xp.int32)
     if row.bits == 4:
         codes = xp.stack((codes & 15, codes >> 4), -1).reshape((len(codes), row.block))
+    if row.has_float_scales:
+        if row.has_zeros:
+            codes = codes - converted(zeros, xp.int32)[:, None]
+        elif row.elements is not FLOAT8_E4M3FN:
+            codes = codes - ((codes << 1) & (1 << row.bits))
+        is_float = row.elements is FLOAT8_E4M3FN
+        return (_values(codes, row.elements, 8, xp) if is_float else converted(codes, xp.float32)) * scales[:, None]
     values = _values(codes, row.elements, row.bits, xp)
     if row.scales is FLOAT8_E8M0FNU:
         scales = converted(scales, xp.int32)

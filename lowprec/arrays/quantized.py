@@ -20,12 +20,29 @@ from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.prepared_view import Prepared, QuantizedView
 from lowprec.arrays.view import ArrayView
 from lowprec.errors import DTypeError, ShapeError, did_you_mean, quoted
-from lowprec.formats import BLOCK_FORMATS, BlockFormat, Blocks, DType
+from lowprec.formats import (
+    BLOCK_FORMATS,
+    FLOAT8_E4M3FN,
+    FLOAT8_E8M0FNU,
+    FLOAT32,
+    GROUPS,
+    INT4_CODES,
+    UINT4_CODES,
+    BlockFormat,
+    Blocks,
+    DType,
+)
 from lowprec.util.strides import contiguous_strides
 from lowprec.util.tracing import uncompiled
 
 #: Numbers that are converted at once in host memory, so that temporary arrays stay in the cache.
 _AT_ONCE = 1 << 16
+
+_PARTS = "codes", "scales", "zeros"
+#: Types that represent the numbers without the array's scale, by the type of the scales of blocks.
+_DTYPES = {
+    None: DType.FLOAT8_E4M3FN, FLOAT8_E8M0FNU: DType.BFLOAT16, FLOAT8_E4M3FN: DType.BFLOAT16, FLOAT32: DType.FLOAT32,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -39,15 +56,17 @@ class QuantizedArray(Prepared):
     Parameters
     ----------
     codes, scales : array of uint8, shape (..., bytes) and (..., blocks)
-        Codes of the numbers and of the blocks' scales (E8M0 or E4M3; None for ``"fp8"``). The last axis is ``axis`` of
-        the original array, padded with zeros to whole blocks. Two codes of 4 bits share a byte, the first in the low
-        half.
+        Codes of the numbers and of the blocks' scales (E8M0 or E4M3; None for ``"fp8"``), or float32 scales
+        (``"fp8_rows"``, ``"int8"``, ``"int4"``). The last axis is ``axis`` of the original array, padded with zeros to
+        whole blocks. Two codes of 4 bits share a byte, the first in the low half.
     format : str
         Name of the format.
     shape, axis : tuple of int, and int
         Shape of the original array, and the axis of the blocks.
     scale : float
         Scale of the whole array, a positive float32 number. Required for ``"nvfp4"`` and ``"fp8"``; 1 for the others.
+    zeros : array of uint8, shape (..., blocks), optional
+        The codes of zero in the blocks of affine ``"int4"``.
 
     Raises
     ------
@@ -71,6 +90,7 @@ class QuantizedArray(Prepared):
     shape: tuple[int, ...]
     axis: int
     scale: float = nan
+    zeros: Any = None
     #: The transpose, and the view of the numbers without the array's scale; made when they are first read.
     _transposed: QuantizedArray | None = field(init=False, default=None)
     _viewed: QuantizedView | None = field(init=False, default=None)
@@ -79,7 +99,7 @@ class QuantizedArray(Prepared):
     _remedy = "its dequantize()"
 
     def __post_init__(self) -> None:
-        row, scale = parse_format(self.format), self.scale
+        row, scale = self._row, self.scale
         try:
             whole = tuple(map(operator.index, self.shape))
         except TypeError:
@@ -88,9 +108,9 @@ class QuantizedArray(Prepared):
         if not isinstance(scale, numbers.Real) or not (0 < scale < inf or (isnan(scale) and not row.has_scale)):
             raise DTypeError(f"scale of {row.name} is a positive number, got {quoted(scale)}")
         fields["scale"] = 1.0 if isnan(scale) else float(scale)
-        for name, shape in zip(("codes", "scales"), part_shapes(whole, fields["axis"], row), strict=True):
+        for name, shape in zip(_PARTS, part_shapes(whole, fields["axis"], row), strict=True):
             array = getattr(self, name)
-            fields[name] = array if array is None else _as_bytes(name, array)
+            fields[name] = _checked_part(name, array, name == "scales" and row.has_float_scales)
             actual = None if array is None else tuple(array.shape)
             if actual != shape:
                 raise ShapeError(f"{name} of {row.name} for shape {whole} have shape {shape}, not {actual}")
@@ -104,8 +124,8 @@ class QuantizedArray(Prepared):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales."""
-        return int(self.codes.nbytes) + (0 if self.scales is None else int(self.scales.nbytes))
+        """Bytes of codes, scales and zeros."""
+        return sum(int(x.nbytes) for x in (self.codes, self.scales, self.zeros) if x is not None)
 
     @property
     def T(self) -> QuantizedArray:
@@ -114,13 +134,14 @@ class QuantizedArray(Prepared):
             return self._transposed
         if self.ndim < 2:
             raise ShapeError(f"a quantised array of shape {self.shape} has no transpose; it needs two axes")
-        codes, scales, axis, last = self.codes, self.scales, self.axis, self.ndim - 1
+        parts, axis, last = (self.codes, self.scales, self.zeros), self.axis, self.ndim - 1
         if axis >= last - 1:
             axis = 2 * last - 1 - axis
         else:
-            codes, scales = (None if x is None else x.swapaxes(-3, -2) for x in (codes, scales))
+            parts = tuple(None if x is None else x.swapaxes(-3, -2) for x in parts)
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        object.__setattr__(self, "_transposed", QuantizedArray(codes, scales, self.format, shape, axis, self.scale))
+        transposed = QuantizedArray(*parts[:2], self.format, shape, axis, self.scale, parts[2])
+        object.__setattr__(self, "_transposed", transposed)
         return self.T
 
     @uncompiled
@@ -131,6 +152,15 @@ class QuantizedArray(Prepared):
         return _adopted(xp.moveaxis(values, -1, self.axis), self.codes)
 
     @property
+    def _row(self) -> BlockFormat:
+        """The format, of int4 with the length of its groups, by the shapes of codes and scales."""
+        row = parse_format(self.format)
+        if row.elements is not INT4_CODES or self.scales is None:
+            return row
+        groups = max(self.scales.shape[-1:], default=0)
+        return int4(self.codes.shape[-1] * 2 // groups if groups else row.block, symmetric=self.zeros is None)
+
+    @property
     def _like(self) -> Any:
         return self.codes
 
@@ -139,13 +169,13 @@ class QuantizedArray(Prepared):
         """The view of the numbers without the array's scale."""
         if self._viewed is not None:
             return self._viewed
-        row, last = parse_format(self.format), self.ndim - 1
+        row, last = self._row, self.ndim - 1
         codes = codes_view(self.codes)
         others, _, padded = _layout(self.shape, self.axis, row)
         strides = list(contiguous_strides((*others, padded)) if row.block else codes.strides)
         strides.insert(self.axis, strides.pop())
-        blocks = Blocks(row.name, self.axis - last - 1)
-        dtype = DType.BFLOAT16 if row.block else DType.FLOAT8_E4M3FN
+        blocks = Blocks(row.name, self.axis - last - 1, row)
+        dtype = _DTYPES[row.scales]
         view = ArrayView(dtype, self.shape, tuple(strides), codes.device, codes.owner, True, codes.address)
         if not row.block and view.device.is_host:
             view = host_view(view.ndarray())
@@ -154,47 +184,51 @@ class QuantizedArray(Prepared):
         return quantized_view
 
     def _widened(self) -> ArrayView:
-        """Return the view of new memory with the numbers in bfloat16, without the array's scale; blocks are whole."""
-        values = cast(self._values(1.0), "bfloat16")
+        """Return the view of new memory with the numbers, without the array's scale; blocks are whole."""
+        values = cast(self._values(1.0), _DTYPES[self._row.scales].label)
         return library_of(values).view(values)
 
     def _stored(self) -> tuple[ArrayView, ...]:
         """Return the views of codes and scales."""
-        return tuple(codes_view(x) for x in (self.codes, self.scales) if x is not None)
+        return tuple(codes_view(x) for x in (self.codes, self.scales, self.zeros) if x is not None)
 
     def _values(self, scale: float) -> Any:
         """Return the numbers in float32 times a scale, padded, with the axis of the blocks last, contiguous.
 
         The array is NumPy's in host memory.
         """
-        row = parse_format(self.format)
+        row = self._row.of_length(self.shape[self.axis])
         on_host = device_of(self.codes).is_host
         xp = np if on_host else array_module(self.codes)
-        codes, scales = (np.asarray(x) if on_host and x is not None else x for x in (self.codes, self.scales))
+        parts = (self.codes, self.scales, self.zeros)
+        codes, *others = (np.asarray(x) if on_host and x is not None else x for x in parts)
+        scales = others[0]
         count = prod(codes.shape if scales is None else scales.shape)
         codes = codes.reshape((count, (row.block or 1) * row.bits // 8))
-        scales = scales if scales is None else scales.reshape((count,))
+        others = [x if x is None else x.reshape((count,)) for x in others]
         with np.errstate(all="ignore"):
-            parts = [
-                block_codes.decode(codes[i], None if scales is None else scales[i], row, scale, xp)
+            values = [
+                block_codes.decode(codes[i], *(x if x is None else x[i] for x in others), row, scale, xp)
                 for i in _parts(count, row, xp)
             ]
-        others, _, padded = _layout(self.shape, self.axis, row)
-        return _joined(parts, (*others, padded), xp)
+        lengths, _, padded = _layout(self.shape, self.axis, row)
+        return _joined(values, (*lengths, padded), xp)
 
     def __repr__(self) -> str:
         return f"QuantizedArray({self.format} {self.shape}, axis {self.axis}, {self.nbytes:,} bytes)"
 
     def __reduce__(self) -> Any:
-        return QuantizedArray, (self.codes, self.scales, self.format, self.shape, self.axis, self.scale)
+        return QuantizedArray, (
+            self.codes, self.scales, self.format, self.shape, self.axis, self.scale, self.zeros,
+        )  # fmt: skip
 
 
 def encoded(x: Any, view: ArrayView, row: BlockFormat, axis: int, scale_rule: str) -> QuantizedArray:
     """Return an array in a narrow format, by the functions of its library, or by NumPy in host memory."""
     xp, source = (np, view.ndarray()) if view.device.is_host else (array_module(x), x)
-    source = _blocks(xp.moveaxis(source, axis, -1), row, xp)
+    source = _blocks(xp.moveaxis(source, axis, -1), row.of_length(view.shape[axis]), xp)
     with np.errstate(all="ignore"):
-        parts = [source[i] for i in _parts(len(source), row, xp)]
+        parts = [source[i] for i in _parts(len(source), row.of_length(view.shape[axis]), xp)]
         scale = block_codes.array_scale(parts, row, xp)
         found = zip(*(block_codes.encode(part, row, scale, xp, scale_rule) for part in parts), strict=True)
     shapes = part_shapes(view.shape, axis, row)
@@ -206,8 +240,8 @@ def quantized_array(
     x: Any, shape: tuple[int, ...], row: BlockFormat, axis: int, stored: Sequence[Any], scale: float
 ) -> QuantizedArray:
     """Return codes and scales, in host memory or of the library of ``x``, as arrays of this library."""
-    codes, scales = (*(None if part is None else _adopted(part, x) for part in stored), None)[:2]
-    return QuantizedArray(codes, scales, row.name, shape, axis, scale)
+    codes, scales, zeros = (*(None if part is None else _adopted(part, x) for part in stored), None, None)[:3]
+    return QuantizedArray(codes, scales, row.name, shape, axis, scale, zeros)
 
 
 def parse_format(name: str) -> BlockFormat:
@@ -221,6 +255,13 @@ def parse_format(name: str) -> BlockFormat:
     return row
 
 
+def int4(group: int, *, symmetric: bool) -> BlockFormat:
+    """Return the format of int4 with groups of this length; raise DTypeError for a length that is not possible."""
+    if group not in GROUPS:
+        raise DTypeError(f"group of int4 is {', '.join(map(str, GROUPS[:-1]))} or {GROUPS[-1]}, got {quoted(group)}")
+    return replace(BLOCK_FORMATS["int4"], block=int(group), elements=INT4_CODES if symmetric else UINT4_CODES)
+
+
 def checked_axis(axis: int, ndim: int) -> int:
     try:
         return int(normalize_axis_index(axis, ndim))
@@ -228,9 +269,18 @@ def checked_axis(axis: int, ndim: int) -> int:
         raise ShapeError(f"axis: {error}") from None
 
 
-def _as_bytes(name: str, array: Any) -> Any:
-    """Return codes as uint8, read-only if they are NumPy's; raise DTypeError for other numbers than codes."""
+def _checked_part(name: str, array: Any, is_float: bool) -> Any:
+    """Return codes as uint8, or float32 scales, read-only if they are NumPy's; raise DTypeError for others."""
+    if array is None:
+        return None
     label = dtype_name(array)
+    if is_float:
+        if label != "float32":
+            raise DTypeError(f"{name} are float32, not {label}")
+        if isinstance(array, np.ndarray):
+            array = array.view()
+            array.flags.writeable = False
+        return array
     if not label.startswith(("uint8", "int8", "float8", "float4")):
         raise DTypeError(f"{name} are uint8, or another type of 8 bits with these bits, not {label}")
     if not isinstance(array, np.ndarray):
@@ -248,13 +298,16 @@ def _joined(parts: Any, shape: tuple[int, ...], xp: Any) -> Any:
 
 def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], int, int]:
     """Return the lengths of the other axes, the number of blocks along the axis, and its length when padded."""
+    row = row.of_length(shape[axis])
     blocks = -(-shape[axis] // row.block) if row.block else 0
     return (*shape[:axis], *shape[axis + 1 :]), blocks, blocks * row.block or shape[axis]
 
 
-def part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the shapes of codes, scales and zeros, None for those that the format lacks."""
     others, blocks, padded = _layout(shape, axis, row)
-    return (*others, padded * row.bits // 8), ((*others, blocks) if row.scales else None)
+    of_blocks = (*others, blocks)
+    return (*others, padded * row.bits // 8), of_blocks if row.scales else None, of_blocks if row.has_zeros else None
 
 
 def _blocks(x: Any, row: BlockFormat, xp: Any) -> Any:
@@ -268,12 +321,14 @@ def _blocks(x: Any, row: BlockFormat, xp: Any) -> Any:
 
 def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:
     """Return the ranges of blocks that are converted at once; one if there are no blocks."""
-    step = _AT_ONCE // (row.block or 1) if xp is np else max(count, 1)
+    step = max(_AT_ONCE // (row.block or 1), 1) if xp is np else max(count, 1)
     return [slice(i, i + step) for i in range(0, max(count, 1), step)]
 
 
 def codes_view(codes: Any) -> ArrayView:
-    """Return the view of codes or scales as int8, a type of which there are views."""
+    """Return the view of codes or scales, of uint8 as int8, a type of which there are views."""
+    if dtype_name(codes) == "float32":
+        return library_of(codes).view(codes)
     on_host = device_of(codes).is_host
     bits = (np.asarray(codes) if on_host else codes).view(np.int8 if on_host else array_module(codes).int8)
     return library_of(bits).view(bits)

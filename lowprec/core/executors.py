@@ -125,7 +125,8 @@ def warn_without_effect(plan: GemmPlan) -> None:
 def _warn_widened(plan: GemmPlan) -> None:
     """Warn, once per process, that a quantised ``b`` is widened because its blocks are along another axis than k."""
     b, kernel = plan.problem.b, plan.kernel_row
-    if b.blocks and b.blocks.axis != (k_axis := -min(2, len(b.shape))) and not b.dtype.is_float8 and kernel.decodes_b:
+    is_decoded = b.blocks and b.dtype is DType.BFLOAT16 and kernel.decodes_b
+    if b.blocks and is_decoded and b.blocks.axis != (k_axis := -min(2, len(b.shape))):
         why = f"b is quantised along axis {b.blocks.axis}, so its numbers are widened in each product, which is slow"
         warn(f"{why}; quantise it along the axis that is summed over: axis={k_axis}", once="widened")
 

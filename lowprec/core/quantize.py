@@ -6,7 +6,15 @@ from typing import Any, Literal
 
 from lowprec.arrays.libraries import library_of
 from lowprec.arrays.namespaces import dtype_name
-from lowprec.arrays.quantized import QuantizedArray, checked_axis, encoded, parse_format, part_shapes, quantized_array
+from lowprec.arrays.quantized import (
+    QuantizedArray,
+    checked_axis,
+    encoded,
+    int4,
+    parse_format,
+    part_shapes,
+    quantized_array,
+)
 from lowprec.backends.cpu import quantizing
 from lowprec.errors import DTypeError, quoted
 from lowprec.formats import FormatName
@@ -23,6 +31,8 @@ def quantize(
     axis: int = -1,
     *,
     scale_rule: Literal["floor", "rceil"] = "floor",
+    group: int | None = None,
+    symmetric: bool = True,
 ) -> QuantizedArray:
     """Return an array in a format of 8 or 4 bits a number, with scales.
 
@@ -38,13 +48,20 @@ def quantize(
     format : str
         - ``"mxfp8"``, ``"mxfp4"``: E4M3 or E2M1 in blocks of 32 with a power of two (E8M0) as scale;
         - ``"nvfp4"``: E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale of the array;
-        - ``"fp8"``: E4M3 with a float32 scale of the array.
+        - ``"fp8"``: E4M3 with a float32 scale of the array;
+        - ``"fp8_rows"``, ``"int8"``: E4M3, or integers from -127 to 127, with a float32 scale for each vector along the
+          axis;
+        - ``"int4"``: integers from -7 to 7, or from 0 to 15, with a float32 scale for each group.
     axis : int
         Axis that is divided into blocks; of an operand, the axis that is summed over.
     scale_rule : {"floor", "rceil"}
         Scale of a block of ``"mxfp8"`` and ``"mxfp4"``: the power of two by which the largest magnitude gets the
         exponent of the format's largest number, as in the specification, which clips up to 1/8 (mxfp8) or 1/4 (mxfp4)
         of it; or the least power of two that clips nothing, as in cuBLAS's conversion and TransformerEngine.
+    group : {32, 64, 128}, optional
+        Numbers of ``"int4"`` with a common scale, 64 by default.
+    symmetric : bool
+        False for affine ``"int4"``: ``(code - zero) * scale``, where each group has its code of zero.
 
     Returns
     -------
@@ -68,6 +85,10 @@ def quantize(
     ((16,), [127])
     """
     row = parse_format(format)
+    if row.name == "int4":
+        row = int4(row.block if group is None else group, symmetric=symmetric)
+    elif group is not None or not symmetric:
+        raise DTypeError(f"group and symmetric are arguments of the format int4; omit them for {row.name}")
     if scale_rule not in ("floor", "rceil"):
         raise DTypeError(f"scale_rule is 'floor' or 'rceil', got {quoted(scale_rule)}")
     library = library_of(x)
@@ -75,7 +96,7 @@ def quantize(
         raise DTypeError(f"quantize takes arrays of {', '.join(_ACCEPTED)}, not {label}; convert it to one of these")
     view = library.view(x)
     axis = checked_axis(axis, view.ndim)
-    if quantizing.encodes(view):
-        stored, scale = quantizing.encode(view, axis, row, scale_rule, part_shapes(view.shape, axis, row))
+    if quantizing.encodes(view) and not row.has_float_scales:
+        stored, scale = quantizing.encode(view, axis, row, scale_rule, part_shapes(view.shape, axis, row)[:2])
         return quantized_array(x, view.shape, row, axis, stored, scale)
     return encoded(x, view, row, axis, scale_rule)

@@ -115,7 +115,9 @@ def _quantized(a: Any, b: Any, shape: Shape, rules: tuple[Rule, ...], *, on_gpu:
         out = out * rows_scale[:, :, None]
     if columns_scale is not None:
         out = out * columns_scale[:, None, :]
-    out = (out * (of_a * of_b)).reshape(*batch, *rows, *columns)
+    scale = of_a * of_b
+    out = jnp.where(jnp.isinf(scale), out * of_a * of_b, out * scale)  # sums of zero remain zero
+    out = out.reshape(*batch, *rows, *columns)
     return out if shape.out_sharding is None else reshard(out, shape.out_sharding)
 
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import Literal
 
 from lowprec.errors import ShapeError
-from lowprec.formats import BLOCK_FORMATS, Blocks, DType
+from lowprec.formats import Blocks, DType
 from lowprec.util.strides import Shape, coalesce, contiguous_strides, overlaps_itself
 
 Order = Literal["row", "col"]
@@ -34,7 +34,7 @@ class OperandSpec:
     def stored_bytes(self) -> int:
         """Bytes of the distinct elements; a broadcast dimension (stride 0) counts once."""
         if self.blocks is not None:
-            return BLOCK_FORMATS[self.blocks.format].stored_bytes(self.shape, self.blocks.axis)
+            return self.blocks.row.stored_bytes(self.shape, self.blocks.axis)
         pairs = zip(self.shape, self.strides, strict=True)
         return self.dtype.itemsize * prod(n if s or not n else 1 for n, s in pairs)
 

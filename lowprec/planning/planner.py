@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import prod
 
 from lowprec.errors import UnsupportedError
-from lowprec.formats import BLOCK_FORMATS, FLOAT16, FLOAT32, ComputeType, DType
+from lowprec.formats import FLOAT16, FLOAT32, ComputeType, DType
 from lowprec.modes import TABLE, MathMode, Mode, ModeRow, row, rules_of
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
@@ -209,7 +209,7 @@ def _widened(plan: GemmPlan) -> tuple[Copy, ...]:
         Copy(name, (Reason.of(ReasonKind.WIDENED, format=spec.blocks.format, dtype=spec.dtype),),
              spec.dtype.itemsize * prod(spec.shape))
         for name, spec, is_read in operands
-        if spec.blocks and BLOCK_FORMATS[spec.blocks.format].scales and not is_read
+        if spec.blocks and spec.blocks.row.scales and not is_read
     )  # fmt: skip
 
 

@@ -280,7 +280,32 @@ def test_memory_of_rounded_operands_is_kept_and_released() -> None:
     assert not any(workspaces._kept.values())
 
 
-@pytest.mark.parametrize("mode", ["fp8_rows", "fp8_blocks", "int8"])
+@pytest.mark.parametrize(
+    "mode", ["fp8", "fp8_rows", "fp8_blocks", "nvfp4", "int8", lowprec.Recipe(("fp8", "fp8_rows"))]
+)
 def test_a_sum_of_zero_with_large_scales_is_zero(mode: str) -> None:
-    a, b = np.array([[3e38, 0]], np.float32), np.array([[0], [3e19]], np.float32)
-    assert lowprec.matmul(a, b, math_mode=mode) == 0
+    for large in (3e19, 1e30, 3e38):
+        a, b = np.array([[3e38, 0]], np.float32), np.array([[0], [large]], np.float32)
+        assert lowprec.matmul(a, b, math_mode=mode) == 0
+        assert lowprec.matmul(a[0], b[:, 0], math_mode=mode) == 0
+        assert lowprec.matmul(a, b, math_mode=mode, alpha=-1e3) == 0
+        a = np.array([[large, large], [0, 2.0**-60]], np.float32)
+        b = np.array([[large], [-large]], np.float32)
+        assert (lowprec.matmul(a, b, math_mode=mode)[0] == 0).all()
+        assert np.isposinf(lowprec.matmul(a, abs(b), math_mode=mode)[0]).all()
+
+
+def test_small_results_with_large_scales() -> None:
+    """The product of the scales is 2^132, beyond float32's range, and results are not."""
+    a = np.array([[2.0**100, 0], [0, 2.0**86]], np.float32)
+    b = np.array([[0, 2.0**50], [2.0**36, 2.0**36]], np.float32)
+    want = np.array([[0, np.inf], [2.0**122, 2.0**122]], np.float32)
+    np.testing.assert_allclose(lowprec.matmul(a, b, math_mode="fp8"), want, rtol=1e-6)
+
+
+def test_integers_times_a_stored_operand() -> None:
+    rng = np.random.default_rng(8)
+    a, b = (rng.standard_normal(s, dtype=np.float32) for s in ((6, 64), (64, 16)))
+    stored = lowprec.quantize(b, "mxfp8", axis=0)
+    x, y = operands(a, b, "int8")[0], stored.dequantize()
+    assert close(lowprec.matmul(a, stored, math_mode="int8"), x @ y, x, y)

@@ -151,6 +151,13 @@ def test_jax_maps_and_scans(mode: str) -> None:
 # -- Dask -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mode", recipes.MODES)
+def test_jax_sums_of_zero_with_large_scales_are_zero(mode: str) -> None:
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    a, b = np.array([[1e30, 0]], np.float32), np.array([[0], [1e30]], np.float32)
+    assert jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode))(a, b) == 0
+
+
 def test_dask_rounds_each_chunk() -> None:
     da = pytest.importorskip("dask.array", reason="dask is not installed")
     a, b = operands((32, 256), (256, 16))
