@@ -28,28 +28,6 @@ const lp::Lanewise* found() {
 #endif
 }
 
-struct Unscaled {
-    const lp::Lanewise* functions;
-    const lp_flat* arrays;
-    int64_t count;
-    double inverse;
-    std::atomic<int64_t> next;  // piece
-    std::atomic<bool> special;
-};
-void unscale(void* at, int) {
-    Unscaled& job = *(Unscaled*)at;
-    int64_t piece = job.next.fetch_add(1), start = 0;  // start: the array's first piece
-    for (int64_t i = 0; i < job.count; i++) {
-        const lp_flat& x = job.arrays[i];
-        const int64_t end = start + (x.size + PIECE - 1) / PIECE;
-        for (; piece < end; piece = job.next.fetch_add(1)) {
-            const int64_t first = (piece - start) * PIECE, rest = x.size - first;
-            if (job.functions->unscale(x, first, rest < PIECE ? rest : PIECE, job.inverse)) job.special = true;
-        }
-        start = end;
-    }
-}
-
 const int64_t MOST_STRIPE = 8192, PART = 1 << 15, QUANTIZED_TO_SHARE = 1 << 16;  // elements
 
 int64_t ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -127,9 +105,15 @@ LP_API int32_t lp_unscale(const lp_flat* arrays, int64_t count, double inverse, 
     const lp::Arithmetic standard;
     const lp::Lanewise* functions = found();
     if (!functions) return -1;
-    int64_t elements = 0;
-    for (int64_t i = 0; i < count; i++) elements += arrays[i].size;
-    Unscaled job = {functions, arrays, count, inverse, {0}, {false}};
-    lp::run(unscale, &job, elements < ELEMENTS_TO_SHARE ? 1 : threads);
-    return job.special;
+    int64_t elements = 0, pieces = 0;
+    for (int64_t i = 0; i < count; i++) elements += arrays[i].size, pieces += ceil(arrays[i].size, PIECE);
+    std::atomic<bool> special{false};
+    // A thread's pieces ascend: it continues from the array of its last one, whose first piece is `start`.
+    auto unscale = [&, x = arrays, start = (int64_t)0](int64_t piece) mutable {
+        for (int64_t end; piece >= (end = start + ceil(x->size, PIECE)); start = end) x++;
+        const int64_t first = (piece - start) * PIECE;
+        if (functions->unscale(*x, first, least(x->size - first, PIECE), inverse)) special = true;
+    };
+    lp::share(pieces, elements < ELEMENTS_TO_SHARE ? 1 : threads, unscale);
+    return special;
 }

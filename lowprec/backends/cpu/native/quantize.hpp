@@ -53,12 +53,9 @@ INLINE u32v code_of(f32v r, Narrow to) {
     return choose((u32v)(bits(r) >= (uint32_t)(to.emin + 127) << 23), normal, subnormal);
 }
 
-// --- random numbers and the Hadamard transform ----------------------------------------------------------------
-
 // Philox4x32-10 of Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (2011): four words a counter.
 INLINE void philox(u32v* c, uint64_t seed) {
     const auto multiply = [](u32v x, uint32_t factor, u32v& high, u32v& low) __attribute__((always_inline)) {
-        typedef uint64_t u64v __attribute__((vector_size(4 * W)));
         const u64v even = (u64v)mul_even(x, all(factor)), odd = (u64v)mul_even((u32v)((u64v)x >> 32), all(factor));
         high = (u32v)(even >> 32 | (odd & ~(uint64_t)UINT32_MAX)), low = (u32v)((even & UINT32_MAX) | odd << 32);
     };
@@ -136,8 +133,6 @@ static void transform(const lp::Quantization& j, const lp::Part& p, const Stripe
             for (int i = 0; i < 16; i++) put(s.x + (r + i) * s.width + c, x[i]);
         }
 }
-
-// --- a stripe ---------------------------------------------------------------------------------------------------
 
 template <int TYPE> static void read_rows(const lp::Quantization& j, const char* at, int64_t rows, int64_t count, const Stripe& s) {
     constexpr int SIZE = bits_of(TYPE) / 8;

@@ -3,15 +3,6 @@
 // bfloat16 is multiplied in float32 and rounded once, to nearest even. Arrays may be scaled in place. Included after
 // emulate.hpp.
 
-template <class V, int BYTES> INLINE V load_numbers(const char* at) {
-    if constexpr (BYTES == 2) return widened<LP_BF16>(at);
-    else return get<V>(at);
-}
-template <class V, int BYTES> INLINE void store_numbers(char* at, V x) {
-    if constexpr (BYTES == 2) store<LP_BF16>(at, x);
-    else put(at, x);
-}
-
 template <class V, int BYTES, class Number>
 static bool scale(const char* from, char* to, int64_t count, Number inverse) {
     const int bytes = (BYTES == 8 ? W / 2 : W) * BYTES;
@@ -21,9 +12,12 @@ static bool scale(const char* from, char* to, int64_t count, Number inverse) {
     for (int64_t rest = count * BYTES; rest > 0; rest -= bytes, from += bytes, to += bytes) {
         const bool whole = rest >= bytes;
         if (!whole) memcpy(some, from, (size_t)rest);
-        V x = load_numbers<V, BYTES>(whole ? from : some);
+        V x;
+        if constexpr (BYTES == 2) x = widened<LP_BF16>(whole ? from : some);
+        else x = get<V>(whole ? from : some);
         special |= (u32v)(x - x);  // NaN for Inf and NaN, otherwise +0
-        store_numbers<V, BYTES>(whole ? to : some, x * factor);
+        if constexpr (BYTES == 2) store<LP_BF16>(whole ? to : some, x * factor);
+        else put(whole ? to : some, x * factor);
         if (!whole) memcpy(to, some, (size_t)rest);
     }
     return any(special);
