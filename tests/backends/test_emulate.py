@@ -92,6 +92,53 @@ def test_so_do_float8_operands(arch: str, operands: Any) -> None:
         assert identical(lowprec.matmul(a, b, out_dtype="float32"), in_float32(x, y, "ampere", "bf16"))
 
 
+@pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
+def test_so_do_modes_that_round_to_float8(arch: str, operands: Any) -> None:
+    a, b = operands
+    zero = np.zeros((M, N), np.float32)
+    scales = [np.abs(x).max() / np.float32(448) for x in (a, b)]
+    x, y = ((v / s).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) for v, s in zip((a, b), scales, strict=True))
+    alpha = np.float32(float(scales[0]) * float(scales[1]))
+    with emulate(arch):
+        found = lowprec.matmul(a, b, math_mode="fp8")
+        chunked = lowprec.matmul(a, b, math_mode="fp8", k_chunk=64)
+        assert lowprec.plan(a, b, math_mode="fp8").kernel == f"{arch}_float8_e4m3fn"
+        assert lowprec.plan(a, b, math_mode="mxfp8").kernel == f"{arch}_bfloat16"
+        rows = lowprec.matmul(a, b, math_mode="fp8_rows")
+        per_row, per_column = (np.abs(v).max(axis) / np.float32(448) for v, axis in ((a, 1), (b, 0)))
+        with pytest.raises(UnsupportedError, match=r"multiplies float8_e5m2 by float8_e4m3fn.*recipe with one of them"):
+            lowprec.matmul(a, b, math_mode=lowprec.Recipe.fp8_training().of("grad_input"))
+    assert identical(found, mma(x, y, zero, arch=arch, format="e4m3") * alpha)
+    parts = [mma(x[:, k], y[k], zero, arch=arch, format="e4m3") for k in (slice(0, 64), slice(64, K))]
+    assert identical(chunked, (parts[0] + parts[1]) * alpha)
+    x = (a / per_row[:, None]).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    y = (b / per_column).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    sums = mma(x, y, zero, arch=arch, format="e4m3")
+    assert identical(rows, sums * per_row[:, None] * per_column)
+    assert not identical(rows, lowprec.matmul(a, b, math_mode="fp8_rows"))
+
+
+def test_pieces_of_k_limit_the_cost_of_float8_sums(rng: np.random.Generator) -> None:
+    """Hopper keeps 13 fraction bits of a sum; DeepSeek-V3 adds sums of 128 products in FP32."""
+    a, b = rng.random((8, 4096), dtype=np.float32), rng.random((4096, 8), dtype=np.float32)
+
+    def difference(**options: Any) -> float:
+        with emulate("hopper"):
+            found = lowprec.matmul(a, b, **options)
+        want = lowprec.matmul(a, b, math_mode=options["math_mode"])
+        return float(np.linalg.norm(found - want) / np.linalg.norm(want))
+
+    whole, chunked = (difference(math_mode="fp8", **options) for options in ({}, {"k_chunk": 128}))
+    assert 10 * chunked < whole
+    assert 10 * difference(math_mode="fp8_blocks") < whole
+    with emulate("hopper"):
+        for mode in ("fp8", "fp8_blocks"):
+            bound = lowprec.plan(a, b, math_mode=mode).bound.relative
+            exact = a.astype(np.float64) @ b
+            error = np.linalg.norm(lowprec.matmul(a, b, math_mode=mode) - exact)
+            assert error < bound * np.linalg.norm(a) * np.linalg.norm(b)
+
+
 def test_complex_components_are_one_chain_each(rng: np.random.Generator) -> None:
     a, b = (rng.random((9, 9, 2), np.float32).view(np.complex64)[..., 0] for _ in range(2))
     with emulate("ampere"):
