@@ -275,7 +275,7 @@ def test_the_bound_holds_where_results_are_subnormal(mode: str, arch: str | None
     assert 2.0**-151 < error <= guaranteed(plan, x, y)
 
 
-ROUNDED = [row.mode for row in TABLE if row.operand_format.name in FORMATS]
+ROUNDED = [row.mode for row in TABLE if row.operand_format.name in FORMATS and not row.quantizes]
 
 
 @pytest.mark.parametrize("mode", ROUNDED)
@@ -300,6 +300,21 @@ def test_bounds_hold_on_data_of_all_magnitudes(mode: MathMode, rng: np.random.Ge
             allowed += plan.bound.relative * (norms - np.abs(x) @ np.abs(y))
         # float64 itself is off by k 2^-53 at most.
         assert (np.abs(found - x @ y) <= allowed + k * 2.0**-53 * (np.abs(x) @ np.abs(y))).all()
+
+
+@pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks"])
+def test_bounds_of_float8_sums_hold_on_data_of_all_magnitudes(mode: str, rng: np.random.Generator) -> None:
+    """The bounds of modes that quantise are of the norms of whole matrices."""
+    for low, high in [(0, 1), (-30, 3), (-110, 14), (-70, 14)] * 8:
+        k = int(rng.choice([1, 3, 17, 100, 700]))
+        sign = rng.choice([abs, lambda x: x])
+        shapes = ((4, k), (k, 3))
+        x, y = (sign(rng.standard_normal(s) * 2.0 ** rng.integers(low, high, s)).astype(np.float32) for s in shapes)
+        with emulate(rng.choice([Architecture.ADA, Architecture.HOPPER, Architecture.BLACKWELL])):
+            found, plan = (f(x, y, math_mode=mode) for f in (lowprec.matmul, lowprec.plan))
+        a, b = x.astype(np.float64), y.astype(np.float64)
+        allowed = plan.bound.frobenius(np.linalg.norm(a), np.linalg.norm(b), 4, 3)
+        assert np.linalg.norm(found - a @ b) <= allowed
 
 
 # -- plans, modes and the guard -------------------------------------------------------------------
