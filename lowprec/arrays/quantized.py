@@ -134,13 +134,13 @@ class QuantizedArray(Prepared):
             return self._transposed
         if self.ndim < 2:
             raise ShapeError(f"a quantised array of shape {self.shape} has no transpose; it needs two axes")
-        parts, axis, last = (self.codes, self.scales, self.zeros), self.axis, self.ndim - 1
+        codes, scales, zeros, axis, last = self.codes, self.scales, self.zeros, self.axis, self.ndim - 1
         if axis >= last - 1:
             axis = 2 * last - 1 - axis
         else:
-            parts = tuple(None if x is None else x.swapaxes(-3, -2) for x in parts)
+            codes, scales, zeros = (None if x is None else x.swapaxes(-3, -2) for x in (codes, scales, zeros))
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        transposed = QuantizedArray(*parts[:2], self.format, shape, axis, self.scale, parts[2])
+        transposed = QuantizedArray(codes, scales, self.format, shape, axis, self.scale, zeros)
         object.__setattr__(self, "_transposed", transposed)
         return self.T
 
@@ -201,14 +201,13 @@ class QuantizedArray(Prepared):
         on_host = device_of(self.codes).is_host
         xp = np if on_host else array_module(self.codes)
         parts = (self.codes, self.scales, self.zeros)
-        codes, *others = (np.asarray(x) if on_host and x is not None else x for x in parts)
-        scales = others[0]
+        codes, scales, zeros = (np.asarray(x) if on_host and x is not None else x for x in parts)
         count = prod(codes.shape if scales is None else scales.shape)
         codes = codes.reshape((count, (row.block or 1) * row.bits // 8))
-        others = [x if x is None else x.reshape((count,)) for x in others]
+        scales, zeros = (x if x is None else x.reshape((count,)) for x in (scales, zeros))
         with np.errstate(all="ignore"):
             values = [
-                block_codes.decode(codes[i], *(x if x is None else x[i] for x in others), row, scale, xp)
+                block_codes.decode(codes[i], _part(scales, i), _part(zeros, i), row, scale, xp)
                 for i in _parts(count, row, xp)
             ]
         lengths, _, padded = _layout(self.shape, self.axis, row)
@@ -303,7 +302,7 @@ def _layout(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[
     return (*shape[:axis], *shape[axis + 1 :]), blocks, blocks * row.block or shape[axis]
 
 
-def part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[tuple[int, ...] | None, ...]:
+def part_shapes(shape: tuple[int, ...], axis: int, row: BlockFormat) -> tuple[Any, ...]:
     """Return the shapes of codes, scales and zeros, None for those that the format lacks."""
     others, blocks, padded = _layout(shape, axis, row)
     of_blocks = (*others, blocks)
@@ -317,6 +316,10 @@ def _blocks(x: Any, row: BlockFormat, xp: Any) -> Any:
         zeros = xp.broadcast_to(xp.zeros_like(x[..., :1]), (*x.shape[:-1], missing))
         x = xp.concatenate((x, zeros), -1)
     return x.reshape((prod(x.shape) // block, block))
+
+
+def _part(x: Any, of: slice) -> Any:
+    return None if x is None else x[of]
 
 
 def _parts(count: int, row: BlockFormat, xp: Any) -> list[slice]:

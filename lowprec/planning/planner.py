@@ -20,6 +20,8 @@ from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.schedule import make_schedule
 from lowprec.planning.split_bounds import chunk_for
 from lowprec.planning.stored import reads_codes_of_b
+from lowprec.planning.tensor_cores import tensor_cores_multiply
+from lowprec.recipes import Rule
 from lowprec.util.strides import packed_strides
 
 PLAN_CACHE_SIZE = 1024
@@ -117,9 +119,10 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
         raise UnsupportedError(
             f"k_chunk is {problem.k_chunk}, but the mode {mode} sums k in pieces of {piece}; omit k_chunk="
         )
+    dtypes = _emulated_float8(rules, capabilities, mode) or (dtype, dtype)
     rounded = [
         spec if rule is None else OperandSpec(dtype, spec.shape, packed_strides(spec.shape, spec.strides))
-        for spec, rule in zip(specs, rules, strict=True)
+        for spec, rule, dtype in zip(specs, rules, dtypes, strict=True)
     ]
     whole = replace(problem, a=rounded[0], b=rounded[1], out_dtype=out_dtype, has_alpha=True, is_scaled=True)
     inner = plan_gemm(_piece_of(whole, min(piece, layout.k)) if piece else whole, capabilities, MathMode.FP32)
@@ -130,6 +133,25 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
         quantized=Quantized((a_rule, b_rule), inner, piece),
         flops=2 * layout.batch_count * layout.m * layout.n * layout.k * (not problem.ignores_product),
     )  # fmt: skip
+
+
+def _emulated_float8(
+    rules: tuple[Rule | None, ...], capabilities: Capabilities, mode: Mode
+) -> tuple[DType, DType] | None:
+    """Return the types of FP8 operands, if the products of FP8 tensor cores are emulated and multiply these."""
+    emulated, found = capabilities.kernels[0].emulates, []
+    for rule in rules:
+        if rule is None or rule.elements not in ("e4m3", "e5m2") or rule.block_scale not in ("", "float32"):
+            return None
+        found.append(DType.FLOAT8_E4M3FN if rule.elements == "e4m3" else DType.FLOAT8_E5M2)
+    if emulated is None or not tensor_cores_multiply("float8_e4m3fn", emulated.capability):
+        return None
+    if found[0] is not found[1]:
+        raise UnsupportedError(
+            f"the mode {mode} multiplies {found[0]} by {found[1]}, but products of two FP8 types of the tensor cores "
+            f"of {emulated.label} are not emulated; use a recipe with one of them in each product"
+        )
+    return found[0], found[1]
 
 
 def _piece_of(problem: GemmProblem, length: int) -> GemmProblem:

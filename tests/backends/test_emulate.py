@@ -17,7 +17,7 @@ from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
 from lowprec.emulation import mma
 from lowprec.formats import BFLOAT16, FLOAT16, TF32
-from lowprec.modes import TABLE, MathMode, row
+from lowprec.modes import TABLE, MathMode
 from lowprec.planning import GemmPlan
 from lowprec.planning.tensor_cores import accumulation
 from lowprec.policy.resolution import emulated_architecture
@@ -90,6 +90,53 @@ def test_so_do_float8_operands(arch: str, operands: Any) -> None:
     assert identical(chunked, parts[0] + parts[1])
     with emulate("ampere"):  # multiplies their numbers in bfloat16
         assert identical(lowprec.matmul(a, b, out_dtype="float32"), in_float32(x, y, "ampere", "bf16"))
+
+
+@pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
+def test_so_do_modes_that_round_to_float8(arch: str, operands: Any) -> None:
+    a, b = operands
+    zero = np.zeros((M, N), np.float32)
+    scales = [np.abs(x).max() / np.float32(448) for x in (a, b)]
+    x, y = ((v / s).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) for v, s in zip((a, b), scales, strict=True))
+    alpha = np.float32(float(scales[0]) * float(scales[1]))
+    with emulate(arch):
+        found = lowprec.matmul(a, b, math_mode="fp8")
+        chunked = lowprec.matmul(a, b, math_mode="fp8", k_chunk=64)
+        assert lowprec.plan(a, b, math_mode="fp8").kernel == f"{arch}_float8_e4m3fn"
+        assert lowprec.plan(a, b, math_mode="mxfp8").kernel == f"{arch}_bfloat16"
+        rows = lowprec.matmul(a, b, math_mode="fp8_rows")
+        per_row, per_column = (np.abs(v).max(axis) / np.float32(448) for v, axis in ((a, 1), (b, 0)))
+        with pytest.raises(UnsupportedError, match=r"multiplies float8_e5m2 by float8_e4m3fn.*recipe with one of them"):
+            lowprec.matmul(a, b, math_mode=lowprec.Recipe.fp8_training().of("grad_input"))
+    assert identical(found, mma(x, y, zero, arch=arch, format="e4m3") * alpha)
+    parts = [mma(x[:, k], y[k], zero, arch=arch, format="e4m3") for k in (slice(0, 64), slice(64, K))]
+    assert identical(chunked, (parts[0] + parts[1]) * alpha)
+    x = (a / per_row[:, None]).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    y = (b / per_column).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    sums = mma(x, y, zero, arch=arch, format="e4m3")
+    assert identical(rows, sums * per_row[:, None] * per_column)
+    assert not identical(rows, lowprec.matmul(a, b, math_mode="fp8_rows"))
+
+
+def test_pieces_of_k_limit_the_cost_of_float8_sums(rng: np.random.Generator) -> None:
+    """Hopper keeps 13 fraction bits of a sum; DeepSeek-V3 adds sums of 128 products in FP32."""
+    a, b = rng.random((8, 4096), dtype=np.float32), rng.random((4096, 8), dtype=np.float32)
+
+    def difference(**options: Any) -> float:
+        with emulate("hopper"):
+            found = lowprec.matmul(a, b, **options)
+        want = lowprec.matmul(a, b, math_mode=options["math_mode"])
+        return float(np.linalg.norm(found - want) / np.linalg.norm(want))
+
+    whole, chunked = (difference(math_mode="fp8", **options) for options in ({}, {"k_chunk": 128}))
+    assert 10 * chunked < whole
+    assert 10 * difference(math_mode="fp8_blocks") < whole
+    with emulate("hopper"):
+        for mode in ("fp8", "fp8_blocks"):
+            bound = lowprec.plan(a, b, math_mode=mode).bound.relative
+            exact = a.astype(np.float64) @ b
+            error = np.linalg.norm(lowprec.matmul(a, b, math_mode=mode) - exact)
+            assert error < bound * np.linalg.norm(a) * np.linalg.norm(b)
 
 
 def test_complex_components_are_one_chain_each(rng: np.random.Generator) -> None:
@@ -228,7 +275,7 @@ def test_the_bound_holds_where_results_are_subnormal(mode: str, arch: str | None
     assert 2.0**-151 < error <= guaranteed(plan, x, y)
 
 
-ROUNDED = [x.mode for x in TABLE if x.operand_format.name in FORMATS]
+ROUNDED = [row.mode for row in TABLE if row.operand_format.name in FORMATS and not row.quantizes]
 
 
 @pytest.mark.parametrize("mode", ROUNDED)
@@ -250,11 +297,24 @@ def test_bounds_hold_on_data_of_all_magnitudes(mode: MathMode, rng: np.random.Ge
         allowed = guaranteed(plan, x, y)
         if plan.bound.by_norms:
             norms = np.linalg.norm(x, axis=1)[:, None] * np.linalg.norm(y, axis=0)
-            if row(mode).quantizes:  # a scale may be that of several rows
-                norms = np.linalg.norm(x) * np.linalg.norm(y)
             allowed += plan.bound.relative * (norms - np.abs(x) @ np.abs(y))
         # float64 itself is off by k 2^-53 at most.
         assert (np.abs(found - x @ y) <= allowed + k * 2.0**-53 * (np.abs(x) @ np.abs(y))).all()
+
+
+@pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks"])
+def test_bounds_of_float8_sums_hold_on_data_of_all_magnitudes(mode: str, rng: np.random.Generator) -> None:
+    """The bounds of modes that quantise are of the norms of whole matrices."""
+    for low, high in [(0, 1), (-30, 3), (-110, 14), (-70, 14)] * 8:
+        k = int(rng.choice([1, 3, 17, 100, 700]))
+        sign = rng.choice([abs, lambda x: x])
+        shapes = ((4, k), (k, 3))
+        x, y = (sign(rng.standard_normal(s) * 2.0 ** rng.integers(low, high, s)).astype(np.float32) for s in shapes)
+        with emulate(rng.choice([Architecture.ADA, Architecture.HOPPER, Architecture.BLACKWELL])):
+            found, plan = (f(x, y, math_mode=mode) for f in (lowprec.matmul, lowprec.plan))
+        a, b = x.astype(np.float64), y.astype(np.float64)
+        allowed = plan.bound.frobenius(np.linalg.norm(a), np.linalg.norm(b), 4, 3)
+        assert np.linalg.norm(found - a @ b) <= allowed
 
 
 # -- plans, modes and the guard -------------------------------------------------------------------

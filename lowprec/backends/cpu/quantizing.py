@@ -82,7 +82,7 @@ def encodes(view: ArrayView) -> bool:
 
 
 def encode(
-    view: ArrayView, axis: int, row: BlockFormat, scale_rule: str, shapes: tuple[tuple[int, ...], Any]
+    view: ArrayView, axis: int, row: BlockFormat, scale_rule: str, shapes: tuple[Any, ...]
 ) -> tuple[tuple[Any, Any], float]:
     """Return codes along an axis and those of scales, as uint8 of these shapes, and the scale of the array."""
     elements = "e4m3" if row.bits == 8 else "e2m1"
