@@ -94,12 +94,12 @@ class BlockFormat:
     @property
     def has_float_scales(self) -> bool:
         """Whether the numbers with their scales need float32; otherwise bfloat16 represents them."""
-        return self.scales is FLOAT32
+        return self.scales == FLOAT32
 
     @property
     def has_zeros(self) -> bool:
         """Whether each block has an integer that is subtracted from its codes."""
-        return self.elements is UINT4_CODES
+        return self.elements == UINT4_CODES
 
     def of_length(self, length: int) -> BlockFormat:
         """Return the format with the blocks of an axis of this length."""

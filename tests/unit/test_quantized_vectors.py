@@ -123,6 +123,8 @@ def test_axes_transposes_copies_and_empty_arrays(name: Any, options: Any, group:
         codes = rest * blocks * group // 2 if group else x.size
         assert found.nbytes == codes + rest * blocks * (4 + ("symmetric" in options))
         assert lowprec.prepare(found).nbytes == found.nbytes
+        blocks_of = pickle.loads(pickle.dumps(found._view.blocks)).row
+        assert blocks_of.stored_bytes(found.shape, axis) == found.nbytes
     for shape in ((0,), (0, 5), (5, 0)):
         assert quantize(np.zeros(shape, F32), name, **options).dequantize().shape == shape
 
