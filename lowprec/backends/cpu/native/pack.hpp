@@ -133,20 +133,26 @@ template <int TYPE, int ELEMENT> struct Runs {
     // Copies what does not have all of these numbers, or has them with strides on both sides.
     __attribute__((noinline)) void find(const Source& s, int64_t lane, int64_t step, int end, bool along_k, bool by_lane) {
         const int64_t have = s.lanes - lane < W ? s.lanes - lane : W, steps = s.steps - step < W * P ? s.steps - step : W * P;
-        const bool whole = by_lane ? along_k && steps == W * P : have == W;
-        if (!whole || steps < W * P) __builtin_memset(copies, 0, sizeof copies);
+        const bool direct = by_lane ? along_k && (steps == W * P || (ELEMENT < E_I16 && steps % W == 0)) : have == W;
+        if (direct) __builtin_memset(copies[0], 0, RUN);  // of runs after the last step
+        else __builtin_memset(copies, 0, sizeof copies);
         for (int i = 0; i < W; i++) {
-            const int64_t offset = by_lane ? s.lane_offset(lane + (i < end ? i : end - 1)) : lane;
+            if (by_lane && i >= end) {
+                for (int p = 0; p < P; p++) at[i][p] = at[end - 1][p];
+                continue;
+            }
+            const int64_t offset = by_lane ? s.lane_offset(lane + i) : lane;
             const char* from = s.at + offset * (is_coded(TYPE) ? 1 : SIZE) + (along_k ? step * BITS / 8 : 0);
             for (int p = 0; p < P; p++) {
                 const int k = order<ELEMENT>(i, p);
-                at[i][p] = whole && by_lane ? from + p * RUN : copies[i] + p * RUN;
+                at[i][p] = direct ? copies[0] : copies[i] + p * RUN;
+                if (direct && along_k && p * W < steps) at[i][p] = from + p * RUN;
                 if (by_lane || k >= steps) continue;
                 const char* run = from + s.k_offset(step + k) * SIZE;
-                if (whole) at[i][p] = run;
+                if (direct) at[i][p] = run;
                 else __builtin_memcpy(copies[i] + p * RUN, run, (size_t)have * SIZE);
             }
-            if (whole || !by_lane) continue;
+            if (direct || !by_lane) continue;
             if (along_k) __builtin_memcpy(copies[i], from, (size_t)((steps * BITS + 7) / 8));
             if (BITS == 4 && steps % 2) copies[i][steps / 2] &= 0x0f;
             for (int64_t j = 0; !along_k && j < steps; j++) __builtin_memcpy(copies[i] + j * SIZE, from + s.k_offset(step + j) * SIZE, SIZE);
