@@ -64,7 +64,7 @@ def multiply(
     if not storage.is_single_precision:
         return _dot(a, b, shape, None, storage.label)
     if scheme.widens:
-        return _widened(a, b, shape)
+        return _widened(a, b, shape, out_dtype)
     if scheme.operand_format is formats.FLOAT32:
         return _fp32(a, b, shape)
     if on_gpu and scheme.jax_preset and not storage.is_complex and scheme.data is not DType.FLOAT16:
@@ -91,12 +91,11 @@ def _fp32(a: Any, b: Any, shape: Shape) -> Any:
     return _dot(a, b, shape, preset, str(a.dtype))
 
 
-def _widened(a: Any, b: Any, shape: Shape) -> Any:
-    narrow = a.dtype
+def _widened(a: Any, b: Any, shape: Shape, out_dtype: str) -> Any:
     with jax.enable_x64(True):
         wide = np.dtype(np.complex128 if jnp.iscomplexobj(a) else np.float64)
         a, b = (lax.convert_element_type(x, wide) for x in (a, b))
-        return lax.convert_element_type(_dot(a, b, shape, None, wide.name), narrow)
+        return lax.convert_element_type(_dot(a, b, shape, None, wide.name), np.dtype(out_dtype))
 
 
 def _quantized(a: Any, b: Any, shape: Shape, rules: tuple[Rule, ...], *, on_gpu: bool) -> Any:

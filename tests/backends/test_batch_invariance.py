@@ -30,14 +30,16 @@ _OTHER = (MathMode.FP64, MathMode.FP32_EMULATED, MathMode.FP64_EMULATED, MathMod
 MODES = [str(x) for x in available_modes() if x not in _OTHER]
 TYPES = {name: np.dtype(getattr(ml_dtypes, name, name))
          for name in ("bfloat16", "float16", "float8_e4m3fn", "int8", "complex64")}  # fmt: skip
+#: Formats of quantised arrays; int8 is a type here.
+FORMATS = [name for name in BLOCK_FORMATS if name not in TYPES]
 #: Type of a, type or format of b, and mode.
 KINDS = [
     *[("float32", "float32", mode) for mode in MODES],
     *[(name, name, "fp32") for name in TYPES],
     *[("complex64", "complex64", mode) for mode in ("bf16", "tf32x3", "fp16")],
     *[("float32", "bfloat16", mode) for mode in ("fp32", "bf16x3", "fp16")],
-    *[("bfloat16", fmt, "fp32") for fmt in BLOCK_FORMATS],
-    *[("float32", fmt, "tf32") for fmt in BLOCK_FORMATS],
+    *[("bfloat16", fmt, "fp32") for fmt in FORMATS],
+    *[("float32", fmt, "tf32") for fmt in FORMATS],
 ]  # fmt: skip
 #: Rows of a product: those of few rows, around the heights of tiles, and others.
 HEIGHTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 48, 63, 65, 100, 129, 256, 257)
@@ -49,7 +51,7 @@ def numbers(rng: np.random.Generator, shape: tuple[int, ...], name: str) -> Any:
     x = rng.standard_normal(shape, np.float32)
     if name == "complex64":
         return (x + 1j * rng.standard_normal(shape, np.float32)).astype(np.complex64)
-    if name in BLOCK_FORMATS:
+    if name in FORMATS:
         return lowprec.quantize(x, name, axis=0)
     return x.astype(TYPES.get(name, np.dtype(np.float32)))
 
@@ -153,7 +155,7 @@ def test_rows_alone_and_in_batches(
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", [x for x in KINDS if x[1] not in BLOCK_FORMATS and x[2] != "fp8_blocks"], ids=kind_id)
+@pytest.mark.parametrize("kind", [x for x in KINDS if x[1] not in FORMATS and x[2] != "fp8_blocks"], ids=kind_id)
 def test_columns_alone_and_in_batches(kind: tuple[str, str, str], rng: np.random.Generator) -> None:
     of_a, of_b, mode = kind
     a, b = numbers(rng, (200, 700), of_a), numbers(rng, (700, 400), of_b)

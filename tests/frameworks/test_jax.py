@@ -809,3 +809,12 @@ def test_jet(jax: Any) -> None:
         strict=True,
     ):
         np.testing.assert_array_equal(mine, true)
+
+
+def test_sums_of_fp64_reach_the_bias_in_float64(jax: Any) -> None:
+    a, b = np.full((1, 2), 2.0**12, np.float32), np.full((2, 1), 2.0**12, np.float32)
+    bias = np.full(1, 3, np.float32)
+    with jax.enable_x64(True):
+        product = jax.jit(lambda *x: lowprec.matmul(*x[:2], bias=x[2], math_mode="fp64"))(a, b, bias)
+    assert product.dtype == np.float32
+    assert product == np.float32(2.0**25 + 3)

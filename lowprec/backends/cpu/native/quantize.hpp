@@ -30,7 +30,7 @@ INLINE f32v smaller(f32v x, f32v y) { return x < y ? x : y; }
 // The nearest number to q >= 0, ties to even: a sum with a power of two drops the bits.
 INLINE f32v to_nearest(f32v q, Narrow to) {
     const i32v exponent = larger((i32v)q & 0x7f800000, (i32v)all((uint32_t)(to.emin + 127) << 23));
-    const f32v power = (f32v)(exponent + ((23 - to.stored) << 23));
+    const f32v power = floats((u32v)exponent + ((uint32_t)(23 - to.stored) << 23));  // of Inf and NaN: any number
     return smaller((q + power) - power, all_floats(to.largest));
 }
 
@@ -42,7 +42,7 @@ INLINE f32v to_random(f32v q, Narrow to, u32v random) {
     const u32v used = dropped < 30 ? dropped : all(30), beyond = dropped - used < 31 ? dropped - used : all(31);
     const u32v significand = ((bits(q) & 0x7fffffu) | hidden) >> beyond;
     const u32v rounded = (significand + (random >> (32 - used))) >> used;
-    const f32v power = (f32v)((exponent - to.stored) << 23);
+    const f32v power = floats((u32v)(exponent - to.stored) << 23);
     return smaller(__builtin_convertvector((i32v)rounded, f32v) * power, all_floats(to.largest));
 }
 
