@@ -25,7 +25,7 @@ from lowprec.formats import (
     BlockFormat,
     NumberFormat,
 )
-from lowprec.recipes import Rule as Rule
+from lowprec.recipes import Rule
 
 #: Bits of float32's infinity, the smallest that are not a number's, and of the least float64 that rounds to it.
 _INFINITY, _OVERFLOW = 0x7F800000, 0x47EFFFFFF0000000

@@ -184,11 +184,11 @@ class Comparison:
             if not best or r.speedup > best[-1].speedup:
                 best.append(r)
         if not best:
-            return f"no mode is faster than {baseline.name} on this CPU"
+            return f"no mode is faster than {baseline.name} on this device"
         texts = [f"{r.name}: {'about ' * r.is_noisy}{r.speedup:.1f} times" for r in best]
         texts = [f"{text}, {_digit(r)}" for text, r in zip(texts, best, strict=True)]
         texts[0] = texts[0].replace(" times, ", f" times the speed of {baseline.name}, error ")
-        others = "at an equal or smaller error" if len(faster) > len(best) else "on this CPU"
+        others = "at an equal or smaller error" if len(faster) > len(best) else "on this device"
         return f"{'; '.join(texts)}; no other mode is faster {others}"
 
     @property

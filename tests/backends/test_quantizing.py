@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from lowprec.arrays import block_codes
-from lowprec.arrays.block_codes import Rule
 from lowprec.arrays.numpy_library import host_view
 from lowprec.backends.cpu import library, threads
 from lowprec.backends.cpu.quantizing import quantize_view
 from lowprec.core.quantize import quantize
+from lowprec.recipes import Rule
 
 BLOCKS = [
     Rule(e, "block", b, s)

@@ -11,6 +11,7 @@ import pytest
 import lowprec
 from lowprec import recipes
 from lowprec.recipes import Recipe
+from support import cpu_units, machines
 from support.programs import in_threads
 
 MODES = recipes.MODES
@@ -309,3 +310,13 @@ def test_integers_times_a_stored_operand() -> None:
     stored = lowprec.quantize(b, "mxfp8", axis=0)
     x, y = operands(a, b, "int8")[0], stored.dequantize()
     assert close(lowprec.matmul(a, stored, math_mode="int8"), x @ y, x, y)
+
+
+@pytest.mark.parametrize("shape", [(5, 300), (3, 5, 300)])
+def test_int8_has_the_same_bits_by_numpy(shape: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(6)
+    a, b = rng.standard_normal(shape, np.float32), rng.standard_normal((300, 40), np.float32)
+    expected = lowprec.matmul(a, b, math_mode="int8")
+    with machines.without(cpu_units.UNITS):
+        assert lowprec.plan(a, b, math_mode="int8").kernel == "numpy"
+        np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode="int8"), expected)

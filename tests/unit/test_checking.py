@@ -71,14 +71,17 @@ def _rows(*of: tuple[str, float, float]) -> lowprec.checking.Comparison:
     [
         (
             [("bf16", 1.94, 2.4e-3), ("int8", 3.42, 8e-3), ("fp64", 0.2, 1e-8), ("tf32", 1.04, 3e-4)],
-            "bf16: 1.9 times the speed of fp32, error 2e-3; int8: 3.4 times, 8e-3; no other mode is faster on this CPU",
+            (
+                "bf16: 1.9 times the speed of fp32, error 2e-3; int8: 3.4 times, 8e-3; "
+                "no other mode is faster on this device"
+            ),
         ),
         # fp8 is faster than fp32, and less accurate and no faster than bf16.
         (
             [("fp8", 1.5, 4e-2), ("bf16", 1.5, 0.0)],
             "bf16: 1.5 times the speed of fp32, error 0; no other mode is faster at an equal or smaller error",
         ),
-        ([("bf16", 1.04, 2e-3), ("fp64", 0.3, 1e-8)], "no mode is faster than fp32 on this CPU"),
+        ([("bf16", 1.04, 2e-3), ("fp64", 0.3, 1e-8)], "no mode is faster than fp32 on this device"),
     ],
 )
 def test_the_summary_names_the_modes_worth_using(rows: list[tuple[str, float, float]], sentence: str) -> None:
@@ -96,7 +99,8 @@ def test_the_summary_omits_what_is_wrong_or_fp32_itself() -> None:
     for verdict in (Verdict.ABOVE, Verdict.OVERFLOW):
         wrong = dataclasses.replace(bf16, errors=dataclasses.replace(bf16.errors, verdict=verdict))
         assert (
-            dataclasses.replace(found, rows=(first, wrong, same)).summary == "no mode is faster than fp32 on this CPU"
+            dataclasses.replace(found, rows=(first, wrong, same)).summary
+            == "no mode is faster than fp32 on this device"
         )
 
 

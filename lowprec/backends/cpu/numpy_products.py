@@ -84,15 +84,17 @@ def execute(plan: GemmPlan, multiply: Callable[..., None], arguments: Arguments)
 
 
 def _scale(plan: GemmPlan, arguments: Arguments, product: Any) -> None:
-    """Multiply rows and columns of a product by the scales of the call, in this order."""
+    """Multiply a product by the scales of its rows times those of its columns, as the kernels do."""
     if arguments.row_scales is None is arguments.col_scales:
         return
     layout = stacked_layout(plan.problem.a, plan.problem.b)
     rows, cols = scales_of_batch(layout, arguments)
-    if rows is not None:
-        product *= rows.reshape((*product.shape[:-1], 1))
     if cols is not None:
-        product *= cols[(0,) * len(layout.batch_shape)] if plan.layout.collapsed else cols[..., None, :]
+        cols = cols[(0,) * len(layout.batch_shape)] if plan.layout.collapsed else cols[..., None, :]
+    if rows is not None:
+        rows = rows.reshape((*product.shape[:-1], 1))
+        cols = rows if cols is None else rows * cols
+    product *= cols
 
 
 def scales_of_batch(layout: GemmLayout, arguments: Arguments) -> tuple[Any, Any]:

@@ -124,17 +124,18 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
     of_panels, keep = ctypes.addressof(by_panels), (product, by_panels, offsets)
     # A product of a batch that must be computed again needs c, which other products may have overwritten.
     keeps_c = not (plan.fallbacks and plan.problem.has_beta and product.batches > 1)
-    in_order = _scales_in_order(plan) if plan.problem.is_scaled else _no_scales
+    in_order = _scales_in_order(plan) if plan.problem.is_scaled else None
 
     def execute(arguments: Arguments, keep: Any = keep) -> None:
-        a, b, out, c, bias, alpha, beta, *_ = arguments
-        address, at, scales = of_stored, b.address, 0
+        a, b, out, c, bias, alpha, beta, _, _, _, _, _, _ = arguments
+        address, at, scales, rows, cols = of_stored, b.address, 0, None, None
         if has_codes and b.blocks:
             at, scales, _ = b.packed_operand("codes", functools.partial(_codes, b))
         elif b.is_prepared and b.mode in modes and (keeps_c or c is None or c.address != out.address):
             at, _ = b.packed_operand(key, functools.partial(_pack, product, b))
             address = of_panels
-        rows, cols = in_order(arguments)
+        if in_order is not None:
+            rows, cols = in_order(arguments)
         status = gemm(
             address,
             _call(
@@ -151,10 +152,6 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
             raise BackendError(f"the compiled library returned status {status} for a product that was planned for it")
 
     return execute
-
-
-def _no_scales(arguments: Arguments) -> tuple[None, None]:
-    return None, None
 
 
 def _scales_in_order(plan: GemmPlan) -> Callable[[Arguments], tuple[Any, Any]]:

@@ -77,10 +77,9 @@ def _rounded(view: ArrayView, inner: int, rule: Rule, dtype: DType, empty: Any =
     once = (*(1 if again else n for again, n in zip(repeated, shape, strict=False)), *shape[-2:])
     if view.ndim == 1:
         x, scales, scale = _quantized(_seen(view, (1, *shape), (0, *strides)), -1, rule, dtype, empty)
-        x, scales = (
-            _seen(x, shape, x.strides[1:]),
-            None if scales is None else scales.reshape(scales.shape[1:]) if rule.scaling == "vector" else scales,
-        )
+        x = _seen(x, shape, x.strides[1:])
+        if rule.scaling == "vector":
+            scales = scales.reshape(scales.shape[1:])
     else:
         x, scales, scale = _quantized(_seen(view, once, strides) if any(repeated) else view, inner, rule, dtype, empty)
         if any(repeated):
@@ -157,14 +156,13 @@ def _in_pieces(plan: GemmPlan, prepare_inner: Prepare) -> Callable[[Arguments, R
                 _of_piece(x[1], number, count) if in_blocks else x[1] for x, count in zip((a, b), counts, strict=True)
             )
             execute[length](Arguments(x, y, total, total, None, a[2] * b[2], 1.0, row_scales=rows, col_scales=cols))
-        product = total.ndarray()
-        numpy_products.execute(plan, lambda *_: _copy(product, _[-1]), arguments)
+
+        def finish(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
+            out[...] = total.ndarray().reshape(out.shape)
+
+        numpy_products.execute(plan, finish, arguments)
 
     return multiply
-
-
-def _copy(product: Any, out: Any) -> None:
-    out[...] = product.reshape(out.shape)
 
 
 def _part(view: ArrayView, axis: int, start: int, length: int) -> ArrayView:

@@ -10,14 +10,12 @@ import ml_dtypes
 import numpy as np
 
 from lowprec.arrays import block_codes
-from lowprec.arrays.block_codes import Rule
 from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import ArrayView, data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.errors import BackendError
 from lowprec.formats import FLOAT8_E8M0FNU, BlockFormat, DType
-
-__all__ = ["Rule", "encode", "encodes", "quantize_view"]
+from lowprec.recipes import Rule
 
 #: ``lp_elements`` and ``lp_scaling``.
 _ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m1": 2, "int8": 3}

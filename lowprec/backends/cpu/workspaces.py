@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: Sizes that are kept, as exponents of 2, and how many of each.
-_SMALLEST, _LARGEST, _OF_EACH = 17, 27, 2
+#: Sizes that are kept, as exponents of 2, and how many of each: 128 MiB in all.
+_SMALLEST, _LARGEST, _OF_EACH = 17, 25, 2
 
 #: By exponent. Operations of lists are atomic and need no lock, which could be held during a fork.
 _kept: dict[int, list[NDArray[np.uint8]]] = {exponent: [] for exponent in range(_SMALLEST, _LARGEST + 1)}
