@@ -114,7 +114,7 @@ def test_so_do_modes_that_round_to_float8(arch: str, operands: Any) -> None:
     x = (a / per_row[:, None]).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     y = (b / per_column).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     sums = mma(x, y, zero, arch=arch, format="e4m3")
-    assert identical(rows, sums * per_row[:, None] * per_column)
+    assert identical(rows, sums * (per_row[:, None] * per_column))
     assert not identical(rows, lowprec.matmul(a, b, math_mode="fp8_rows"))
 
 
