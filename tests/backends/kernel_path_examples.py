@@ -175,7 +175,7 @@ def examples(draw, path):
     for name, extents in zip(dtypes, shapes, strict=True):
         laid = draw(_laid(draw(_numbers(extents, name))))
         if draw(st.integers(0, 9)) == 0:
-            laid = laid.repeated(len(extents) - draw(st.integers(1, min(2, len(extents)))))
+            laid = laid.repeated(draw(st.integers(0, len(extents) - 1)))
         operands.append(laid)
     compute = promoted(*dtypes)
     out_dtype = draw(st.sampled_from(_results(compute)))
@@ -195,7 +195,8 @@ def _epilogues(draw, compute, out_dtype, shape, n):
         out = draw(_laid(np.zeros(shape, numpy_dtype(out_dtype))))
     alphas = (1.0, 1.0, 0.5, -1.7, 0.0) + ((0.5 - 2j,) if is_complex else ())
     alpha = 1.0 if is_integer else draw(st.sampled_from(alphas))
-    beta = 0.0 if is_integer else draw(st.sampled_from((0.0, 0.0, 1.0, -0.3)))
+    betas = (0.0, 0.0, 1.0, -0.3) + ((1j,) if is_complex else ())
+    beta = 0.0 if is_integer else draw(st.sampled_from(betas))
     if beta:
         if out is not None and draw(st.booleans()) and out_dtype in _addends(compute):
             c = out.array

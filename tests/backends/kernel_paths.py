@@ -69,7 +69,7 @@ _PAIRS = tuple(mode for mode in ALL if mode.startswith(("tf32", "fp16")))
 
 _SINGLE = ("float32", "float32")
 _HALVES = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float16"))
-_COMPLEX = (("complex64", "complex64"), ("complex64", "float32"), ("complex64", "float16"))
+_COMPLEX = (("complex64", "complex64"), ("complex64", "float32"), ("complex64", "float16"), ("complex64", "bfloat16"))
 _WIDE = (("float64", "float64"), ("float64", "float32"), ("complex128", "complex128"), ("complex128", "float32"))
 _FLOAT16, _BFLOAT16, _INT8 = ((name, name) for name in ("float16", "bfloat16", "int8"))
 

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec.backends.cpu import library, threads
+from lowprec.backends.cpu import library, numpy_products, products, threads
 from lowprec.formats import BLOCK_FORMATS
-from lowprec.modes import MathMode, available_modes
-from support import cpu_units, machines
+from lowprec.modes import MathMode, available_modes, row
+from lowprec.planning.schedule import chunk_length, make_schedule
+from support import cpu_units, machines, oracles
 from support.programs import run_python
 
 needs_kernels = pytest.mark.skipif(library.library() is None, reason="lowprec has no kernels")
@@ -121,8 +122,8 @@ def pieces(rng, *, every):
     for height in range(1, 258) if every else HEIGHTS:
         first = int(rng.integers(0, 258 - height))
         yield slice(first, first + height)
-    for row in range(257) if every else rng.integers(0, 257, 8).tolist():
-        yield slice(row, row + 1)
+    for first in range(257) if every else rng.integers(0, 257, 8).tolist():
+        yield slice(first, first + 1)
 
 
 def kind_id(kind):
@@ -200,23 +201,21 @@ OF_UNITS = {
 }
 
 
-def only(unit):
-    """Return the context of a machine that has this unit and no other."""
-    return machines.without(set(cpu_units.UNITS) - {unit})
-
-
 @cpu_units.units()
-def test_every_k(unit, rng):
-    """One row, few rows and many; sums of small integers are exact."""
+def test_every_k(unit, rng, monkeypatch):
+    """One row, few rows and many, in each layout and on one or two threads; sums of small integers are exact."""
     kinds = OF_UNITS[unit[:4]]
-    with only(unit):
+    monkeypatch.setattr(products, "_ALONE", 0)
+    with machines.only(unit):
         for k in range(1, 1201):
             name, mode = kinds[k % len(kinds)]
             a, b = numbers(rng, (35, k), name), numbers(rng, (k, 33), name)
             want = lowprec.matmul(a, b, math_mode=mode)
             few = 1 + k % 5
-            for rows in (slice(2, 3), slice(35 - few, 35)):
-                assert_same(lowprec.matmul(a[rows], b, math_mode=mode), want[rows], k, rows, mode)
+            layout = LAYOUTS[k // len(kinds) % len(LAYOUTS)]
+            monkeypatch.setattr(threads, "num_threads", lambda k=k: 1 + k % 2)
+            for rows in (slice(2, 3), slice(35 - few, 35), slice(0, 35)):
+                assert_same(layout(a[rows], b, math_mode=mode), want[rows], k, rows, mode, layout.__name__)
             if k % 16 == 0 or k < 40:
                 assert lowprec.plan(a, b, math_mode=mode).kernel_row.requires == unit
                 prepared = lowprec.prepare(b, math_mode=mode)
@@ -242,7 +241,7 @@ def test_units_have_the_same_bits(unit, mode, rng):
             a, b = numbers(rng, (m, k), name), numbers(rng, (k, n), name)
             found = []
             for x in (_FP32[0], unit):
-                with only(x):
+                with machines.only(x):
                     found.append(lowprec.matmul(a, b, math_mode=mode))
             assert_same(*found, (m, n, k), name)
 
@@ -284,3 +283,96 @@ def test_the_hash_is_of_bits():
     with pytest.raises(AssertionError, match="1 of 2 elements have other bits"):
         assert_same(x, y)
     assert hashlib.sha256(x).digest() != hashlib.sha256(y).digest()
+
+
+# -- the order on FP32 units ----------------------------------------------------------------------
+
+#: Modes of FP32 units, without those that quantise or that NumPy computes.
+ORDERED = [mode for mode in MODES if not row(MathMode(mode)).quantizes]
+
+fp32_units = cpu_units.units(*_FP32)
+
+
+def added(total, x, y):
+    """Return ``total + x * y``, rounded once to float32, by float64 arithmetic that is rounded to odd."""
+    product, total = x.astype(np.float64) * y, total.astype(np.float64)
+    found = product + total
+    other = found - product
+    lost = (product - (found - other)) + (total - other)
+    bits = found.view(np.int64)
+    inexact = (lost != 0) & (bits & 1 == 0)
+    return (
+        np.where(inexact, bits + np.where((lost > 0) == (found > 0), 1, -1), bits).view(np.float64).astype(np.float32)
+    )
+
+
+def sums(a, b, mode):
+    """Return the product by the order of FP32 units: fused multiply-adds over chunks of k, the smallest parts first."""
+    scheme, k = row(MathMode(mode)), a.shape[1]
+    fmt = scheme.operand_format if mode in oracles.ROUNDING_MODES or scheme.parts > 1 else None
+    is_scaled = fmt is not None and "fp16" in mode
+    made = (
+        numpy_products.split(x, np.dtype("f4"), scheme, fmt, scheme.parts + scheme.sums_parts, axis)
+        for x, axis in ((a, -1 if is_scaled else None), (b, -2 if is_scaled else None))
+    )
+    (x, e), (y, f) = made
+    total, length = None, chunk_length(k, 768)
+    for first in range(0, k, length):
+        for part in make_schedule(scheme, (fmt is not None,) * 2, k):
+            found = np.zeros((len(a), b.shape[1]), np.float32)
+            for i in range(first, min(first + length, k)):
+                found = added(found, x[part.a_part][:, i, None], y[part.b_part][i])
+            found = found * np.float32(part.factor)
+            total = found if total is None else total + found
+    return np.ldexp(total, -(e + f)) if is_scaled else total
+
+
+@fp32_units
+@pytest.mark.parametrize("mode", ORDERED)
+def test_the_order_on_fp32_units(unit, mode, rng):
+    with machines.only(unit):
+        for k in (1, 2, 7, 64, 767, 768, 769, 1000, 1537):
+            a, b = (rng.standard_normal(shape, dtype=np.float32) for shape in ((3, k), (k, 5)))
+            want = sums(a, b, mode)
+            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want, f"k = {k}")
+            a, want = (np.concatenate([x] * 40) for x in (a, want))
+            np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), want, f"k = {k}, more rows")
+
+
+#: Two numbers of a column of zeros, and of the two columns of a that multiply them: few rows round to float16 without
+#: scaling only where that gives the same bits.
+UNUSUAL = {
+    "29 binades below the largest": ((1, 1.37 * 2.0**-29), (0, 1.37)),
+    "large": ((2.0**115, 0), (1.37, 1.37)),
+    "small": ((0, 1.37 * 2.0**-120), (2.0**100, 1.37 * 2.0**73)),
+    "subnormal": ((0, 1.37 * 2.0**-140), (1.37, 1.37)),
+    "NaN that looks like infinity": ((0, np.uint32(0x7F800001).view(np.float32)), (1.37, 1.37)),
+}
+
+
+@fp32_units
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_few_rows_in_fp16_are_scaled_where_many_are(unit, kind):
+    a, b = np.ones((200, 10), np.float32), np.zeros((10, 64), np.float32)
+    b[:2, 5], a[:, :2] = UNUSUAL[kind]
+    with machines.only(unit):
+        want = lowprec.matmul(a, b, math_mode="fp16")
+        for m in (1, 2, 3, 4, 8):
+            np.testing.assert_array_equal(lowprec.matmul(a[:m], b, math_mode="fp16"), want[:m], f"{m} rows")
+
+
+@cpu_units.units()
+def test_a_caller_that_flushes_subnormal_numbers(unit):
+    torch = pytest.importorskip("torch")
+    if unit.startswith("int8"):
+        return
+    a, c = np.zeros((40, 40), np.float32), np.full((40, 40), 1e-40, np.float32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormal numbers")
+    try:
+        with machines.only(unit):
+            found = [lowprec.matmul(a, a, c=c, beta=1.0, math_mode=mode) for mode in ("bf16", "bf16x3")]
+    finally:
+        torch.set_flush_denormal(False)
+    for result in found:
+        np.testing.assert_array_equal(result.view(np.int32), c.view(np.int32))

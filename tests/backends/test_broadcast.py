@@ -1,6 +1,5 @@
-"""Operands that repeat along their batch by strides of zero, in every mode, dtype and epilogue, without copies."""
+"""Operands that repeat along their batch by strides of zero, without copies, and batches as rows of one product."""
 
-import itertools
 import tracemalloc
 
 import numpy as np
@@ -10,59 +9,11 @@ import lowprec
 from support import oracles
 from support.machines import MACHINES, fixture
 
-M, N, K = 7, 5, 24
-
-
 machine = fixture(*MACHINES)
 
 
 def make(rng, *shape, dtype):
     return oracles.random_matrix(rng, shape, dtype)
-
-
-#: The left operand, from a function that makes arrays.
-LEFT = {
-    "a batch": lambda make, batch: make(*batch, M, K),
-    "a batch, transposed": lambda make, batch: make(*batch, K, M).swapaxes(-1, -2),
-    "rows one after another": lambda make, batch: make(*batch, 1, K),
-    "repeated itself": lambda make, batch: np.broadcast_to(make(M, K), (*batch, M, K)),
-    "one matrix": lambda make, batch: make(M, K),
-    "one row, reversed": lambda make, batch: make(1, K)[:, ::-1],
-    "a vector": lambda make, batch: make(K),
-    "a vector, reversed": lambda make, batch: make(K)[::-1],
-}
-
-#: From a matrix to a stack that repeats it.
-RIGHT = {
-    "repeated": lambda w, batch: np.broadcast_to(w, (*batch, K, N)),
-    "transposed and repeated": lambda w, batch: np.broadcast_to(
-        np.ascontiguousarray(w.T).T, (*batch, K, N)
-    ),
-    "reversed and repeated": lambda w, batch: np.broadcast_to(w[::-1], (*batch, K, N)),
-    "repeated along the last of the batch": lambda w, batch: np.broadcast_to(
-        np.stack([w, *[-w] * (batch[0] - 1)]).reshape(-1, *(1,) * (len(batch) - 1), K, N), (*batch, K, N)
-    ),
-}  # fmt: skip
-
-BATCHES = [(4,), (1,), (2, 3), (3, 1, 2)]
-
-
-CASES = [(dtype, mode) for dtype in ("float32", "complex64") for mode in oracles.ALL_MODES]
-CASES += [(dtype, "fp32") for dtype in ("float16", "bfloat16", "float64", "complex128", "int8")]
-
-
-@pytest.mark.parametrize(("dtype", "mode"), CASES)
-@pytest.mark.parametrize("left", LEFT)
-@pytest.mark.sampled(2)
-def test_every_mode_and_dtype(mode, dtype, left, machine, rng):
-    for right, batch in itertools.product(RIGHT, BATCHES):
-        b = RIGHT[right](make(rng, K, N, dtype=dtype), batch)
-        a = LEFT[left](lambda *shape: make(rng, *shape, dtype=dtype), batch)
-        got = lowprec.matmul(a, b, math_mode=mode)
-        if dtype == "int8":
-            np.testing.assert_array_equal(got, a.astype(np.int32) @ b.astype(np.int32))
-        else:
-            oracles.assert_within_bound(got, a, b, mode)
 
 
 @pytest.mark.parametrize("mode", ["bf16", "tf32", "fp16"])

@@ -9,6 +9,7 @@ from lowprec.architectures import Architecture, parse_architecture
 from lowprec.backends.cpu import library
 from lowprec.backends.cpu.emulation.arithmetic import arithmetic, formats_of
 from lowprec.backends.cpu.emulation.products import multiply
+from lowprec.emulation import mma
 from lowprec.formats import BFLOAT16, FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT16, TF32
 from lowprec.planning.tensor_cores import accumulation
 from support import tensor_core_vectors as vectors
@@ -254,6 +255,22 @@ def test_a_caller_that_flushes_subnormal_numbers():
     finally:
         torch.set_flush_denormal(False)
     assert bits(found)[0, 0] == 1
+
+
+def test_tensor_cores_are_given_scaled_numbers(rng):
+    """Their arithmetic treats float16's subnormal numbers in its own way, so that factors matter."""
+    a, b = (rng.standard_normal(shape, dtype=np.float32) for shape in ((6, 40), (40, 5)))
+    a *= np.float32(2.0**-20)
+    with lowprec.emulate("hopper"):
+        found = lowprec.matmul(a, b, math_mode="fp16")
+    exponents, parts = [], []
+    for x, axis in ((a, -1), (b, -2)):
+        e = 15 - np.frexp(np.abs(x).max(axis, keepdims=True))[1]
+        exponents.append(e)
+        parts.append(np.ldexp(x, e).astype(np.float16).astype(np.float32))
+    zero = np.zeros((6, 5), np.float32)
+    want = np.ldexp(mma(*parts, zero, arch="hopper", format="fp16"), -sum(exponents))
+    np.testing.assert_array_equal(found, want)
 
 
 # -- published errors -----------------------------------------------------------------------------

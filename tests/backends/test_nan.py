@@ -9,20 +9,12 @@ import numpy as np
 import pytest
 
 import lowprec
-from lowprec import formats
 from support import oracles
 from support.machines import MACHINES, fixture
-from support.rounding_oracle import round_to_format
 
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
-FORMATS = {"tf32": formats.TF32, "bf16": formats.BFLOAT16, "fp16": formats.FLOAT16}
 
 modes = pytest.mark.parametrize("mode", oracles.ALL_MODES)
-
-
-def scattered(view):
-    """Return an element at the beginning, one in the middle, and one at the end of a view."""
-    return sorted({tuple(n // 2 for n in view.shape), (0,) * view.ndim, tuple(n - 1 for n in view.shape)})
 
 
 def put(view, index, nan):
@@ -32,40 +24,7 @@ def put(view, index, nan):
     real.view(bits)[index] = nan.view(bits)
 
 
-# -- rounding -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", FORMATS)
-@pytest.mark.parametrize("strides", oracles.STRIDES)
-def test_rounding_keeps_every_nan(mode, strides, rng):
-    for nan in oracles.nans(np.float32):
-        writable, view = oracles.STRIDES[strides](oracles.random_matrix(rng, (6, 8), np.float32))
-        for index in scattered(writable):
-            put(writable, index, nan)
-        before = view.copy()
-        got = round_to_format(view, FORMATS[mode])
-        want = oracles.round_to(view, mode)
-        assert (np.isnan(got) == np.isnan(view)).all(), hex(int(nan.view(np.uint32)))
-        np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_equal(view.view(np.uint32), before.view(np.uint32))
-
-
-@pytest.mark.parametrize("mode", FORMATS)
-def test_rounding_of_several_blocks(mode, rng):
-    x = oracles.random_matrix(rng, (1 << 10, 1 << 9), np.float32)
-    nans = oracles.nans(np.float32)
-    x[5, : nans.size] = nans
-    x[7::101, ::103] = np.inf
-    want = oracles.round_to(x, mode)
-    assert np.isnan(x).sum() == nans.size
-    np.testing.assert_array_equal(round_to_format(x, FORMATS[mode]), want)
-
-
-# -- products -------------------------------------------------------------------------------------
-
-
 machine = fixture(*MACHINES)
-
 
 #: m, n, k; the second is cut into tiles where there are any.
 SIZES = {"small": (6, 5, 8), "tiles": (70, 66, 96)}

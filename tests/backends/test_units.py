@@ -30,14 +30,10 @@ def _in_threads(monkeypatch):
     monkeypatch.setattr(products, "_ALONE", 0)
 
 
-def only(unit):
-    """Return the context of a machine that has this unit and no other."""
-    return machines.without(set(cpu_units.UNITS) - {unit})
-
-
-def with_modes(*modes):
+def with_modes(*modes, numpy=()):
     """Run a test on each unit in these modes for float32 operands, as far as the unit multiplies their format."""
-    cases = [
+    cases = [pytest.param("", mode, id=f"NumPy-{mode}") for mode in numpy]
+    cases += [
         pytest.param(unit, mode, marks=cpu_units.needs(unit), id=f"{unit}-{mode}")
         for unit, mode in itertools.product(cpu_units.UNITS, modes)
         if multiplies(unit, row(MathMode(mode)).operand_format.name)
@@ -50,7 +46,7 @@ def multiplies(unit, fmt):
 
 
 def assert_runs(unit, a, b, mode):
-    assert lowprec.plan(a, b, math_mode=mode).kernel_row.requires == unit
+    assert (lowprec.plan(a, b, math_mode=mode).kernel_row.requires or "") == unit
 
 
 def patterns(dtype, rng):
@@ -90,7 +86,7 @@ def check_products_of_two(unit, dtype, mode, rng):
     """Compare one row, and many."""
     x = patterns(dtype, rng)
     a, b = rng.permutation(x)[:1000, None], rng.permutation(x)[None, :1000]
-    with only(unit):
+    with machines.only(unit):
         assert_runs(unit, a, b, mode)
         found = lowprec.matmul(a, b, math_mode=mode, out_dtype="float32")
         few = lowprec.matmul(a[:3], b, math_mode=mode, out_dtype="float32")
@@ -106,7 +102,7 @@ def test_results_are_rounded_once(unit, out_dtype, rng):
     """Products of bfloat16 numbers are exact in float32, so the result is their nearest even neighbour."""
     x = patterns(np.dtype(np.float32), rng)
     a, b = rng.permutation(x)[:800, None], rng.permutation(x)[None, :800]
-    with only(unit):
+    with machines.only(unit):
         found = lowprec.matmul(a, b, math_mode="bf16", out_dtype=out_dtype)
     with np.errstate(over="ignore"):
         want = (oracles.round_to(a, "bf16") * oracles.round_to(b, "bf16")).astype(out_dtype)
@@ -117,7 +113,7 @@ def test_results_are_rounded_once(unit, out_dtype, rng):
 # -- parts ----------------------------------------------------------------------------------------
 
 
-@with_modes(*SPLIT)
+@with_modes(*SPLIT, numpy=SPLIT)
 @pytest.mark.parametrize("side", ["a", "b"])
 def test_parts_add_up_to_the_number(unit, mode, side, rng):
     """Times one, with the smallest added first: bit for bit for three parts, and for numbers of so many bits."""
@@ -130,12 +126,12 @@ def test_parts_add_up_to_the_number(unit, mode, side, rng):
     x = (x.view(np.uint32) & np.uint32(2**32 - (1 << (24 - bits)))).view(np.float32)
     one = np.ones((1, 1), np.float32)
     a, b = (x[:, None], one) if side == "a" else (one, x[None, :])
-    with only(unit):
+    with machines.only(unit):
         assert_runs(unit, a, b, mode)
         np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode).ravel(), x)
 
 
-@with_modes(*SPLIT)
+@with_modes(*SPLIT, numpy=SPLIT)
 def test_the_pairs_of_the_mode_are_formed_and_no_others(unit, mode, rng):
     """Of numbers whose parts have few bits the sum of the products that the mode forms is one float32."""
     found = row(MathMode(mode))
@@ -145,7 +141,7 @@ def test_the_pairs_of_the_mode_are_formed_and_no_others(unit, mode, rng):
     parts = [numpy_products.split(z, z.dtype, found, found.operand_format, found.parts)[0] for z in (a, b)]
     terms = [(i, j, found.factor((i, j))) for i, j in found.pairs]
     want = sum(f * parts[0][i].astype(np.float64) @ parts[1][j].astype(np.float64) for i, j, f in terms)
-    with only(unit):
+    with machines.only(unit):
         assert_runs(unit, a, b, mode)
         np.testing.assert_array_equal(lowprec.matmul(a, b, math_mode=mode), np.asarray(want, np.float32))
 
@@ -158,7 +154,7 @@ def test_small_products_do_not_cost_accuracy(unit, mode, rng):
     single = np.zeros((96, 96), np.float32)
     for i in range(4096):
         single += a[:, i, None] * b[i]
-    with only(unit):
+    with machines.only(unit):
         found = lowprec.matmul(a, b, math_mode=mode)
     assert np.linalg.norm(found - exact) < 0.7 * np.linalg.norm(single - exact)
 
@@ -185,7 +181,7 @@ def test_gelu_is_right_to_a_few_units(unit, rng):
     x = np.concatenate([np.linspace(-14, 14, 4000), rng.standard_normal(96) * 1e-3]).astype(BFLOAT16)[None]
     one = np.ones((1, 1), BFLOAT16)
     special = np.array([[np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-36, -1e30, 1e30]], BFLOAT16)
-    with only(unit):
+    with machines.only(unit):
         found = lowprec.matmul(one, x, activation="gelu", out_dtype="float32")
         of_special = lowprec.matmul(one, special, activation="gelu", out_dtype="float32")
     wide = x.astype(np.float64)
@@ -205,7 +201,7 @@ def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(unit, mode
     b[4] = np.abs(b[4]) * 0.01
     out = np.ones((40, 45), np.float32, order=order)
     want = a.astype(np.float64) @ b + 2.0
-    with only(unit):
+    with machines.only(unit):
         lowprec.matmul(a, b, c=out, beta=2.0, out=out, math_mode=mode)
     rest = np.arange(40) != 3
     np.testing.assert_allclose(out[rest], want[rest], rtol=0.02, atol=0.3)
@@ -228,7 +224,7 @@ def test_int8_is_exact(unit, shape, orders, rng):
     b = np.asarray(rng.integers(-128, 128, (k, n), dtype=np.int8), order=orders[1])
     a[0], b[:, 0] = -128, -128
     out = np.zeros((m, n), np.int32, order=orders[2])
-    with only(unit):
+    with machines.only(unit):
         assert_runs(unit, a, b, "fp32")
         lowprec.matmul(a, b, out=out)
     np.testing.assert_array_equal(out, a.astype(np.int64) @ b.astype(np.int64))
@@ -250,6 +246,6 @@ def test_blocks_and_threads(unit, shape, rng, monkeypatch):
     want = a.astype(np.float32) @ b.astype(np.float32) + bias
     for count in (1, 2, 7):
         monkeypatch.setattr(threads, "num_threads", lambda count=count: count)
-        with only(unit):
+        with machines.only(unit):
             found = lowprec.matmul(a, b, bias=bias, out_dtype=None if dtype is np.int8 else "float32")
         np.testing.assert_array_equal(found, want)

@@ -16,7 +16,6 @@ from lowprec.arrays.prepared_view import PreparedView
 from lowprec.backends.cpu import backend as cpu
 from lowprec.core import call as core_call
 from lowprec.core.call import PRODUCTS, bind
-from support.programs import run_python
 
 _TYPES = ("float32",) * 8 + (
     *("float64", "float16", "float16", "bfloat16", "bfloat16", "complex64", "complex128", "int8", "int8", "int32"),
@@ -322,29 +321,6 @@ def test_the_profile_has_the_source_of_the_mode_of_a_recorded_product():
         found.append([record.source for record in prof.records])
     rtol, scope, argument = "rtol= argument", "with math_mode(...)", "math_mode= argument"
     assert found == [[scope, rtol, argument, rtol, rtol], [scope, rtol, argument]]
-
-
-def test_a_mode_without_effect_is_reported_on_a_cached_product_too():
-    code = """
-        import warnings
-        import numpy as np
-        import lowprec
-        x = np.ones((3, 3))
-        if GRAD:
-            import torch
-            x = torch.as_tensor(x).requires_grad_()
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            with lowprec.math_mode("bf16"):
-                lowprec.matmul(x, x)
-            lowprec.matmul(x, x, math_mode="bf16")
-            lowprec.matmul(x, x, math_mode="bf16")
-        print(len([w for w in seen if "no effect" in str(w.message) or "convert them" in str(w.message)]))
-    """
-    for grad in (False, True):
-        if grad:
-            pytest.importorskip("torch", reason="torch is not installed")
-        assert run_python(code.replace("GRAD", str(grad))) == "1"
 
 
 def test_plan_accepts_what_matmul_accepts():

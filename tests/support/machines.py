@@ -65,3 +65,8 @@ def without(features):
             yield
         finally:
             executors.clear_caches()
+
+
+def only(unit):
+    """Plan on a machine that has this unit and no other."""
+    return without(cpu.capabilities(CPU).features - {unit})

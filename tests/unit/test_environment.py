@@ -190,13 +190,3 @@ def test_the_cache_directory_is_read_at_every_use(monkeypatch):
 def test_a_bad_value_does_not_break_the_import():
     code = "import lowprec.policy as p\ntry: p.get_math_mode()\nexcept ValueError as e: print(type(e).__name__)"
     assert run_python(code, LOWPREC_FORCE_MATH_MODE="fp23") == "EnvironmentVariableError"
-
-
-@pytest.mark.parametrize(
-    ("text", "limit"), [(None, None), ("", None), ("3", 3), (" 2 ", 2), ("0", None), ("-1", None), ("many", None)]
-)
-def test_thread_limit(text, limit, monkeypatch):
-    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
-    if text is not None:
-        monkeypatch.setenv("MKL_NUM_THREADS", text)
-    assert environment.thread_limit() == limit

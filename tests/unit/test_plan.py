@@ -214,16 +214,6 @@ def test_the_bound_is_that_of_the_scheme():
     assert dataclasses.replace(made, mode=MathMode.FP32_EMULATED).bound == made.bound
 
 
-def test_the_longest_int8_product_is_planned():
-    p = GemmProblem(array(I8, 1, MAX_K_INT8), array(I8, MAX_K_INT8, 1))
-    assert plan(p).bound.relative == 0
-
-
-@pytest.mark.parametrize("kwargs", [{"bias": array(I32, 512)}, {"bias": array(I8, 512), "activation": Activation.RELU}])
-def test_epilogues_of_int8_operands(kwargs):
-    assert plan(problem(I8, **kwargs)).out_dtype is I32
-
-
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("shape", [(), (512,), (1, 512), (512, 1), (512, 512)])
 def test_c_broadcasts_and_may_be_narrower(dtype, shape):

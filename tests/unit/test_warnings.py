@@ -74,11 +74,20 @@ def test_other_calls_give_no_warning(call, first):
     assert given(call) == []
 
 
-def test_a_mode_of_a_scope_gives_no_warning_in_pytorch(first):
-    torch = pytest.importorskip("torch", reason="torch is not installed")
-    x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_an_argument_gives_a_warning_after_a_scope_that_gave_none(first, library):
+    if library == "torch":
+        torch = pytest.importorskip("torch", reason="torch is not installed")
+
+    def product(**mode):
+        if library == "numpy":
+            return lowprec.matmul(WIDE, WIDE, **mode)
+        x = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+        return lowprec.matmul(x, x, **mode).sum().backward()
+
     with lowprec.math_mode("bf16"):
-        assert given(lambda: lowprec.matmul(x, x).sum().backward()) == []
+        assert given(product) == []
+    assert len(given(lambda: product(math_mode="bf16"))) == 1
 
 
 def test_dask_warns_where_the_graph_is_made(first):
