@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, POINTER, ArrayView, Device, HostView, data_pointer, word_at
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, POINTER, WORDS, ArrayView, Device, HostView, data_pointer
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -41,7 +41,7 @@ def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
             if stride & lost:
                 return view_of_copy(array)
         strides = tuple([s >> shift for s in strides])
-    address = word_at(id(array) + POINTER).value if POINTER else array.ctypes.data  # data_pointer, without a call
+    address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data  # data_pointer, without a call
     return HostView(dtype, array.shape, strides, CPU, array, not flags.writeable, address, copied)
 
 
@@ -86,7 +86,7 @@ class NumpyLibrary(Library):
             size, strides = prod(shape), contiguous_strides(shape)
         large = size * numpy_dtype.itemsize >= _LARGE_BYTES
         array = aligned_empty(shape, numpy_dtype) if large else np.empty(shape, numpy_dtype)
-        address = word_at(id(array) + POINTER).value if POINTER else array.ctypes.data
+        address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data
         return HostView(dtype, shape, strides, CPU, array, False, address)
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
