@@ -20,13 +20,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _without_defaults(function: F) -> F:
-    """Return ``matmul`` with a path for calls without keywords, which saves 0.2 us of defaults and checks of them."""
+    """Return ``matmul`` with a path for calls with a mode alone, which saves 0.2 us of defaults and checks of them."""
 
     @functools.wraps(function)
     def matmul(a: Any, b: Any, /, **keywords: Any) -> Any:
         if is_traced():  # after a graph break in the caller
             return _traced_matmul(a, b, **keywords)
-        return function(a, b, **keywords) if keywords else run(bind(a, b), policy.resolve())
+        mode = keywords.pop("math_mode", None) if keywords else None
+        return function(a, b, math_mode=mode, **keywords) if keywords else run(bind(a, b), policy.resolve(mode))
 
     return cast(F, matmul)
 
