@@ -259,9 +259,9 @@ def error_table() -> str:
 
 def literal_types() -> str:
     """Return the types of the names that arguments accept, for type checkers."""
-    presets = [row.jax_preset for row in modes.TABLE if row.jax_preset]
+    presets = {row.jax_preset.lower(): row.jax_preset for row in modes.TABLE if row.jax_preset}
     names = {
-        "ModeName": [*map(str, modes.MathMode), *modes.ALIASES, *presets],
+        "ModeName": [*map(str, modes.MathMode), *(presets.get(alias, alias) for alias in modes.ALIASES)],
         "BoundName": map(str, Bound),
         "ActivationName": map(str, Activation),
         "ArchitectureName": map(str, Architecture),

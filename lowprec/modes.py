@@ -293,10 +293,9 @@ ModeName: TypeAlias = Literal[
     "fp32", "fp32_pedantic", "fp64", "tf32", "bf16", "fp16", "bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp16x3", "fp16x4",
     "fp16x3_unscaled", "fp16x4_unscaled", "fp16_karatsuba", "fp32_emulated", "fp64_emulated", "fp8", "fp8_rows",
     "fp8_blocks", "mxfp8", "mxfp4", "nvfp4", "int8", "float32", "default", "highest", "ieee", "float64", "pedantic",
-    "high", "tensorfloat32", "medium", "bfloat16", "fastest", "bfloat16_3x", "bfloat16_6x", "float16", "f32_f32_f32",
-    "f64_f64_f64", "tf32_tf32_f32", "bf16_bf16_f32", "f16_f16_f32", "bf16_bf16_f32_x3", "bf16_bf16_f32_x6",
-    "bf16_bf16_f32_x9", "tf32_tf32_f32_x3", "F32_F32_F32", "F64_F64_F64", "TF32_TF32_F32", "BF16_BF16_F32",
-    "F16_F16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "TF32_TF32_F32_X3",
+    "high", "tensorfloat32", "medium", "bfloat16", "fastest", "bfloat16_3x", "bfloat16_6x", "float16", "F32_F32_F32",
+    "F64_F64_F64", "TF32_TF32_F32", "BF16_BF16_F32", "F16_F16_F32", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6",
+    "BF16_BF16_F32_X9", "TF32_TF32_F32_X3",
 ]  # fmt: skip
 BoundName: TypeAlias = Literal["guaranteed", "probable"]
 ActivationName: TypeAlias = Literal["relu", "gelu"]

@@ -127,7 +127,7 @@ def _find(array: Any) -> Library:
 
 def promoted(operands: tuple[Any, ...], *addends: Any) -> tuple[Any, ...]:
     """Cast weakly typed JAX arrays by JAX's rules: operands to their common type, each addend to its own with them."""
-    if not any(_is_weak(x) for x in (*operands, *addends)):
+    if True not in [getattr(x, "weak_type", None) for x in (*operands, *addends)]:
         return (*operands, *addends)
     kinds = [_kind(x) for x in operands]
     result_type = sys.modules["jax"].numpy.result_type

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowprec.arrays.base import Library
-from lowprec.arrays.view import CPU, NUMPY_DTYPES, POINTER, ArrayView, Device, HostView, data_pointer, word_at
+from lowprec.arrays.view import CPU, NUMPY_DTYPES, POINTER, WORDS, ArrayView, Device, HostView, data_pointer
 from lowprec.formats import DType, dtype_from_name
 from lowprec.util.strides import contiguous_strides
 
@@ -21,6 +21,8 @@ _LARGE_BYTES = 1 << 20
 # By NumPy dtype in native byte order: the element type, the shift from byte strides to element strides, and the bits
 # of a byte stride that the shift drops.
 _ENTRIES = {numpy_dtype: (d, d.itemsize.bit_length() - 1, d.itemsize - 1) for d, numpy_dtype in NUMPY_DTYPES.items()}
+#: Makes a view without ``__init__``, in two thirds of the time.
+_new = object.__new__
 
 
 def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
@@ -41,8 +43,11 @@ def host_view(array: NDArray[Any], copied: str | None = None) -> ArrayView:
             if stride & lost:
                 return view_of_copy(array)
         strides = tuple([s >> shift for s in strides])
-    address = word_at(id(array) + POINTER).value if POINTER else array.ctypes.data  # data_pointer, without a call
-    return HostView(dtype, array.shape, strides, CPU, array, not flags.writeable, address, copied)
+    address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data  # data_pointer, without a call
+    view = _new(HostView)
+    view.dtype, view.shape, view.strides, view.device, view.copied = dtype, array.shape, strides, CPU, copied
+    view.owner, view.read_only, view.address = array, not flags.writeable, address
+    return view
 
 
 def view_of_copy(array: NDArray[Any]) -> ArrayView:
@@ -86,8 +91,11 @@ class NumpyLibrary(Library):
             size, strides = prod(shape), contiguous_strides(shape)
         large = size * numpy_dtype.itemsize >= _LARGE_BYTES
         array = aligned_empty(shape, numpy_dtype) if large else np.empty(shape, numpy_dtype)
-        address = word_at(id(array) + POINTER).value if POINTER else array.ctypes.data
-        return HostView(dtype, shape, strides, CPU, array, False, address)
+        address = WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data
+        view = _new(HostView)
+        view.dtype, view.shape, view.strides, view.device, view.copied = dtype, shape, strides, CPU, None
+        view.owner, view.read_only, view.address = array, False, address
+        return view
 
     def wrap(self, buffer: Any, *operands: Any) -> Any:
         return buffer if buffer.ndim else buffer[()]

@@ -1,6 +1,7 @@
 """Types of public functions, for type checkers: the result is an array of the first operand's library.
 
-Classes of libraries that may be missing are not imported, but described by a method of theirs.
+Classes of libraries that may be missing are not imported, but described by a method of theirs. Few overloads keep the
+message on a misspelt mode short, because type checkers repeat the names of all modes for each.
 """
 
 from __future__ import annotations
@@ -18,17 +19,9 @@ if TYPE_CHECKING:
 
     P = ParamSpec("P")
     T = TypeVar("T", covariant=True)
-    X = TypeVar("X", bound="_Standard | _Lazy")
 
-    class _Tensor(Protocol[T]):  # PyTorch's; T is torch.Tensor, even if this is an nn.Parameter
-        def resolve_conj(self) -> T: ...
-
-    class _Standard(Protocol):  # with the Array API: JAX's, CuPy's and others
-        def __array_namespace__(self) -> Any: ...
-
-    class _Lazy(Protocol):  # Dask's
-        @property
-        def numblocks(self) -> Any: ...
+    class _Array(Protocol[T]):  # PyTorch's (T is torch.Tensor, even if this is an nn.Parameter), JAX's, CuPy's, Dask's
+        def __neg__(self) -> T: ...
 
     class _DLPack(Protocol):
         def __dlpack_device__(self) -> Any: ...
@@ -37,9 +30,7 @@ if TYPE_CHECKING:
         @overload
         def __call__(self, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
         @overload
-        def __call__(self, a: _Tensor[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-        @overload
-        def __call__(self, a: X, /, *args: P.args, **kwargs: P.kwargs) -> X: ...
+        def __call__(self, a: _Array[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
         @overload
         def __call__(self, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
 
@@ -47,9 +38,7 @@ if TYPE_CHECKING:
         @overload
         def __call__(self, s: str, a: np.ndarray[Any, Any], /, *args: P.args, **kwargs: P.kwargs) -> NDArray[Any]: ...
         @overload
-        def __call__(self, s: str, a: _Tensor[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-        @overload
-        def __call__(self, s: str, a: X, /, *args: P.args, **kwargs: P.kwargs) -> X: ...
+        def __call__(self, s: str, a: _Array[T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
         @overload
         def __call__(self, s: str, a: _DLPack, /, *args: P.args, **kwargs: P.kwargs) -> DLPackArray: ...
 

@@ -211,16 +211,17 @@ def memory_at(address: int, owner: Any) -> Any:
 # In a PyArrayObject ``char *data`` follows the object header (numpy/ndarraytypes.h, part of NumPy's ABI). Reading it
 # takes 0.1 us, ``array.ctypes.data`` 0.8 us.
 _base = np.zeros((3, 5), np.float32)
-word_at = ctypes.c_size_t.from_address
-#: Offset of the address in a NumPy array, 0 if it is not known.
-POINTER = object.__basicsize__ if sys.implementation.name == "cpython" else 0
-if any(word_at(id(x) + POINTER).value != x.ctypes.data for x in (_base, _base[1:, 2:], _base[::-1]) if POINTER):
+#: The memory of this process in words of 8 bytes.
+WORDS: Any = (ctypes.c_uint64 * (sys.maxsize // 8)).from_address(0)
+#: Number of words before the address in a NumPy array, 0 if the address cannot be read.
+POINTER = object.__basicsize__ // 8 if sys.implementation.name == "cpython" and sys.maxsize > 1 << 32 else 0
+if any(WORDS[(id(x) >> 3) + POINTER] != x.ctypes.data for x in (_base, _base[1:, 2:], _base[::-1]) if POINTER):
     POINTER = 0
 
 
 def data_pointer(array: NDArray[Any]) -> int:
     """Return the address of a NumPy array's first element."""
-    return word_at(id(array) + POINTER).value if POINTER else array.ctypes.data
+    return WORDS[(id(array) >> 3) + POINTER] if POINTER else array.ctypes.data
 
 
 # Limit of candidate solutions in NumPy's exact overlap search; ordinary views need a few.

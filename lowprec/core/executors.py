@@ -21,7 +21,7 @@ from lowprec.util.lock import locked
 
 _CACHE_SIZE = 4096
 _log = logging.getLogger("lowprec")
-_logs = _log.isEnabledFor
+_logs, _INFO = _log.isEnabledFor, logging.INFO
 #: Types on which some mode acts, and the types to which a warning advises to convert them for another mode.
 _CONVERTED = {DType.FLOAT64: DType.FLOAT32, DType.COMPLEX128: DType.COMPLEX64}
 _CONVERTED |= {single: double for double, single in _CONVERTED.items()}
@@ -88,7 +88,7 @@ def look_up(
         observer = _observer  # another thread may remove it
         if observer is not None:
             entry = observer(entry, resolved, x, y)
-        if _logs(logging.INFO):
+        if _logs(_INFO):
             entry = entry._replace(execute=functools.partial(_execute_logged, entry, resolved))
     return entry
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from operator import attrgetter
-from types import MethodType
 from typing import Any
 
 Scope = AbstractContextManager[Any]
@@ -56,25 +53,11 @@ def _call_of(function: Callable[..., Any]) -> Any:
     return type(function).__call__
 
 
-class Wrapped:
-    """A function that enters a scope in each call; its pickle is its qualified name, or the scope and the function."""
+def picklable(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that enters the scope in each call; it can be pickled if ``function`` can."""
+    return functools.partial(_call, scope, function)
 
-    def __init__(self, scope: Scope, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function)
-        self._lowprec_wrapped = scope, function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        scope, function = self._lowprec_wrapped
-        with scope:
-            return function(*args, **kwargs)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else MethodType(self, instance)
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        try:
-            name: str = self.__dict__["__qualname__"]
-            named = attrgetter(name)(sys.modules[self.__module__])
-        except (AttributeError, KeyError):
-            named = None
-        return name if named is self else (Wrapped, self._lowprec_wrapped)
+def _call(scope: Scope, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with scope:
+        return function(*args, **kwargs)

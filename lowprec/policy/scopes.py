@@ -18,7 +18,7 @@ from lowprec.errors import UnsupportedError, quoted, warn
 from lowprec.modes import ArchitectureName, MathMode, Mode, ModeName, Recipe, parse_mode
 from lowprec.policy import entries, environment
 from lowprec.policy.controllers import controllers, known_modules, loaded_controllers
-from lowprec.policy.decorators import Wrapped, decorated
+from lowprec.policy.decorators import decorated, picklable
 from lowprec.policy.entries import Policy, current
 from lowprec.policy.protocol import Controller, Tier
 from lowprec.policy.switches import FLOOR, Hold, acquire, release
@@ -155,7 +155,7 @@ class PolicyScope:
         ...     pool.submit(mode.wrap(get_math_mode)).result()
         <MathMode.TF32: 'tf32'>
         """
-        return cast(F, decorated(self, function, Wrapped))
+        return cast(F, decorated(self, function, picklable))
 
     @property
     def _frameworks(self) -> bool | list[str]:

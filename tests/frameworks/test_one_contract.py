@@ -3,9 +3,12 @@
 Tensors that require grad, under ``vmap`` and compiled; arrays that JAX traces; Dask arrays; and ``plan``.
 """
 
+from __future__ import annotations
+
 import sys
 import warnings
 from collections import Counter
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -35,6 +38,9 @@ _VALUES = {
     "bound": (None, "probable", "guaranteed", "likely"),
 }
 _OF_DASK = ("out_dtype", "math_mode", "rtol", "bound")
+
+#: A call: shapes and element types of a, b, c and bias (None for no array), and keywords.
+Call = tuple[dict[str, tuple[tuple[int, ...], str] | None], dict[str, Any]]
 
 
 def random_call(rng):
@@ -393,11 +399,11 @@ def frames(function):
 
 def test_a_warm_call_enters_few_functions():
     x = np.ones((8, 8), np.float32)
-    assert frames(lambda: lowprec.matmul(x, x)) <= 22
+    assert frames(lambda: lowprec.matmul(x, x)) <= 16
 
 
 def test_a_warm_recorded_call_enters_few_functions():
     torch = pytest.importorskip("torch", reason="torch is not installed")
     x, w = torch.ones(8, 8), torch.ones(8, 8, requires_grad=True)
-    assert frames(lambda: lowprec.matmul(x, x)) <= 22
+    assert frames(lambda: lowprec.matmul(x, x)) <= 20
     assert frames(lambda: lowprec.matmul(x, w)) <= 35

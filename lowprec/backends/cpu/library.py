@@ -104,7 +104,7 @@ class Functions(NamedTuple):
 
     version: Callable[[], int]
     units: Callable[[], int]
-    gemm: Callable[..., int]  # addresses of a Product and of a Call, or the bytes of a Call -> status
+    gemm: Callable[..., int]  # references to a Product and to a Call, or the bytes of a Call -> status
     pack: Callable[..., int]
     unscale: Callable[..., int]
     quantize: Callable[..., int]  # Quantizer, source, target, scales, scale, threads -> status
@@ -116,10 +116,11 @@ class Functions(NamedTuple):
     gemm_holding_gil: Callable[..., int]  # for products that take less time than a switch of threads
 
 
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+#: Types of the results and arguments; None for a function that gets references, which need no conversion.
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...] | None]] = {
     "version": (ctypes.c_uint64, ()),
     "units": (_I64, ()),
-    "gemm": (_I32, (_POINTER, _POINTER)),
+    "gemm": (_I32, None),
     "pack": (_I64, (_POINTER, _POINTER, _POINTER, _POINTER, _I32)),
     "unscale": (_I32, (_POINTER, _I64, ctypes.c_double, _I32)),
     "quantize": (_I32, (_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _I32)),

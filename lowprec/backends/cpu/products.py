@@ -32,9 +32,9 @@ from lowprec.planning.layout import GemmLayout, addend_layout, stacked_layout
 from lowprec.planning.stored import kept_modes, reads_codes_of_b
 from lowprec.util.strides import coalesce
 
-#: ``lp_format`` and ``lp_activation``.
+#: ``lp_format`` and ``lp_activation``, which has the order of the members.
 _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
-_ACTIVATIONS = {None: 0, Activation.RELU: 1, Activation.GELU: 2}
+_ACTIVATIONS = {None: 0, **{activation: i for i, activation in enumerate(Activation, 1)}}
 
 #: Returns an ``lp_call``, in a tenth of the time of ctypes.
 _call = struct.Struct("@8P4di4x").pack
@@ -117,38 +117,40 @@ def _executor_of(plan: GemmPlan, product: Product, offsets: list[Any]) -> Execut
     functions, modes = library.functions(), kept_modes(plan)
     is_alone = plan.flops * len(plan.schedule) <= _ALONE
     gemm = functions.gemm_holding_gil if is_alone else functions.gemm
-    of_stored, has_codes = ctypes.addressof(product), product.b.type in library.BLOCK_TYPES.values()
+    of_stored, has_codes = ctypes.byref(product), product.b.type in library.BLOCK_TYPES.values()
     by_panels = Product.from_buffer_copy(product)
     by_panels.b.packed = 1
     key = "packed", product.unit, product.a.type, bytes(product.scheme), plan.problem.b.shape, plan.problem.b.strides
-    of_panels, keep = ctypes.addressof(by_panels), (product, by_panels, offsets)
+    of_panels = ctypes.byref(by_panels)
     # A product of a batch that must be computed again needs c, which other products may have overwritten.
     keeps_c = not (plan.fallbacks and plan.problem.has_beta and product.batches > 1)
     in_order = _scales_in_order(plan) if plan.problem.is_scaled else None
 
-    def execute(arguments: Arguments, keep: Any = keep) -> None:
-        a, b, out, c, bias, alpha, beta, _, _, _, _, _, _ = arguments
-        address, at, scales, rows, cols = of_stored, b.address, 0, None, None
+    def execute(arguments: Arguments, keep: Any = offsets) -> None:
+        a, b, out, c, bias, alpha, beta = arguments[:7]
+        description, at, scales, rows, cols = of_stored, b.address, 0, None, None
         if has_codes and b.blocks:
             at, scales, _ = b.packed_operand("codes", functools.partial(_codes, b))
         elif b.is_prepared and b.mode in modes and (keeps_c or c is None or c.address != out.address):
             at, _ = b.packed_operand(key, functools.partial(_pack, product, b))
-            address = of_panels
+            description = of_panels
         if in_order is not None:
             rows, cols = in_order(arguments)
         status = gemm(
-            address,
+            description,
             _call(
                 a.address, at, scales, out.address, 0 if c is None else c.address, 0 if bias is None else bias.address,
                 0 if rows is None else data_pointer(rows), 0 if cols is None else data_pointer(cols),
                 alpha.real, alpha.imag, beta.real, beta.imag, 1 if is_alone else threads.num_threads(),
             ),
         )  # fmt: skip
+        if not status:
+            return
         if status == library.NOT_FINITE:
             execute(arguments._replace(b=ArrayView(b.dtype, b.shape, b.strides, b.device, b.owner, True, b.address)))
         elif status == library.NO_MEMORY:
             raise MemoryError("no memory for the packed operands of a product")
-        elif status:
+        else:
             raise BackendError(f"the compiled library returned status {status} for a product that was planned for it")
 
     return execute
