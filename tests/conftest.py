@@ -8,6 +8,7 @@ import signal
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 # Before the first import of lowprec: variables of the caller's shell must not affect tests. Tests of a variable set it.
 _OTHERS = {
@@ -83,6 +84,17 @@ def cheap_collections() -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator seeded by the test's name: repeatable, and different for each test."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that would be written."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
+    return figures
 
 
 @pytest.fixture

@@ -129,6 +129,9 @@ class Interception:
         """Return the products so far, with the reason for each that the library computed."""
         return self.ledger.report(repr(self), self._remarks(), self.statistics)
 
+    def __str__(self) -> str:
+        return str(self.report())
+
     def __repr__(self) -> str:
         return f"lowprec.{self._module}.intercept({self._text})"
 

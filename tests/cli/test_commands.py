@@ -258,17 +258,6 @@ def test_plot(command: Command, tmp_path: Path, words: tuple[str, ...], suffix: 
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that a command would write."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from matplotlib.figure import Figure
-
-    figures: list[Any] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
-    return figures
-
-
 def test_the_plot_of_check_has_every_error_and_bound(command: Command, drawn: list[Any], tmp_path: Path) -> None:
     cases = json.loads(command(*EXPORTED, "--plot", tmp_path / "out.svg", "--json").out)["cases"]
     (figure,) = drawn
