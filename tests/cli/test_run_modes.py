@@ -288,6 +288,14 @@ def test_products_of_pytorch_are_taken_and_shown() -> None:
     assert "lowprec.torch.intercept('fp32'): 2 taken" in seen.err
 
 
+@pytest.mark.sweep
+def test_intercepted_products_need_no_switch() -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    assert "torch has no switch for nvfp4" in start(write(STEP), under=("--mode", "nvfp4")).err
+    seen = start(write(STEP), under=("--mode", "nvfp4", "--intercept"))
+    assert seen.err.startswith("lowprec.torch.intercept('nvfp4'): 2 taken")
+
+
 def test_products_of_numpy_are_taken_and_shown() -> None:
     script = write("""
         import numpy as np
