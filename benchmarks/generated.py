@@ -40,8 +40,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | 
     return "".join(f"| {' | '.join(line)} |\n" for line in (header, rule, *lines))
 
 
-def filled(path: Path, name: str, section: str) -> str:
-    """Return a file's text with the generated text between the markers of this name.
+def filled(path: Path, name: str, section: str, text: str | None = None) -> str:
+    """Return a file's text, or this one for it, with the generated text between the markers of this name.
 
     Raises
     ------
@@ -51,9 +51,8 @@ def filled(path: Path, name: str, section: str) -> str:
     begin, end = f"<!-- generated: {name} -->\n", "<!-- end of generated -->\n"
     if path.suffix == ".py":
         begin, end = f"# generated: {name}\n", "# end of generated\n"
-    text, count = re.subn(
-        f"{begin}.*?{end}", lambda _: f"{begin}{section}{end}", path.read_text(encoding="utf-8"), flags=re.DOTALL
-    )
+    text = path.read_text(encoding="utf-8") if text is None else text
+    text, count = re.subn(f"{begin}.*?{end}", lambda _: f"{begin}{section}{end}", text, flags=re.DOTALL)
     if count != 1:
         raise ValueError(f"{path.name} has {count} places for the table of {name}, not 1")
     return text

@@ -14,6 +14,7 @@ import math
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 README = DOCS.parent / "README.md"
@@ -180,20 +181,29 @@ def guard_table() -> str:
     return table(["library", "reaches", "switches, and what they act on", "modes"], rows)
 
 
+def _measured_narrow() -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Return the results of `bench_narrow.py`: rows of a matrix of N(0, 1), its errors, and speeds with 8 rows."""
+    paths = sorted((DOCS.parent / "benchmarks" / "results").glob("narrow-*.json"))
+    results = [r for path in paths for r in json.loads(path.read_text(encoding="utf-8"))["results"]]
+    rows = {r["format"]: r for r in results if r["kind"] == "normal"}
+    errors = {name: f"{100 * r['relative_error']:.2f} %" for name, r in rows.items()}
+    weights = [r for r in results if r["kind"] == "weight" and r["m"] == 8]
+    return rows, errors, {r["format"]: f"{r['speed']['median']:.2f}" for r in weights}
+
+
+def weight_table() -> str:
+    """Return the formats of a weight, with its size, error and speed."""
+    rows, errors, speeds = _measured_narrow()
+    cells = [
+        [_code(name), f"{r['nbytes'] / 1e6:.1f} MB", errors[name], f"{speeds.get(name, '1.00')} x"]
+        for name, r in rows.items()
+    ]
+    return table(["weight", "size", "error", "speed"], cells, words=1)
+
+
 def narrow_table() -> str:
     """Return the formats of quantised arrays, with the errors that `bench_narrow.py` measured."""
-    errors = {
-        r["format"]: f"{100 * r['relative_error']:.2f} %"
-        for path in sorted((DOCS.parent / "benchmarks" / "results").glob("narrow-*.json"))
-        for r in json.loads(path.read_text(encoding="utf-8"))["results"]
-        if r["kind"] == "normal"
-    }
-    speeds = {
-        r["format"]: f"{r['speed']['median']:.2f}"
-        for path in sorted((DOCS.parent / "benchmarks" / "results").glob("narrow-*.json"))
-        for r in json.loads(path.read_text(encoding="utf-8"))["results"]
-        if r["kind"] == "weight" and r["m"] == 8
-    }
+    _, errors, speeds = _measured_narrow()
     names = {"float8_e4m3fn": "E4M3", "float4_e2m1fn": "E2M1", "float8_e8m0fnu": "E8M0"}
     names |= {name: name for name in ("float32", "int8", "int4")}
     rows = []
@@ -295,6 +305,7 @@ def snippets() -> dict[Path, str]:
     }
     files = {DOCS / "_generated" / name: text for name, text in made.items()}
     files[README] = generated.filled(README, "modes", mode_table())
+    files[README] = generated.filled(README, "weights", weight_table(), files[README])
     source = Path(modes.__file__)
     files[source] = generated.filled(source, "names for type checkers", literal_types())
     return files

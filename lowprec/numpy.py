@@ -17,7 +17,6 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from numpy.linalg import _linalg
 from lowprec import policy
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.core import dispatch
-from lowprec.core.interception import Block, Interception
+from lowprec.core.interception import Interception
 from lowprec.core.interception_report import PassedBy, Row, multiplications_of
 from lowprec.errors import LowprecError
 from lowprec.formats import FLOAT32, FLOAT64, DType
@@ -67,9 +66,6 @@ class intercept(Interception):
     >>> [(p.operator, p.dtype, p.count) for p in seen.report().taken]
     [('matmul', 'float64', 1)]
     """
-
-    _module = "numpy"
-    _stack: ContextVar[tuple[Block, ...]] = ContextVar("lowprec_numpy", default=())
 
     def __init__(self, math_mode: ModeName | MathMode | Recipe, cast: bool = False) -> None:
         super().__init__(math_mode)

@@ -1,11 +1,12 @@
-"""Figures by matplotlib in one look: those of ``lowprec check``, of gradient reports and of the benchmarks."""
+"""Figures by matplotlib in one look: those of ``lowprec check``, of plans, of reports and of the benchmarks."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ PAPER, INK, GRID = "#ffffff", "#1f2328", "#d7dbe0"
 #: Distinct with every kind of colour vision.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#8a5a00", "#a0468a", "#6ca6d9", "#4c4c4d")
 _MARKERS = "os^Dv"
+_MOST_ROWS = 24
 
 #: matplotlib's settings. Fixed identifiers, and text as text: equal figures give equal SVG files.
 STYLE = {
@@ -27,11 +29,13 @@ STYLE = {
 }  # fmt: skip
 
 
-def figure(height: float, rows: int = 1, columns: int = 1, width: float = 7.6) -> tuple[Any, Any]:
+def figure(
+    height: float, rows: int = 1, columns: int = 1, width: float = 7.6, *, sharex: bool = True
+) -> tuple[Any, Any]:
     """Return an empty figure of this size in inches, and its rows of panels; those of a row have one scale."""
     module: Any = importlib.import_module("matplotlib.figure")
     empty = module.Figure(figsize=(width, height), layout="constrained")
-    return empty, empty.subplots(rows, columns, sharex=True, sharey="row", squeeze=False)
+    return empty, empty.subplots(rows, columns, sharex=sharex, sharey="row", squeeze=False)
 
 
 def marked(number: int) -> dict[str, Any]:
@@ -47,6 +51,40 @@ def points(panel: Any, places: Mapping[str, tuple[float, float]], **style: Any) 
     panel.set_yscale("log")
     panel.xaxis.set_major_formatter(lambda x, _: f"{x:.3g}")
     panel.minorticks_off()
+    panel.grid()
+
+
+def first(names: Sequence[str]) -> tuple[Sequence[str], str]:
+    """Return the names of layers that a figure has room for, and a note for its title if there are more."""
+    shown = names[:_MOST_ROWS]
+    return shown, f" (first {len(shown)} of {len(names)} layers)" if len(shown) < len(names) else ""
+
+
+def bars(panel: Any, names: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
+    """Draw a horizontal bar for each name, of one part for each series."""
+    left = [0.0] * len(names)
+    for (label, widths), colour in zip(series.items(), COLOURS, strict=False):
+        panel.barh(range(len(names)), widths, left=left, height=0.7, color=colour, label=label)
+        left = [x + y for x, y in zip(left, widths, strict=True)]
+    panel.set_xlim(0, 1.05 * max(left, default=1))
+    _name_rows(panel, names)
+
+
+def dots(panel: Any, names: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
+    """Draw a point for each name and series on a logarithmic scale, which omits zeros."""
+    for number, (label, values) in enumerate(series.items()):
+        panel.plot(values, range(len(names)), linestyle="", label=label, **marked(number))
+    exponents = [math.log10(x) for values in series.values() for x in values if 0 < x < math.inf] or [0.0]
+    panel.set_xscale("log")
+    panel.set_xlim(10 ** math.floor(min(exponents) - 0.05), 10 ** math.ceil(max(exponents) + 0.05))
+    panel.minorticks_off()
+    _name_rows(panel, names)
+
+
+def _name_rows(panel: Any, names: Sequence[str]) -> None:
+    """Write names from the top to the bottom; long ones without their middle."""
+    panel.set_yticks(range(len(names)), [name if len(name) <= 40 else f"{name[:18]}...{name[-19:]}" for name in names])
+    panel.set_ylim(len(names) - 0.4, -0.6)
     panel.grid()
 
 

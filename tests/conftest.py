@@ -1,5 +1,7 @@
 """Fixtures of all tests: a clean environment, seeded random numbers, and a report of skipped tests."""
 
+from __future__ import annotations
+
 import gc
 import os
 import signal
@@ -80,6 +82,17 @@ def cheap_collections():
 def rng(request):
     """A generator seeded by the test's name: repeatable, and different for each test."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that would be written."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
+    return figures
 
 
 @pytest.fixture

@@ -41,8 +41,8 @@ class Block:
 class Interception:
     """An interception of one library; it may be entered several times, in several threads."""
 
+    _module: str  # the library
     _stack: ContextVar[tuple[Block, ...]]
-    _module: str
     #: Open blocks of all threads; changed by one assignment, so that a signal handler's exception leaves no half of it.
     _holders: frozenset[object] = frozenset()
 
@@ -55,6 +55,10 @@ class Interception:
         self.statistics = statistics
         self.ledger = Ledger()
         self._modes: dict[tuple[tuple[str, str], ...], Mode | None] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls._module = cls.__module__.split(".")[1]
+        cls._stack = ContextVar(f"lowprec_{cls._module}", default=())
 
     def _install(self) -> None:
         """Put lowprec's functions in place of the library's, if they are not."""
@@ -128,6 +132,9 @@ class Interception:
     def report(self) -> InterceptionReport:
         """Return the products so far, with the reason for each that the library computed."""
         return self.ledger.report(repr(self), self._remarks(), self.statistics)
+
+    def __str__(self) -> str:
+        return str(self.report())
 
     def __repr__(self) -> str:
         return f"lowprec.{self._module}.intercept({self._text})"

@@ -19,10 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import unique
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from threading import get_ident
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from lowprec import plotting
 from lowprec.util.plain import StrEnum
 from lowprec.util.tables import Table, fill, plain_text
 
@@ -168,6 +170,41 @@ class InterceptionReport:
         tables += [self._rows("passed by", "why", passed)] if passed else []
         remarks = (fill(text, width) for text in self.remarks)
         return "\n".join([fill(summary, width), *(plain_text(each, width) for each in tables), *remarks])
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw each layer's share of the multiplications and, with ``statistics=True``, its largest error.
+
+        Of JAX's products, whose executions are not counted, the shares are those of the products. The path's suffix is
+        the image format.
+
+        Raises
+        ------
+        UnsupportedError
+            matplotlib is not installed, or does not support the format.
+        """
+        plotting.write(path, self._figure)
+
+    def _figure(self) -> Any:
+        knows = any(p.multiplications for p in self.products)
+        weight = attrgetter("multiplications" if knows else "count")
+        layers: dict[str, list[InterceptedProduct]] = {}
+        for p in self.products:
+            layers.setdefault(p.layer or f"({p.operator})", []).append(p)
+        total = sum(map(weight, self.products)) or 1
+        names, note = plotting.first(sorted(layers, key=lambda name: -sum(map(weight, layers[name]))))
+        shares = {
+            label: [100 * sum(weight(p) for p in layers[name] if p in products) / total for name in names]
+            for label, products in {"by lowprec": self.taken, "by the library": self.passed}.items()
+        }
+        figure, ((panel, *others),) = plotting.figure(1.6 + 0.22 * len(names), 1, 1 + self.statistics, sharex=False)
+        plotting.bars(panel, names, shares)
+        panel.set_xlabel(f"% of the {'multiplications' if knows else 'products'}")
+        for other in others:
+            plotting.dots(other, names, {"error": [max(p.error for p in layers[name]) for name in names]})
+            other.set_xlabel("largest relative error of a product")
+        figure.suptitle(self.title + note)
+        plotting.legend(figure, panel)
+        return figure
 
     def _rows(self, title: str, last: str, products: tuple[InterceptedProduct, ...]) -> Table:
         total, shows = sum(p.multiplications for p in self.products), self.statistics and title == "taken"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax import lax
 from jax.interpreters import mlir
 
 from lowprec import policy
-from lowprec.core.interception import Block, Interception
+from lowprec.core.interception import Interception
 from lowprec.core.interception_report import Ledger, PassedBy, Row
 from lowprec.formats import dtype_from_name
 from lowprec.jax import current_mode  # noqa: F401 - the guard and other scopes become part of JAX's key
@@ -57,9 +56,6 @@ class intercept(Interception):
     >>> {p.operator for p in seen.report().taken}
     {'dot_general'}
     """
-
-    _module = "jax"
-    _stack: ContextVar[tuple[Block, ...]] = ContextVar("lowprec_jax", default=())
 
     def __init__(self, math_mode: ModeName | MathMode | Recipe) -> None:
         super().__init__(math_mode)

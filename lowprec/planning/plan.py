@@ -67,6 +67,7 @@ class Candidate(NamedTuple):
     cost: float  # expected time, relative to fp32
     accepted: bool  # whether this is the mode that runs
     why: Reason
+    seconds: float | None = None  # least time by the roofline, if known
 
 
 @dataclass(frozen=True, repr=False)
@@ -221,6 +222,20 @@ class GemmPlan:
 
     def _repr_html_(self) -> str:
         return str(_rendering().to_html(self))
+
+    def plot(self, path: str) -> None:
+        """Draw the device's roofline with this mode and those that ``rtol`` considered; the suffix is the format.
+
+        Where the device's peak rates are unknown, as on CPUs, the figure shows these modes' bounds by their speed.
+
+        Raises
+        ------
+        UnsupportedError
+            There is neither a roofline nor an ``rtol``, or matplotlib is not installed or does not support the format.
+        """
+        from lowprec.planning.figure import draw
+
+        draw(self, path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as values for JSON."""

@@ -77,12 +77,12 @@ def select_mode(
     for plan in plans:
         size = plan.bound.relative if bound is Bound.GUARANTEED else plan.bound.probable
         why = _unsupported_reason(plan, size, rtol, excluded)
-        accepted = why is None and chosen is None
+        accepted, least = why is None and chosen is None, plan.roofline
         if accepted:
             chosen, why = plan.mode, Reason.of(ReasonKind.CHEAPEST)
         elif why is None:
             why = Reason.of(ReasonKind.NO_CHEAPER, chosen=chosen)
-        candidates.append(Candidate(plan.mode, size, costs[plan.mode], accepted, why))
+        candidates.append(Candidate(plan.mode, size, costs[plan.mode], accepted, why, least.seconds if least else None))
     if chosen is None:
         bounds = ", ".join(f"{c.mode} {c.bound:.3g}" for c in candidates)
         verb = "guarantees" if bound is Bound.GUARANTEED else "probably keeps"

@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowprec._version import __version__
 from lowprec.core.interception_report import PassedBy
 from lowprec.errors import warn
-from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode, row
-from lowprec.torch.aten import ACTED_ON, reason_of
+from lowprec.modes import MathMode, ModeName, Recipe, parse_mode, row
+from lowprec.torch.aten import ACTED_ON, PRODUCTS, Terms, reason_of
 from lowprec.torch.operator import OPERATOR
 
 _aten = torch.ops.aten
@@ -103,8 +103,8 @@ class _Products(_Pass):
             reason = PassedBy.ATTENTION if name in _FAST_PATHS else reason_of(name)
             if reason is not None:
                 passed.add(f"{name} ({reason})")
-            elif node.target in _TERMS and _acted_on(node, self._mode):
-                self._replace(graph, node)
+            elif node.target in _REPLACED:
+                self._replace(graph, node, PRODUCTS[name].terms(*node.args, **node.kwargs))
         graph.lint()
         if passed:
             warn(
@@ -113,29 +113,19 @@ class _Products(_Pass):
                 "torch.backends.mha.set_fastpath_enabled(False) before the first call"
             )
 
-    def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-        def call(target: Any, *args: Any) -> torch.fx.Node:
-            made = graph.call_function(target, args)
-            made.meta = dict(node.meta)  # shape, and forward or backward pass
-            return made
-
-        *added, a, b = node.args
-        alpha, beta = node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)
+    def _replace(self, graph: torch.fx.Graph, node: torch.fx.Node, terms: Terms) -> None:
+        value, (a, b, c, alpha, beta, _) = node.meta.get("val"), terms
+        acts = isinstance(value, torch.Tensor) and value.dtype in ACTED_ON[row(self._mode).mode]
+        if not acts or not all(isinstance(x, int | float) for x in (alpha, beta)):
+            return
         with graph.inserting_before(node):
-            found = call(OPERATOR, a, b, str(self._mode), str(self._mode), float(alpha))
-            if added and beta != 0:
-                found = call(_aten.add.Tensor, found, *added)
-                if beta != 1:
-                    found.kwargs = {"alpha": beta}
+            found = graph.call_function(OPERATOR, (a, b, str(self._mode), str(self._mode), float(alpha)))
+            found.meta = dict(node.meta)  # shape, and forward or backward pass
+            if c is not None and beta != 0:
+                found = graph.call_function(_aten.add.Tensor, (found, c), {"alpha": beta})
+                found.meta = dict(node.meta)
         node.replace_all_uses_with(found)
         graph.erase_node(node)
 
 
-_TERMS = frozenset((_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default))  # fmt: skip
-
-
-def _acted_on(node: torch.fx.Node, mode: Mode) -> bool:
-    value = node.meta.get("val")
-    factors = (node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1))
-    acts = isinstance(value, torch.Tensor) and value.dtype in ACTED_ON[row(mode).mode]
-    return acts and all(isinstance(x, int | float) for x in factors)
+_REPLACED = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default)

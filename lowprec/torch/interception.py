@@ -6,12 +6,11 @@ so these see the operators as usual, and above nothing: products inside C++ comp
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import warnings
 from collections.abc import Callable
-from contextvars import Context, ContextVar
+from contextvars import Context
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lowprec.arrays import ArrayView, Library, library_of
 from lowprec.core import dispatch
 from lowprec.core.arguments import PLAIN, Options
 from lowprec.core.executors import look_up
-from lowprec.core.interception import Block, Interception, Modes
+from lowprec.core.interception import Interception, Modes
 from lowprec.core.interception_report import PassedBy, Row, Statistics
 from lowprec.errors import ArrayError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from lowprec.modes import Recipe, ResolvedMode, row
@@ -84,9 +83,6 @@ class intercept(Interception):
     >>> [(p.layer, p.operator, p.backward, p.count) for p in seen.report().taken]
     [('Linear', 'addmm', False, 1), ('Linear', 'mm', True, 1)]
     """
-
-    _module = "torch"
-    _stack: ContextVar[tuple[Block, ...]] = ContextVar("lowprec_torch", default=())
 
     def __init__(self, math_mode: Modes, statistics: bool = False, *, attention: bool = False, step: int = 0) -> None:
         super().__init__(math_mode, statistics)
@@ -249,7 +245,8 @@ def _multiplied(terms: Terms, resolved: ResolvedMode, out: Tensor | None, swaps:
     if c is not None and c.ndim == 1 and alpha == beta == 1 and a.shape[0] * b.shape[-1] >= _FUSED_BIAS:
         bias = c if c.shape == b.shape[1:] else None
     if a.is_cpu:
-        result = _on_cpu(a, b, bias, resolved, None if out is None or _shares(out, a, b, c) else out)
+        is_separate = out is not None and not any(x is not None and torch._C._is_alias_of(out, x) for x in (a, b, c))
+        result = _on_cpu(a, b, bias, resolved, out if is_separate else None)
     else:
         added = None if bias is None else bias.detach()
         result = dispatch.matmul(a.detach(), b.detach(), bias=added, math_mode=resolved.mode)
@@ -270,11 +267,6 @@ def _finished(result: Tensor, terms: Terms, bias: Tensor | None, out: Tensor | N
     if out.shape != result.shape:
         out.resize_(result.shape)
     return out.copy_(result)
-
-
-def _shares(out: Tensor, *others: Tensor | None) -> bool:
-    storage = out.untyped_storage()._cdata
-    return any(x is not None and x.untyped_storage()._cdata == storage for x in others)
 
 
 def _on_cpu(a: Tensor, b: Tensor, bias: Tensor | None, resolved: ResolvedMode, out: Tensor | None) -> Tensor:
@@ -314,7 +306,7 @@ def _count(
     ledger = scope.ledger
     if not ledger.records_gradients and _grad_enabled() and any(x.requires_grad for x in tensors):
         ledger.records_gradients = True
-    dtype = _named(tensors[0].dtype) if tensors else ""
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
     backward = _is_backward()
     gradient = product if backward and layer and statistics else ""
     found = Row(_shown(scope, layer), name, dtype, backward, mode, reason, detail, gradient)
@@ -331,11 +323,6 @@ def _multiplications(operator: str, args: Any, kwargs: Any, result: Any) -> int:
         return 0 if formula is None else int(formula(*args, **kwargs, out_val=result)) // 2
     except Exception:  # noqa: BLE001 - a formula for other arguments; the count is information
         return 0
-
-
-@functools.cache
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shown(scope: Any, layer: Layer) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lowprec import plotting
 from lowprec.core.interception import Modes
 from lowprec.errors import UnsupportedError
 from lowprec.modes import MathMode, Mode, ModeName, Recipe, parse_mode
@@ -51,6 +52,27 @@ class LayerModes(Mapping[str, str]):
         """Write the modes to a TOML file, for ``lowprec run --layers``."""
         lines = [f"{json.dumps(pattern)} = {json.dumps(mode)}" for pattern, mode in self.modes.items()]
         Path(path).write_text("\n".join(["[layers]", *lines, ""]), encoding="utf-8")
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw the sensitivity of each layer; the path's suffix is the image format.
+
+        Raises
+        ------
+        UnsupportedError
+            matplotlib is not installed, or does not support the format.
+        """
+        plotting.write(path, self._figure)
+
+    def _figure(self) -> Any:
+        names, note = plotting.first(list(self.sensitivity))
+        figure, ((panel,),) = plotting.figure(1.6 + 0.22 * len(names))
+        modes = self.sensitivity[names[0]]
+        alone = {f"{mode} alone": [self.sensitivity[name][mode] for name in names] for mode in modes}
+        plotting.dots(panel, [f"{name or '(no layer)'}: {self.modes[glob.escape(name)]}" for name in names], alone)
+        panel.axvline(self.change, color=plotting.INK, linestyle="--", label="all layers in their modes")
+        panel.set(xlabel="relative change of the result", title=f"sensitivity of layers{note}")
+        plotting.legend(figure, panel)
+        return figure
 
     def __str__(self) -> str:
         rows = []

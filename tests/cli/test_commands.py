@@ -1,10 +1,15 @@
 """What the commands print and write when all is well."""
 
+from __future__ import annotations
+
 import csv
 import json
 import os
 import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +17,9 @@ import pytest
 import lowprec
 from lowprec import recipes
 from lowprec.modes import available_modes
+
+Files = tuple[Path, Path]
+Command = Callable[..., Any]
 
 
 def _json(outcome):
@@ -248,17 +256,6 @@ def test_plot(command, tmp_path, words, suffix, begins):
     assert command(*words, "--plot", path).code == 0
     assert path.read_bytes().startswith(begins)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that a command would write."""
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from matplotlib.figure import Figure
-
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self))
-    return figures
 
 
 def test_the_plot_of_check_has_every_error_and_bound(command, drawn, tmp_path):

@@ -1,5 +1,7 @@
 """``lowprec run``: libraries are imported as ever, and the program, its threads and its children are under the mode."""
 
+from __future__ import annotations
+
 import multiprocessing
 import shutil
 from pathlib import Path
@@ -283,6 +285,14 @@ def test_products_of_pytorch_are_taken_and_shown():
     under = ("--mode", "bf16", "--intercept")
     seen = start(write(STEP), under=under, variables={"LOWPREC_FP32_GUARD": "1"})
     assert "lowprec.torch.intercept('fp32'): 2 taken" in seen.err
+
+
+@pytest.mark.sweep
+def test_intercepted_products_need_no_switch():
+    pytest.importorskip("torch", reason="torch is not installed")
+    assert "torch has no switch for nvfp4" in start(write(STEP), under=("--mode", "nvfp4")).err
+    seen = start(write(STEP), under=("--mode", "nvfp4", "--intercept"))
+    assert seen.err.startswith("lowprec.torch.intercept('nvfp4'): 2 taken")
 
 
 def test_products_of_numpy_are_taken_and_shown():

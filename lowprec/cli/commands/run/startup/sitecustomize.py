@@ -61,6 +61,8 @@ class _Watcher:
             failure = self.on_path(self.intercept, name)
             if failure is not None:
                 _print(f"lowprec run --intercept: {name}'s products are its own ({failure})")
+            elif self.order != _GUARD:
+                why = None  # its products are in the mode, with or without a switch
             self.reaches |= failure is None and name != "numpy"
         elif why is None:
             self.reaches = True

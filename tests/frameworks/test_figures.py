@@ -1,0 +1,119 @@
+"""Figures of plans, interceptions and searched modes: their points, bars and labels are the values of the objects."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import lowprec
+from lowprec.core.arguments import ShapeDtype
+from lowprec.errors import UnsupportedError
+
+SQUARE = ShapeDtype((1024, 1024), "float32")
+
+
+def labels(panel):
+    return [text.get_text() for text in panel.get_yticklabels()]
+
+
+def points(panel):
+    """Return the named points of a panel, and not the unnamed lines."""
+    named = (line for line in panel.lines if not line.get_label().startswith("_"))
+    return {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in named}
+
+
+def test_a_roofline_has_each_candidate_below_the_peak_rates(drawn, tmp_path):
+    plan = lowprec.plan(SQUARE, SQUARE, rtol=1e-2, device="h200")
+    plan.plot(str(tmp_path / "plan.svg"))
+    (panel,) = drawn[0].axes
+    # m = n = k = 1024, float32: 2 n^3 flop, 3 matrices of 4 n^2 bytes.
+    least = {
+        f"{c.mode}, bound {c.bound:.0e}": [[1024 / 6, 2 * 1024**3 / c.seconds / 1e12]]
+        for c in plan.candidates
+        if c.seconds
+    }
+    assert len(least) > 5
+    found = points(panel)
+    assert found.keys() == least.keys()
+    for name, place in least.items():
+        assert found[name] == [pytest.approx(place[0])]
+    roofs = {text.get_text(): text.xy[1] for text in panel.texts}
+    assert roofs == {"float64, float32": 67, "tf32": 494.5, "bfloat16, float16": 989.5, "float8_e4m3fn, int8": 1979}
+    lines = [np.asarray(line.get_xydata()) for line in panel.lines if line.get_label().startswith("_")]
+    assert [line[1].tolist() for line in lines] == [pytest.approx([r / 4.8, r]) for r in sorted(roofs.values())]
+
+
+def test_one_mode_on_a_gpu_is_one_point(drawn, tmp_path):
+    plan = lowprec.plan(SQUARE, SQUARE, math_mode="tf32", device="a100")
+    plan.plot(str(tmp_path / "plan.svg"))
+    assert list(points(drawn[0].axes[0])) == [f"tf32, bound {plan.bound.relative:.0e}"]
+
+
+def test_a_cpu_shows_bounds_by_speed(drawn, tmp_path):
+    plan = lowprec.plan(SQUARE, SQUARE, rtol=1e-2)
+    plan.plot(str(tmp_path / "plan.svg"))
+    assert points(drawn[0].axes[0]) == {str(c.mode): [[1 / c.cost, c.bound]] for c in plan.candidates}
+    with pytest.raises(UnsupportedError, match=r"the peak rates of .* are unknown: plan for a GPU"):
+        lowprec.plan(SQUARE, SQUARE).plot(str(tmp_path / "plan.svg"))
+
+
+def test_an_interception_has_a_bar_for_each_layer(torch, drawn, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 1), torch.nn.Linear(16, 24), torch.nn.Linear(24, 8))
+    with torch.no_grad(), lowprec.torch.intercept("bf16", statistics=True) as seen:
+        model(torch.randn(2, 4, 16))
+    report = seen.report()
+    report.plot(tmp_path / "report.svg")
+    shares, errors = drawn[0].axes
+    assert labels(shares) == ["1", "2", "0"]
+    numbers = np.array([16 * 16 * 24, 16 * 24 * 8, 2 * 4 * 8 * 16])
+    taken, passed = ([bar.get_width() for bar in bars] for bars in shares.containers)
+    assert taken == pytest.approx([*100 * numbers[:2] / numbers.sum(), 0])
+    assert passed == pytest.approx([0, 0, 100 * numbers[2] / numbers.sum()])
+    assert [bar.get_x() for bar in shares.containers[1]] == taken, "the second part begins at the end of the first"
+    assert points(errors)["error"] == [[p.error, i] for i, p in enumerate(report.products)]
+    low, high = errors.get_xlim()
+    assert low < report.products[0].error < high
+
+
+def test_many_layers_are_cut_and_say_so(torch, drawn, tmp_path):
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(30)))
+    with torch.no_grad(), lowprec.torch.intercept("bf16") as seen:
+        model(torch.ones(2, 4))
+    seen.report().plot(tmp_path / "report.svg")
+    assert len(labels(drawn[0].axes[0])) == 24
+    assert drawn[0].get_suptitle() == "lowprec.torch.intercept('bf16') (first 24 of 30 layers)"
+
+
+def test_products_of_jax_are_shares_of_their_number(drawn, tmp_path):
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+    with lowprec.jax.intercept("tf32") as seen:
+        jnp.ones((5, 3)) @ jnp.ones((3, 7))
+    seen.report().plot(tmp_path / "report.svg")
+    (panel,) = drawn[0].axes
+    assert labels(panel) == ["(dot_general)"]
+    assert panel.get_xlabel() == "% of the products"
+    assert [bar.get_width() for bars in panel.containers for bar in bars] == [100, 0]
+
+
+def test_searched_modes_show_each_layer_alone(torch, drawn, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
+    x = torch.randn(8, 16)
+    found = lowprec.torch.search_modes(lambda: model(x).detach(), rtol=1e-2)
+    found.plot(tmp_path / "modes.svg")
+    (panel,) = drawn[0].axes
+    assert labels(panel) == [f"{name}: {found[name]}" for name in found.sensitivity]
+    together = points(panel).pop("all layers in their modes")
+    assert {x for x, _ in together} == {found.change}
+    for mode in ("bf16", "tf32"):
+        alone = [changes[mode] for changes in found.sensitivity.values()]
+        assert points(panel)[f"{mode} alone"] == [[x, i] for i, x in enumerate(alone)]
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_an_interception_prints_its_report(library):
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    intercept = __import__(f"lowprec.{library}").__dict__[library].intercept
+    with intercept("bf16") as seen:
+        pass
+    assert str(seen) == str(seen.report()) != repr(seen) == f"lowprec.{library}.intercept('bf16')"
