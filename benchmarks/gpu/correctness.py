@@ -1,4 +1,4 @@
-"""Results of lowprec on a GPU against exact products: types and modes, shapes, extreme sizes, replayed graphs."""
+"""Results of lowprec on a GPU against exact products: types and modes, and extreme sizes."""
 
 from __future__ import annotations
 
@@ -155,64 +155,6 @@ def products(part: Part, options: Options) -> None:
         part.row(**check(arrays, case, 64, options.seed))
 
 
-# -- few rows and batches that cuBLASLt may refuse: FP8 with scales, bias, int8 -------------------
-
-
-class Shape(NamedTuple):
-    """Element types of the operands, leading extents and rows, and arguments of the product."""
-
-    a: str
-    b: str
-    extents: tuple[int, ...]
-    scales: tuple[float, ...] = ()
-    bias: str | None = None
-    activation: str | None = None
-
-
-def shape_cases() -> Iterator[Shape]:
-    """Yield all products, in the order of the questions."""
-    for rows, scales in product((1, 2, 8, 16, 17, 128), ((), (0.5, 4.0))):
-        yield Shape(E4M3, E4M3, (rows,), scales)
-    yield Shape(E4M3, E5M2, (32,), (0.5, 4.0))
-    for dtype, activation in product(("float32", "bfloat16", "float16", E4M3), (None, "relu")):
-        yield Shape(dtype, dtype, (5, 24), (), "bfloat16" if dtype == E4M3 else dtype, activation)
-    yield Shape(E4M3, E4M3, (5, 24), (0.5, 4.0), "bfloat16")
-    for rows in (1, 2, 8, 12, 16, 17, 24, 32, 33):
-        yield Shape("int8", "int8", (rows,))
-
-
-def check_shape(arrays: Any, case: Shape, seed: int) -> dict[str, Any]:
-    """Return the row of one product of small whole numbers, which every type and order of summation keeps exact."""
-    rng = np.random.default_rng([seed, *case.extents])
-    words = {**case._asdict(), "extents": [*case.extents, 64, 64]}
-    numbers = [rng.integers(-3, 4, s) for s in ((*case.extents, 64), (*case.extents[:-1], 64, 64), (64,))]
-    a, b, bias = (
-        x.astype(numpy_dtype(dtype or "float32")) for x, dtype in zip(numbers, (case.a, case.b, case.bias), strict=True)
-    )
-    exact = numbers[0] @ numbers[1] * float(np.prod(case.scales)) + (numbers[2] if case.bias else 0)
-    asked: dict[str, Any] = {"activation": case.activation}
-    asked |= dict(zip(("scale_a", "scale_b"), case.scales, strict=False))
-    if case.a != "int8":
-        asked["out_dtype"] = "float32"
-    try:
-        x, y = arrays.put(a), arrays.put(b)
-        if case.bias:
-            asked["bias"] = arrays.put(bias)
-        plan = lowprec.plan(x, y, **asked)
-        result = arrays.get(lowprec.matmul(x, y, **asked))
-    except Exception as error:  # noqa: BLE001 - a product that fails is one row
-        return {**words, **_refused(error)}
-    right = np.array_equal(result, np.maximum(exact, 0) if case.activation else exact)
-    packed = [copy.operand for copy in plan.copies]
-    return {**words, "ok": bool(right), "kernel": str(plan.kernel), "algorithm": dict(plan.algorithm), "packed": packed}
-
-
-def shapes(part: Part, options: Options) -> None:
-    arrays = TorchArrays()
-    for case in part.one_by_one(shape_cases(), options, raw.is_broken):
-        part.row(**check_shape(arrays, case, options.seed))
-
-
 # -- sizes beyond 16 and 32 bits ------------------------------------------------------------------
 
 
@@ -220,12 +162,6 @@ def _whole(torch: Any, shape: tuple[int, ...], device: str, seed: int) -> Any:
     """Return bfloat16 whole numbers from -3 to 3."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=generator, device=device).to(torch.bfloat16)
-
-
-def batch(torch: Any, device: str, count: int, seed: int) -> bool:
-    a, b = (_whole(torch, (count, *shape), device, seed) for shape in ((8, 16), (16, 8)))
-    result = lowprec.matmul(a, b, out_dtype="float32")
-    return bool(torch.equal(result, (a.float()[:, :, :, None] * b.float()[:, None]).sum(2)))
 
 
 def leading_dimension(torch: Any, device: str, length: int, seed: int) -> bool:
@@ -256,7 +192,6 @@ def elements_of_result(torch: Any, device: str, rows: int, seed: int) -> bool:
 
 #: Question, by increasing need of memory (the last two: 4.3 GB), and its sizes.
 QUESTIONS: tuple[tuple[Callable[[Any, str, int, int], bool], tuple[int, ...]], ...] = (
-    (batch, (65535, 65536, 131073)),
     (leading_dimension, (1 << 16, 1 << 20, (1 << 23) + 8)),
     (elements_of_a, ((1 << 16) + 8,)),
     (elements_of_result, ((1 << 16) + 8,)),
@@ -267,76 +202,9 @@ def limits(part: Part, options: Options) -> None:
     """Ask all of them; in a quick run the smaller sizes alone."""
     import torch
 
-    for question, sizes in QUESTIONS[: 2 if options.quick else None]:
+    for question, sizes in QUESTIONS[: 1 if options.quick else None]:
         for size in part.in_time(sizes, options):
             words = {"question": question.__name__, "size": size}
             with part.attempt(**words):
                 part.row(ok=question(torch, "cuda", size, options.seed), **words)
             torch.cuda.empty_cache()
-
-
-# -- captured products, replayed between products outside the graph -------------------------------
-
-#: Captures the work of a function, after it has run once; the result replays it.
-Capture = Callable[[Callable[[], Any]], Callable[[], None]]
-
-
-def _torch_capture(torch: Any, *, warm: bool) -> Capture:
-    """Return the capture by `torch.cuda.graph`, on a stream that has run the function before or on one of its own."""
-
-    def capture(function: Callable[[], Any]) -> Callable[[], None]:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.stream(stream if warm else torch.cuda.current_stream()):
-            function()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, **({"stream": stream} if warm else {})):
-            function()
-        replay: Callable[[], None] = graph.replay
-        return replay
-
-    return capture
-
-
-def replayed(torch: Any, mode: str, capture: Capture, device: str, seed: int) -> dict[str, Any]:
-    """Replay a product with new operands, each time next to another product; whole numbers make all sums exact."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def draw() -> Any:
-        return torch.randint(-3, 4, (128, 128), generator=generator, device=device).to(torch.float32)
-
-    def exact(x: Any, y: Any) -> Any:
-        return (x.double() @ y.double()).to(torch.float32)
-
-    a, b, out = draw(), draw(), torch.zeros((128, 128), device=device)
-    second: dict[str, Any] = {}
-
-    def both() -> None:
-        lowprec.matmul(a, b, out=out, math_mode=mode)
-        second["result"] = lowprec.matmul(out, b, math_mode="fp32")
-
-    replay = capture(both)
-    wrong = []
-    for number in range(4):
-        a.copy_(draw())
-        replay()
-        x, y = draw(), draw()
-        eager = lowprec.matmul(x, y, math_mode=mode)
-        results = {
-            "out": (out, exact(a, b)),
-            "result": (second["result"], exact(exact(a, b), b)),
-            "eager": (eager, exact(x, y)),
-        }
-        wrong += [f"{name} of replay {number}" for name, pair in results.items() if not torch.equal(*pair)]
-    return {"ok": not wrong, "wrong": wrong}
-
-
-def graphs(part: Part, options: Options) -> None:
-    """Replay products in place, packed, in parts, and scaled."""
-    import torch
-
-    cases = product((True, False), ("fp32", "tf32", "bf16", "fp16", "bf16x3", "fp16x3"))
-    for warm, mode in part.in_time(cases, options):
-        # A cold stream may be refused; a wrong result is never right.
-        with part.attempt(ok=False if warm else None, mode=mode, warm_stream=warm):
-            result = replayed(torch, mode, _torch_capture(torch, warm=warm), "cuda", options.seed)
-            part.row(mode=mode, warm_stream=warm, **result)

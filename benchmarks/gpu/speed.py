@@ -1,4 +1,4 @@
-"""Speed of each kind of product against torch, CuPy and nvmath, by size, without and with autotuning; heuristics."""
+"""Speed of each kind of product against torch, CuPy and nvmath, by size, without and with autotuning."""
 
 from __future__ import annotations
 
@@ -256,40 +256,3 @@ def speed(part: Part, options: Options) -> None:
             part.row(ok=False, kind=name, n=n, tuned=None, errors={"all": short(error)})
         operands = None
         torch.cuda.empty_cache()
-
-
-# -- the first choice of the heuristics against the best of 32 ------------------------------------
-
-#: Name: batch, m, k, n. Batch 0 is none.
-SHAPES = {
-    "square 1024": (0, 1024, 1024, 1024),
-    "square 2048": (0, 2048, 2048, 2048),
-    "square 4096": (0, 4096, 4096, 4096),
-    "tall": (0, 16384, 1024, 256),
-    "wide": (0, 256, 1024, 16384),
-    "small k": (0, 4096, 64, 4096),
-    "large k": (0, 256, 16384, 256),
-    "few rows": (0, 16, 4096, 4096),
-    "odd": (0, 1000, 1001, 999),
-    "batched 256": (64, 256, 256, 256),
-}
-
-
-def heuristics(part: Part, options: Options) -> None:
-    import torch
-
-    generator = torch.Generator("cuda").manual_seed(options.seed)
-    kinds = (("bfloat16", None), ("float16", None), ("float32", "tf32"), ("float32", "fp32"))
-    for name, (dtype, mode) in part.in_time(product(list(SHAPES)[: 1 if options.quick else None], kinds), options):
-        batch, m, k, n = SHAPES[name]
-        stack = (batch,) if batch else ()
-        words = {"shape": name, "extents": SHAPES[name], "kind": mode or dtype}
-        with part.attempt(**words):
-            a, b = (arrays.normal(torch, generator, (*stack, *extents), dtype) for extents in ((m, k), (k, n)))
-            timed = lowprec.autotune(a, b, math_mode=mode, candidates=32).timed
-            first, best = min(timed, key=lambda x: x.rank), min(timed, key=lambda x: x.median_ms)
-            part.row(
-                ok=True, **words, candidates=len(timed), first_ms=first.median_ms, best_ms=best.median_ms,
-                first_over_best=first.median_ms / best.median_ms, best_rank=best.rank, chosen_rank=timed[0].rank,
-                first=first.algorithm, best=best.algorithm,
-            )  # fmt: skip

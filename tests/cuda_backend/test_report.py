@@ -100,34 +100,6 @@ def test_compute_types_and_handles(load: Load) -> None:
     assert beyond["COMPUTE_32F_FAST_16F"] is False
 
 
-def test_epilogues(load: Load) -> None:
-    acceptance = load("gpu.acceptance")
-    for pair in acceptance.PAIRS:
-        scaled = [(), (0.5, 4.0)] if "float8" in pair.a else [()]
-        for scales in scaled:
-            taken = {e: acceptance.try_epilogue(pair, e, scales, 0)["ok"] for e in acceptance.EPILOGUES}
-            assert False not in taken.values(), (pair, scales)
-            refused = pair.a == pair.b == "float8_e5m2"
-            assert taken["DEFAULT"] is (None if refused else True), (pair, scales)
-            if pair.a in ("bfloat16", "float16", "float8_e4m3fn"):
-                assert set(taken.values()) == {True}, (pair, scales)
-
-
-def test_stream_handles(load: Load) -> None:
-    streams = load("gpu.acceptance")
-    for step in ("copy and event", "kernel", "cublasLtMatmul"):
-        for handle in streams.HANDLES.values():
-            assert streams.STEPS[step](handle, 0) is True, (step, handle)
-
-
-def test_a_kernel_launched_as_a_function(rows: Callable[[str], list[dict[str, Any]]]) -> None:
-    first, second = rows("launch")
-    assert first["ok"] is True
-    # The software has no other way.
-    assert second["ok"] is None
-    assert "cuKernelGetFunction" in second["error"]
-
-
 def test_packing_rates(load: Load, software: SoftwareGpu) -> None:
     packing, clock = load("gpu.packing"), load("gpu.clock").HostClock()
     # What is queued takes time once it runs.
@@ -146,13 +118,6 @@ def test_products(load: Load, software: Gpu) -> None:
     found = [correctness.check(software, case, 16, 0) for case in correctness.small_cases()]
     assert [r for r in found if r["ok"] is not True] == []
     assert {r["mode"] for r in found} == {None, *GPU_MODES}
-
-
-def test_shapes(load: Load, software: Gpu) -> None:
-    correctness = load("gpu.correctness")
-    found = [correctness.check_shape(software, case, 0) for case in correctness.shape_cases()]
-    assert [r for r in found if r["ok"] is not True] == []
-    assert {tuple(r["scales"]) for r in found} == {(), (0.5, 4.0)}
 
 
 def test_accuracy(load: Load, software: Gpu) -> None:

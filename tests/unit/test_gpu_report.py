@@ -198,8 +198,8 @@ def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_re
 def test_parts_are_in_the_order_of_their_value_and_take_a_minute_each(load: Load) -> None:
     limits, parts = load("gpu_report").limits(), load("gpu.parts")
     names = list(limits)
-    first = ["device", "products", "streams", "launch", "graphs", "shapes", "limits", "packing"]
-    assert names[: len(first)] == first
+    first = ["device", "products", "limits", "packing", "override", "rounding", "accumulation"]
+    assert [name for name in names if name in first] == first
     assert {"test_products", "test_device", "test_kernels", "test_cublas_handle"} <= set(names)
     assert names[-1] == "test_kernels"
     assert max(limits.values()) <= 60
@@ -299,19 +299,7 @@ def torch() -> Any:
     return pytest.importorskip("torch", reason="PyTorch is not installed")
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_replays_of_a_graph(load: Load, torch: Any, mode: str) -> None:
-    def capture(function: Callable[[], Any]) -> Callable[[], Any]:
-        function()
-        return function
-
-    replayed = load("gpu.correctness").replayed
-    assert replayed(torch, mode, capture, "cpu", 0) == {"ok": True, "wrong": []}
-    stale = replayed(torch, mode, lambda function: function() or (lambda: None), "cpu", 0)
-    assert (stale["ok"], stale["wrong"][:2]) == (False, ["out of replay 0", "result of replay 0"])
-
-
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(3))
 def test_sizes_at_the_limits(load: Load, torch: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     question, _ = load("gpu.correctness").QUESTIONS[number]
     size = 64 if question.__name__ == "leading_dimension" else 5
