@@ -1,18 +1,21 @@
-"""Time of a call on 8 x 8 arrays, by arguments and stages, against the library's own call; and time of the import.
+"""Time of a call on 8 x 8 arrays against the library's own call, of the import, and of entering and leaving a guard.
 
-usage: python benchmarks/bench_overhead.py [--quick] [--output DIR] [--seed N]
+usage: python benchmarks/bench_overhead.py [--parts {calls,guard} ...] [--quick] [--output DIR] [--seed N]
 
-The product itself is 1024 flops, so the time is the overhead of the call.
+The product itself is 1024 flops, so the time is the overhead of the call. The guard is compared with threadpoolctl's
+context manager, by loaded libraries; these cannot be unloaded, so its stages are cumulative.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
 import json
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import common
@@ -162,57 +165,6 @@ def measure_variants(rounds: int, calls: int, seed: int, quick: bool) -> list[Ro
     ]
 
 
-# -- stages of a call -----------------------------------------------------------------------------
-
-#: Setup of the statements in `STAGES`, given operands `a` and `b`.
-SETUP = """
-from lowprec import matmul
-from lowprec.arrays import library_of
-from lowprec.policy import resolve
-from lowprec.core.executors import look_up
-from lowprec.core.arguments import PLAIN as plain
-library = library_of(a)
-x, y = library.view(a), library.view(b)
-resolved = resolve(None)
-found = look_up(resolved, x, y, plain)
-result = library.allocate(found.out_shape, found.out_dtype, x.device, a)
-"""
-
-#: Stages in the order of a call.
-STAGES = {
-    "find the library": "library_of(a)",
-    "view both operands": "library.view(a); library.view(b)",
-    "resolve the mode": "resolve(None)",
-    "look up the plan": "look_up(resolved, x, y, plain)",
-    "allocate the result": "library.allocate(found.out_shape, found.out_dtype, x.device, a)",
-    "execute": "found.execute(plain.arguments(x, y, result))",
-    "hand the result back": "library.wrap(result.owner, a)",
-    "all of it": "matmul(a, b)",
-}
-
-
-def measure_stages(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
-    """Return one row per stage of a call, with the time in each library that lowprec knows by name."""
-    names_of = {name: names for name, names in libraries(seed).items() if name in ("numpy", "torch")}
-    for names in names_of.values():
-        exec(SETUP, names)
-    timers = {
-        f"{library}: {stage}": timeit.Timer(text, globals=names)
-        for library, names in names_of.items()
-        for stage, text in STAGES.items()
-    }
-    seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
-    return [
-        {
-            "measured": "station",
-            "station": stage,
-            "libraries": list(names_of),
-            **{library: timing.summary(seconds[f"{library}: {stage}"]) for library in names_of},
-        }
-        for stage in STAGES
-    ]
-
-
 # -- import ---------------------------------------------------------------------------------------
 
 _IMPORT = """
@@ -248,9 +200,6 @@ def measure_import(rounds: int, seed: int) -> dict[str, Any]:
     }
 
 
-# -- command line ---------------------------------------------------------------------------------
-
-
 def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     calls = {r["library"]: 1e6 * r["lowprec"]["median"] for r in rows if r["measured"] == "call"}
     others: dict[str, list[float]] = {}
@@ -269,21 +218,78 @@ def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [common.claim(what, value, limit, at_most=True) for what, (value, limit) in limits.items()]
 
 
-def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
-    seed = arguments.seed
-    rounds, calls, imports = (3, 20, 2) if arguments.quick else (31, 2000, 25)
+def calls(arguments: argparse.Namespace) -> None:
+    rounds, count, imports = (3, 20, 2) if arguments.quick else (31, 2000, 25)
     # First, while the process has no spinning threads.
-    imported = measure_import(imports, seed)
+    imported = measure_import(imports, arguments.seed)
     rows = [
-        *measure_calls(rounds, calls, seed),
-        *measure_variants(rounds, calls // 4, seed, arguments.quick),
-        *measure_stages(rounds, calls, seed),
+        *measure_calls(rounds, count, arguments.seed),
+        *measure_variants(rounds, count // 4, arguments.seed, arguments.quick),
         imported,
     ]
-    counts = {"size": SIZE, "rounds": rounds, "calls": calls}
-    common.report("overhead", arguments, rows, overhead_claims(rows), **counts)
+    common.report("overhead", arguments, rows, overhead_claims(rows), size=SIZE, rounds=rounds, calls=count)
+
+
+# -- the guard ------------------------------------------------------------------------------------
+
+#: Upper limits, in microseconds, by stage.
+GUARD_LIMITS = {"none": 2.0, "torch": 15.0}
+
+#: The timed statements by name.
+BLOCKS = {
+    "fp32_guard": "with guard: pass",
+    "fp32_guard, made anew": "with lowprec.fp32_guard(): pass",
+    "fp32_guard inside another": "with guard: pass",
+    "fp32_guard(frameworks=False)": "with own: pass",
+    "math_mode": "with mode: pass",
+    "threadpoolctl, found anew": "with threadpoolctl.threadpool_limits(1): pass",
+    "threadpoolctl, found once": "with pools.limit(limits=1): pass",
+}
+
+
+class _Inside(timeit.Timer):
+    """Times a statement inside a guard."""
+
+    def timeit(self, number: int = 1) -> float:
+        with lowprec.fp32_guard():
+            return super().timeit(number)
+
+
+def guard_timers() -> dict[str, timeit.Timer]:
+    """Return the statements; without threadpoolctl only lowprec's."""
+    names: dict[str, Any] = {"lowprec": lowprec, "guard": lowprec.fp32_guard(), "mode": lowprec.math_mode("bf16")}
+    names["own"] = lowprec.fp32_guard(frameworks=False)
+    if importlib.util.find_spec("threadpoolctl"):
+        names["threadpoolctl"] = threadpoolctl = importlib.import_module("threadpoolctl")
+        names["pools"] = threadpoolctl.ThreadpoolController()
+    return {
+        name: (_Inside if "inside" in name else timeit.Timer)(text, globals=names)
+        for name, text in BLOCKS.items()
+        if "threadpoolctl" in names or not name.startswith("threadpoolctl")
+    }
+
+
+def guard_claims(rows: Sequence[Row]) -> Iterator[Row]:
+    medians = {r["loaded"]: 1e6 * r["time"]["median"] for r in rows if r["block"] == "fp32_guard"}
+    for stage, limit in GUARD_LIMITS.items():
+        what = f"enter and leave fp32_guard, loaded: {stage}, us"
+        yield common.claim(what, medians.get(stage), limit, at_most=True)
+
+
+def guard(arguments: argparse.Namespace) -> None:
+    counts = {"rounds": 3, "calls": 20} if arguments.quick else {"rounds": 31, "calls": 2000}
+    rows: list[Row] = []
+    for stage in ("none", "torch", "jax"):
+        if stage != "none":
+            if importlib.util.find_spec(stage) is None:
+                continue
+            importlib.import_module(stage)
+        # Half a millisecond each, and repeated less often than the others.
+        seconds = timing.repeat(guard_timers(), seed=arguments.seed, slow=("threadpoolctl, found anew",), **counts)
+        rows += [{"loaded": stage, "block": name, "time": timing.summary(s)} for name, s in seconds.items()]
+    common.report("guard", arguments, rows, guard_claims(rows), **counts)
 
 
 if __name__ == "__main__":
-    main()
+    # The guard is first: the calls load the libraries.
+    common.run_parts(__doc__, {"guard": guard, "calls": calls})

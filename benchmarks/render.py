@@ -142,18 +142,16 @@ def gemm(result: Result) -> list[str]:
 
 
 def overhead(result: Result) -> list[str]:
-    """Return the times of a small call, of its stages, and of the import."""
-    calls, variants, stages = {}, {}, {}
+    """Return the times of a small call, and of others."""
+    calls, variants = {}, {}
     for r in result["results"]:
         if r["measured"] == "call":
             calls[r["library"], "lowprec.matmul"] = _us(r["lowprec"])
             calls[r["library"], "the library's own matmul"] = _us(r["own"])
         elif r["measured"] == "variant":
             variants[r["variant"], r["library"]] = f"{_us(r['lowprec'])} ({_us(r['own'])})"
-        elif r["measured"] == "station":
-            stages |= {(r["station"], library): _us(r[library]) for library in r["libraries"]}
     parts = {"8 x 8 float32, us per call": calls, "us per call (with the library's own functions)": variants}
-    return _tables({**parts, "stage, us": stages})
+    return _tables(parts)
 
 
 def accuracy(result: Result) -> list[str]:
@@ -277,6 +275,18 @@ def tradeoff(result: Result) -> list[str]:
     return _tables({"speed over fp32, error": cells})
 
 
+def beside_torch(result: Result) -> list[str]:
+    """Return milliseconds, or numbers of elements or rows, of PyTorch and lowprec."""
+    rows = []
+    for r in result["results"]:
+        if r["of"]:
+            figures = [f"{r['torch']} of {r['of']:,}", f"{r['lowprec']} of {r['of']:,}"]
+        else:
+            figures = [f"{1e3 * r[name]['median']:.2f} ms" for name in ("torch", "lowprec")]
+        rows.append([r["units"], r["case"], *figures])
+    return [generated.table(["instruction sets", "product", "PyTorch", "lowprec"], rows, words=2)]
+
+
 def solve(result: Result) -> list[str]:
     """Return speed over the best library by family and size, backward errors, and both by condition number."""
     speeds, errors, by_condition = {}, {}, {}
@@ -306,6 +316,7 @@ _PARTS: dict[str, Callable[[Result], list[str]]] = {
     "narrow": narrow,
     "tradeoff": tradeoff,
     "solve": solve,
+    "torch": beside_torch,
     "stress": lambda _: [],
     "dask": dask,
 }

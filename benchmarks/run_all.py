@@ -17,10 +17,11 @@ import common
 import render
 
 COMMANDS = {
-    "overhead": ["bench_overhead.py"],
-    "guard": ["bench_guard.py"],
+    "overhead": ["bench_overhead.py", "--parts", "calls"],
+    "guard": ["bench_overhead.py", "--parts", "guard"],
     "gemm": ["bench_gemm.py", "--shapes", "more"],
     "gemm-schemes": ["bench_gemm.py", "--schemes"],
+    "torch": ["bench_gemm.py", "--beside-torch"],
     "accuracy": ["bench_accuracy.py"],
     "unscale": ["bench_unscale.py"],
     "solve": ["bench_solve.py"],

@@ -36,7 +36,7 @@ def device(part: Part, options: Options) -> None:
     part.fact("versions", common.versions(PACKAGES))
     part.fact("name", slug(part.facts["nvidia_smi"].get("name") or "none"))
     part.fact("gpu", None)
-    for look in (_machine, _gpu, _runtime, _first_use, _info, _torch):
+    for look in (_machine, _gpu, _first_use, _info, _torch):
         try:
             look(part)
         except Exception as error:  # noqa: BLE001 - the report shows it
@@ -61,14 +61,6 @@ def _gpu(part: Part) -> None:
     if described["devices"]:
         part.fact("gpu", {"devices": described["devices"], **described["versions"]})
         part.fact("name", slug(described["devices"][0]["name"]))
-
-
-def _runtime(part: Part) -> None:
-    """Ask the runtime without lowprec, in case lowprec fails."""
-    from cuda.bindings import runtime
-
-    names = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion")
-    part.fact("runtime", {name: [str(x) for x in getattr(runtime, name)()] for name in names})
 
 
 def _first_use(part: Part) -> None:

@@ -1,4 +1,4 @@
-"""How cuBLASLt rounds: TF32 operands, sums in tensor cores, with C and over a split k; and `NVIDIA_TF32_OVERRIDE`."""
+"""How cuBLASLt rounds: TF32 operands, sums in tensor cores and over a split k; and `NVIDIA_TF32_OVERRIDE`."""
 
 from __future__ import annotations
 
@@ -89,9 +89,6 @@ def rounding(part: Part, options: Options) -> None:
 # -- sums -----------------------------------------------------------------------------------------
 
 _DTYPES = ("bfloat16", "float16")
-#: The products are multiples of this; with C, between 1 and 2, their last bits must be rounded away.
-_UNIT = 2.0**-27
-
 #: Group of exact products and fraction bits that `planning/tensor_cores.py` has for Volta, Ampere, Hopper, and TF32.
 MODELS = ((4, 23), (8, 24), (16, 25), (4, 24), (8, 25))
 #: Rows that are computed by the models.
@@ -99,12 +96,11 @@ _MODELLED = 32
 
 
 def accumulation(part: Part, options: Options) -> None:
-    """Ask how sums are rounded inside a tensor core, with C, and where k is split."""
+    """Ask how sums are rounded inside a tensor core, and where k is split."""
     # Products that are not zero: one group of the largest model, and three.
     for dtype, terms in product((*_DTYPES, "float32"), (16, 48)):
         _tensor_core(part, options, dtype, terms)
     for dtype in _DTYPES:
-        _with_c(part, options, dtype)
         for out, schemes in product(("float32", dtype), (FULL_REDUCTIONS, ("MASK",))):
             _split(part, options, dtype, out, schemes)
 
@@ -169,36 +165,6 @@ def _tensor_core(part: Part, options: Options, dtype: str, terms: int) -> None:
             }
             rules = [name for name, share in shares.items() if share == 1.0]
             part.row(**words, rule=rules or ["none of these"], shares=shares, **described(algorithm))
-
-
-def sum_operands(seed: int, dtype: str) -> tuple[Any, Any, Any]:
-    """Return a, b and c: `a b` is exact in FP32 in any order, `a b + c` is not."""
-    rng = np.random.default_rng(seed)
-    a, b = rng.integers(-8, 9, (_SIDE, 16)) * 2.0**-13, rng.integers(-8, 9, (16, _SIDE)) * (_UNIT / 2.0**-13)
-    c = (1 + rng.random((_SIDE, _SIDE))).astype(np.float32)
-    return a.astype(numpy_dtype(dtype)), b.astype(numpy_dtype(dtype)), c
-
-
-def classify_sum(a: Any, b: Any, c: Any, d: Any) -> dict[str, Any]:
-    """Return how `a b + c` was rounded to the float32 matrix d, by the results that differ between the rules."""
-    exact = a.astype(np.float64) @ b.astype(np.float64) + c
-    nearest, toward_zero = exact.astype(np.float32), _toward_zero(exact)
-    differ = nearest != toward_zero
-    rounded = {"to nearest": nearest, "toward zero": toward_zero}
-    shares = {name: float(np.mean(d[differ] == x[differ])) for name, x in rounded.items()}
-    return {**_rule(shares, "neither"), "different": int(differ.sum())}
-
-
-def _with_c(part: Part, options: Options, dtype: str) -> None:
-    a, b, c = sum_operands(options.seed, dtype)
-    words = {"question": "beta", "dtype": dtype}
-    bare, offered = _offered(part, words, 4 if options.quick else 32, a, b)
-    for rank in part.in_time(range(len(offered)), options):
-        with part.attempt(**words, rank=rank):
-            verdict = classify_sum(a, b, c, bare.run(offered[rank], beta=1.0, c=c))
-            # The first choice is the one that lowprec runs.
-            ok = verdict["rule"] == "to nearest" if rank == 0 else None
-            part.row(ok=ok, **words, rank=rank, **verdict, **described(offered[rank]))
 
 
 def _split(part: Part, options: Options, dtype: str, out: str, schemes: tuple[str, ...]) -> None:

@@ -32,20 +32,17 @@ MEASUREMENTS = {
     "device": (45, "device", "Which machine, which versions?"),
     "products": (60, "correctness", "Does one product per element type and mode run, and is it right?"),
     "limits": (60, "correctness", "Are long leading dimensions and 2^31 elements right?"),
-    "packing": (60, "packing", "How fast are packing relative to a copy, and fused relative to separate epilogues?"),
     "override": (15, "numerics", "What do compute types and handles round without NVIDIA_TF32_OVERRIDE?"),
     "override-0": (15, "numerics", "What with NVIDIA_TF32_OVERRIDE=0?"),
     "override-1": (15, "numerics", "What with NVIDIA_TF32_OVERRIDE=1?"),
     "rounding": (20, "numerics", "How does FAST_TF32 round its operands?"),
-    "accumulation": (20, "numerics", "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
+    "accumulation": (20, "numerics", "How are sums rounded: of tensor cores, of a split inner dimension?"),
     "accuracy": (55, "correctness", "Is every error within the plan's bound?"),
     "host": (40, "host", "How long is the host busy with a small product?"),
-    "speed": (60, "speed", "How fast compared with torch, CuPy and nvmath?"),
+    "speed": (60, "speed", "How fast compared with PyTorch?"),
     "splits": (40, "schemes", "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
     "ordering": (30, "ordering", "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
-    "emulation": (30, "schemes", "How exact and how fast is cuBLAS's own emulation of FP32 and FP64?"),
-    "blocks": (25, "schemes", "How exact and how fast are block-scaled products compared with bfloat16?"),
-    "sparse": (30, "schemes", "How fast is a 2:4 sparse weight of 16 bits compared with the dense one?"),
+    "formats": (60, "schemes", "How exact and how fast are emulated, block-scaled and 2:4 sparse products?"),
 }
 #: The tests come before this measurement; seconds of one module of them, and of all.
 TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 120

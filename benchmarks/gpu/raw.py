@@ -66,7 +66,7 @@ def _workspace() -> int:
 
 
 class LtProduct:
-    """`d = alpha a b + beta c` for row-major NumPy arrays, computed as the column-major transpose."""
+    """The product of row-major NumPy arrays, computed as the column-major transpose."""
 
     def __init__(
         self, a: Any, b: Any, *, compute: str = "COMPUTE_32F", out_dtype: str = "float32", scale_dtype: str = "float32"
@@ -93,27 +93,27 @@ class LtProduct:
         wanted = bindings.preference(WORKSPACE_BYTES, 256, schemes)
         return bindings.heuristics(handle(), self.product, wanted, count)
 
-    def bound(self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: int = 0) -> Callable[[], None]:
+    def bound(self, algorithm: Algorithm) -> Callable[[], None]:
         """Return the bare call: it queues the product and does nothing else."""
         data = np.frombuffer(algorithm.data, np.uint8).copy()
-        factors = np.array([alpha, beta], self.scale_dtype)
+        factors = np.array([1, 0], self.scale_dtype)
         operation, first, second, c_layout, d_layout = self.product.pointers
         at = factors.ctypes.data
         arguments = (
             handle(), operation, at, self._first, first, self._second, second, at + factors.itemsize,
-            c or self._d, c_layout, self._d, d_layout, data.ctypes.data, _workspace(),
+            self._d, c_layout, self._d, d_layout, data.ctypes.data, _workspace(),
             algorithm.workspace_bytes, STREAM,
         )  # fmt: skip
         matmul = libraries.cublas_lt.matmul
         # The default arguments hold the memory at these addresses.
         return lambda held=(self, data, factors): matmul(*arguments)
 
-    def run(self, algorithm: Algorithm, *, alpha: float = 1.0, beta: float = 0.0, c: Any = None) -> Any:
-        # An element that is not written shows as NaN, or as -1 in integers.
-        poison = np.full(self.shape, -1 if self.out_dtype.kind in "iu" else np.nan).astype(self.out_dtype)
+    def run(self, algorithm: Algorithm) -> Any:
+        # An element that is not written shows as NaN.
+        poison = np.full(self.shape, np.nan).astype(self.out_dtype)
         runtime.copy_async(self._d, upload(poison), self.nbytes, STREAM)
         synchronize()
-        self.bound(algorithm, alpha=alpha, beta=beta, c=0 if c is None else upload(c))()
+        self.bound(algorithm)()
         return download(self._d, self.shape, self.out_dtype)
 
 

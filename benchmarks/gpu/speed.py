@@ -1,11 +1,9 @@
-"""Speed of each kind of product against torch, CuPy and nvmath, by size, without and with autotuning."""
+"""Speed of each kind of product against PyTorch, by size, without and with autotuning."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import product
 from typing import Any, NamedTuple
@@ -28,7 +26,7 @@ _TUNING_MS, _RUNS_PER_CANDIDATE = 2500.0, 7
 
 
 class Kind(NamedTuple):
-    """Element type and mode, torch's word for its float32 products, and the compute type for nvmath.
+    """Element type and mode, and torch's word for the precision of its float32 products.
 
     With the relative error of a result that may be timed, and whether the second operand is a vector (the libraries
     call gemv).
@@ -37,7 +35,6 @@ class Kind(NamedTuple):
     dtype: str
     mode: str | None
     precision: str = "ieee"
-    compute: str | None = None
     tolerance: float = 1e-5
     vector: bool = False
 
@@ -45,34 +42,21 @@ class Kind(NamedTuple):
 KINDS = {
     "bfloat16": Kind("bfloat16", None, tolerance=1e-2),
     "float16": Kind("float16", None, tolerance=2e-3),
-    "float32 tf32": Kind("float32", "tf32", "tf32", "COMPUTE_32F_FAST_TF32", 2e-3),
-    "float32 fp32": Kind("float32", "fp32", "ieee", "COMPUTE_32F"),
-    "float32 bf16": Kind("float32", "bf16", "tf32", "COMPUTE_32F_FAST_TF32", 1e-2),
-    "float32 fp16": Kind("float32", "fp16", "tf32", "COMPUTE_32F_FAST_TF32", 2e-3),
+    "float32 tf32": Kind("float32", "tf32", "tf32", 2e-3),
+    "float32 fp32": Kind("float32", "fp32"),
+    "float32 bf16": Kind("float32", "bf16", "tf32", 1e-2),
+    "float32 fp16": Kind("float32", "fp16", "tf32", 2e-3),
     "float64": Kind("float64", None, tolerance=1e-12),
-    "complex64 tf32": Kind("complex64", "tf32", "tf32", "COMPUTE_32F_FAST_TF32", 2e-3),
+    "complex64 tf32": Kind("complex64", "tf32", "tf32", 2e-3),
     "bfloat16 times a vector": Kind("bfloat16", None, tolerance=1e-2, vector=True),
-    "float32 times a vector": Kind("float32", "fp32", "ieee", "COMPUTE_32F", vector=True),
+    "float32 times a vector": Kind("float32", "fp32", vector=True),
 }
 CLAIMED = ("bfloat16", "float16", "float32 tf32", "float32 fp32")
 CONVERTING = "float32 bf16"
 
 
 @contextlib.contextmanager
-def _switched(
-    read: Callable[[str], Any], write: Callable[[str, Any], None], wanted: Mapping[str, Any]
-) -> Iterator[None]:
-    before = {name: read(name) for name in wanted}
-    try:
-        for name, value in wanted.items():
-            write(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            write(name, value)
-
-
-def torch_switches(torch: Any, precision: str, reduced: bool = False) -> AbstractContextManager[None]:
+def torch_switches(torch: Any, precision: str, reduced: bool = False) -> Iterator[None]:
     """Set torch's float32 precision and whether 16-bit sums may be reduced in 16 bits."""
     matmul = torch.backends.cuda.matmul
     wanted = {f"allow_{kind}_reduced_precision_reduction": reduced for kind in ("bf16", "fp16")}
@@ -80,7 +64,14 @@ def torch_switches(torch: Any, precision: str, reduced: bool = False) -> Abstrac
         wanted["fp32_precision"] = precision
     else:
         wanted["allow_tf32"] = precision == "tf32"
-    return _switched(functools.partial(getattr, matmul), functools.partial(setattr, matmul), wanted)
+    before = {name: getattr(matmul, name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            setattr(matmul, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
 
 
 def sets_of(n: int, itemsize: int) -> int:
@@ -135,39 +126,7 @@ def variants(torch: Any, kind: Kind, operands: Operands) -> dict[str, Variant]:
         to = torch.bfloat16 if kind.mode == "bf16" else torch.float16
         products["lowprec tf32"] = Variant(bind(lambda a, b: lowprec.matmul(a, b, math_mode="tf32")))
         products["torch, converted"] = Variant(bind(lambda a, b: (a.to(to) @ b.to(to)).float()))
-        return products
-    for name, make in (("cupy", _cupy), ("nvmath", _nvmath)):
-        try:
-            products[name] = make(kind, operands)
-        except ImportError:
-            continue
-        except Exception as error:  # noqa: BLE001 - its first call raises the error, which the contest reports
-            products[name] = Variant(functools.partial(_fail, error))
     return products
-
-
-def _fail(error: Exception, _: int) -> None:
-    raise error
-
-
-def _nvmath(kind: Kind, operands: Operands) -> Variant:
-    advanced = importlib.import_module("nvmath.linalg.advanced")
-    wishes = {"compute_type": advanced.MatmulComputeType[kind.compute]} if kind.compute else {}
-    return Variant(operands.bind(lambda a, b: advanced.matmul(a, b, options=dict(wishes))))
-
-
-def _cupy(kind: Kind, operands: Operands) -> Variant:
-    cupy = importlib.import_module("cupy")
-    shared: list[list[Any]] = []
-
-    def call(number: int) -> Any:
-        if not shared:
-            shared.extend([cupy.from_dlpack(x) for x in side] for side in (operands.a, operands.b))
-        return cupy.matmul(shared[0][number], shared[1][number])
-
-    # CuPy's compute type for float32, by its own numbers: the default, or TF32.
-    core, wanted = cupy._core, {"f": 7 if kind.precision == "tf32" else 1}
-    return Variant(call, lambda: _switched(core.get_compute_type, core.set_compute_type, wanted))
 
 
 def _row(kind_name: str, n: int, tuned: bool, contest: Contest) -> dict[str, Any]:
@@ -179,7 +138,6 @@ def _row(kind_name: str, n: int, tuned: bool, contest: Contest) -> dict[str, Any
         "n": n,
         "tuned": tuned,
         "seconds": seconds,
-        "eager_s": {name: timing.summary(samples)["median"] for name, samples in contest.eager_s.items()},
         "host_s": contest.host_s,
         "speed": contest.speed("lowprec"),
         "tflops": flops / seconds["lowprec"]["median"] / 1e12 if "lowprec" in seconds else None,

@@ -21,13 +21,13 @@ def stress() -> Iterator[ModuleType]:
 
 def test_inexact_operands_are_refused(stress: ModuleType, rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match="more than 1024 products"):
-        stress.storm.exact_operands(rng, 2, 1025, 2)
+        stress.exact_operands(rng, 2, 1025, 2)
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 8), (33, 17, 20), (160, 96, 80)])
 def test_modes_have_different_results(stress: ModuleType, shape: tuple[int, ...]) -> None:
     modes = ("fp32", "tf32", "bf16", "fp16")
-    jobs = [stress.storm.job(np.random.default_rng(0), shape, mode) for mode in modes]
+    jobs = [stress.job(np.random.default_rng(0), shape, mode) for mode in modes]
     assert all(np.array_equal(job.a, jobs[0].a) for job in jobs)
     assert len({job.expected.tobytes() for job in jobs}) == len(modes)
 
@@ -40,9 +40,9 @@ def test_violations_are_noticed() -> None:
     code = """
         import contextlib, signal, time
         import numpy as np
-        import storm
+        import stress
 
-        this = storm.Round(0, seconds=0)
+        this = stress.Round(0, seconds=0)
 
         def swallow():
             with contextlib.suppress(BaseException):

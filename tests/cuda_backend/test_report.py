@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuda_backend.device_fixture import Gpu, SoftwareGpu
+from cuda_backend.device_fixture import Gpu
 from lowprec.backends.cuda import bindings
 from lowprec.modes import available_modes, row
 from software_cuda import Switches
@@ -52,9 +52,7 @@ def test_a_product(load: Load, rng: np.random.Generator) -> None:
     a, b = rng.standard_normal((24, 40)), rng.standard_normal((40, 16))
     product = raw.LtProduct(a, b, compute="COMPUTE_64F", out_dtype="float64", scale_dtype="float64")
     for algorithm in product.algorithms(4):
-        c = rng.standard_normal((24, 16))
-        found = product.run(algorithm, alpha=2.0, beta=-1.0, c=c)
-        np.testing.assert_allclose(found, 2 * (a @ b) - c, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(product.run(algorithm), a @ b, rtol=1e-12, atol=1e-12)
         assert raw.described(algorithm)["units"] in ("DMMA", "FMA")
 
 
@@ -72,8 +70,6 @@ def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     }
     # The software adds exactly and rounds to nearest, which no tensor core does.
     assert all(r["rule"] == ["none of these"] for r in models)
-    added = [r for r in found if r["question"] == "beta"]
-    assert {r["rule"] for r in added if r["rank"] == 0} == {"to nearest"}
     split = [r for r in found if r["question"] == "split" and r["split_k"] > 1]
     assert {r["exact"] for r in split if r["reduction"] == "COMPUTE_TYPE"} == {True}
     # The report distinguishes sums in 16 bits from sums in FP32.
@@ -98,16 +94,6 @@ def test_compute_types_and_handles(load: Load) -> None:
     beyond = {what: r["beyond_float16"] for what, r in found.items() if "FAST" in what}
     assert beyond["COMPUTE_32F_FAST_TF32"] is True
     assert beyond["COMPUTE_32F_FAST_16F"] is False
-
-
-def test_packing_rates(load: Load, software: SoftwareGpu) -> None:
-    packing, clock = load("gpu.packing"), load("gpu.clock").HostClock()
-    # What is queued takes time once it runs.
-    queued = clock.time
-    clock.time = lambda work, behind_s: queued(lambda: (work(), software.drain()), behind_s)
-    found = list(packing.packed(clock, 32, 0))
-    assert [row["name"] for row in found] == ["copy", *packing.PACKINGS]
-    assert all(row["gigabytes_per_s"] > 0 for row in found), found
 
 
 # -- through lowprec ------------------------------------------------------------------------------

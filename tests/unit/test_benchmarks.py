@@ -140,13 +140,14 @@ SCRIPTS = {
     ),
     "gemm-schemes": ("gemm --schemes", "", "mode", {"bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp32_emulated"}, None),
     "overhead": (
-        "overhead",
+        "overhead --parts calls",
         "torch",
         "measured",
-        {"call", "variant", "station", "import"},
+        {"call", "variant", "import"},
         [8, 10] + [12] * 3 + [15] * 3 + [14, 0.05, 0],
     ),
-    "guard": ("guard", "", "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
+    "torch": ("gemm --beside-torch", "torch", "units", {"all", "AVX2"}, []),
+    "guard": ("overhead --parts guard", "", "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
     "unscale": ("unscale", "", "variant", {"lowprec", "lowprec without kernels"}, [1.0]),
     "solve": ("solve", "", "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
     "transformer": ("transformer", "torch", "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
@@ -156,7 +157,7 @@ SCRIPTS = {
     "recovery": ("accuracy --parts schemes", "", "arithmetic", {"this CPU", "Volta", "Hopper"}, [1.0]),
     "real": ("accuracy --parts real", "", "input", {"Hilbert", "Vandermonde"}, [1.0]),
     "tradeoff": ("accuracy --parts speed", "", "mode", {"fp32", "bf16x3"}, [1.0]),
-    "accuracy": ("accuracy --parts sizes", "", "distribution", {"normal", "positive", "wide"}, [1.0] + [1.0, 0.5] * 3),
+    "accuracy": ("accuracy --parts sizes", "", "distribution", {"normal", "positive", "wide"}, [1.0] * 4),
 }
 
 #: Claims that hold in quick runs, too.
@@ -215,19 +216,28 @@ def _schemes(rows: list[dict[str, Any]]) -> None:
 
 
 def _overhead(rows: list[dict[str, Any]]) -> None:
-    stages = {r["station"]: r["numpy"]["median"] for r in rows if r["measured"] == "station"}
-    assert max(stages, key=stages.__getitem__) == "all of it"
     (imported,) = (r for r in rows if r["measured"] == "import")
     assert min(imported["lowprec"]["median"], imported["numpy"]["median"]) > 0
     assert imported["frameworks"] == []
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> None:
-    assert all(row["within_bound"] is True for row in rows)
-    assert all(row["shows_rounding"] is (None if row["mode"] == "fp32" else True) for row in rows)
+    assert all(row["of_bound"] <= 1 for row in rows)
+    errors = {(r["distribution"], r["n"], r["mode"]): r["normalised"] for r in rows}
+    # A mode that ran as fp32 would have its error.
+    assert all(error > 2**-14 for (*_, mode), error in errors.items() if mode != "fp32")
+    assert all(error < 2**-20 for (*_, mode), error in errors.items() if mode == "fp32")
+
+
+def _beside_torch(rows: list[dict[str, Any]]) -> None:
+    counted = [r for r in rows if r["of"]]
+    assert [(r["units"], r["of"]) for r in counted] == [(units, of) for units in ("all", "AVX2") for of in (1024, 64)]
+    assert {r["lowprec"] for r in counted} == {0}
+    assert all(r["speed"]["median"] > 0 for r in rows if not r["of"])
 
 
 #: Further checks of the rows of a result.
 CHECKS: dict[str, Callable[[list[dict[str, Any]]], None]] = {
     "gemm": _gemm, "gemm-schemes": _schemes, "overhead": _overhead, "accuracy": _accuracy,
+    "torch": _beside_torch,
 }  # fmt: skip
