@@ -1,23 +1,23 @@
 """Speed of a product by mode, element type and size, against numpy.matmul and torch.matmul.
 
-usage: python benchmarks/bench_gemm.py [--shapes {square,more}] [--schemes] [--beside-torch] [--quick] [--output DIR]
+usage: python benchmarks/bench_gemm.py [--parts {products,schemes,torch} ...] [--quick] [--output DIR] [--seed N]
 
-The measured time includes rounding of the operands and allocation of the result. `--schemes` measures the modes that
-recover FP32, next to `numpy.matmul` on float32 and `fp32`, also with a prepared weight for 256 rows.
+The measured time includes rounding of the operands and allocation of the result. `schemes` are the modes that recover
+FP32, next to `numpy.matmul` on float32 and `fp32`, also with a prepared weight for 256 rows. `torch` compares products
+that PyTorch computes slowly, not exactly, or in an order that depends on the batch.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 import math
 import multiprocessing
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ import common
 import ml_dtypes
 import numpy as np
 import timing
+import torch
 
 import lowprec
 
@@ -94,8 +95,6 @@ def _as_kind(x: Any, kind: str) -> Any:
     if dtype == "int8":
         x = np.clip(np.rint(x * 40), -128, 127).astype(np.int8)
     if library == "torch":
-        import torch
-
         return torch.from_numpy(x).to(getattr(torch, dtype))
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
 
@@ -109,8 +108,6 @@ def _lowprec(dtype: str, mode: str | None = None, library: str = "numpy") -> Var
 
 
 def _torch_variants() -> list[Variant]:
-    import torch
-
     def at(precision: str, a: Any, b: Any) -> Any:
         # A process-wide switch, set for this call only, in well under a microsecond.
         torch.set_float32_matmul_precision(precision)
@@ -130,14 +127,14 @@ def _torch_variants() -> list[Variant]:
 
 
 def variants(shape: Shape, schemes: bool) -> list[Variant]:
-    """Return the variants available in this process; PyTorch's only where it is installed."""
+    """Return the variants that support this shape, or those of the modes that recover FP32."""
     if not schemes:
         is_small = shape[0] > 1 or min(shape[1:]) < 17
         ways = [
             *(Variant(f"numpy {dtype}", "numpy", dtype, np.matmul) for dtype in ("float32", "float64")),
             *(_lowprec("float32", mode) for mode in ("fp32", "tf32", "bf16", "fp16")),
             *(_lowprec(dtype) for dtype in ("bfloat16", "float16", "int8", "float64")),
-            *(_torch_variants() if importlib.util.find_spec("torch") else ()),
+            *_torch_variants(),
         ]
         return [v for v in ways if v.small or not is_small]
     ways = [Variant(NUMPY, "numpy", "float32", np.matmul), *(_lowprec("float32", mode) for mode in ("fp32", *SCHEMES))]
@@ -244,8 +241,9 @@ AMX_LIMITS: Limits = (
     (FP32, NUMPY, 0.95),
 )
 
-#: On a CPU with AMX, of modes that recover FP32.
-SCHEME_LIMITS: Limits = (
+#: Of modes that recover FP32: on every CPU, and on one with AMX.
+SCHEME_LIMITS: Limits = (("lowprec float32 fp32_emulated", FP32, 0.97),)
+AMX_SCHEME_LIMITS: Limits = (
     ("lowprec float32 bf16x3", NUMPY, 2.4),
     ("lowprec float32 bf16x6", NUMPY, 1.4),
     ("lowprec float32 fp32_emulated", NUMPY, 1.35),
@@ -271,33 +269,14 @@ def speed_claims(rows: Sequence[dict[str, Any]], limits: Limits) -> Iterator[dic
         yield common.claim(f"{variant} over {baseline}, geometric mean", mean, limit, by_size=by_size)
 
 
-def scheme_claims(rows: Sequence[dict[str, Any]], has_amx: bool) -> Iterator[dict[str, Any]]:
-    """Yield the claims about modes that recover FP32: on every CPU, and on one with AMX."""
-    by_size = common.square_speeds(rows, "lowprec float32 fp32_emulated", FP32)
-    what = f"lowprec float32 fp32_emulated over {FP32}, every size"
-    yield common.claim(what, min(by_size.values(), default=None), 0.97, by_size=by_size)
-    if has_amx:
-        yield from speed_claims(rows, SCHEME_LIMITS)
-
-
-def vector_claims(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the claims about a matrix times a vector, if measured: the time of a mode relative to FP32."""
-    for row in rows:
-        if row["n"] == 1 and row["variant"] in ("lowprec float32 tf32", "lowprec float32 bf16"):
-            what = f"{row['variant']} in times of {FP32}, {row['m']} x {row['k']} x 1"
-            yield common.claim(what, 1 / row["speed"][FP32]["median"], 1.3, at_most=True)
-
-
 # -- products that PyTorch computes slowly, not exactly, or in an order that depends on the batch ---
 
 #: Variables that leave only AVX2 to lowprec, oneDNN and PyTorch.
 AVX2 = {"LOWPREC_MAX_CPU_ISA": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 
-def beside_torch(units: str, n: int, rounds: int, seed: int) -> list[dict[str, Any]]:
+def products_beside_torch(units: str, n: int, rounds: int, seed: int) -> list[dict[str, Any]]:
     """Return times of 16-bit products, wrong elements of an int8 one, and rows that differ in a batch; one thread."""
-    import torch
-
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(seed)
     products = {"torch": torch.matmul, "lowprec": lowprec.matmul}
@@ -323,45 +302,37 @@ def beside_torch(units: str, n: int, rounds: int, seed: int) -> list[dict[str, A
     return [{"units": units, **row} for row in rows]
 
 
-def measure_beside_torch(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows with all instruction sets and with AVX2 alone, each measured in its process."""
+def beside_torch(arguments: argparse.Namespace) -> None:
+    """Measure with all instruction sets and with AVX2 alone, each in its process."""
     rows = []
     for units, variables in {"all": {}, "AVX2": AVX2}.items():
         spawn = multiprocessing.get_context("spawn")
         with mock.patch.dict(os.environ, variables), ProcessPoolExecutor(1, mp_context=spawn) as pool:
             n, rounds = (64, 3) if arguments.quick else (512, 9)
-            rows += pool.submit(beside_torch, units, n, rounds, arguments.seed).result()
-    return rows
+            rows += pool.submit(products_beside_torch, units, n, rounds, arguments.seed).result()
+    common.report("torch", arguments, rows, [])
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
-    more = "more: tall, wide, small k, few vectors and batched too"
-    parser.add_argument("--shapes", choices=("square", "more"), default="square", help=more)
-    schemes = "the modes that recover FP32, also with a prepared weight"
-    parser.add_argument("--schemes", action="store_true", help=schemes)
-    beside = "16-bit products in one thread, int8, and batch invariance, with all instruction sets and with AVX2 alone"
-    parser.add_argument("--beside-torch", action="store_true", help=beside)
-    arguments = parser.parse_args()
-    if arguments.beside_torch:
-        common.report("torch", arguments, measure_beside_torch(arguments), [])
-        return
-    quick = arguments.quick
-    for warning in lowprec.info()["warnings"]:
-        print(f"warning: {warning}", file=sys.stderr)
-    shapes = QUICK if quick else SQUARE + (MORE if arguments.shapes == "more" else ())
-    if arguments.schemes:
-        shapes = (*QUICK, (1, 32, 512, 512)) if quick else SQUARE + WEIGHTS
+def gemm(arguments: argparse.Namespace, schemes: bool = False) -> None:
+    if handicap := [text for text in lowprec.info()["warnings"] if "OpenBLAS" in text]:
+        print(f"warning: {handicap[0]}", file=sys.stderr)
+    shapes = QUICK if arguments.quick else SQUARE + (WEIGHTS if schemes else MORE)
+    if arguments.quick and schemes:
+        shapes += ((1, 32, 512, 512),)
     left_out: set[str] = set()
-    rows = [row for shape in shapes for row in measure(shape, arguments.seed, quick, left_out, arguments.schemes)]
-    flags = common.cpu_flags()
-    if arguments.schemes:
-        claims = [*scheme_claims(rows, "amx_bf16" in flags)]
+    rows = [row for shape in shapes for row in measure(shape, arguments.seed, arguments.quick, left_out, schemes)]
+    has_amx, has_bf16 = (flag in common.cpu_flags() for flag in ("amx_bf16", "avx512_bf16"))
+    if schemes:
+        limits = SCHEME_LIMITS + (AMX_SCHEME_LIMITS if has_amx else ())
     else:
-        limits = AMX_LIMITS if "amx_bf16" in flags else VECTOR_LIMITS if "avx512_bf16" in flags else ()
-        claims = [*speed_claims(rows, limits), *(vector_claims(rows) if "avx512f" in flags else ())]
-    common.report("gemm-schemes" if arguments.schemes else "gemm", arguments, rows, claims, left_out=sorted(left_out))
+        limits = AMX_LIMITS if has_amx else VECTOR_LIMITS if has_bf16 else ()
+    common.report(
+        "gemm-schemes" if schemes else "gemm", arguments, rows, speed_claims(rows, limits), left_out=sorted(left_out)
+    )
+
+
+PARTS = {"products": gemm, "schemes": functools.partial(gemm, schemes=True), "torch": beside_torch}
 
 
 if __name__ == "__main__":
-    main()
+    common.run_parts(__doc__, PARTS)

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
-import json
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import common
 import numpy as np
+import threadpoolctl
 import timing
 
 import lowprec
@@ -36,9 +35,6 @@ VARIANT_LIMITS = {
     "recorded by autograd": 14.0,
 }
 IMPORT_LIMIT = 0.05
-
-#: Modules that `import lowprec` must not load: frameworks and CUDA libraries.
-FRAMEWORKS = ("cuda", "cupy", "jax", "nvmath", "paddle", "tensorflow", "torch")
 
 
 class OnlyDLPack:
@@ -65,45 +61,18 @@ def libraries(seed: int) -> dict[str, Names]:
     """Return per library two operands `a` and `b`, and its own matmul as `own`."""
     rng = np.random.default_rng(seed)
     a, b = rng.standard_normal((2, SIZE, SIZE), dtype=np.float32)
-    functions: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {}
-    functions["numpy"] = np.asarray, np.matmul
-    if importlib.util.find_spec("torch"):
-        import torch
+    import jax
+    import torch
 
-        functions["torch"] = torch.from_numpy, torch.matmul
-    if importlib.util.find_spec("jax"):
-        import jax
-
+    functions: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+        "numpy": (np.asarray, np.matmul),
+        "torch": (torch.from_numpy, torch.matmul),
         # JAX returns before the result is computed, lowprec after.
-        functions["jax"] = jax.numpy.asarray, _wait(jax.numpy.matmul)
-    # The code of a user of such arrays without lowprec.
-    functions["dlpack"] = OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))
+        "jax": (jax.numpy.asarray, _wait(jax.numpy.matmul)),
+        # The code of a user of such arrays without lowprec.
+        "dlpack": (OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))),
+    }
     return {name: {"a": make(a), "b": make(b), "own": own} for name, (make, own) in functions.items()}
-
-
-def _measure(timers: Mapping[Any, tuple[Any, ...]], rounds: int, calls: int, seed: int) -> dict[Any, Row]:
-    """Time pairs of statements, lowprec's and the library's own, each pair with its names; return both times by key."""
-    statements = {
-        (key, function): timeit.Timer(text, globals=names)
-        for key, (*texts, names) in timers.items()
-        for function, text in zip(("lowprec", "own"), texts, strict=True)
-    }
-    seconds = timing.repeat(statements, calls=calls, rounds=rounds, seed=seed)
-    return {
-        key: {function: timing.summary(seconds[key, function]) for function in ("lowprec", "own")}
-        | {"speed": timing.speed_ratio(seconds[key, "own"], seconds[key, "lowprec"])}
-        for key in timers
-    }
-
-
-def measure_calls(rounds: int, calls: int, seed: int) -> list[Row]:
-    """Return one row per library: a warm call of lowprec and of the library itself."""
-    timers = {
-        name: ("lowprec(a, b)", "own(a, b)", {**names, "lowprec": lowprec.matmul})
-        for name, names in libraries(seed).items()
-    }
-    times = _measure(timers, rounds, calls, seed)
-    return [{"measured": "call", "library": name, **row} for name, row in times.items()]
 
 
 # -- other calls ----------------------------------------------------------------------------------
@@ -148,56 +117,51 @@ def _transforms(library: str, names: dict[str, Any], quick: bool) -> dict[str, t
     }
 
 
-def measure_variants(rounds: int, calls: int, seed: int, quick: bool) -> list[Row]:
-    """Return one row per library and kind of call: times of lowprec and of the library."""
-    timers = {}
+def measure_calls(rounds: int, calls: int, seed: int, quick: bool) -> list[Row]:
+    """Return one row per library and kind of call: times of lowprec and of the library's own functions."""
+    timers: dict[tuple[str, str, str], timeit.Timer] = {}
     for library, names in libraries(seed).items():
-        if library == "dlpack":
-            continue
-        names |= {"lowprec": lowprec.matmul, "bias": names["b"][0], "c": names["b"]}
-        with_arguments = {} if library == "jax" else ARGUMENTS
-        for variant, texts in {**with_arguments, **_transforms(library, names, quick)}.items():
-            timers[library, variant] = (*texts, names)
-    times = _measure(timers, rounds, calls, seed)
-    return [
-        {"measured": "variant", "variant": variant, "library": library, **row}
-        for (library, variant), row in times.items()
-    ]
+        names["lowprec"] = lowprec.matmul
+        texts = {"": ("lowprec(a, b)", "own(a, b)")}
+        if library != "dlpack":
+            names |= {"bias": names["b"][0], "c": names["b"]}
+            texts |= ({} if library == "jax" else ARGUMENTS) | _transforms(library, names, quick)
+        for variant, pair in texts.items():
+            for function, text in zip(("lowprec", "own"), pair, strict=True):
+                timers[variant, library, function] = timeit.Timer(text, globals=names)
+    seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
+    rows = []
+    for variant, library, function in timers:
+        if function == "lowprec":
+            ours, own = seconds[variant, library, "lowprec"], seconds[variant, library, "own"]
+            kind = {"measured": "variant", "variant": variant} if variant else {"measured": "call"}
+            times = {
+                "lowprec": timing.summary(ours),
+                "own": timing.summary(own),
+                "speed": timing.speed_ratio(own, ours),
+            }
+            rows.append({**kind, "library": library, **times})
+    return rows
 
 
 # -- import ---------------------------------------------------------------------------------------
 
-_IMPORT = """
-import sys, time
-start = time.perf_counter()
-import {module}
-seconds = time.perf_counter() - start
-import json
-print(json.dumps([seconds, list(sys.modules)]))
-"""
+_IMPORT = "import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
 
 
 def measure_import(rounds: int, seed: int) -> dict[str, Any]:
-    """Return the time of `import lowprec` beyond `import numpy`, in fresh processes, and the modules it loads."""
-    loaded: dict[str, list[str]] = {}
+    """Return the time of `import lowprec` beyond `import numpy`, in fresh processes."""
 
     def sample(module: str, _: int) -> float:
-        command = [sys.executable, "-c", _IMPORT.format(module=module)]
-        seconds, loaded[module] = json.loads(subprocess.check_output(command, text=True))
-        return float(seconds)
+        return float(subprocess.check_output([sys.executable, "-c", _IMPORT.format(module=module)], text=True))
 
     modules = ("numpy", "lowprec")
     for module in modules:
         sample(module, 0)
     seconds = timing.take_turns(modules, sample, rounds=rounds, seed=seed)
     added = [mine - numpy for mine, numpy in zip(seconds["lowprec"], seconds["numpy"], strict=True)]
-    return {
-        "measured": "import",
-        "numpy": timing.summary(seconds["numpy"]),
-        "lowprec": timing.summary(seconds["lowprec"]),
-        "added": timing.summary(added),
-        "frameworks": sorted({*loaded["lowprec"]} & {*FRAMEWORKS}),
-    }
+    times = {"added": timing.summary(added)} | {module: timing.summary(seconds[module]) for module in modules}
+    return {"measured": "import", **times}
 
 
 def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -214,19 +178,14 @@ def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if variant in others
     }
     limits["import lowprec over import numpy, s"] = imported["added"]["median"], IMPORT_LIMIT
-    limits["frameworks that import lowprec loads"] = len(imported["frameworks"]), 0
     return [common.claim(what, value, limit, at_most=True) for what, (value, limit) in limits.items()]
 
 
 def calls(arguments: argparse.Namespace) -> None:
-    rounds, count, imports = (3, 20, 2) if arguments.quick else (31, 2000, 25)
+    rounds, count, imports = (3, 20, 2) if arguments.quick else (31, 1000, 25)
     # First, while the process has no spinning threads.
     imported = measure_import(imports, arguments.seed)
-    rows = [
-        *measure_calls(rounds, count, arguments.seed),
-        *measure_variants(rounds, count // 4, arguments.seed, arguments.quick),
-        imported,
-    ]
+    rows = [*measure_calls(rounds, count, arguments.seed, arguments.quick), imported]
     common.report("overhead", arguments, rows, overhead_claims(rows), size=SIZE, rounds=rounds, calls=count)
 
 
@@ -239,7 +198,6 @@ GUARD_LIMITS = {"none": 2.0, "torch": 15.0}
 BLOCKS = {
     "fp32_guard": "with guard: pass",
     "fp32_guard, made anew": "with lowprec.fp32_guard(): pass",
-    "fp32_guard inside another": "with guard: pass",
     "fp32_guard(frameworks=False)": "with own: pass",
     "math_mode": "with mode: pass",
     "threadpoolctl, found anew": "with threadpoolctl.threadpool_limits(1): pass",
@@ -247,26 +205,11 @@ BLOCKS = {
 }
 
 
-class _Inside(timeit.Timer):
-    """Times a statement inside a guard."""
-
-    def timeit(self, number: int = 1) -> float:
-        with lowprec.fp32_guard():
-            return super().timeit(number)
-
-
 def guard_timers() -> dict[str, timeit.Timer]:
-    """Return the statements; without threadpoolctl only lowprec's."""
-    names: dict[str, Any] = {"lowprec": lowprec, "guard": lowprec.fp32_guard(), "mode": lowprec.math_mode("bf16")}
-    names["own"] = lowprec.fp32_guard(frameworks=False)
-    if importlib.util.find_spec("threadpoolctl"):
-        names["threadpoolctl"] = threadpoolctl = importlib.import_module("threadpoolctl")
-        names["pools"] = threadpoolctl.ThreadpoolController()
-    return {
-        name: (_Inside if "inside" in name else timeit.Timer)(text, globals=names)
-        for name, text in BLOCKS.items()
-        if "threadpoolctl" in names or not name.startswith("threadpoolctl")
-    }
+    guards = {"guard": lowprec.fp32_guard(), "own": lowprec.fp32_guard(frameworks=False)}
+    names: dict[str, Any] = {"lowprec": lowprec, **guards, "mode": lowprec.math_mode("bf16")}
+    names |= {"threadpoolctl": threadpoolctl, "pools": threadpoolctl.ThreadpoolController()}
+    return {name: timeit.Timer(text, globals=names) for name, text in BLOCKS.items()}
 
 
 def guard_claims(rows: Sequence[Row]) -> Iterator[Row]:
@@ -281,8 +224,6 @@ def guard(arguments: argparse.Namespace) -> None:
     rows: list[Row] = []
     for stage in ("none", "torch", "jax"):
         if stage != "none":
-            if importlib.util.find_spec(stage) is None:
-                continue
             importlib.import_module(stage)
         # Half a millisecond each, and repeated less often than the others.
         seconds = timing.repeat(guard_timers(), seed=arguments.seed, slow=("threadpoolctl, found anew",), **counts)

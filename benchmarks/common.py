@@ -60,6 +60,18 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return command_line
 
 
+def main(
+    doc: str | None,
+    benchmark: str,
+    measure: Callable[[bool, int], Iterable[dict[str, Any]]],
+    claims: Callable[[list[dict[str, Any]]], Iterable[Row]],
+) -> None:
+    """Run a script of one measurement: `measure(quick, seed)` yields the rows, `claims` are about all of them."""
+    arguments = parser(doc or "").parse_args()
+    rows = list(measure(arguments.quick, arguments.seed))
+    report(benchmark, arguments, rows, claims(rows))
+
+
 def run_parts(doc: str | None, parts: Mapping[str, Callable[[argparse.Namespace], None]]) -> None:
     """Run the parts of a script that the command line names, all by default; each writes a result file."""
     command_line = parser(doc or "")

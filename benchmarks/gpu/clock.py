@@ -58,23 +58,6 @@ class EventClock:
         return float(start.elapsed_time(end)) * 1e-3
 
 
-class HostClock:
-    """The same for calls that are done when they return."""
-
-    device = "cpu"
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def time(self, work: Callable[[], None], behind_s: float) -> float:
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-
-
-Clock = EventClock | HostClock
-
-
 @dataclass
 class Contest:
     """The measurements, by variant.
@@ -109,7 +92,7 @@ class _Warm:
     behind_s: float
     host_s: float
 
-    def sample(self, clock: Clock, first: int, sets: int) -> float:
+    def sample(self, clock: EventClock, first: int, sets: int) -> float:
         """Return the seconds per call, beginning with an operand set."""
 
         def work() -> None:
@@ -122,7 +105,7 @@ class _Warm:
 
 def contest(
     variants: Mapping[str, Variant | Call],
-    clock: Clock,
+    clock: EventClock,
     *,
     sets: int = 1,
     rounds: int = 15,
@@ -157,7 +140,7 @@ def contest(
     return measured
 
 
-def _warm(variant: Variant, clock: Clock, sets: int) -> _Warm:
+def _warm(variant: Variant, clock: EventClock, sets: int) -> _Warm:
     """Run a variant, and determine how to time it."""
     with variant.around():
         for number in range(2):

@@ -36,7 +36,7 @@ def device(part: Part, options: Options) -> None:
     part.fact("versions", common.versions(PACKAGES))
     part.fact("name", slug(part.facts["nvidia_smi"].get("name") or "none"))
     part.fact("gpu", None)
-    for look in (_machine, _gpu, _first_use, _info, _torch):
+    for look in (_machine, _gpu, _first_use, _info):
         try:
             look(part)
         except Exception as error:  # noqa: BLE001 - the report shows it
@@ -77,14 +77,6 @@ def _info(part: Part) -> None:
     import lowprec
 
     part.fact("lowprec_info", lowprec.info())
-
-
-def _torch(part: Part) -> None:
-    import torch
-
-    part.fact("torch_cuda", torch.version.cuda)
-    if torch.cuda.is_available():
-        part.fact("l2_bytes", getattr(torch.cuda.get_device_properties(0), "L2_cache_size", None))
 
 
 def slug(name: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import timing
 
 import lowprec
-from gpu.arrays import normal, numpy_dtype
+from gpu.arrays import numpy_dtype
 from gpu.parts import Options, Part
 from gpu.raw import LtProduct
 
@@ -40,7 +40,7 @@ def host(part: Part, options: Options) -> None:
         words = {"dtype": dtype, "mode": mode}
         with part.attempt(name="all", **words):
             generator = torch.Generator("cuda").manual_seed(options.seed)
-            a, b = (normal(torch, generator, (SIZE, SIZE), dtype) for _ in range(2))
+            a, b = torch.randn((2, SIZE, SIZE), generator=generator, device="cuda").to(getattr(torch, dtype))
             timers = {}
             for name, call in calls(torch, a, b, dtype, mode).items():
                 with part.attempt(name=name, **words):

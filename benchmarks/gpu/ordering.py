@@ -97,20 +97,11 @@ def _operand_donated(work: Work, a: Any, b: Any) -> dict[str, Any]:
     return {**judge(result, a, b), "deleted": deleted, "in_place": in_place}
 
 
-def _donated_when_done(work: Work, a: Any, b: Any) -> dict[str, Any]:
-    """The same once the product is done: no reference to the operand should remain."""
-    x = work.put(a)
-    result = lowprec.matmul(x, work.put(b)).block_until_ready()
-    in_place, _ = work.donated(x)
-    return {**judge(result, a, b), "in_place": in_place}
-
-
 QUESTIONS: dict[str, Callable[[Work, Any, Any], dict[str, Any]]] = {
     "an operand is still being computed": _operand_pending,
     "JAX takes the result at once": _result_consumed,
     "operands are dropped at once": _operands_dropped,
     "an operand is donated at once": _operand_donated,
-    "an operand is donated when the product is done": _donated_when_done,
 }
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +28,6 @@ INTERRUPTED = threading.Event()
 #: numerics, the tests, and the claims.
 MEASUREMENTS = {
     "device": (45, "device", "Which machine, which versions?"),
-    "products": (60, "correctness", "Does one product per element type and mode run, and is it right?"),
     "limits": (60, "correctness", "Are long leading dimensions and 2^31 elements right?"),
     "override": (15, "numerics", "What do compute types and handles round without NVIDIA_TF32_OVERRIDE?"),
     "override-0": (15, "numerics", "What with NVIDIA_TF32_OVERRIDE=0?"),
@@ -42,7 +39,7 @@ MEASUREMENTS = {
     "speed": (60, "speed", "How fast compared with PyTorch?"),
     "splits": (40, "schemes", "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
     "ordering": (30, "ordering", "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
-    "formats": (60, "schemes", "How exact and how fast are emulated, block-scaled and 2:4 sparse products?"),
+    "formats": (60, "speed", "How exact and how fast are emulated, block-scaled and 2:4 sparse products?"),
 }
 #: The tests come before this measurement; seconds of one module of them, and of all.
 TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 120
@@ -120,14 +117,6 @@ class Part:
                 return
             yield case
 
-    def one_by_one(self, cases: Iterable[Case], options: Options, is_broken: Callable[[], bool]) -> Iterator[Case]:
-        """Yield cases that add one row each; after a row of a broken context, the process starts again behind it."""
-        for case in self.in_time(itertools.islice(cases, len(self.rows), None), options):
-            yield case
-            if self.rows[-1]["ok"] is False and is_broken():
-                sys.stdout.flush()
-                os.execv(sys.executable, sys.orig_argv)
-
     def finish(self) -> None:
         self.complete = True
         self.save()
@@ -139,11 +128,6 @@ class Part:
 
 def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-
-
-def opened(path: Path) -> Part:
-    """Return a part with the results of an earlier process of it."""
-    return Part(path, **(read(path) if path.exists() else {}))
 
 
 def read(path: Path) -> Result:

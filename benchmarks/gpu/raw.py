@@ -46,15 +46,6 @@ def download(address: int, shape: tuple[int, ...], dtype: Any) -> Any:
     return array
 
 
-def is_broken() -> bool:
-    """Whether an error of this process lasts: every further call of CUDA fails."""
-    try:
-        runtime.call("cudaDeviceSynchronize")
-    except Exception:  # noqa: BLE001 - any error is the answer
-        return True
-    return False
-
-
 @functools.cache
 def handle() -> int:
     return bindings.create_handle()

@@ -29,7 +29,7 @@ MACHINE_KEYS = {
 # -- statistics -----------------------------------------------------------------------------------
 
 
-EXAMPLES = "bench_accuracy common generated timing gpu.device gpu.numerics gpu.speed gpu.verdicts"
+EXAMPLES = "bench_accuracy common generated timing gpu.device gpu.speed gpu.verdicts"
 
 
 @pytest.mark.parametrize("name", EXAMPLES.split())
@@ -71,6 +71,7 @@ def test_claim(load: Load, value: float | None, at_most: bool, met: bool | None)
 
 
 def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
     bench = load("bench_gemm")
     operands = bench.operand_sets((1, 8, 8, 8), ["float32"], 1, 0)
     wrong = bench.Variant("wrong", "numpy", "float32", lambda a, b: (a @ b) * np.float32(1.1))
@@ -105,8 +106,8 @@ def test_every_table_and_chart_is_shown(load: Load) -> None:
 
 @pytest.fixture
 def result_file(load: Load, tmp_path: Path) -> Path:
-    """A copy of a committed result of `bench_overhead.py`."""
-    (found, *_) = load("render").load(BENCHMARKS / "results", "overhead")
+    """A copy of a committed result of `bench_accuracy.py`."""
+    (found, *_) = load("render").load(BENCHMARKS / "results", "tradeoff")
     return Path(shutil.copy(found, tmp_path))
 
 
@@ -120,7 +121,7 @@ def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> N
     plot.write(result_file)
     assert plot.chart_path(result_file).read_text(encoding="utf-8") == drawn
     changed = json.loads(result_file.read_text(encoding="utf-8"))
-    changed["results"][0]["lowprec"]["median"] *= 2
+    changed["results"][0]["normalised"] *= 2
     result_file.write_text(json.dumps(changed), encoding="utf-8")
     assert not plot.is_current(result_file)
 
@@ -132,28 +133,34 @@ def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> N
 #: claims (None: those of the machine).
 SCRIPTS = {
     "gemm": (
-        "gemm",
-        "",
+        "gemm --parts products",
+        "torch",
         "variant",
         {"numpy float32", "lowprec float32 tf32", "lowprec bfloat16", "lowprec int8"},
         None,
     ),
-    "gemm-schemes": ("gemm --schemes", "", "mode", {"bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp32_emulated"}, None),
+    "gemm-schemes": (
+        "gemm --parts schemes",
+        "",
+        "mode",
+        {"bf16x3", "bf16x6", "bf16x9", "tf32x3", "fp32_emulated"},
+        None,
+    ),
     "overhead": (
         "overhead --parts calls",
-        "torch",
+        "torch jax threadpoolctl",
         "measured",
         {"call", "variant", "import"},
-        [8, 10] + [12] * 3 + [15] * 3 + [14, 0.05, 0],
+        [8, 10] + [12] * 3 + [15] * 3 + [14, 0.05],
     ),
-    "torch": ("gemm --beside-torch", "torch", "units", {"all", "AVX2"}, []),
-    "guard": ("overhead --parts guard", "", "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
-    "unscale": ("unscale", "", "variant", {"lowprec", "lowprec without kernels"}, [1.0]),
-    "solve": ("solve", "", "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
-    "transformer": ("transformer", "torch", "kind", {"product", "program", "step"}, [0.95, 0.85, 1.1, 1.1, 0.65]),
+    "torch": ("gemm --parts torch", "torch", "units", {"all", "AVX2"}, []),
+    "guard": ("overhead --parts guard", "torch jax threadpoolctl", "block", {"fp32_guard", "math_mode"}, [2.0, 15.0]),
+    "unscale": ("unscale", "torch", "variant", {"lowprec"}, [1.0]),
+    "solve": ("solve", "torch scipy", "kind", {"family", "condition"}, [2.0, 0.95, 1.4, 1.6]),
+    "transformer": ("transformer", "torch", "kind", {"product", "step"}, [0.95, 0.85, 1.1, 0.65]),
     "narrow": ("narrow", "", "kind", {"normal", "storage", "weight"}, [0.9, 0.9, 1.3, 1.6, 1.6]),
     "digits": ("digits --libraries numpy", "sklearn rich scipy", "library", {"numpy"}, [0.05] * 5),
-    "dask": ("dask", "distributed", "variant", {"dask.array.matmul", "lowprec.matmul"}, [1.0, 1.0, 1.0, 2]),
+    "dask": ("dask", "distributed", "variant", {"dask.array.matmul", "lowprec.matmul"}, [1.0, 1.0, 1.0]),
     "recovery": ("accuracy --parts schemes", "", "arithmetic", {"this CPU", "Volta", "Hopper"}, [1.0]),
     "real": ("accuracy --parts real", "", "input", {"Hilbert", "Vandermonde"}, [1.0]),
     "tradeoff": ("accuracy --parts speed", "", "mode", {"fp32", "bf16x3"}, [1.0]),
@@ -218,14 +225,13 @@ def _schemes(rows: list[dict[str, Any]]) -> None:
 def _overhead(rows: list[dict[str, Any]]) -> None:
     (imported,) = (r for r in rows if r["measured"] == "import")
     assert min(imported["lowprec"]["median"], imported["numpy"]["median"]) > 0
-    assert imported["frameworks"] == []
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> None:
     assert all(row["of_bound"] <= 1 for row in rows)
     errors = {(r["distribution"], r["n"], r["mode"]): r["normalised"] for r in rows}
     # A mode that ran as fp32 would have its error.
-    assert all(error > 2**-14 for (*_, mode), error in errors.items() if mode != "fp32")
+    assert all(error > 2**-18 for (*_, mode), error in errors.items() if mode != "fp32")
     assert all(error < 2**-20 for (*_, mode), error in errors.items() if mode == "fp32")
 
 
