@@ -17,16 +17,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import common
-import ml_dtypes
 import numpy as np
 import timing
 
 import lowprec
 from lowprec import recipes
-from lowprec.planning import GemmPlan
 
 sys.path.insert(0, str(common.ROOT / "docs" / "examples"))
 import embeddings
@@ -34,6 +32,14 @@ import embeddings
 SIZES, QUICK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192), (16, 64)
 #: Largest number of rows and of columns of the result that are compared.
 SAMPLED, SAMPLED_OF_SCHEMES = 256, 128
+
+
+#: Indices of the rows and columns of a result.
+Sample = tuple[Any, Any]
+
+
+def _sample(rng: np.random.Generator, n: int) -> Sample:
+    return rng.choice(n, min(SAMPLED, n), replace=False), rng.choice(n, min(SAMPLED, n), replace=False)
 
 
 def exact_product(a: Any, b: Any) -> Any:
@@ -44,24 +50,28 @@ def _norm(x: Any) -> float:
     return float(np.linalg.norm(x.astype(np.float64)))
 
 
-class Judged(NamedTuple):
-    """The error of a result and its bound, as norms relative to ``|A| |B|``."""
+def errors(a: Any, b: Any, sample: Sample = (slice(None), slice(None)), **how: Any) -> dict[str, Any]:
+    """Return the errors of a product, or of a sample of its rows and columns, and the plan's bound.
 
-    error: Any  # of each element
-    relative: float  # |C - AB| / |AB|
-    normalised: float  # |C - AB| / (|A| |B|)
-    bound: float
-
-    @property
-    def of_bound(self) -> float:
-        return self.normalised / self.bound
-
-
-def judge(result: Any, a: Any, b: Any, plan: GemmPlan, exact: Any) -> Judged:
-    """Return the errors of a plan's result for two matrices, or for the given rows and columns of it."""
+    Norms are relative to ``|A| |B|``; ``largest_error`` is that of an element, and
+    ``largest_element`` of the exact product.
+    """
+    i, j = sample
+    plan, result = lowprec.plan(a, b, **how), lowprec.matmul(a, b, **how)[i][:, j]
+    a, b = a[i], b[:, j]
+    exact = exact_product(a, b)
     error, scale = result - exact, _norm(a) * _norm(b)
     bound = plan.bound.frobenius(_norm(a), _norm(b), *exact.shape)
-    return Judged(error, _norm(error) / _norm(exact), _norm(error) / scale, bound / scale)
+    return {
+        "mode": how["math_mode"],
+        "kernel": str(plan.kernel),
+        "normalised": _norm(error) / scale,
+        "bound": bound / scale,
+        "of_bound": _norm(error) / bound,
+        "frobenius_relative": _norm(error) / _norm(exact),
+        "largest_error": float(np.max(np.abs(error))),
+        "largest_element": float(np.max(np.abs(exact))),
+    }
 
 
 def bound_claim(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -90,60 +100,23 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, tuple[int, int]], Any]] 
 }
 
 
-def tf32(x: Any) -> Any:
-    """Round finite float32 numbers to TF32 as a GPU's conversion does: to nearest, ties away from zero."""
-    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
-
-
-#: Rounding without lowprec, for the error that it must cause; fp32 rounds nothing.
-ROUNDINGS: dict[str, Callable[[Any], Any]] = {
-    "tf32": tf32,
-    "bf16": lambda x: x.astype(ml_dtypes.bfloat16),
-    "fp16": lambda x: x.astype(np.float16),
-}
-
-#: Least error of a mode, relative to that of rounding the operands; a smaller one means that the mode ran as FP32.
-LEAST_SHARE = 0.5
+#: Modes that round once.
+SINGLE = ("fp32", "tf32", "bf16", "fp16")
 
 
 def measure_sizes(distribution: str, n: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield one row per mode for products of n x n, judged by a sample of its rows and columns."""
+    """Yield one row per mode for products of n x n, by a sample of their rows and columns."""
     rng = np.random.default_rng([seed, n, *distribution.encode()])
     a, b = (DISTRIBUTIONS[distribution](rng, (n, n)) for _ in range(2))
-    i, j = (rng.choice(n, min(SAMPLED, n), replace=False) for _ in range(2))
-    sampled_a, sampled_b = a[i], b[:, j]
-    exact = exact_product(sampled_a, sampled_b)
-    for mode in ("fp32", *ROUNDINGS):
-        plan = lowprec.plan(a, b, math_mode=mode)
-        judged = judge(lowprec.matmul(a, b, math_mode=mode)[i][:, j], sampled_a, sampled_b, plan, exact)
-        rounding = None
-        if mode in ROUNDINGS:
-            alone = exact_product(*(ROUNDINGS[mode](x) for x in (sampled_a, sampled_b)))
-            rounding = judge(alone, sampled_a, sampled_b, plan, exact).normalised
-        yield {
-            "distribution": distribution,
-            "n": n,
-            "mode": mode,
-            "kernel": str(plan.kernel),
-            "sampled": len(i),
-            "frobenius_relative": judged.relative,
-            "normalised": judged.normalised,
-            "bound": judged.bound,
-            "rounding": rounding,
-            "within_bound": judged.of_bound <= 1,
-            "shows_rounding": rounding and judged.normalised >= LEAST_SHARE * rounding,
-        }
+    sample = _sample(rng, n)
+    for mode in SINGLE:
+        yield {"distribution": distribution, "n": n, **errors(a, b, sample, math_mode=mode)}
 
 
 def size_claims(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield, per mode, the largest error relative to the bound, and the smallest relative to that of rounding."""
-    for mode in ("fp32", *ROUNDINGS):
-        of_mode = [r for r in rows if r["mode"] == mode]
-        closest = max(r["normalised"] / r["bound"] for r in of_mode)
+    for mode in SINGLE:
+        closest = max(r["of_bound"] for r in rows if r["mode"] == mode)
         yield common.claim(f"{mode}: largest error over its bound", closest, 1.0, at_most=True)
-        if mode in ROUNDINGS:
-            least = min(r["normalised"] / r["rounding"] for r in of_mode)
-            yield common.claim(f"{mode}: smallest error over that of rounding the operands", least, LEAST_SHARE)
 
 
 def sizes(arguments: argparse.Namespace) -> None:
@@ -184,29 +157,15 @@ def measure_schemes(arithmetic: str, interval: str, n: int, seed: int) -> Iterat
         rng.uniform(*ends, shape).astype(np.float32)
         for ends, shape in zip(INTERVALS[interval], ((count, n), (n, count)), strict=True)
     )
-    exact = exact_product(a, b)
-    largest = float(np.max(np.abs(exact)))
     with _emulated(ARITHMETICS[arithmetic]):
         for scheme, (mode, k_chunk) in SCHEMES.items():
-            how: dict[str, Any] = {"math_mode": mode, "k_chunk": min(k_chunk or n, n)}
-            plan = lowprec.plan(a, b, **how)
-            judged = judge(lowprec.matmul(a, b, **how), a, b, plan, exact)
-            error = float(np.max(np.abs(judged.error)))
-            yield {
-                "arithmetic": arithmetic,
-                "interval": interval,
-                "n": n,
-                "scheme": scheme,
-                "mode": mode,
-                "k_chunk": how["k_chunk"],
-                "kernel": str(plan.kernel),
-                "largest_error": error,
-                "largest_element": largest,
-                # Decimal digits before the first changed one, counted from the leading digit of the largest element.
-                "affected_digit": math.log10(largest / error) if error else None,
-                "normalised": judged.normalised,
-                "of_bound": judged.of_bound,
-            }
+            chunk = min(k_chunk or n, n)
+            row = errors(a, b, math_mode=mode, k_chunk=chunk)
+            error, largest = row["largest_error"], row["largest_element"]
+            # Decimal digits before the first changed one, counted from the leading digit of the largest element.
+            digit = math.log10(largest / error) if error else None
+            words = {"arithmetic": arithmetic, "interval": interval, "n": n, "scheme": scheme, "k_chunk": chunk}
+            yield {**words, **row, "affected_digit": digit}
 
 
 def schemes(arguments: argparse.Namespace) -> None:
@@ -259,20 +218,9 @@ def measure_real(arithmetic: str, seed: int, *, quick: bool) -> Iterator[dict[st
     with _emulated(ARITHMETICS[arithmetic]):
         for what, operands in real_operands(seed, quick=quick):
             a, b = (np.ascontiguousarray(x, np.float32) for x in operands)
-            exact = exact_product(a, b)
+            extents = dict(zip("mkn", (*a.shape, b.shape[1]), strict=True))
             for mode in MODES:
-                plan = lowprec.plan(a, b, math_mode=mode)
-                judged = judge(lowprec.matmul(a, b, math_mode=mode), a, b, plan, exact)
-                yield {
-                    "arithmetic": arithmetic,
-                    "input": what,
-                    **dict(zip("mkn", (*a.shape, b.shape[1]), strict=True)),
-                    "mode": mode,
-                    "kernel": str(plan.kernel),
-                    "frobenius_relative": judged.relative,
-                    "normalised": judged.normalised,
-                    "of_bound": judged.of_bound,
-                }
+                yield {"arithmetic": arithmetic, "input": what, **extents, **errors(a, b, math_mode=mode)}
 
 
 def real(arguments: argparse.Namespace) -> None:
@@ -296,41 +244,26 @@ def front(points: Mapping[str, tuple[float, float]]) -> set[str]:
     >>> sorted(front(points))
     ['a', 'b', 'same as a']
     """
-    return {
-        name
-        for name, (speed, error) in points.items()
-        if not any(s >= speed and e <= error and (s, e) != (speed, error) for s, e in points.values())
-    }
+
+    def beats(other: tuple[float, float], point: tuple[float, float]) -> bool:
+        return other != point and other[0] >= point[0] and other[1] <= point[1]
+
+    return {name for name, point in points.items() if not any(beats(other, point) for other in points.values())}
 
 
 def measure_speed(n: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield one row per mode for products of n x n of N(0, 1): speed over ``fp32``, and the error."""
     rng = np.random.default_rng([seed, n])
     sets = [[_normal(rng, (n, n)) for _ in "ab"] for _ in range(3)]
-    a, b = sets[0]
-    i, j = (rng.choice(n, min(SAMPLED, n), replace=False) for _ in range(2))
-    exact = exact_product(a[i], b[:, j])
-    plans = {mode: lowprec.plan(a, b, math_mode=mode) for mode in MODES}
-    errors = {
-        mode: judge(lowprec.matmul(a, b, math_mode=mode)[i][:, j], a[i], b[:, j], plan, exact)
-        for mode, plan in plans.items()
-    }
+    sample = _sample(rng, n)
+    rows = {mode: errors(*sets[0], sample, math_mode=mode) for mode in MODES}
     variants = {mode: lambda number, mode=mode: lowprec.matmul(*sets[number], math_mode=mode) for mode in MODES}
     seconds = timing.interleave(variants, rounds=9, sets=len(sets), seed=seed, budget_s=120.0)
     speeds = {mode: timing.speed_ratio(seconds["fp32"], seconds[mode]) for mode in MODES}
-    best = front({m: (speeds[m]["median"], errors[m].normalised) for m in MODES})
-    for mode, plan in plans.items():
-        yield {
-            "n": n,
-            "mode": mode,
-            "kernel": str(plan.kernel),
-            "seconds": timing.summary(seconds[mode]),
-            "rounds": len(seconds[mode]),
-            "speed": speeds[mode],
-            "normalised": errors[mode].normalised,
-            "of_bound": errors[mode].of_bound,
-            "on_front": mode in best,
-        }
+    best = front({m: (speeds[m]["median"], rows[m]["normalised"]) for m in MODES})
+    for mode, row in rows.items():
+        times = {"seconds": timing.summary(seconds[mode]), "rounds": len(seconds[mode]), "speed": speeds[mode]}
+        yield {"n": n, **row, **times, "on_front": mode in best}
 
 
 def speed(arguments: argparse.Namespace) -> None:
@@ -342,13 +275,5 @@ def speed(arguments: argparse.Namespace) -> None:
 PARTS = {"sizes": sizes, "schemes": schemes, "real": real, "speed": speed}
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    arguments = parser.parse_args()
-    for part in arguments.parts:
-        PARTS[part](arguments)
-
-
 if __name__ == "__main__":
-    main()
+    common.run_parts(__doc__, PARTS)

@@ -1,27 +1,33 @@
 """Speed of a product by mode, element type and size, against numpy.matmul and torch.matmul.
 
-usage: python benchmarks/bench_gemm.py [--quick] [--shapes {square,more}] [--schemes] [--output DIR] [--seed N]
+usage: python benchmarks/bench_gemm.py [--parts {products,schemes,torch} ...] [--quick] [--output DIR] [--seed N]
 
-The measured time includes rounding of the operands and allocation of the result. `--schemes` measures the modes that
-recover FP32, next to `numpy.matmul` on float32 and `fp32`, also with a prepared weight for 256 rows.
+The measured time includes rounding of the operands and allocation of the result. `schemes` are the modes that recover
+FP32, next to `numpy.matmul` on float32 and `fp32`, also with a prepared weight for 256 rows. `torch` compares products
+that PyTorch computes slowly, not exactly, or in an order that depends on the batch.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
-import importlib.util
 import math
+import multiprocessing
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import common
 import ml_dtypes
 import numpy as np
 import timing
+import torch
 
 import lowprec
 
@@ -89,8 +95,6 @@ def _as_kind(x: Any, kind: str) -> Any:
     if dtype == "int8":
         x = np.clip(np.rint(x * 40), -128, 127).astype(np.int8)
     if library == "torch":
-        import torch
-
         return torch.from_numpy(x).to(getattr(torch, dtype))
     return x.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype, copy=False)
 
@@ -104,8 +108,6 @@ def _lowprec(dtype: str, mode: str | None = None, library: str = "numpy") -> Var
 
 
 def _torch_variants() -> list[Variant]:
-    import torch
-
     def at(precision: str, a: Any, b: Any) -> Any:
         # A process-wide switch, set for this call only, in well under a microsecond.
         torch.set_float32_matmul_precision(precision)
@@ -125,14 +127,14 @@ def _torch_variants() -> list[Variant]:
 
 
 def variants(shape: Shape, schemes: bool) -> list[Variant]:
-    """Return the variants available in this process; PyTorch's only where it is installed."""
+    """Return the variants that support this shape, or those of the modes that recover FP32."""
     if not schemes:
         is_small = shape[0] > 1 or min(shape[1:]) < 17
         ways = [
             *(Variant(f"numpy {dtype}", "numpy", dtype, np.matmul) for dtype in ("float32", "float64")),
             *(_lowprec("float32", mode) for mode in ("fp32", "tf32", "bf16", "fp16")),
             *(_lowprec(dtype) for dtype in ("bfloat16", "float16", "int8", "float64")),
-            *(_torch_variants() if importlib.util.find_spec("torch") else ()),
+            *_torch_variants(),
         ]
         return [v for v in ways if v.small or not is_small]
     ways = [Variant(NUMPY, "numpy", "float32", np.matmul), *(_lowprec("float32", mode) for mode in ("fp32", *SCHEMES))]
@@ -164,15 +166,13 @@ def relative_error(v: Variant, pairs: Pairs, rng: np.random.Generator) -> float:
 
 
 def number_of_sets(shape: Shape, kinds: Sequence[str], rounds: int) -> int:
-    """Return the number of operand sets that exceed the last-level cache, within a quarter of the memory."""
+    """Return the number of operand sets that exceed 256 MiB, more than the caches of two cores hold."""
     batch, m, k, n = shape
     width = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
     # float32 operands of NumPy and of torch are the same memory.
     distinct = {kind for kind in kinds if kind != "float32 torch"}
     size = sum(width[kind.split(" ")[0]] for kind in distinct) * batch * k * (m + n)
-    cache = max(common.caches().values(), default=32 << 20)
-    affordable = (common.memory_bytes() or 4 << 30) // 4 // size
-    return max(2, min(-(-5 * cache // (4 * size)), affordable, rounds + 1))
+    return max(2, min(-(-(256 << 20) // size), rounds + 1))
 
 
 def measure(shape: Shape, seed: int, quick: bool, left_out: set[str], schemes: bool) -> Iterator[dict[str, Any]]:
@@ -226,107 +226,113 @@ def _too_slow(ways: Sequence[Variant], pairs: Pairs) -> set[str]:
 
 # -- claims ---------------------------------------------------------------------------------------
 
-#: (variant, baseline, least speed in the geometric mean, least speed at each size), for two threads.
-Limits = tuple[tuple[str, str, float, float | None], ...]
+#: (variant, baseline, least speed in the geometric mean over the sizes), for two threads.
+Limits = tuple[tuple[str, str, float], ...]
 
 #: On a CPU with AMX.
 AMX_LIMITS: Limits = (
-    ("lowprec bfloat16 (torch)", "torch bfloat16", 0.8, 0.65),
-    ("lowprec float32 bf16", NUMPY, 4.0, None),
-    ("lowprec float32 bf16 (torch)", "torch float32 medium", 1.4, None),
-    ("lowprec float32 tf32", NUMPY, 1.5, None),
-    ("lowprec float32 fp16", NUMPY, 1.5, None),
-    ("lowprec float16 (torch)", "torch float16", 1.5, None),
-    ("lowprec int8", NUMPY, 6.0, None),
-    (FP32, NUMPY, 0.95, None),
+    ("lowprec bfloat16 (torch)", "torch bfloat16", 0.8),
+    ("lowprec float32 bf16", NUMPY, 4.0),
+    ("lowprec float32 bf16 (torch)", "torch float32 medium", 1.4),
+    ("lowprec float32 tf32", NUMPY, 1.5),
+    ("lowprec float32 fp16", NUMPY, 1.5),
+    ("lowprec float16 (torch)", "torch float16", 1.5),
+    ("lowprec int8", NUMPY, 6.0),
+    (FP32, NUMPY, 0.95),
 )
 
-#: On a CPU with AMX, of modes that recover FP32.
-SCHEME_LIMITS: Limits = (
-    ("lowprec float32 bf16x3", NUMPY, 2.4, None),
-    ("lowprec float32 bf16x6", NUMPY, 1.4, None),
-    ("lowprec float32 fp32_emulated", NUMPY, 1.35, None),
-    ("lowprec float32 tf32x3", NUMPY, 0.9, None),
+#: Of modes that recover FP32: on every CPU, and on one with AMX.
+SCHEME_LIMITS: Limits = (("lowprec float32 fp32_emulated", FP32, 0.97),)
+AMX_SCHEME_LIMITS: Limits = (
+    ("lowprec float32 bf16x3", NUMPY, 2.4),
+    ("lowprec float32 bf16x6", NUMPY, 1.4),
+    ("lowprec float32 fp32_emulated", NUMPY, 1.35),
+    ("lowprec float32 tf32x3", NUMPY, 0.9),
 )
 
 #: On a CPU with AVX512-BF16 and without AMX.
 VECTOR_LIMITS: Limits = (
-    ("lowprec bfloat16 (torch)", "torch bfloat16", 0.9, None),
-    ("lowprec float32 bf16", FP32, 1.4, None),
-    ("lowprec float32 tf32", FP32, 0.92, None),
-    ("lowprec float32 fp16", FP32, 0.92, None),
-    ("lowprec float16", FP32, 0.92, None),
-    ("lowprec int8", "torch int8", 0.9, None),
+    ("lowprec bfloat16 (torch)", "torch bfloat16", 0.9),
+    ("lowprec float32 bf16", FP32, 1.4),
+    ("lowprec float32 tf32", FP32, 0.92),
+    ("lowprec float32 fp16", FP32, 0.92),
+    ("lowprec float16", FP32, 0.92),
+    ("lowprec int8", "torch int8", 0.9),
 )
 
 
 def speed_claims(rows: Sequence[dict[str, Any]], limits: Limits) -> Iterator[dict[str, Any]]:
     """Yield the claims about speed, over the square products in `rows`."""
-    for variant, baseline, mean_limit, limit in limits:
+    for variant, baseline, limit in limits:
         by_size = common.square_speeds(rows, variant, baseline)
-        what, speeds = f"{variant} over {baseline}", by_size.values()
-        mean = statistics.geometric_mean(speeds) if by_size else None
-        yield common.claim(f"{what}, geometric mean", mean, mean_limit, by_size=by_size)
-        if limit is not None:
-            yield common.claim(f"{what}, every size", min(speeds, default=None), limit, by_size=by_size)
+        mean = statistics.geometric_mean(by_size.values()) if by_size else None
+        yield common.claim(f"{variant} over {baseline}, geometric mean", mean, limit, by_size=by_size)
 
 
-def scheme_claims(rows: Sequence[dict[str, Any]], has_amx: bool) -> Iterator[dict[str, Any]]:
-    """Yield the claims about modes that recover FP32: on every CPU, and on one with AMX."""
-    by_size = common.square_speeds(rows, "lowprec float32 fp32_emulated", FP32)
-    what = f"lowprec float32 fp32_emulated over {FP32}, every size"
-    yield common.claim(what, min(by_size.values(), default=None), 0.97, by_size=by_size)
-    if not has_amx:
-        return
-    yield from speed_claims(rows, SCHEME_LIMITS)
-    few_rows = (r for r in rows if r["operands"] == PREPARED and r["m"] == WEIGHTS[0][1])
-    speeds = {str(r["n"]): r["speed"][NUMPY]["median"] for r in few_rows}
-    mean = statistics.geometric_mean(speeds.values()) if speeds else None
-    what = "lowprec float32 bf16x3, prepared, 256 rows, over numpy float32, geometric mean"
-    yield common.claim(what, mean, 2.0, by_size=speeds)
-    errors = {(r["variant"], r["n"]): r["relative_error"] for r in rows if common.is_square(r)}
-    scheme = "lowprec float32 bf16x6"
-    ratios = {str(n): error / errors[NUMPY, n] for (name, n), error in errors.items() if name == scheme}
-    what = f"error of {scheme} over that of numpy float32, every size"
-    yield common.claim(what, max(ratios.values(), default=None), 1.0, at_most=True, by_size=ratios)
+# -- products that PyTorch computes slowly, not exactly, or in an order that depends on the batch ---
+
+#: Variables that leave only AVX2 to lowprec, oneDNN and PyTorch.
+AVX2 = {"LOWPREC_MAX_CPU_ISA": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 
-def vector_claims(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the claims about a matrix times a vector, if measured: the time of a mode relative to FP32."""
-    for row in rows:
-        if row["n"] == 1 and row["variant"] in ("lowprec float32 tf32", "lowprec float32 bf16"):
-            what = f"{row['variant']} in times of {FP32}, {row['m']} x {row['k']} x 1"
-            yield common.claim(what, 1 / row["speed"][FP32]["median"], 1.3, at_most=True)
+def products_beside_torch(units: str, n: int, rounds: int, seed: int) -> list[dict[str, Any]]:
+    """Return times of 16-bit products, wrong elements of an int8 one, and rows that differ in a batch; one thread."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(seed)
+    products = {"torch": torch.matmul, "lowprec": lowprec.matmul}
+    rows: list[dict[str, Any]] = []
+    for dtype in ("float16", "bfloat16"):
+        x, y = torch.randn((2, n, n), generator=generator).to(getattr(torch, dtype))
+        calls = {
+            name: functools.partial(lambda f, x, y, _: f(x, y), product, x, y) for name, product in products.items()
+        }
+        seconds = timing.interleave(calls, rounds=rounds, seed=seed)
+        times = {name: timing.summary(samples) for name, samples in seconds.items()}
+        speed = timing.speed_ratio(seconds["torch"], seconds["lowprec"])
+        rows.append({"case": f"{dtype}, n = {n}", "of": None, **times, "speed": speed})
+    x, y = (torch.randint(-128, 128, s, generator=generator, dtype=torch.int8) for s in ((32, 64), (64, 32)))
+    results = {"torch": torch._int_mm(x, y), "lowprec": lowprec.matmul(x, y)}
+    wrong = {name: int((result != x.int() @ y.int()).sum()) for name, result in results.items()}
+    rows.append({"case": "int8, 32 x 64 x 32 (`torch._int_mm`): wrong elements", "of": 32 * 32, **wrong})
+    x, y = torch.randn((64, 4096), generator=generator), torch.randn((4096, 1024), generator=generator)
+    for name, product in products.items():
+        batch = product(x, y)
+        wrong[name] = sum(not torch.equal(product(row[None], y)[0], batch[i]) for i, row in enumerate(x))
+    rows.append({"case": "float32, 64 x 4096 x 1024: rows with other bits alone", "of": 64, **wrong})
+    return [{"units": units, **row} for row in rows]
 
 
-def numpy_handicap() -> str:
-    """Return a warning if NumPy's OpenBLAS uses kernels of a lesser processor, else an empty string."""
-    return next((text for text in lowprec.info()["warnings"] if text.startswith("NumPy's OpenBLAS has")), "")
+def beside_torch(arguments: argparse.Namespace) -> None:
+    """Measure with all instruction sets and with AVX2 alone, each in its process."""
+    rows = []
+    for units, variables in {"all": {}, "AVX2": AVX2}.items():
+        spawn = multiprocessing.get_context("spawn")
+        with mock.patch.dict(os.environ, variables), ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            n, rounds = (64, 3) if arguments.quick else (512, 9)
+            rows += pool.submit(products_beside_torch, units, n, rounds, arguments.seed).result()
+    common.report("torch", arguments, rows, [])
 
 
-def main() -> None:
-    parser = common.parser(__doc__)
-    more = "more: tall, wide, small k, few vectors and batched too"
-    parser.add_argument("--shapes", choices=("square", "more"), default="square", help=more)
-    schemes = "the modes that recover FP32, also with a prepared weight"
-    parser.add_argument("--schemes", action="store_true", help=schemes)
-    arguments = parser.parse_args()
-    quick = arguments.quick
-    if handicap := numpy_handicap():
-        print(f"warning: NumPy is slower than it could be in all comparisons: {handicap}", file=sys.stderr)
-    shapes = QUICK if quick else SQUARE + (MORE if arguments.shapes == "more" else ())
-    if arguments.schemes:
-        shapes = (*QUICK, (1, 32, 512, 512)) if quick else SQUARE + WEIGHTS
+def gemm(arguments: argparse.Namespace, schemes: bool = False) -> None:
+    if handicap := [text for text in lowprec.info()["warnings"] if "OpenBLAS" in text]:
+        print(f"warning: {handicap[0]}", file=sys.stderr)
+    shapes = QUICK if arguments.quick else SQUARE + (WEIGHTS if schemes else MORE)
+    if arguments.quick and schemes:
+        shapes += ((1, 32, 512, 512),)
     left_out: set[str] = set()
-    rows = [row for shape in shapes for row in measure(shape, arguments.seed, quick, left_out, arguments.schemes)]
-    flags = common.cpu_flags()
-    if arguments.schemes:
-        claims = [*scheme_claims(rows, "amx_bf16" in flags)]
+    rows = [row for shape in shapes for row in measure(shape, arguments.seed, arguments.quick, left_out, schemes)]
+    has_amx, has_bf16 = (flag in common.cpu_flags() for flag in ("amx_bf16", "avx512_bf16"))
+    if schemes:
+        limits = SCHEME_LIMITS + (AMX_SCHEME_LIMITS if has_amx else ())
     else:
-        limits = AMX_LIMITS if "amx_bf16" in flags else VECTOR_LIMITS if "avx512_bf16" in flags else ()
-        claims = [*speed_claims(rows, limits), *(vector_claims(rows) if "avx512f" in flags else ())]
-    common.report("gemm-schemes" if arguments.schemes else "gemm", arguments, rows, claims, left_out=sorted(left_out))
+        limits = AMX_LIMITS if has_amx else VECTOR_LIMITS if has_bf16 else ()
+    common.report(
+        "gemm-schemes" if schemes else "gemm", arguments, rows, speed_claims(rows, limits), left_out=sorted(left_out)
+    )
+
+
+PARTS = {"products": gemm, "schemes": functools.partial(gemm, schemes=True), "torch": beside_torch}
 
 
 if __name__ == "__main__":
-    main()
+    common.run_parts(__doc__, PARTS)

@@ -94,21 +94,19 @@ def claims(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield common.claim(what, row["speed"]["median"], WEIGHTS[row["format"]])
 
 
-def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
-    rows = list(normal(64 if arguments.quick else 4096, arguments.seed))
+def measure(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
+    yield from normal(64 if quick else 4096, seed)
     model = embeddings.weights()
     if model is not None:
-        sentences, layers = (4, 1) if arguments.quick else (len(embeddings.SENTENCES), embeddings.LAYERS)
+        sentences, layers = (4, 1) if quick else (len(embeddings.SENTENCES), embeddings.LAYERS)
         compared = embeddings.compare(model, embeddings.SENTENCES[:sentences], layers)
-        rows += [{"kind": "embeddings", **row} for row in compared]
-    sizes, extent, rounds = ((64,), 128, 3) if arguments.quick else ((1024, 2048, 4096), 4096, 21)
+        yield from ({"kind": "embeddings", **row} for row in compared)
+    sizes, extent, rounds = ((64,), 128, 3) if quick else ((1024, 2048, 4096), 4096, 21)
     for n in sizes:
-        rows += storage(n, max(5, rounds * 1024 // n) if rounds > 3 else rounds, arguments.seed)
+        yield from storage(n, max(5, rounds * 1024 // n) if rounds > 3 else rounds, seed)
     for m in (1, 8, 32):
-        rows += weights(m, extent, rounds, arguments.seed)
-    common.report("narrow", arguments, rows, list(claims(rows)))
+        yield from weights(m, extent, rounds, seed)
 
 
 if __name__ == "__main__":
-    main()
+    common.main(__doc__, "narrow", measure, claims)

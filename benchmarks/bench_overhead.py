@@ -1,22 +1,24 @@
-"""Time of a call on 8 x 8 arrays, by arguments and stages, against the library's own call; and time of the import.
+"""Time of a call on 8 x 8 arrays against the library's own call, of the import, and of entering and leaving a guard.
 
-usage: python benchmarks/bench_overhead.py [--quick] [--output DIR] [--seed N]
+usage: python benchmarks/bench_overhead.py [--parts {calls,guard} ...] [--quick] [--output DIR] [--seed N]
 
-The product itself is 1024 flops, so the time is the overhead of the call.
+The product itself is 1024 flops, so the time is the overhead of the call. The guard is compared with threadpoolctl's
+context manager, by loaded libraries; these cannot be unloaded, so its stages are cumulative.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import argparse
+import importlib
 import subprocess
 import sys
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import common
 import numpy as np
+import threadpoolctl
 import timing
 
 import lowprec
@@ -33,9 +35,6 @@ VARIANT_LIMITS = {
     "recorded by autograd": 14.0,
 }
 IMPORT_LIMIT = 0.05
-
-#: Modules that `import lowprec` must not load: frameworks and CUDA libraries.
-FRAMEWORKS = ("cuda", "cupy", "jax", "nvmath", "paddle", "tensorflow", "torch")
 
 
 class OnlyDLPack:
@@ -62,45 +61,18 @@ def libraries(seed: int) -> dict[str, Names]:
     """Return per library two operands `a` and `b`, and its own matmul as `own`."""
     rng = np.random.default_rng(seed)
     a, b = rng.standard_normal((2, SIZE, SIZE), dtype=np.float32)
-    functions: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {}
-    functions["numpy"] = np.asarray, np.matmul
-    if importlib.util.find_spec("torch"):
-        import torch
+    import jax
+    import torch
 
-        functions["torch"] = torch.from_numpy, torch.matmul
-    if importlib.util.find_spec("jax"):
-        import jax
-
+    functions: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+        "numpy": (np.asarray, np.matmul),
+        "torch": (torch.from_numpy, torch.matmul),
         # JAX returns before the result is computed, lowprec after.
-        functions["jax"] = jax.numpy.asarray, _wait(jax.numpy.matmul)
-    # The code of a user of such arrays without lowprec.
-    functions["dlpack"] = OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))
+        "jax": (jax.numpy.asarray, _wait(jax.numpy.matmul)),
+        # The code of a user of such arrays without lowprec.
+        "dlpack": (OnlyDLPack, lambda x, y: np.matmul(np.from_dlpack(x), np.from_dlpack(y))),
+    }
     return {name: {"a": make(a), "b": make(b), "own": own} for name, (make, own) in functions.items()}
-
-
-def _measure(timers: Mapping[Any, tuple[Any, ...]], rounds: int, calls: int, seed: int) -> dict[Any, Row]:
-    """Time pairs of statements, lowprec's and the library's own, each pair with its names; return both times by key."""
-    statements = {
-        (key, function): timeit.Timer(text, globals=names)
-        for key, (*texts, names) in timers.items()
-        for function, text in zip(("lowprec", "own"), texts, strict=True)
-    }
-    seconds = timing.repeat(statements, calls=calls, rounds=rounds, seed=seed)
-    return {
-        key: {function: timing.summary(seconds[key, function]) for function in ("lowprec", "own")}
-        | {"speed": timing.speed_ratio(seconds[key, "own"], seconds[key, "lowprec"])}
-        for key in timers
-    }
-
-
-def measure_calls(rounds: int, calls: int, seed: int) -> list[Row]:
-    """Return one row per library: a warm call of lowprec and of the library itself."""
-    timers = {
-        name: ("lowprec(a, b)", "own(a, b)", {**names, "lowprec": lowprec.matmul})
-        for name, names in libraries(seed).items()
-    }
-    times = _measure(timers, rounds, calls, seed)
-    return [{"measured": "call", "library": name, **row} for name, row in times.items()]
 
 
 # -- other calls ----------------------------------------------------------------------------------
@@ -145,110 +117,51 @@ def _transforms(library: str, names: dict[str, Any], quick: bool) -> dict[str, t
     }
 
 
-def measure_variants(rounds: int, calls: int, seed: int, quick: bool) -> list[Row]:
-    """Return one row per library and kind of call: times of lowprec and of the library."""
-    timers = {}
+def measure_calls(rounds: int, calls: int, seed: int, quick: bool) -> list[Row]:
+    """Return one row per library and kind of call: times of lowprec and of the library's own functions."""
+    timers: dict[tuple[str, str, str], timeit.Timer] = {}
     for library, names in libraries(seed).items():
-        if library == "dlpack":
-            continue
-        names |= {"lowprec": lowprec.matmul, "bias": names["b"][0], "c": names["b"]}
-        with_arguments = {} if library == "jax" else ARGUMENTS
-        for variant, texts in {**with_arguments, **_transforms(library, names, quick)}.items():
-            timers[library, variant] = (*texts, names)
-    times = _measure(timers, rounds, calls, seed)
-    return [
-        {"measured": "variant", "variant": variant, "library": library, **row}
-        for (library, variant), row in times.items()
-    ]
-
-
-# -- stages of a call -----------------------------------------------------------------------------
-
-#: Setup of the statements in `STAGES`, given operands `a` and `b`.
-SETUP = """
-from lowprec import matmul
-from lowprec.arrays import library_of
-from lowprec.policy import resolve
-from lowprec.core.executors import look_up
-from lowprec.core.arguments import PLAIN as plain
-library = library_of(a)
-x, y = library.view(a), library.view(b)
-resolved = resolve(None)
-found = look_up(resolved, x, y, plain)
-result = library.allocate(found.out_shape, found.out_dtype, x.device, a)
-"""
-
-#: Stages in the order of a call.
-STAGES = {
-    "find the library": "library_of(a)",
-    "view both operands": "library.view(a); library.view(b)",
-    "resolve the mode": "resolve(None)",
-    "look up the plan": "look_up(resolved, x, y, plain)",
-    "allocate the result": "library.allocate(found.out_shape, found.out_dtype, x.device, a)",
-    "execute": "found.execute(plain.arguments(x, y, result))",
-    "hand the result back": "library.wrap(result.owner, a)",
-    "all of it": "matmul(a, b)",
-}
-
-
-def measure_stages(rounds: int, calls: int, seed: int) -> list[dict[str, Any]]:
-    """Return one row per stage of a call, with the time in each library that lowprec knows by name."""
-    names_of = {name: names for name, names in libraries(seed).items() if name in ("numpy", "torch")}
-    for names in names_of.values():
-        exec(SETUP, names)
-    timers = {
-        f"{library}: {stage}": timeit.Timer(text, globals=names)
-        for library, names in names_of.items()
-        for stage, text in STAGES.items()
-    }
+        names["lowprec"] = lowprec.matmul
+        texts = {"": ("lowprec(a, b)", "own(a, b)")}
+        if library != "dlpack":
+            names |= {"bias": names["b"][0], "c": names["b"]}
+            texts |= ({} if library == "jax" else ARGUMENTS) | _transforms(library, names, quick)
+        for variant, pair in texts.items():
+            for function, text in zip(("lowprec", "own"), pair, strict=True):
+                timers[variant, library, function] = timeit.Timer(text, globals=names)
     seconds = timing.repeat(timers, calls=calls, rounds=rounds, seed=seed)
-    return [
-        {
-            "measured": "station",
-            "station": stage,
-            "libraries": list(names_of),
-            **{library: timing.summary(seconds[f"{library}: {stage}"]) for library in names_of},
-        }
-        for stage in STAGES
-    ]
+    rows = []
+    for variant, library, function in timers:
+        if function == "lowprec":
+            ours, own = seconds[variant, library, "lowprec"], seconds[variant, library, "own"]
+            kind = {"measured": "variant", "variant": variant} if variant else {"measured": "call"}
+            times = {
+                "lowprec": timing.summary(ours),
+                "own": timing.summary(own),
+                "speed": timing.speed_ratio(own, ours),
+            }
+            rows.append({**kind, "library": library, **times})
+    return rows
 
 
 # -- import ---------------------------------------------------------------------------------------
 
-_IMPORT = """
-import sys, time
-start = time.perf_counter()
-import {module}
-seconds = time.perf_counter() - start
-import json
-print(json.dumps([seconds, list(sys.modules)]))
-"""
+_IMPORT = "import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
 
 
 def measure_import(rounds: int, seed: int) -> dict[str, Any]:
-    """Return the time of `import lowprec` beyond `import numpy`, in fresh processes, and the modules it loads."""
-    loaded: dict[str, list[str]] = {}
+    """Return the time of `import lowprec` beyond `import numpy`, in fresh processes."""
 
     def sample(module: str, _: int) -> float:
-        command = [sys.executable, "-c", _IMPORT.format(module=module)]
-        seconds, loaded[module] = json.loads(subprocess.check_output(command, text=True))
-        return float(seconds)
+        return float(subprocess.check_output([sys.executable, "-c", _IMPORT.format(module=module)], text=True))
 
     modules = ("numpy", "lowprec")
     for module in modules:
         sample(module, 0)
     seconds = timing.take_turns(modules, sample, rounds=rounds, seed=seed)
     added = [mine - numpy for mine, numpy in zip(seconds["lowprec"], seconds["numpy"], strict=True)]
-    return {
-        "measured": "import",
-        "numpy": timing.summary(seconds["numpy"]),
-        "lowprec": timing.summary(seconds["lowprec"]),
-        "added": timing.summary(added),
-        "frameworks": sorted({*loaded["lowprec"]} & {*FRAMEWORKS}),
-    }
-
-
-# -- command line ---------------------------------------------------------------------------------
+    times = {"added": timing.summary(added)} | {module: timing.summary(seconds[module]) for module in modules}
+    return {"measured": "import", **times}
 
 
 def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -265,25 +178,59 @@ def overhead_claims(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if variant in others
     }
     limits["import lowprec over import numpy, s"] = imported["added"]["median"], IMPORT_LIMIT
-    limits["frameworks that import lowprec loads"] = len(imported["frameworks"]), 0
     return [common.claim(what, value, limit, at_most=True) for what, (value, limit) in limits.items()]
 
 
-def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
-    seed = arguments.seed
-    rounds, calls, imports = (3, 20, 2) if arguments.quick else (31, 2000, 25)
+def calls(arguments: argparse.Namespace) -> None:
+    rounds, count, imports = (3, 20, 2) if arguments.quick else (31, 1000, 25)
     # First, while the process has no spinning threads.
-    imported = measure_import(imports, seed)
-    rows = [
-        *measure_calls(rounds, calls, seed),
-        *measure_variants(rounds, calls // 4, seed, arguments.quick),
-        *measure_stages(rounds, calls, seed),
-        imported,
-    ]
-    counts = {"size": SIZE, "rounds": rounds, "calls": calls}
-    common.report("overhead", arguments, rows, overhead_claims(rows), **counts)
+    imported = measure_import(imports, arguments.seed)
+    rows = [*measure_calls(rounds, count, arguments.seed, arguments.quick), imported]
+    common.report("overhead", arguments, rows, overhead_claims(rows), size=SIZE, rounds=rounds, calls=count)
+
+
+# -- the guard ------------------------------------------------------------------------------------
+
+#: Upper limits, in microseconds, by stage.
+GUARD_LIMITS = {"none": 2.0, "torch": 15.0}
+
+#: The timed statements by name.
+BLOCKS = {
+    "fp32_guard": "with guard: pass",
+    "fp32_guard, made anew": "with lowprec.fp32_guard(): pass",
+    "fp32_guard(frameworks=False)": "with own: pass",
+    "math_mode": "with mode: pass",
+    "threadpoolctl, found anew": "with threadpoolctl.threadpool_limits(1): pass",
+    "threadpoolctl, found once": "with pools.limit(limits=1): pass",
+}
+
+
+def guard_timers() -> dict[str, timeit.Timer]:
+    guards = {"guard": lowprec.fp32_guard(), "own": lowprec.fp32_guard(frameworks=False)}
+    names: dict[str, Any] = {"lowprec": lowprec, **guards, "mode": lowprec.math_mode("bf16")}
+    names |= {"threadpoolctl": threadpoolctl, "pools": threadpoolctl.ThreadpoolController()}
+    return {name: timeit.Timer(text, globals=names) for name, text in BLOCKS.items()}
+
+
+def guard_claims(rows: Sequence[Row]) -> Iterator[Row]:
+    medians = {r["loaded"]: 1e6 * r["time"]["median"] for r in rows if r["block"] == "fp32_guard"}
+    for stage, limit in GUARD_LIMITS.items():
+        what = f"enter and leave fp32_guard, loaded: {stage}, us"
+        yield common.claim(what, medians.get(stage), limit, at_most=True)
+
+
+def guard(arguments: argparse.Namespace) -> None:
+    counts = {"rounds": 3, "calls": 20} if arguments.quick else {"rounds": 31, "calls": 2000}
+    rows: list[Row] = []
+    for stage in ("none", "torch", "jax"):
+        if stage != "none":
+            importlib.import_module(stage)
+        # Half a millisecond each, and repeated less often than the others.
+        seconds = timing.repeat(guard_timers(), seed=arguments.seed, slow=("threadpoolctl, found anew",), **counts)
+        rows += [{"loaded": stage, "block": name, "time": timing.summary(s)} for name, s in seconds.items()]
+    common.report("guard", arguments, rows, guard_claims(rows), **counts)
 
 
 if __name__ == "__main__":
-    main()
+    # The guard is first: the calls load the libraries.
+    common.run_parts(__doc__, {"guard": guard, "calls": calls})

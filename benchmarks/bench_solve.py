@@ -8,7 +8,6 @@ condition numbers from 1 to 1e14 and two modes of the factor.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -16,7 +15,9 @@ from typing import Any
 
 import common  # isort: skip - sets a variable that must come before NumPy
 import numpy as np
+import scipy.linalg
 import timing
+import torch
 
 import lowprec
 
@@ -66,17 +67,12 @@ FAMILIES: dict[str, Callable[[int, np.random.Generator], Any]] = {
 
 
 def others(a: Any, b: Any) -> dict[str, Solver]:
-    solvers: dict[str, Solver] = {NUMPY: lambda: np.linalg.solve(a, b)}
-    if importlib.util.find_spec("scipy"):
-        import scipy.linalg
-
-        solvers["scipy.linalg.solve"] = lambda: scipy.linalg.solve(a, b, assume_a="gen")
-    if importlib.util.find_spec("torch"):
-        import torch
-
-        tensors = torch.from_numpy(a), torch.from_numpy(b)
-        solvers["torch.linalg.solve"] = lambda: torch.linalg.solve(*tensors)
-    return solvers
+    tensors = torch.from_numpy(a), torch.from_numpy(b)
+    return {
+        NUMPY: lambda: np.linalg.solve(a, b),
+        "scipy.linalg.solve": lambda: scipy.linalg.solve(a, b, assume_a="gen"),
+        "torch.linalg.solve": lambda: torch.linalg.solve(*tensors),
+    }
 
 
 def backward_error(a: Any, b: Any, x: Any) -> float:
@@ -162,12 +158,11 @@ def claims_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return claims
 
 
-def main() -> None:
-    arguments = common.parser(__doc__).parse_args()
-    rounds, sizes, n = (1, [64, 128], 128) if arguments.quick else (3, [2048, 4096, 8192], 2048)
-    rows = [*families(sizes, rounds, arguments.seed), *conditions(n, rounds, arguments.seed)]
-    common.report("solve", arguments, rows, claims_of(rows), rounds=rounds, sizes=sizes)
+def measure_all(quick: bool, seed: int) -> Iterator[dict[str, Any]]:
+    rounds, sizes, n = (1, [64, 128], 128) if quick else (3, [2048, 4096, 8192], 2048)
+    yield from families(sizes, rounds, seed)
+    yield from conditions(n, rounds, seed)
 
 
 if __name__ == "__main__":
-    main()
+    common.main(__doc__, "solve", measure_all, claims_of)

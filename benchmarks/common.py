@@ -17,7 +17,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,27 @@ def parser(doc: str) -> argparse.ArgumentParser:
     return command_line
 
 
+def main(
+    doc: str | None,
+    benchmark: str,
+    measure: Callable[[bool, int], Iterable[dict[str, Any]]],
+    claims: Callable[[list[dict[str, Any]]], Iterable[Row]],
+) -> None:
+    """Run a script of one measurement: `measure(quick, seed)` yields the rows, `claims` are about all of them."""
+    arguments = parser(doc or "").parse_args()
+    rows = list(measure(arguments.quick, arguments.seed))
+    report(benchmark, arguments, rows, claims(rows))
+
+
+def run_parts(doc: str | None, parts: Mapping[str, Callable[[argparse.Namespace], None]]) -> None:
+    """Run the parts of a script that the command line names, all by default; each writes a result file."""
+    command_line = parser(doc or "")
+    command_line.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    arguments = command_line.parse_args()
+    for part in arguments.parts:
+        parts[part](arguments)
+
+
 # -- the machine ----------------------------------------------------------------------------------
 
 #: Instruction sets that determine the speed of a product, the most important first.
@@ -100,25 +121,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def caches() -> dict[str, int]:
-    """Return the bytes of the data caches by level, where the system reports them."""
-    sizes = {}
-    for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        with contextlib.suppress(OSError):
-            level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
-            if kind != "Instruction":
-                sizes[f"l{level}"] = int(size.rstrip("K")) * 1024
-    return sizes
-
-
-def memory_bytes() -> int | None:
-    """Return the size of the memory, None where the system does not report it."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def slug() -> str:
@@ -178,9 +180,6 @@ def describe() -> dict[str, Any]:
         "flags": cpu_flags(),
         "cores": cores(),
         "threads": threads(),
-        "cache_bytes": caches(),
-        "memory_bytes": memory_bytes(),
-        "system": platform.system(),
         "python": platform.python_version(),
         "versions": {"lowprec": lowprec.__version__, **versions(names)},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts and print their results; as a child process, run one part."""
     options = _parser().parse_args(arguments)
     if options.child:
-        part = parts.opened(options.file)
+        part = parts.Part(options.file)
         part.save()
         deadline = time.monotonic() + options.limit * parts.GRACE
         parts.runner(options.child)(part, parts.Options(options.quick, options.seed, deadline))

@@ -135,23 +135,6 @@ def speed(rows: Rows) -> Any:
     return figure
 
 
-def calls(rows: Rows) -> Any:
-    own = [r for r in rows if r["measured"] == "call"]
-    figure, (panel,) = _figure(1.0 + 0.5 * len(own))
-    bars = (("lowprec", "lowprec.matmul", "#0072b2"), ("own", "the library's own", "#6ca6d9"))
-    for offset, (key, label, colour) in zip((-0.2, 0.2), bars, strict=True):
-        at, lengths = [y + offset for y in range(len(own))], [1e6 * r[key]["median"] for r in own]
-        drawn = panel.barh(at, lengths, height=0.38, color=colour, label=label)
-        panel.bar_label(drawn, fmt="%.1f", padding=3)
-    panel.set_yticks(range(len(own)), [r["library"] for r in own])
-    panel.invert_yaxis()
-    panel.margins(x=0.08)
-    panel.grid(axis="x")
-    panel.set_xlabel("microseconds per call on 8 x 8 float32")
-    plotting.legend(figure, panel, loc="outside upper center")
-    return figure
-
-
 def digits(rows: Rows) -> Any:
     import bench_digits
 
@@ -169,19 +152,7 @@ def solve(rows: Rows) -> Any:
         at = [r["condition"] for r in points]
         panels[0].plot(at, [r["speed"]["median"] for r in points], label=f"factor in {mode}", **style)
         panels[1].plot(at, [r["steps"] for r in points], **style)
-        failed = [(r["condition"], r["steps"]) for r in points if r["method"] == "direct"]
-        if failed:
-            panels[1].plot(
-                *zip(*failed, strict=True),
-                linestyle="",
-                marker="o",
-                markersize=10,
-                fillstyle="none",
-                color=plotting.INK,
-            )
-    for panel, title in zip(
-        panels, ("speed over the best library", "steps (circles: direct solve after all)"), strict=True
-    ):
+    for panel, title in zip(panels, ("speed over the best library", "steps of refinement"), strict=True):
         panel.set_xscale("log")
         panel.set_ylim(bottom=0)
         panel.set_title(title)
@@ -200,7 +171,6 @@ CHARTS: dict[str, tuple[Callable[[Rows], Any], str]] = {
     "gemm": (speed, "Speed of each variant over numpy.matmul on float32, by size"),
     "solve": (solve, "Speed and steps of refinement against the condition number, by mode of the factor"),
     "digits": (digits, "Share of test digits that each training does not recognise, by library and precision"),
-    "overhead": (calls, "Cost of a call on 8 x 8 arrays, by library"),
 }
 
 

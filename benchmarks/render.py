@@ -99,6 +99,8 @@ def _claims(result: Result) -> str:
 
 #: Cells by row and column, under the words in the corner of their table.
 Tables = dict[str, dict[tuple[str, str], str]]
+#: Corner of a table, row, column and cell, as formats of a row of the results; which rows have the cell.
+Cells = tuple[str, str, str, str, Callable[[Mapping[str, Any]], bool]]
 
 
 def _tables(parts: Tables) -> list[str]:
@@ -112,12 +114,27 @@ def _tables(parts: Tables) -> list[str]:
     return tables
 
 
-def _us(time: Mapping[str, float]) -> str:
-    return f"{1e6 * time['median']:.2f}"
+def _pivoted(*specs: Cells) -> Callable[[Result], list[str]]:
+    """Return a function that makes tables of a result; times are milliseconds as `NAME_ms`, and `NAME_us`."""
+
+    def make(result: Result) -> list[str]:
+        tables: Tables = {}
+        first_spec: dict[str, int] = {}
+        for r in result["results"]:
+            medians = {name: x["median"] for name, x in r.items() if isinstance(x, Mapping) and "median" in x}
+            units = {f"{name}_{unit}": x * by for name, x in medians.items() for unit, by in (("ms", 1e3), ("us", 1e6))}
+            for number, (*formats, has_it) in enumerate(specs):
+                if has_it(r):
+                    corner, name, column, cell = (text.format_map({**r, **medians, **units}) for text in formats)
+                    first_spec.setdefault(corner, number)
+                    tables.setdefault(corner, {})[name, column] = cell
+        return _tables({corner: tables[corner] for corner in sorted(tables, key=first_spec.__getitem__)})
+
+    return make
 
 
-def _ratio(row: Mapping[str, Any], key: str = "speed") -> str:
-    return f"{row[key]['median']:.2f}"
+def _where(**values: Any) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda r: all(r.get(name) == value for name, value in values.items())
 
 
 def _size(row: Mapping[str, Any]) -> str:
@@ -139,62 +156,6 @@ def gemm(result: Result) -> list[str]:
     if left_out := ", ".join(result["settings"].get("left_out", ())):
         parts.append(f"Left out, more than 20 times slower than numpy float32: {left_out}.\n")
     return parts
-
-
-def overhead(result: Result) -> list[str]:
-    """Return the times of a small call, of its stages, and of the import."""
-    calls, variants, stages = {}, {}, {}
-    for r in result["results"]:
-        if r["measured"] == "call":
-            calls[r["library"], "lowprec.matmul"] = _us(r["lowprec"])
-            calls[r["library"], "the library's own matmul"] = _us(r["own"])
-        elif r["measured"] == "variant":
-            variants[r["variant"], r["library"]] = f"{_us(r['lowprec'])} ({_us(r['own'])})"
-        elif r["measured"] == "station":
-            stages |= {(r["station"], library): _us(r[library]) for library in r["libraries"]}
-    parts = {"8 x 8 float32, us per call": calls, "us per call (with the library's own functions)": variants}
-    return _tables({**parts, "stage, us": stages})
-
-
-def accuracy(result: Result) -> list[str]:
-    """Return error by distribution, mode and size, and the bound, which is independent of the distribution."""
-    parts: Tables = {}
-    bounds: dict[tuple[str, str], float] = {}
-    for r in result["results"]:
-        at = r["mode"], f"n = {r['n']}"
-        parts.setdefault(f"{r['distribution']}: error", {})[at] = f"{r['normalised']:.1e}"
-        bounds[at] = max(bounds.get(at, 0.0), r["bound"])
-    return _tables({**parts, "bound": {at: f"{bound:.1e}" for at, bound in bounds.items()}})
-
-
-def guard(result: Result) -> list[str]:
-    loaded = {"jax": "+ jax"}
-    cells = {(r["block"], f"loaded: {loaded.get(r['loaded'], r['loaded'])}"): _us(r["time"]) for r in result["results"]}
-    return _tables({"us": cells})
-
-
-def unscale(result: Result) -> list[str]:
-    """Return the speed of dividing and checking gradients: GB/s, and in brackets relative to PyTorch's own pass."""
-    cells = {}
-    for r in result["results"]:
-        size = f"{r['arrays']:,} x {r['n']:,}" if r["arrays"] > 1 else f"{r['n']:,}"
-        cells[r["variant"], size] = f"{r['gb_per_s']:.1f}" + (f" ({_ratio(r)})" if r["speed"] else "")
-    return _tables({"GB/s (x PyTorch)": cells})
-
-
-def transformer(result: Result) -> list[str]:
-    """Return the fastest other library's time over lowprec's: by shape, inside programs, in a training step."""
-    products, programs, steps = {}, {}, []
-    for r in result["results"]:
-        ms = 1e3 * r["time"]["median"]
-        if r["kind"] == "product":
-            products["x".join(str(r[x]) for x in "mkn"), r["what"]] = _ratio(r)
-        elif r["kind"] == "program":
-            programs[r["what"], r["variant"]] = f"{ms:.2f} ({_ratio(r, 'slower_after')})"
-        else:
-            steps.append([r["variant"], f"{ms:.0f}", _ratio(r, "relative_time")])
-    tables = _tables({"m x k x n": products, "ms (relative)": programs})
-    return [*tables, table(("training step", "ms", "relative time"), steps)]
 
 
 def digits(result: Result) -> list[str]:
@@ -243,72 +204,92 @@ def real(result: Result) -> list[str]:
 
 def narrow(result: Result) -> list[str]:
     """Return the errors of a transformer by format of its weights, and speeds."""
-    titles = {
-        kind: f"{of}: speed over bfloat16" for kind, of in (("storage", "both operands"), ("weight", "the weight"))
-    }
-    speeds: Tables = {title: {} for title in titles.values()}
-    errors = []
-    for r in result["results"]:
-        if r["kind"] == "embeddings":
-            errors.append(
-                [
-                    f"`{r['format']}`",
-                    f"{r['nbytes'] / 1e6:.2f}",
-                    f"{100 * r['relative_error']:.2f} %",
-                    f"{r['cosine_mean']:.5f} ({r['cosine_min']:.5f})",
-                    f"{r['change_mean']:.5f} ({r['change_max']:.5f})",
-                    f"{r['same_neighbour']} of {r['sentences']}",
-                ]
-            )
-        elif r["kind"] in titles:
-            where = f"{r['m']} x {r['n']} x {r['n']}" if "m" in r else f"n = {r['n']}"
-            speeds[titles[r["kind"]]][f"`{r['format']}`", where] = _ratio(r)
+    errors = [
+        [
+            f"`{r['format']}`", f"{r['nbytes'] / 1e6:.2f}", f"{100 * r['relative_error']:.2f} %",
+            f"{r['cosine_mean']:.5f} ({r['cosine_min']:.5f})", f"{r['change_mean']:.5f} ({r['change_max']:.5f})",
+            f"{r['same_neighbour']} of {r['sentences']}",
+        ]
+        for r in result["results"]
+        if r["kind"] == "embeddings"
+    ]  # fmt: skip
     header = ["weights", "MB", "error of a matrix, at most", "cosine, mean (least)"]
     header += ["change of a similarity, mean (largest)", "same neighbour"]
-    return [table(header, errors), *_tables(speeds)]
+    over = ": speed over bfloat16"
+    speeds = _pivoted(
+        (f"both operands{over}", "`{format}`", "n = {n}", "{speed:.2f}", _where(kind="storage")),
+        (f"the weight{over}", "`{format}`", "{m} x {n} x {n}", "{speed:.2f}", _where(kind="weight")),
+    )
+    return [table(header, errors), *speeds(result)]
 
 
-def tradeoff(result: Result) -> list[str]:
-    """Return speed and error by mode and size; a star marks those that no other mode beats in both."""
-    cells = {
-        (f"`{r['mode']}`", f"n = {r['n']}"): f"{_ratio(r)} x, {r['normalised']:.1e}{' *' if r['on_front'] else ''}"
-        for r in result["results"]
-    }
-    return _tables({"speed over fp32, error": cells})
-
-
-def solve(result: Result) -> list[str]:
-    """Return speed over the best library by family and size, backward errors, and both by condition number."""
-    speeds, errors, by_condition = {}, {}, {}
+def beside_torch(result: Result) -> list[str]:
+    """Return milliseconds, or numbers of elements or rows, of PyTorch and lowprec."""
+    rows = []
     for r in result["results"]:
-        if r["kind"] == "condition":
-            cell = f"{_ratio(r)}, {r['steps']} steps, {r['method']}"
-            by_condition[f"{r['condition']:.0e}", r["mode"]] = cell
+        if r["of"]:
+            figures = [f"{r['torch']} of {r['of']:,}", f"{r['lowprec']} of {r['of']:,}"]
         else:
-            at = f"{r['family']}, n = {r['n']}", r["variant"]
-            speeds[at] = f"{_ratio(r, 'time')} ({_ratio(r)})"
-            errors[at] = f"{r['backward_error']:.1e}"
-    parts = {"seconds (speed over the best library)": speeds, "backward error": errors}
-    return _tables({**parts, "condition (speed, steps, method), by mode of the factor": by_condition})
+            figures = [f"{1e3 * r[name]['median']:.2f} ms" for name in ("torch", "lowprec")]
+        rows.append([r["units"], r["case"], *figures])
+    return [generated.table(["instruction sets", "product", "PyTorch", "lowprec"], rows, words=2)]
 
+
+_CALL, _UNSCALED, _TRADED = "8 x 8 float32, us per call", "GB/s (x PyTorch)", "speed over fp32, error"
 
 _PARTS: dict[str, Callable[[Result], list[str]]] = {
     "gemm": gemm,
     "gemm-schemes": gemm,
-    "overhead": overhead,
-    "guard": guard,
-    "accuracy": accuracy,
-    "unscale": unscale,
-    "transformer": transformer,
+    "overhead": _pivoted(
+        (_CALL, "{library}", "lowprec.matmul", "{lowprec_us:.2f}", _where(measured="call")),
+        (_CALL, "{library}", "the library's own matmul", "{own_us:.2f}", _where(measured="call")),
+        (
+            "us per call (with the library's own functions)", "{variant}", "{library}",
+            "{lowprec_us:.2f} ({own_us:.2f})", _where(measured="variant"),
+        ),
+    ),
+    "guard": _pivoted(
+        ("us", "{block}", "loaded: {loaded}", "{time_us:.2f}", lambda r: r["loaded"] != "jax"),
+        ("us", "{block}", "loaded: + jax", "{time_us:.2f}", _where(loaded="jax")),
+    ),
+    # The bound does not depend on the distribution.
+    "accuracy": _pivoted(
+        ("{distribution}: error", "{mode}", "n = {n}", "{normalised:.1e}", _where()),
+        ("bound", "{mode}", "n = {n}", "{bound:.1e}", _where()),
+    ),
+    "unscale": _pivoted(
+        (_UNSCALED, "{variant}", "{n:,}", "{gb_per_s:.1f} ({speed:.2f})", _where(arrays=1)),
+        (_UNSCALED, "{variant}", "{arrays:,} x {n:,}", "{gb_per_s:.1f} ({speed:.2f})", lambda r: r["arrays"] > 1),
+    ),
+    "transformer": _pivoted(
+        ("m x k x n", "{m}x{k}x{n}", "{what}", "{speed:.2f}", _where(kind="product")),
+        ("training step", "{variant}", "ms", "{time_ms:.0f}", _where(kind="step")),
+        ("training step", "{variant}", "relative time", "{relative_time:.2f}", _where(kind="step")),
+    ),
     "digits": digits,
     "recovery": recovery,
     "real": real,
     "narrow": narrow,
-    "tradeoff": tradeoff,
-    "solve": solve,
+    # A star marks the modes that no other one beats in both.
+    "tradeoff": _pivoted(
+        (_TRADED, "`{mode}`", "n = {n}", "{speed:.2f} x, {normalised:.1e}", _where(on_front=False)),
+        (_TRADED, "`{mode}`", "n = {n}", "{speed:.2f} x, {normalised:.1e} *", _where(on_front=True)),
+    ),
+    "solve": _pivoted(
+        (
+            "seconds (speed over the best library)", "{family}, n = {n}", "{variant}", "{time:.2f} ({speed:.2f})",
+            _where(kind="family"),
+        ),
+        ("backward error", "{family}, n = {n}", "{variant}", "{backward_error:.1e}", _where(kind="family")),
+        (
+            "condition (speed, steps, method), by mode of the factor", "{condition:.0e}", "{mode}",
+            "{speed:.2f}, {steps} steps, {method}", _where(kind="condition"),
+        ),
+    ),
+    "torch": beside_torch,
     "stress": lambda _: [],
     "dask": dask,
-}
+}  # fmt: skip
 
 
 def page(benchmark: str, result: Result) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -36,10 +35,3 @@ class TorchArrays:
         if not hasattr(np, str(tensor.dtype).removeprefix("torch.")):
             tensor = tensor.float()
         return tensor.cpu().numpy()
-
-
-def normal(torch: Any, generator: Any, shape: Sequence[int], dtype: str) -> Any:
-    """Return a tensor of normal numbers, drawn in float32 unless the element type is wider."""
-    kind = getattr(torch, dtype)
-    drawn = kind if kind.is_complex or kind == torch.float64 else torch.float32
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=drawn).to(kind)

@@ -1,4 +1,4 @@
-"""The time of calls on a GPU, by turns: with the host out of the way, and as a caller observes it.
+"""The time of calls on a GPU, by turns, with the host out of the way.
 
 A small product takes the GPU less time than its call takes the host. The GPU's time is therefore measured with the
 calls queued behind a kernel that waits. Medians and ratios are those of `timing`.
@@ -58,33 +58,15 @@ class EventClock:
         return float(start.elapsed_time(end)) * 1e-3
 
 
-class HostClock:
-    """The same for calls that are done when they return."""
-
-    device = "cpu"
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def time(self, work: Callable[[], None], behind_s: float) -> float:
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-
-
-Clock = EventClock | HostClock
-
-
 @dataclass
 class Contest:
     """The measurements, by variant.
 
-    Seconds per call, one per round, of the device alone and with the host's share where that is the longer one
-    (`eager_s`); seconds for which a call keeps the host busy; errors of variants that do not run.
+    Seconds per call of the device alone, one per round; seconds for which a call keeps the host busy; errors of the
+    variants that do not run.
     """
 
     device_s: dict[str, list[float]] = field(default_factory=dict)
-    eager_s: dict[str, list[float]] = field(default_factory=dict)
     host_s: dict[str, float] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
@@ -110,7 +92,7 @@ class _Warm:
     behind_s: float
     host_s: float
 
-    def sample(self, clock: Clock, first: int, sets: int, behind_s: float) -> float:
+    def sample(self, clock: EventClock, first: int, sets: int) -> float:
         """Return the seconds per call, beginning with an operand set."""
 
         def work() -> None:
@@ -118,12 +100,12 @@ class _Warm:
                 self.variant.call(number % sets)
 
         with self.variant.around():
-            return clock.time(work, behind_s) / self.repeats
+            return clock.time(work, self.behind_s) / self.repeats
 
 
 def contest(
     variants: Mapping[str, Variant | Call],
-    clock: Clock,
+    clock: EventClock,
     *,
     sets: int = 1,
     rounds: int = 15,
@@ -141,27 +123,24 @@ def contest(
     measured.host_s = {name: entry.host_s for name, entry in ready.items()}
     at = 0
 
-    def sample(name: str, _: int) -> tuple[float, float]:
+    def sample(name: str, _: int) -> float:
         nonlocal at
         entry = ready[name]
         if name not in measured.errors:
             try:
-                device = entry.sample(clock, at, sets, entry.behind_s)
-                eager = entry.sample(clock, at, sets, 0.0) if entry.behind_s else device
+                seconds = entry.sample(clock, at, sets)
                 at += entry.repeats
-                return device, eager
+                return seconds
             except Exception as error:  # noqa: BLE001 - a late failure leaves the others
                 measured.errors[name] = short(error)
-        return math.nan, math.nan
+        return math.nan
 
     samples = timing.take_turns(list(ready), sample, rounds=rounds, seed=seed, budget_s=budget_s)
-    for name, pairs in samples.items():
-        if name not in measured.errors:
-            measured.device_s[name], measured.eager_s[name] = (list(times) for times in zip(*pairs, strict=True))
+    measured.device_s = {name: times for name, times in samples.items() if name not in measured.errors}
     return measured
 
 
-def _warm(variant: Variant, clock: Clock, sets: int) -> _Warm:
+def _warm(variant: Variant, clock: EventClock, sets: int) -> _Warm:
     """Run a variant, and determine how to time it."""
     with variant.around():
         for number in range(2):

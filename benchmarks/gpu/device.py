@@ -36,7 +36,7 @@ def device(part: Part, options: Options) -> None:
     part.fact("versions", common.versions(PACKAGES))
     part.fact("name", slug(part.facts["nvidia_smi"].get("name") or "none"))
     part.fact("gpu", None)
-    for look in (_machine, _gpu, _runtime, _first_use, _info, _torch):
+    for look in (_machine, _gpu, _first_use, _info):
         try:
             look(part)
         except Exception as error:  # noqa: BLE001 - the report shows it
@@ -63,14 +63,6 @@ def _gpu(part: Part) -> None:
         part.fact("name", slug(described["devices"][0]["name"]))
 
 
-def _runtime(part: Part) -> None:
-    """Ask the runtime without lowprec, in case lowprec fails."""
-    from cuda.bindings import runtime
-
-    names = ("cudaGetDeviceCount", "cudaDriverGetVersion", "cudaRuntimeGetVersion")
-    part.fact("runtime", {name: [str(x) for x in getattr(runtime, name)()] for name in names})
-
-
 def _first_use(part: Part) -> None:
     """Create a context and a handle: the first of a machine take longest, and the next parts have less time."""
     from lowprec.backends.cuda import bindings, runtime
@@ -85,14 +77,6 @@ def _info(part: Part) -> None:
     import lowprec
 
     part.fact("lowprec_info", lowprec.info())
-
-
-def _torch(part: Part) -> None:
-    import torch
-
-    part.fact("torch_cuda", torch.version.cuda)
-    if torch.cuda.is_available():
-        part.fact("l2_bytes", getattr(torch.cuda.get_device_properties(0), "L2_cache_size", None))
 
 
 def slug(name: str) -> str:

