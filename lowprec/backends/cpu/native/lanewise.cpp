@@ -51,8 +51,10 @@ lp::Quantization describe(const lp_quantizer& q, const void* x, void* to, void* 
 
 // Calls each(part, memory) for the parts of all matrices, of about PART elements, by threads; false without memory.
 template <class Each> bool by_parts(const lp::Quantization& j, bool whole_vectors, int threads, const Each& each) {
-    const int64_t rows = whole_vectors && !j.along_k ? j.rows : ceil(PART, least(j.chunk, j.columns) * j.block_rows) * j.block_rows;
-    const int64_t columns = whole_vectors && j.along_k ? j.columns : j.chunk, height = whole_vectors && j.along_k ? 1 : rows;
+    const bool whole_rows = whole_vectors && j.along_k, whole_columns = whole_vectors && !j.along_k;
+    const int64_t chunks = ceil(PART / j.block_rows, j.chunk), columns = whole_rows ? j.columns : whole_columns ? j.chunk
+                                                                                                                : chunks * j.chunk;
+    const int64_t height = whole_columns ? j.rows : ceil(PART, least(columns, j.columns) * j.block_rows) * j.block_rows;
     const int64_t down = ceil(j.rows, height), across = ceil(j.columns, columns), count = j.q.batches * down * across;
     std::atomic<bool> done{true};
     auto part = [&](int64_t i) {

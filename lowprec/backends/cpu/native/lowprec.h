@@ -117,7 +117,7 @@ typedef struct {
     int64_t to_vector, to_inner;          // of the rounded numbers, one of which is 1; of codes to_inner is 1
     const int64_t *offsets, *to_offsets;  // of the batch's matrices; null: one matrix
     int64_t scale_batch, scale_vector, scale_inner;  // strides of scales: of vectors, or of blocks
-    int64_t block_vectors, block_k;       // the elements with a common scale; 1 or multiples of 16, at most 128
+    int64_t block_vectors, block_k;       // the elements with a common scale; 1 or a power of two from 16 to 128
     uint64_t seed, stream;                // of Philox4x32-10: its key, and half of its counter
     int32_t type, elements, scaling;      // float32, bfloat16 or float16; lp_elements; lp_scaling
     int32_t stochastic, hadamard;         // rounding; whether groups of 16 along k are transformed first

@@ -7,12 +7,13 @@
 
 struct Stripe {
     float* x;          // rows x width
+    const float* in;   // the numbers, in x or in the source; `step` is the distance of rows
     uint32_t* random;  // rows x width
     uint8_t* codes;    // rows x width
     uint32_t* peaks;   // of the columns, then of the blocks; each of these has STRIPE_COLUMNS numbers
     float *factors, *multipliers;
     uint32_t *keeps, *stored;  // masks of signs and codes; codes or float32 bits of the scales
-    int64_t rows, width;
+    int64_t rows, width, step;
     explicit Stripe(void* memory) : x((float*)memory), random((uint32_t*)x + lp::STRIPE), codes((uint8_t*)(random + lp::STRIPE)), peaks((uint32_t*)(codes + lp::STRIPE)), factors((float*)peaks + lp::STRIPE_COLUMNS), multipliers(factors + lp::STRIPE_COLUMNS), keeps((uint32_t*)multipliers + lp::STRIPE_COLUMNS), stored(keeps + lp::STRIPE_COLUMNS) {}
 };
 
@@ -23,9 +24,10 @@ struct Narrow {
     float largest;
     int emax() const { return (int)(__builtin_bit_cast(uint32_t, largest) >> 23) - 127; }
 };
-static const Narrow NARROW[] = {{3, -6, 448}, {2, -14, 57344}, {1, 0, 6}, {7, 7, 127}};
+static constexpr Narrow NARROW[] = {{3, -6, 448}, {2, -14, 57344}, {1, 0, 6}, {7, 7, 127}};
 
-INLINE f32v smaller(f32v x, f32v y) { return x < y ? x : y; }
+// Of numbers that are not negative; of a NaN and a number, the number.
+INLINE f32v smaller(f32v x, f32v y) { return floats((u32v)((i32v)x < (i32v)y ? (i32v)x : (i32v)y)); }
 
 // The nearest number to q >= 0, ties to even: a sum with a power of two drops the bits.
 INLINE f32v to_nearest(f32v q, Narrow to) {
@@ -153,6 +155,11 @@ static void read_stripe(const lp::Quantization& j, const lp::Part& p, Stripe& s)
     const int64_t count = p.column_end - p.column, rows = p.row_end - p.row, size = bits_of(j.q.type) / 8, unit = j.block_columns > 64 ? j.block_columns : 64;
     s.rows = j.block_rows, s.width = (count + unit - 1) / unit * unit;
     const char* at = j.x + ((j.q.offsets ? j.q.offsets[p.batch] : 0) + p.row * j.row + p.column * j.column) * size;
+    s.in = s.x, s.step = s.width;
+    if (j.q.type == LP_F32 && j.column == 1 && rows == s.rows && count == s.width && !j.q.hadamard) {
+        s.in = (const float*)at, s.step = j.row;
+        return;
+    }
     if (j.q.type == LP_BF16) read_rows<LP_BF16>(j, at, rows, count, s);
     else if (j.q.type == LP_F16) read_rows<LP_F16>(j, at, rows, count, s);
     else read_rows<LP_F32>(j, at, rows, count, s);
@@ -163,26 +170,31 @@ static void read_stripe(const lp::Quantization& j, const lp::Part& p, Stripe& s)
 // Whether a number that is not finite becomes NaN alone, without effect on its scale.
 static bool is_alone(const lp_quantizer& q) { return q.elements != LP_NARROW_I8 && (q.scaling == LP_TENSOR || q.scaling == LP_VECTORS || q.scaling == LP_F32_SCALES); }
 
-// Raises the largest magnitudes of columns by those of a stripe; of finite numbers alone, or of all.
-static void raise_peaks(const Stripe& s, bool finite, uint32_t* peaks) {
-    for (int64_t c = 0; c < s.width; c += W) {
-        i32v peak = get<i32v>(peaks + c);
-        for (int64_t r = 0; r < s.rows; r++) {
-            i32v x = get<i32v>(s.x + r * s.width + c) & 0x7fffffff;
-            if (finite) x &= x < 0x7f800000;
-            peak = larger(peak, x);
-        }
-        put(peaks + c, peak);
+// Raises the largest magnitudes of columns by those of a stripe; of finite numbers alone, or of all. `merges`: columns may
+// raise those of other columns.
+template <bool FINITE> static void raise_peaks(Stripe s, bool merges) {
+    if (merges && s.rows == 1) s.rows = s.width / 64, s.width = s.step = 64;
+    for (int64_t c = 0; c < s.width; c += 4 * W) {
+        i32v peaks[4];
+        UNROLLED(v, 4) peaks[v] = get<i32v>(s.peaks + c + v * W);
+        const float* in = s.in + c;
+        for (int64_t r = 0; r < s.rows; r++, in += s.step)
+            UNROLLED(v, 4) {
+                i32v x = get<i32v>(in + v * W) & 0x7fffffff;
+                if (FINITE) x &= x < 0x7f800000;
+                peaks[v] = larger(peaks[v], x);
+            }
+        UNROLLED(v, 4) put(s.peaks + c + v * W, peaks[v]);
     }
 }
 
-// Replaces the largest magnitudes of columns by those of groups of `size` columns, a multiple of 16.
-static void group_peaks(const Stripe& s, int64_t size) {
+// The largest magnitudes of groups of `size` columns, a multiple of 16, from numbers of columns.
+static void group_peaks(const Stripe s, const void* columns, int64_t size) {
     for (int64_t group = 0; group * size < s.width; group += W) {
-        u32v rows[W] = {};
-        for (int i = 0; i < W && (group + i) * size < s.width; i++) {
+        u32v rows[W];
+        for (int i = 0; i < W; i++) {
             i32v peak = {};
-            for (int64_t c = 0; c < size; c += W) peak = larger(peak, get<i32v>(s.peaks + (group + i) * size + c));
+            for (int64_t c = 0; c < size && (group + i) * size < s.width; c += W) peak = larger(peak, get<i32v>((const uint32_t*)columns + (group + i) * size + c) & 0x7fffffff);
             rows[i] = (u32v)peak;
         }
         transpose(rows);
@@ -209,13 +221,13 @@ static void make_scales(const lp::Quantization& j, const Stripe& s, int64_t coun
             i32v code = (i32v)(peak >> 23) - to.emax();
             if (j.q.scaling == LP_RCEIL) code -= (i32v)((peak & 0x7fffffu) > fraction);
             stored = choose(special, all(255), (u32v)larger(code, i32v{}));
-            factor = floats((254 - stored) << 23);
+            factor = floats(choose(special, all(0x3f800000u), (254 - stored) << 23));
             multiplier = floats(choose((u32v)(stored == 0), all(1u << 22), stored << 23));
         } else if (j.q.scaling == LP_E4M3_SCALES) {
             multiplier = to_nearest(floats(peak) / to.largest / j.scale, NARROW[LP_NARROW_E4M3]);
             stored = choose(special, all(0x7f), code_of(multiplier, NARROW[LP_NARROW_E4M3]));
             keep &= (u32v)(multiplier > 0.0f);
-            factor = floats(choose(keep, bits(multiplier * j.scale), bits(all_floats(1))));
+            factor = floats(choose(keep, bits(multiplier * j.scale), all(0x7f800000u)));
         } else {
             factor = j.q.scaling == LP_TENSOR ? all_floats(j.scale) : float_scale(peak, to.largest);
             if (j.q.scaling == LP_TENSOR) keep = ~u32v{};
@@ -255,44 +267,60 @@ static void write_codes(const lp::Quantization& j, const lp::Part& p, const Stri
     }
 }
 
-// Rounds one row of a stripe, of which `count` numbers are written to `to`.
-static void round_row(const lp::Quantization& j, const Stripe& s, int64_t row, int64_t count, char* to) {
-    const Narrow narrow = NARROW[j.q.elements];
-    const bool multiplies = j.q.scaling == LP_FLOOR || j.q.scaling == LP_RCEIL, alone = is_alone(j.q), is_i8 = j.q.elements == LP_NARROW_I8;
-    const int64_t columns = j.block_columns == 1 ? W : j.block_columns ? j.block_columns
-                                                                       : s.width,
-                  end = j.q.codes ? s.width : count;
-    const int size = is_i8 ? 1 : 2;
-    for (int64_t first = 0, block = 0; first < end; first += columns, block += j.block_columns == 1 ? W : 1) {
-        const bool each = j.block_columns == 1;
-        const f32v factor = each ? get<f32v>(s.factors + block) : all_floats(s.factors[block]);
-        const f32v multiplier = each ? get<f32v>(s.multipliers + block) : all_floats(s.multipliers[block]);
-        const u32v keep = each ? get<u32v>(s.keeps + block) : all(s.keeps[block]);
-        for (int64_t c = first; c < first + columns && c < end; c += W) {
-            const int64_t at = row * s.width + c;
-            const u32v x = get<u32v>(s.x + at), sign = x & 0x80000000u & keep;
-            const f32v magnitude = floats(x & 0x7fffffffu), q = multiplies ? magnitude * factor : magnitude / factor;
-            const f32v r = j.q.stochastic ? to_random(q, narrow, get<u32v>(s.random + at)) : to_nearest(q, narrow);
-            if (j.q.codes) {
-                u32v code = (code_of(r, narrow) & keep) | sign >> (j.q.elements == LP_NARROW_E2M1 ? 28 : 24);
-                if (alone) code = choose(is_special(x), sign >> 24 | 0x7f, code);
-                put(s.codes + at, __builtin_convertvector(__builtin_convertvector(code, u16v), u8v));
-                continue;
-            }
-            alignas(64) char some[2 * W];
-            char* target = c + W <= count ? to + c * size : some;
-            if (is_i8) {
-                const i32v code = __builtin_convertvector(floats(bits(r) | sign), i32v) & (i32v)keep;
-                put(target, __builtin_convertvector(__builtin_convertvector(code, i16v), i8v));
-            } else {
-                u32v v = bits(r * multiplier);
-                if (alone) v = choose(is_special(x), all(0x7fc00000u), v);
-                v = (v + (0x7fffu + ((v >> 16) & 1))) >> 16 | sign >> 16;
-                put(target, __builtin_convertvector(v, u16v));
-            }
-            if (target == some) __builtin_memcpy(to + c * size, some, (size_t)((count - c) * size));
+// How scales act: powers of two, by which magnitudes are multiplied; E4M3 numbers, and float32 numbers, by which they are divided.
+enum Scales { POWERS,
+              E4M3_SCALES,
+              F32_SCALES };
+
+// Rounds rows of a stripe, of which `count` numbers each are written to `to`.
+template <int ELEMENTS, int SCALES, bool RANDOM, bool CODES>
+static void round_rows(const lp::Quantization& j, const Stripe s, int64_t rows, int64_t count, char* to) {
+    constexpr Narrow NUMBERS = NARROW[ELEMENTS];
+    constexpr bool IS_I8 = ELEMENTS == LP_NARROW_I8, ALONE = SCALES == F32_SCALES && !IS_I8;
+    const bool each = j.block_columns == 1;
+    const int64_t end = CODES ? s.width : count;
+    const int shift = j.block_columns ? __builtin_ctzll((uint64_t)j.block_columns) : 63;
+    const float* from = s.in;
+    const uint32_t* random = s.random;
+    uint8_t* codes = s.codes;
+    const auto round = [&](int64_t c, char* target) __attribute__((always_inline)) {
+        const int64_t i = c >> shift;  // of the scale
+        const f32v factor = each ? get<f32v>(s.factors + c) : all_floats(s.factors[i]);
+        const f32v multiplier = each ? get<f32v>(s.multipliers + c) : all_floats(s.multipliers[i]);
+        const u32v keep = each ? get<u32v>(s.keeps + c) : all(s.keeps[i]);
+        const u32v x = get<u32v>(from + c), sign = x & 0x80000000u & keep;
+        const f32v magnitude = floats(x & 0x7fffffffu), q = SCALES == POWERS ? magnitude * factor : magnitude / factor;
+        if constexpr (IS_I8 && !RANDOM) return put_u8(target, bits(floats(bits(q) | sign) + 0x1.8p23f) & keep);
+        const f32v r = RANDOM ? to_random(q, NUMBERS, get<u32v>(random + c)) : to_nearest(q, NUMBERS);
+        if constexpr (CODES) {
+            const u32v code = (code_of(r, NUMBERS) & keep) | sign >> (ELEMENTS == LP_NARROW_E2M1 ? 28 : 24);
+            put_u8(codes + c, ALONE ? choose(is_special(x), sign >> 24 | 0x7f, code) : code);
+        } else if constexpr (IS_I8) {
+            put_u8(target, (u32v) __builtin_convertvector(floats(bits(r) | sign), i32v) & keep);
+        } else {
+            u32v v = SCALES == F32_SCALES ? choose(is_special(x), all(0x7fc00000u), bits(r)) : bits(r * multiplier);
+            if (SCALES == POWERS) v += 0x7fffu + ((v >> 16) & 1);  // products with 2^-127
+            put(target, __builtin_convertvector((v | sign) >> 16, u16v));
         }
+    };
+    constexpr int SIZE = IS_I8 ? 1 : 2;
+    const int64_t to_row = j.to_row * SIZE;
+    for (int64_t r = 0; r < rows; r++, from += s.step, random += s.width, codes += s.width, to += to_row) {
+        int64_t c = 0;
+        for (; c + W <= end; c += W) round(c, to + c * SIZE);
+        if (c == end) continue;
+        char some[2 * W];
+        round(c, some);
+        __builtin_memcpy(to + c * SIZE, some, (size_t)((end - c) * SIZE));
     }
+}
+
+typedef void (*RoundRows)(const lp::Quantization&, const Stripe, int64_t rows, int64_t count, char* to);
+template <int... I> static RoundRows rounding(const lp_quantizer& q, std::integer_sequence<int, I...>) {
+    static const RoundRows of[] = {round_rows < I / 4 % 4, I / 4 % 4 == LP_NARROW_I8 ? F32_SCALES : I / 16, I / 2 % 2, I % 2 && I / 4 % 4 != LP_NARROW_I8 > ...};
+    const int scales = q.scaling == LP_FLOOR || q.scaling == LP_RCEIL ? POWERS : q.scaling == LP_E4M3_SCALES ? E4M3_SCALES
+                                                                                                             : F32_SCALES;
+    return of[scales * 16 + q.elements * 4 + (q.stochastic ? 2 : 0) + (q.codes ? 1 : 0)];
 }
 
 // Calls each(part) for the stripes of a part.
@@ -302,25 +330,34 @@ template <class Each> INLINE void by_stripes(const lp::Quantization& j, const lp
             each(lp::Part{p.batch, r, r + j.block_rows < p.row_end ? r + j.block_rows : p.row_end, c, c + j.chunk < p.column_end ? c + j.chunk : p.column_end});
 }
 
+static uint32_t largest_peak(const Stripe s, int columns) {
+    i32v peaks = {};
+    for (int c = 0; c < columns; c += W) peaks = larger(peaks, get<i32v>(s.peaks + c));
+    for (int i = 1; i < W; i++) peaks[0] = peaks[i] > peaks[0] ? peaks[i] : peaks[0];
+    return (uint32_t)peaks[0];
+}
+
 static uint32_t largest_magnitude(const lp::Quantization& j, const lp::Part& p, void* memory) {
     Stripe s(memory);
-    uint32_t found = 0;
     __builtin_memset(s.peaks, 0, 4 * lp::STRIPE_COLUMNS);
-    by_stripes(j, p, [&](const lp::Part& stripe) { read_stripe(j, stripe, s), raise_peaks(s, true, s.peaks); });
-    for (int i = 0; i < lp::STRIPE_COLUMNS; i++) found = s.peaks[i] > found ? s.peaks[i] : found;
-    return found;
+    by_stripes(j, p, [&](const lp::Part& stripe) { read_stripe(j, stripe, s), raise_peaks<true>(s, true); });
+    return largest_peak(s, lp::STRIPE_COLUMNS);
 }
 
 // Of scales of vectors, a part has all of their numbers.
 static void quantize_part(const lp::Quantization& j, const lp::Part& p, void* memory) {
     Stripe s(memory);
+    if (j.q.scaling == LP_VECTORS && j.along_k && p.row_end - p.row > 1) {
+        for (int64_t r = p.row; r < p.row_end; r++) quantize_part(j, {p.batch, r, r + 1, p.column, p.column_end}, memory);
+        return;
+    }
     const bool of_vectors = j.q.scaling == LP_VECTORS, of_blocks = !of_vectors && j.q.scaling != LP_TENSOR;
     const int64_t none = j.q.scaling == LP_TENSOR, groups = j.block_columns;
-    __builtin_memset(s.peaks, 0, 4 * lp::STRIPE_COLUMNS);
+    const RoundRows round = rounding(j.q, std::make_integer_sequence<int, 48>());
+    __builtin_memset(s.peaks, 0, 4 * 64);
     if (of_vectors) {
-        by_stripes(j, p, [&](const lp::Part& stripe) { read_stripe(j, stripe, s), raise_peaks(s, is_alone(j.q), s.peaks); });
-        if (j.along_k)
-            for (int i = 1; i < lp::STRIPE_COLUMNS; i++) s.peaks[0] = s.peaks[i] > s.peaks[0] ? s.peaks[i] : s.peaks[0];
+        by_stripes(j, p, [&](const lp::Part& stripe) { read_stripe(j, stripe, s), is_alone(j.q) ? raise_peaks<true>(s, j.along_k) : raise_peaks<false>(s, j.along_k); });
+        if (j.along_k) s.peaks[0] = largest_peak(s, 64);
     }
     if (of_vectors || none) {
         const int64_t count = j.along_k || none ? 1 : p.column_end - p.column;
@@ -331,9 +368,12 @@ static void quantize_part(const lp::Quantization& j, const lp::Part& p, void* me
         read_stripe(j, stripe, s);
         const int64_t columns = stripe.column_end - stripe.column;
         if (of_blocks) {
-            __builtin_memset(s.peaks, 0, 4 * (size_t)s.width);
-            raise_peaks(s, is_alone(j.q), s.peaks);
-            if (groups > 1) group_peaks(s, groups);
+            const bool at_once = s.rows == 1 && !is_alone(j.q);
+            if (!at_once) {
+                __builtin_memset(s.peaks, 0, 4 * (size_t)s.width);
+                is_alone(j.q) ? raise_peaks<true>(s, false) : raise_peaks<false>(s, false);
+            }
+            if (groups > 1) group_peaks(s, at_once ? (const void*)s.in : s.peaks, groups);
             const int64_t count = (columns + groups - 1) / groups;
             make_scales(j, s, count);
             if (j.scales) write_scales(j, stripe, s, count);
@@ -341,7 +381,7 @@ static void quantize_part(const lp::Quantization& j, const lp::Part& p, void* me
         if (j.q.stochastic) draw(j, stripe, s);
         const int64_t rows = j.q.codes ? s.rows : stripe.row_end - stripe.row, start = j.q.to_offsets ? j.q.to_offsets[p.batch] : 0;
         const int size = j.q.elements == LP_NARROW_I8 ? 1 : 2;
-        for (int64_t r = 0; r < rows; r++) round_row(j, s, r, columns, j.to + (start + (stripe.row + r) * j.to_row + stripe.column) * size);
+        round(j, s, rows, columns, j.to + (start + stripe.row * j.to_row + stripe.column) * size);
         if (j.q.codes) write_codes(j, stripe, s);
     });
 }

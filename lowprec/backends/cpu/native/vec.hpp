@@ -12,7 +12,8 @@ typedef int16_t i16v __attribute__((vector_size(2 * W)));
 typedef uint8_t u8v __attribute__((vector_size(W)));
 typedef int8_t i8v __attribute__((vector_size(W)));
 
-template <class V> static inline V bf16_of_e4m3(V codes);  // if W is 16
+template <class V> static inline V bf16_of_e4m3(V codes);            // if W is 16
+template <class V> static inline void narrow_u8(void* to, V x);  // if W is 16
 
 using lp::bits_of;
 using lp::block_of;
@@ -29,6 +30,11 @@ template <class V> INLINE V get(const void* at) {
     return v;
 }
 template <class V> INLINE void put(void* at, V v) { __builtin_memcpy(at, &v, sizeof v); }
+// The low bytes of lanes.
+INLINE void put_u8(void* to, u32v x) {
+    if constexpr (W == 16) narrow_u8(to, x);
+    else put(to, __builtin_convertvector(__builtin_convertvector(x, u16v), u8v));
+}
 INLINE u32v bits(f32v x) { return (u32v)x; }
 INLINE f32v floats(u32v x) { return (f32v)x; }
 INLINE u32v all(uint32_t x) { return x - (u32v){}; }
