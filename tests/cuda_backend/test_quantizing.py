@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import Gpu, has_real_gpu
+from cuda_backend.device_fixture import has_real_gpu
 from lowprec.arrays import block_codes
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda.packing import prepare_packing
@@ -36,7 +34,7 @@ RULES = [rule._replace(**words) for rule in QUANTIZED for words in MEASURES]
 
 
 @pytest.fixture
-def device() -> Iterator[None]:
+def device():
     """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
     if has_real_gpu():
         yield
@@ -49,11 +47,11 @@ def device() -> Iterator[None]:
     assert not software.faults
 
 
-def name_of(value: Any) -> str | None:
+def name_of(value):
     return "-".join(map(str, value)) if isinstance(value, Rule) else None
 
 
-def numbers(kind: str, size: int, dtype: DType, rng: np.random.Generator) -> Any:
+def numbers(kind, size, dtype, rng):
     """Numbers of ordinary size, of every size with zeros, or any bits, NaN and infinities among them."""
     if kind == "bits":
         return rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(NUMPY_DTYPES[dtype])
@@ -65,7 +63,7 @@ def numbers(kind: str, size: int, dtype: DType, rng: np.random.Generator) -> Any
         return x.astype(np.float32).astype(NUMPY_DTYPES[dtype])
 
 
-def quantised(x: np.ndarray, rule: Rule, target: DType, pad: tuple[int, int], at: int = 0) -> tuple[Any, Any]:
+def quantised(x, rule, target, pad, at=0):
     """Return the lines that the kernels write for vectors along the last axis, padding included, and the scales."""
     shape = (*x.shape[:-2], x.shape[-2] + pad[0], x.shape[-1] + pad[1])
     packing = quantizing(stack_of(x, dtype_from_name(x.dtype.name)), rule, target, shape[-1], shape[-2])
@@ -80,7 +78,7 @@ def quantised(x: np.ndarray, rule: Rule, target: DType, pad: tuple[int, int], at
     return out.inside.reshape(shape), found
 
 
-def expected(x: np.ndarray, rule: Rule, target: DType) -> tuple[Any, Any]:
+def expected(x, rule, target):
     with np.errstate(all="ignore"):
         values, scales, scale = block_codes.rounded(x.astype(np.float32), -1, rule, np)
         if rule.block_scale == "float32":  # multiplied in
@@ -93,7 +91,7 @@ def expected(x: np.ndarray, rule: Rule, target: DType) -> tuple[Any, Any]:
     return values, scales
 
 
-def check(x: np.ndarray, rule: Rule, target: DType, pad: tuple[int, int] = (0, 0), at: int = 0) -> None:
+def check(x, rule, target, pad=(0, 0), at=0):
     before = x.copy()
     (found, scales), (want, want_scales) = quantised(x, rule, target, pad, at), expected(x, rule, target)
     rows, cols = x.shape[-2:]
@@ -108,7 +106,7 @@ def check(x: np.ndarray, rule: Rule, target: DType, pad: tuple[int, int] = (0, 0
 
 @pytest.mark.feature("kernels that quantise operands")
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
-def test_codes_and_scales_are_those_of_the_cpu(device: None, rule: Rule, rng: np.random.Generator) -> None:
+def test_codes_and_scales_are_those_of_the_cpu(device, rule, rng):
     """Of any strides, contiguous along k, along the vectors or neither, through several tiles and with padding."""
     for shape, kind in (((3, 5), "bits"), ((2, 33, 150), "scaled"), ((130, 161), "bits"), ((17, 32), "normal")):
         for layout, pad in (("rows", (0, 0)), ("columns", (3, 8)), ("every third", (0, 5))):
@@ -117,14 +115,14 @@ def test_codes_and_scales_are_those_of_the_cpu(device: None, rule: Rule, rng: np
 
 
 @pytest.mark.parametrize(("source", "target"), [*itertools.product((D.FLOAT16, D.BFLOAT16), (D.BFLOAT16, D.FLOAT32))])
-def test_other_types(device: None, source: DType, target: DType, rng: np.random.Generator) -> None:
+def test_other_types(device, source, target, rng):
     for name, kind in itertools.product(MODES, ("bits", "normal")):
         x = lay_out(numbers(kind, 40 * 70, source, rng), (40, 70), "columns")
         check(x, FORMATS[name][1], D.FLOAT32 if name == "fp8_blocks" else target, (1, 2), 3)
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if r.hadamard == 0], ids=name_of)
-def test_batches_of_many_dimensions(device: None, rule: Rule, rng: np.random.Generator) -> None:
+def test_batches_of_many_dimensions(device, rule, rng):
     """Five dimensions of which no two are one, more than a launch takes; and broadcast ones."""
     x = lay_out(numbers("normal", 4000, D.FLOAT32, rng), (2, 3, 2, 3, 2, 5, 18), "rows")[:, ::2, :, ::-2]
     check(x[..., ::-1, :, :], rule, target_of(rule))
@@ -138,7 +136,7 @@ def test_batches_of_many_dimensions(device: None, rule: Rule, rng: np.random.Gen
 # -- products --------------------------------------------------------------------------------------
 
 
-def rounded(x: np.ndarray, axis: int, rule: Rule | None) -> np.ndarray:
+def rounded(x, axis, rule):
     """Return the numbers that the CPU multiplies, scales included, in float64; a repeated matrix is rounded once."""
     if rule is None:
         return x.astype(np.float64)
@@ -157,19 +155,19 @@ def rounded(x: np.ndarray, axis: int, rule: Rule | None) -> np.ndarray:
     return np.broadcast_to(values, shape)
 
 
-def operands(a: np.ndarray, b: np.ndarray, mode: Any) -> tuple[np.ndarray, np.ndarray]:
+def operands(a, b, mode):
     rules = FORMATS[mode] if isinstance(mode, str) else mode.rules
     draw = 0 if isinstance(mode, str) else mode.draw
     return rounded(a, -1, rules[0].drawn(draw, 0)), rounded(b, -2 if b.ndim > 1 else -1, rules[1].drawn(draw, 1))
 
 
-def close(found: np.ndarray, exact: np.ndarray, a: np.ndarray, b: np.ndarray) -> bool:
+def close(found, exact, a, b):
     """Whether each element is within FP32's bound, and in ``fp8_blocks`` a rounding of both operands."""
     sizes = np.matmul(np.abs(a), np.abs(b))
     return bool((np.abs(found.astype(float) - exact) <= (a.shape[-1] + 8) * 2.0**-23 * (sizes + 3)).all())
 
 
-def stored(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+def stored(rng, x):
     """Return an array with the same numbers or some of them, in another layout."""
     kind = rng.integers(5)
     if kind == 1 and x.ndim > 1:
@@ -193,17 +191,17 @@ RECIPES = [
 
 @pytest.mark.feature("mode {mode}")
 @pytest.mark.parametrize("mode", MODES)
-def test_products_are_those_of_the_rounded_numbers(gpu: Gpu, mode: str) -> None:
+def test_products_are_those_of_the_rounded_numbers(gpu, mode):
     check_products(gpu, mode)
 
 
 @pytest.mark.feature("recipes with stochastic rounding and a Hadamard transform")
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_products_of_recipes(gpu: Gpu, recipe: Recipe) -> None:
+def test_products_of_recipes(gpu, recipe):
     check_products(gpu, recipe)
 
 
-def check_products(gpu: Gpu, mode: Any) -> None:
+def check_products(gpu, mode):
     rng = np.random.default_rng(7)
     for _ in range(25):
         k, (m, n) = int(rng.choice([0, 1, 3, 32, 100, 128, 129, 300])), rng.integers(0, 20, 2)
@@ -213,7 +211,7 @@ def check_products(gpu: Gpu, mode: Any) -> None:
         a = stored(rng, rng.standard_normal((*batch, m, k) if rng.random() < 0.9 else k).astype(dtype))
         b = stored(rng, rng.standard_normal((*of_b, k, n) if rng.random() < 0.9 else k).astype(dtype))
         x, y = operands(a, b, mode)
-        given: dict[str, Any] = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
+        given = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
         exact, device = np.matmul(x, y) * given["alpha"], {}
         if rng.random() < 0.4:
             c = rng.standard_normal(exact.shape).astype(np.float32)
@@ -231,7 +229,7 @@ def check_products(gpu: Gpu, mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_the_bound_holds(gpu: Gpu, mode: str, name: str, rng: np.random.Generator) -> None:
+def test_the_bound_holds(gpu, mode, name, rng):
     """With results of the operands' type, into an array given by the caller too."""
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     a, b = (rng.standard_normal(s, np.float32).astype(dtype) for s in ((48, 300), (300, 40)))
@@ -245,7 +243,7 @@ def test_the_bound_holds(gpu: Gpu, mode: str, name: str, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_numbers_that_are_not_finite_and_large_scales(gpu: Gpu, mode: str) -> None:
+def test_numbers_that_are_not_finite_and_large_scales(gpu, mode):
     a, b = np.ones((40, 160), np.float32), np.ones((160, 48), np.float32)
     a[3, 5], b[100, 7] = np.inf, np.nan
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode))
@@ -257,14 +255,14 @@ def test_numbers_that_are_not_finite_and_large_scales(gpu: Gpu, mode: str) -> No
         assert gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode, alpha=-1e3)) == 0
 
 
-def test_integers_whose_sums_exceed_int32(gpu: Gpu) -> None:
+def test_integers_whose_sums_exceed_int32(gpu):
     a = np.full((2, 140000), 127, np.float32)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(a.T), math_mode="int8"))
     assert np.allclose(found, 140000 * 127.0**2, rtol=1e-3)
 
 
 @pytest.mark.parametrize("mode", [*MODES, Recipe("mxfp8", rounding="stochastic", seed=7)], ids=str)
-def test_a_prepared_operand_is_quantised_once(gpu: Gpu, mode: Any, rng: np.random.Generator) -> None:
+def test_a_prepared_operand_is_quantised_once(gpu, mode, rng):
     a, b = (rng.standard_normal(s, np.float32) for s in ((2, 33, 150), (150, 40)))
     x = gpu.put(a)
     y = lowprec.prepare(gpu.put(b), math_mode=mode)
@@ -275,7 +273,7 @@ def test_a_prepared_operand_is_quantised_once(gpu: Gpu, mode: Any, rng: np.rando
     assert len(y._view.packed) == 1
 
 
-def test_a_stored_operand_is_not_quantised_again(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_a_stored_operand_is_not_quantised_again(gpu, rng):
     a, b = rng.standard_normal((16, 64), np.float32), rng.standard_normal((64, 16), np.float32)
     b = b.astype(ml_dtypes.float8_e4m3fn)
     plan = lowprec.plan(gpu.put(a), gpu.put(b), math_mode="mxfp4")
@@ -285,7 +283,7 @@ def test_a_stored_operand_is_not_quantised_again(gpu: Gpu, rng: np.random.Genera
     assert close(found, x @ y, x, y)
 
 
-def test_each_step_has_its_random_numbers(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_each_step_has_its_random_numbers(gpu, rng):
     a, b = (rng.standard_normal(s, np.float32) for s in ((16, 64), (64, 16)))
     found = []
     for step in (0, 1, 0):
@@ -297,7 +295,7 @@ def test_each_step_has_its_random_numbers(gpu: Gpu, rng: np.random.Generator) ->
     assert not np.array_equal(found[0], found[1])
 
 
-def test_a_plan_says_what_operands_become() -> None:
+def test_a_plan_says_what_operands_become():
     a = lowprec.ShapeDtype((256, 256), "float32")
     for mode, words in (("mxfp8", "bfloat16"), ("int8", "int8"), ("fp8_blocks", "float32")):
         plan = lowprec.plan(a, a, math_mode=mode, device="a100")
