@@ -16,6 +16,8 @@ from typing import Any
 
 from gpu import tests
 
+from lowprec.recipes import MODES
+
 RESULTS = tests.FOLDER.parents[1] / "benchmarks" / "results"
 NOT_SEEN = "not yet seen on a GPU"
 
@@ -66,7 +68,8 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
         "quantised operands, widened",
     ),
     "Modes, within the plan's bound": (
-        *(f"mode {mode}" for mode in _MODES),
+        *(f"mode {mode}" for mode in (*_MODES, *MODES)),
+        "recipes with stochastic rounding and a Hadamard transform",
         "mode fp16 beyond float16's range",
         "schemes that recover FP32",
         *(f"{mode} of {dtype} by a compute type of cuBLAS" for mode, dtype in _EMULATED),
@@ -111,6 +114,7 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
         "2:4 sparse operands, pruned, and with an epilogue",
         "gradients of a scaled loss, `LossScaler`",
         "kernels that pack operands",
+        "kernels that quantise operands",
         "kernels that apply epilogues",
         "the plan names algorithm and units, `info` the device",
         "`autotune`, and its choice on disk",

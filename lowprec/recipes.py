@@ -49,6 +49,10 @@ class Rule(NamedTuple):
         return self._replace(stream=2 * draw + operand) if self.is_stochastic else self
 
     @property
+    def has_tensor_scale(self) -> bool:
+        return self.scaling == "tensor" or self.block_scale == "e4m3"
+
+    @property
     def marks_elements(self) -> bool:
         """Whether a number that is not finite becomes NaN alone, and not its whole block or vector."""
         return self.elements != "int8" and (self.scaling != "block" or self.block_scale == "float32")

@@ -33,14 +33,14 @@ def packing_cost(kernel: KernelRow, parts: int) -> float:
 def expected_cost(plan: GemmPlan) -> float:
     """Return the expected time of kernel and packing, relative to FP32 on the device."""
     kernel, layout = plan.kernel_row, plan.layout
-    if plan.quantized:
+    if plan.quantized and plan.call is None:
         each = sum(
             1 / (2 * other)
             for other, rule in zip((layout.n, layout.m), plan.quantized.rules, strict=True)
             if rule and other
         )
         return expected_cost(plan.quantized.inner) + _QUANTIZING_COST * each
-    each = plan.capabilities.cost_per_flop(kernel, format_name(plan.operand_format))
+    each = plan.capabilities.cost_per_flop(kernel, format_name(plan.multiplied_format))
     cost = each * sum(product.length for product in plan.schedule) / max(layout.k, 1)
     if plan.call is not None:
         # Each copy is written and read. So is the temporary result for each product that is added to it.
@@ -71,7 +71,7 @@ class Roofline:
 def roofline(plan: GemmPlan) -> Roofline | None:
     """Return the least time of a product by cuBLASLt; None if a figure of device or emulation is unknown."""
     call, capabilities, problem, kernel = plan.call, plan.capabilities, plan.problem, plan.kernel_row
-    fmt, codes = kernel.part_format or format_name(plan.operand_format), call.first.codes if call else None
+    fmt, codes = kernel.part_format or format_name(plan.multiplied_format), call.first.codes if call else None
     if codes:
         fmt = BLOCK_FORMATS[codes.format].elements.name
     on_tensor_cores = codes is not None or tensor_cores_multiply(fmt, capabilities.compute_capability)

@@ -127,6 +127,11 @@ class GemmPlan:
         )  # fmt: skip
 
     @property
+    def multiplied_format(self) -> NumberFormat | None:
+        """Format in which the operands are multiplied; None for integers."""
+        return self.quantized.inner.operand_format if self.quantized else self.operand_format
+
+    @property
     def kernel(self) -> str:
         """Name of the kernel."""
         return self.kernel_row.name

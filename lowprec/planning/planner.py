@@ -98,11 +98,6 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
     out_dtype = result_dtype(problem, compute_dtype)
     layout = gemm_layout(problem.a, problem.b, problem.out, out_dtype)
     check_epilogue(problem, compute_dtype, layout)
-    if capabilities.compute_capability is not None:
-        raise UnsupportedError(
-            f"the mode {mode} quantises operands in host memory only; on {capabilities.device} pass operands that are "
-            f"stored in the format, lowprec.quantize(x, {row(mode).mode.value!r}), or copy them to the host"
-        )
     specs = (problem.a, problem.b)
     stored = [spec.blocks is not None or not row(mode).acts(spec.dtype) for spec in specs]
     rules = tuple(None if is_stored else rule for is_stored, rule in zip(stored, rules_of(mode), strict=True))
@@ -119,6 +114,9 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
         raise UnsupportedError(
             f"k_chunk is {problem.k_chunk}, but the mode {mode} sums k in pieces of {piece}; omit k_chunk="
         )
+    on_gpu = capabilities.compute_capability is not None
+    if on_gpu and piece:  # products with block scales in float32, and sums that overflow int32 in FP32
+        dtype, piece = DType.BFLOAT16 if in_integers else DType.FLOAT32, 0
     dtypes = _emulated_float8(rules, capabilities, mode) or (dtype, dtype)
     rounded = [
         spec if rule is None else OperandSpec(dtype, spec.shape, packed_strides(spec.shape, spec.strides))
@@ -126,13 +124,14 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
     ]
     whole = replace(problem, a=rounded[0], b=rounded[1], out_dtype=out_dtype, has_alpha=True, is_scaled=True)
     inner = plan_gemm(_piece_of(whole, min(piece, layout.k)) if piece else whole, capabilities, MathMode.FP32)
-    return replace(
+    plan = replace(
         inner, problem=problem, mode=mode, scheme=mode, mode_has_effect=True, layout=layout,
         compute_dtype=compute_dtype, out_dtype=out_dtype, out_shape=layout.out_shape,
         operand_format=row(mode).operand_format, rounded=(a_rule is not None, b_rule is not None),
         quantized=Quantized((a_rule, b_rule), inner, piece),
         flops=2 * layout.batch_count * layout.m * layout.n * layout.k * (not problem.ignores_product),
     )  # fmt: skip
+    return _lowered(plan, _widened(plan)) if on_gpu and plan.flops else plan
 
 
 def _emulated_float8(
@@ -176,7 +175,7 @@ def _lowered(plan: GemmPlan, widened: tuple[Copy, ...]) -> GemmPlan:
     copies = tuple(Copy(name, pack.reasons, pack.nbytes) for name, pack in packs if pack)
     staged = (Copy("out", call.staged, call.product_bytes),) if call.staged else ()
     copies = (() if call.first.codes else widened) + copies + staged
-    passed_over = (*plan.passed_over, reason) if reason else plan.passed_over
+    passed_over = (*plan.passed_over, reason) if reason and reason not in plan.passed_over else plan.passed_over
     return replace(plan, call=call, copies=copies, passed_over=passed_over)
 
 

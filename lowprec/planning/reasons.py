@@ -23,6 +23,7 @@ class ReasonKind(Enum):
     STRIDES = "BLAS cannot express its strides"
     INNER_CONTIGUOUS = "{data} kernels need a contiguous inner dimension"
     READ_IN_STEPS = "{data} kernels need an alignment of {step} bytes"
+    QUANTIZED = "a kernel quantises it"
     FOR_GEMM_EX = "no algorithm of cuBLASLt runs, and cublasGemmEx gets aligned operands"
     OVERLAP = "it overlaps another array"
 
@@ -38,7 +39,7 @@ class ReasonKind(Enum):
     NOT_WRITTEN_AS = "cuBLASLt does not write products of {data} as {out}"
     RESULT_STRIDES = "BLAS cannot express the result's strides"
     WRITTEN_IN_STEPS = "{data} kernels write with an alignment of {step} bytes"
-    SCALED_OPERANDS = "the powers of two that scaled the operands are undone"
+    SCALED_OPERANDS = "the scales of the operands are undone"
     PADDED_COLUMNS = "columns are padded to multiples of {step}"
     PADDED_ROWS = "rows are padded to {rows}: cuBLASLt has no {data} algorithm for fewer"
     ROWS_ONLY = "{data} kernels write row-major results only"

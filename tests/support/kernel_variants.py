@@ -1,6 +1,9 @@
 """The variants of the kernels: element types and options that plans use, and the source of each with its arguments."""
 
+from __future__ import annotations
+
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 from lowprec.backends.cuda.compiling import Launch
@@ -9,6 +12,7 @@ from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.formats import DType
 from lowprec.planning import Activation, MatrixStack, OperandSpec
 from lowprec.planning.cublaslt.calls import PACKED, Packing
+from lowprec.recipes import FORMATS, Rule
 from support.recording_compiler import recording
 
 D = DType
@@ -83,11 +87,41 @@ def _packings():
             yield Packing(stack, target, 64 * elements, 64 * lines, scaled, how, *parts)
 
 
-def _epilogue(product, out, c=None, bias=None, activation=None, scaled=False):
+#: How the quantising kernels round: the rules of all modes, with each measure alone.
+QUANTIZED = [
+    *dict.fromkeys(rule for name in FORMATS for rule in FORMATS[name]),
+    Rule("e4m3", "block", (1, 32), "rceil"), Rule("e2m1", "block", (1, 32), "rceil"),
+    Rule("e2m1", "block", (16, 16), "e4m3"),
+]  # fmt: skip
+
+
+def quantizing(source, rule, dtype, leading, rows):
+    """Return the packing of an operand that is quantised, as plans have it."""
+    return Packing(source, dtype, leading, rows, rule.has_tensor_scale or rule.scaling == "vector", rule=rule)
+
+
+def target_of(rule):
+    """Return the type in which rounded numbers are multiplied on every GPU."""
+    return D.INT8 if rule.elements == "int8" else D.FLOAT32 if rule.block_scale == "float32" else D.BFLOAT16
+
+
+def _quantizing():
+    stack = MatrixStack.of(D.FLOAT32, 64, 64, 64, 1)
+    for rule in QUANTIZED:
+        yield quantizing(stack, rule, target_of(rule), 64, 64)
+    for rule in QUANTIZED[:: len(QUANTIZED) // 3]:
+        for measures in ({"rounding": "stochastic"}, {"hadamard": 16}, {"rounding": "stochastic", "hadamard": 16}):
+            yield quantizing(stack, rule._replace(seed=1, **measures), target_of(rule), 64, 64)
+        for source in (D.FLOAT16, D.BFLOAT16):
+            for target in (D.BFLOAT16, D.FLOAT32):
+                yield quantizing(replace(stack, dtype=source), rule, target, 64, 64)
+
+
+def _epilogue(product, out, c=None, bias=None, activation=None, scaled=False, factors=(0, 0)):
     result, addend = (MatrixStack.of(x, 64, 64, 64, 1) if x else None for x in (out, c))
     assert result is not None
     added = OperandSpec(bias, (64,), (1,)) if bias else None
-    return Epilogue(product, 64, result, addend, added, activation, scaled)
+    return Epilogue(product, 64, result, addend, added, activation, scaled, factors)
 
 
 def _epilogues():
@@ -107,6 +141,10 @@ def _epilogues():
         yield _epilogue(D.INT32, D.INT32, None, bias, Activation.RELU)
     for product in (D.FLOAT32, D.COMPLEX64):
         yield _epilogue(product, product, product, product, None, True)
+    for product in (D.FLOAT32, D.INT32):
+        for out in REAL:
+            yield _epilogue(product, out, None, out, Activation.RELU, factors=(2, 1))
+        yield _epilogue(product, D.FLOAT32, D.FLOAT32, factors=(0, 2))
 
 
 class Variant(NamedTuple):
@@ -139,6 +177,8 @@ def _launch_all():
     for packing in _packings():
         for pointer in _POINTERS:
             prepare_packing(packing, 0)(pointer, pointer, pointer, 1)
+    for packing in _quantizing():
+        prepare_packing(packing, 0)(_POINTERS[0], _POINTERS[0], _POINTERS[0], 1, 0)
     for spec in _epilogues():
         for pointer in _POINTERS:
             prepare_epilogue(spec, 0)(*[pointer] * 6, 1.0, 1.0, 1)

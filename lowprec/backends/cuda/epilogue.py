@@ -19,7 +19,8 @@ from lowprec.util.strides import Dimension, coalesce
 #: Real and imaginary parts of alpha and beta.
 _FACTORS = 4
 
-#: Queues the work: addresses of product, out, c, bias, row and column exponents (0 for none), alpha, beta, a stream.
+#: Queues the work: addresses of product, out, c, bias, row and column exponents or factors (0 for none), alpha, beta,
+#: a stream.
 EpilogueLauncher: TypeAlias = Callable[[int, int, int, int, int, int, complex, complex, int], None]
 
 
@@ -27,7 +28,7 @@ EpilogueLauncher: TypeAlias = Callable[[int, int, int, int, int, int, complex, c
 class Epilogue:
     """Parameters of an epilogue, checked by planning; int32 has no factors, ``c`` is not read if ``beta`` is 0."""
 
-    product_dtype: DType  # also the type of the arithmetic
+    product_dtype: DType  # also the type of the arithmetic, which is float32 with factors
     leading_dimension: int  # of the product, which is row-major with contiguous matrices
     out: MatrixStack  # with the product's extents
     c: MatrixStack | None = None  # with the shape of ``out``; zero strides broadcast
@@ -35,7 +36,13 @@ class Epilogue:
     activation: Activation | None = None
     #: Whether the product is divided by 2^e, with e the sum of an int32 exponent per row and one per column.
     scaled: bool = False
+    #: Or multiplied by float32 factors of rows and columns: 0 for none, 1 if matrices share them, 2 if each has some.
+    factors: tuple[int, int] = (0, 0)
     product_rows: int = 0  # of each matrix, including padding; 0: those of ``out``
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.scaled or any(self.factors)
 
 
 #: Index of each array in the launcher's arguments; for the first three also in the strides of a dimension.
@@ -54,7 +61,7 @@ def prepare_epilogue(spec: Epilogue, device: int) -> EpilogueLauncher:
 
 def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     out, c = spec.out, spec.c
-    per_column = int(spec.bias is not None or spec.scaled)
+    per_column = int(spec.bias is not None or spec.is_scaled)
     step = (spec.product_rows or out.rows) * spec.leading_dimension
     none = (0,) * len(out.batch_shape)
     c_strides = c.batch_strides if c else none
@@ -62,7 +69,7 @@ def _dimensions(spec: Epilogue) -> tuple[list[Dimension], Dimension, Dimension]:
     c_row = c.row_stride if c else 0
     rows: Dimension = (out.rows, (spec.leading_dimension, out.row_stride, c_row, 0))
     cols: Dimension = (out.cols, (1, out.col_stride, c.col_stride if c else 0, per_column))
-    if spec.scaled:  # exponents are indexed by matrix, row and column
+    if spec.is_scaled:  # exponents and factors are indexed by matrix, row and column
         return coalesce(batch), rows, cols
     every = coalesce([*batch, rows, cols])
     # A last dimension with the strides of the columns is that of the columns; otherwise there is a single column.
@@ -85,9 +92,9 @@ class _EpilogueLaunch:
             self._offsets.append((_C, batch.offsets[_C] * c_size))
         if spec.bias:
             self._offsets.append((_BIAS, 0))
-        if spec.scaled:
-            before = batch.before * EXPONENT_BYTES
-            self._offsets += [(_ROW_EXPONENTS, before * rows[0]), (_COL_EXPONENTS, before * cols[0])]
+        if spec.is_scaled:
+            each = [batch.before * EXPONENT_BYTES * (spec.scaled or x == 2) for x in spec.factors]
+            self._offsets += [(_ROW_EXPONENTS, each[0] * rows[0]), (_COL_EXPONENTS, each[1] * cols[0])]
         vector = max(1, VECTOR_BYTES // min(sizes))
 
         def rows_aligned(array: int, nbytes: int, itemsize: int) -> bool:
@@ -121,9 +128,11 @@ class _EpilogueLaunch:
         definitions: dict[str, str | int] = {
             "PRODUCT": ELEMENT[spec.product_dtype],
             "RESULT": ELEMENT[spec.out.dtype],
-            "SCALED": int(spec.scaled),
+            "SCALED": 2 if any(spec.factors) else int(spec.scaled),
             "VECTOR": int(vector > 1),
         }
+        if any(spec.factors):
+            definitions |= {"ROW_FACTORS": spec.factors[0], "COL_FACTORS": spec.factors[1]}
         if spec.activation:
             definitions[spec.activation.name] = 1
         constants = [rows[0], cols[0], rows[1][_PRODUCT], batch.strides[_PRODUCT][2]]
@@ -137,7 +146,7 @@ class _EpilogueLaunch:
             constants += spec.bias.strides
         groups = batch.count * rows[0] * -(-cols[0] // vector)
         blocks = pick_blocks(-(-groups // THREADS), self._device)
-        addresses = 2 + bool(spec.c) + bool(spec.bias) + 2 * spec.scaled
+        addresses = 2 + bool(spec.c) + bool(spec.bias) + 2 * spec.is_scaled
         return Launch(
             "epilogue", "epilogue.cu", definitions, self._device, blocks, (THREADS,),
             addresses, constants, _FACTORS,

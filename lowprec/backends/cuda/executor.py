@@ -75,7 +75,7 @@ class GemmExecutor:
         self.plan = plan
         self._lowered: dict[tuple[bool, int], _LoweredPlan] = {}
         self._refusal = _refusal(plan)
-        self._reads_k_contiguous = plan.problem.has_blocks or reads_k_contiguous(plan.compute_dtype)
+        self._reads_k_contiguous = plan.problem.has_blocks or reads_k_contiguous(plan.multiplied_dtype)
         self._is_float8 = plan.multiplied_dtype.is_float8
         capability = plan.capabilities.compute_capability or OLDEST_OF_CUDA_13
         self._needs_cuda_12 = capability < OLDEST_OF_CUDA_13 and bindings.cublas_version() >= 130000
@@ -216,7 +216,7 @@ class _LoweredPlan:
             and not self._fuses_bias
             and not (plan.problem.has_alpha and not call.staged)
             and len(call.offsets) == len(call.parts) == 1
-            and not (reads_k_contiguous(plan.compute_dtype) or call.first.codes)
+            and not (reads_k_contiguous(plan.multiplied_dtype) or call.first.codes)
         )
         self.is_plain = self._is_alone and self._staging is None and not self._has_blocks
 

@@ -14,11 +14,13 @@ from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.batching import LaunchBatch, are_multiples, in_sequence, launch_batches
 from lowprec.backends.cuda.compiling import ELEMENT, EXPONENT_BYTES, THREADS, VECTOR_BYTES, Launch, pick_blocks
 from lowprec.backends.cuda.libraries import cached
+from lowprec.backends.cuda.quantizing import prepare_quantizing
 from lowprec.planning.cublaslt.calls import PACKED, Packing
 from lowprec.util.strides import Dimension, coalesce
 
-#: Queues the work: addresses of source, destination and exponents (0 without scaling), and a stream.
-Packer: TypeAlias = Callable[[int, int, int, int], None]
+#: Queues the work: addresses of source, destination and exponents (0 without scaling), and a stream; if the packing
+#: quantises, also the number of the random numbers.
+Packer: TypeAlias = Callable[..., None]
 
 #: Least extents of a matrix for which tiles are used.
 _TILED = 8
@@ -68,6 +70,8 @@ def _shape(packing: Packing) -> _Shape:
 @cached
 def prepare_packing(packing: Packing, device: int) -> Packer:
     """Return the function that queues a packing on a stream of ``device``, which must be current."""
+    if packing.rule is not None:
+        return prepare_quantizing(packing, packing.rule, device)
     shape, source = _shape(packing), packing.source
     empty = not shape.out_rows * shape.out_cols
     batches = () if empty else launch_batches(shape.batch, 1)

@@ -53,6 +53,7 @@ class _Operand(NamedTuple):
     packing: Packing
     pack: Packer
     start: int  # in the block
+    scales: int  # its exponents or scales, in the block
 
 
 class Staging:
@@ -70,24 +71,28 @@ class Staging:
         #: Starts and sizes of the ranges that are set to zero.
         self._zeros: list[tuple[int, int]] = []
         self._operands: list[_Operand | None] = [None, None]
-        self._exponents = [0, 0]
-        self._exponent_bytes = [EXPONENT_BYTES * layout.batch_count * n for n in (layout.m, layout.n)]
+        #: Starts of the exponents, or of the scales of quantised operands, None without.
+        self._exponents: list[int | None] = [None, None]
         self._product: int | None = None
         if call is None:
             nbytes = layout.batch_count * layout.m * layout.n * plan.accumulator.itemsize
             self._product = self._zero(nbytes)
         else:
             packs = (call.pack_a, call.pack_b)
-            if any(pack is not None and pack.scaled for pack in packs):
-                for i, pack in enumerate(packs):
-                    allocate = self._allocate if pack is not None and pack.scaled else self._zero
-                    self._exponents[i] = allocate(self._exponent_bytes[i])
+            zeros = any(pack is not None and pack.scaled and not pack.rule for pack in packs)
+            scales = [self._allocate(pack.scale_bytes) if pack is not None else 0 for pack in packs]
+            for i, (pack, extent) in enumerate(zip(packs, (layout.m, layout.n), strict=True)):
+                if pack is not None and pack.scaled:
+                    self._exponents[i] = scales[i]
+                elif zeros:
+                    self._exponents[i] = self._zero(EXPONENT_BYTES * layout.batch_count * extent)
             if call.staged:
                 self._product = self._allocate(call.product_bytes)
             for i, pack in enumerate(packs):
                 self.bytes_without_b = self.nbytes
                 if pack is not None:
-                    self._operands[i] = _Operand(pack, prepare_packing(pack, device), self._allocate(pack.nbytes))
+                    packer = prepare_packing(pack, device)
+                    self._operands[i] = _Operand(pack, packer, self._allocate(pack.nbytes), scales[i])
         self._write: EpilogueLauncher | None = None
         #: Recomputes non-finite results of products of parts.
         self._recompute: Recomputer | None = None
@@ -114,15 +119,17 @@ class Staging:
         view, operand, stream = arguments.b, self._operands[1], arguments.stream
         if not view.is_prepared or operand is None or view.mode not in self._kept_modes:
             return None
-        exponents = self._exponent_bytes[1] if operand.packing.scaled else 0
+        exponents = operand.packing.scale_bytes
         key = (operand.packing, exponents, view.address)
         if key not in view.packed and runtime.is_capturing(stream):
             return None
-        start, pack = _aligned(operand.packing.nbytes), operand.pack
-        block = packed_block(
-            view, key, start + exponents, stream, lambda at: pack(view.address, at, at + start, stream), "the packed b"
-        )
-        return KeptPacking(block, block.address + start if exponents else 0)
+        start, draw = _aligned(operand.packing.nbytes), _draw(operand, arguments, 1)
+
+        def pack(at: int) -> None:
+            operand.pack(view.address, at, at + start, stream, *draw)
+
+        block = packed_block(view, key, start + exponents, stream, pack, "the packed b")
+        return KeptPacking(block, block.address + start if operand.packing.scaled else 0)
 
     def fill(self, block: int, arguments: Arguments, packed_b: KeptPacking | None = None) -> tuple[int, int, int]:
         """Queue the packing, and return the addresses of ``a``, ``b`` and the product."""
@@ -135,7 +142,8 @@ class Staging:
                 pointers[i] = packed_b.block.address
             elif operand is not None:
                 target = block + operand.start
-                operand.pack(pointers[i], target, block + self._exponents[i], stream)
+                scales = block + operand.scales
+                operand.pack(pointers[i], target, scales, stream, *_draw(operand, arguments, i))
                 pointers[i] = target
         product = arguments.out.address if self._product is None else block + self._product
         return pointers[0], pointers[1], product
@@ -147,20 +155,30 @@ class Staging:
         if self._recompute is not None:
             a, b = arguments.a.address, arguments.b.address
             self._recompute(block + self._product, a, b, arguments.stream)
-        col_exponents = block + self._exponents[1]
+        rows, cols = (0 if at is None else block + at for at in self._exponents)
         if packed_b is not None and packed_b.exponents:
-            col_exponents = packed_b.exponents
+            cols = packed_b.exponents
         self._write(
             block + self._product, arguments.out.address,
             arguments.c.address if arguments.c is not None else 0,
             arguments.bias.address if arguments.bias is not None else 0,
-            block + self._exponents[0],
-            col_exponents, arguments.alpha, arguments.beta, arguments.stream,
+            rows, cols, arguments.alpha, arguments.beta, arguments.stream,
         )  # fmt: skip
+
+
+def _draw(operand: _Operand, arguments: Arguments, number: int) -> tuple[int, ...]:
+    """Return the number of the random numbers of a quantised operand (`Rule.drawn`), nothing for others."""
+    return (2 * arguments.draw + number,) if operand.packing.rule else ()
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _factors(pack: Packing | None) -> int:
+    if pack is None or not (pack.scaled and pack.rule):
+        return 0
+    return 2 if pack.source.batch_shape else 1
 
 
 def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
@@ -169,13 +187,15 @@ def epilogue(plan: GemmPlan, call: CublasLtCall | None) -> Epilogue:
     if problem.has_beta and problem.c is not None:
         c = addend_layout(problem.c, problem.a, problem.b, layout)
         assert c is not None, "the plan collapsed a batch that c cannot follow"
-    product_dtype = plan.accumulator
+    # Sums of int8 codes are int32, and float32 with their scales.
+    product_dtype = call.scale_dtype if call and plan.quantized else plan.accumulator
     leading = call.d.leading_dimension if call else layout.n
     if call and product_dtype.is_complex and not call.d.dtype.is_complex:
         leading //= 2
-    packs = (call.pack_a, call.pack_b) if call else ()
+    packs = (call.pack_a, call.pack_b) if call else (None, None)
     return Epilogue(
         product_dtype, leading, layout.out, c, problem.bias, problem.activation,
-        scaled=any(pack is not None and pack.scaled for pack in packs),
+        scaled=any(pack is not None and pack.scaled and not pack.rule for pack in packs),
+        factors=(_factors(packs[0]), _factors(packs[1])),
         product_rows=call.d.cols if call else layout.m,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from lowprec.formats import ComputeType, DType
 from lowprec.planning.layout import MatrixStack
 from lowprec.planning.reasons import Reason
+from lowprec.recipes import Rule
 
 #: Most mantissa bits of fixed-point emulation, cuBLAS's default; with a sign they fill ten 8-bit slices.
 MANTISSA_BITS = 79
@@ -16,6 +17,9 @@ MANTISSA_BITS = 79
 Op = Literal["N", "T"]
 ComplexAs = Literal["no", "pairs", "rotated"]
 
+
+#: Vectors of a tile of the quantising kernel; scales of blocks of more need another kernel before it.
+TILE_VECTORS = 32
 
 #: Packed lines per row and packed elements per number of the source, by ``Packing.complex_as``.
 PACKED: dict[ComplexAs, tuple[int, int]] = {"no": (1, 1), "pairs": (1, 2), "rotated": (2, 2)}
@@ -47,7 +51,29 @@ class Packing:
     as_tf32: bool = False  # float32 numbers are rounded to TF32, ties away from zero
     side_by_side: bool = False  # the parts of a line are adjacent; otherwise those of a matrix
     descending: bool = False  # the last part comes first
+    #: Rounds each row, a vector along k, to codes with scales instead. With ``scaled`` the float32 scale of each row is
+    #: written where the exponents are, otherwise all scales are multiplied in.
+    rule: Rule | None = None
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
+
+    @property
+    def peaks(self) -> int:
+        """Largest magnitudes, of 4 bytes each, that are sought before the numbers are rounded."""
+        rule, source = self.rule, self.source
+        if rule is None:
+            return 0
+        if rule.has_tensor_scale:
+            return 1
+        high, wide = (1, source.cols) if rule.scaling == "vector" else rule.block
+        if rule.scaling != "vector" and high <= TILE_VECTORS:
+            return 0
+        return prod(source.batch_shape) * -(-source.rows // high) * -(-source.cols // max(wide, 1))
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the exponents or scales, and of the largest magnitudes behind them."""
+        lines = self.source.rows * prod(self.source.batch_shape) if self.scaled else 0
+        return 4 * (lines + self.peaks)
 
     @property
     def rows(self) -> int:

@@ -31,6 +31,7 @@ from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import Activation, GemmProblem
 from lowprec.planning.reasons import Reason, ReasonKind
 from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE
+from lowprec.recipes import Rule
 from lowprec.util.strides import Shape, coalesce, contiguous_strides, offsets_of
 
 #: Most matrices of a call (``kMaxBatchCount`` in XLA; PyTorch issue 46001).
@@ -114,6 +115,10 @@ class _Inputs(NamedTuple):
     codes: BlockCodes | None  # of block-scaled operands, which are multiplied as they are
     gemm_ex: bool
 
+    def rule(self, name: _Name) -> Rule | None:
+        """Return how an operand is quantised, None if it is not."""
+        return self.plan.quantized.rules[name == "b"] if self.plan.quantized else None
+
     @property
     def kernels(self) -> str | DType:
         return self.codes.format if self.codes else self.data
@@ -135,7 +140,7 @@ def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool, gemm_ex:
     if c is not None and layout.out.order == "col":
         c = _by_column(c)
     rows = max(layout.m, _PADDED_ROWS) if pad_rows and data is DType.INT8 else layout.m
-    summed_in = DType.FLOAT32 if as_real else plan.accumulator
+    summed_in = DType.FLOAT32 if as_real else DType.INT32 if data is DType.INT8 else plan.accumulator
     return _Inputs(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c, codes, gemm_ex)
 
 
@@ -251,6 +256,8 @@ def _operand(inputs: _Inputs, name: _Name) -> tuple[MatrixStack, Packing | None]
 def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: _Name, parts: int) -> Reason | None:
     """Return the reason to pack an operand, None if cuBLASLt can read it in place."""
     dtype = stack.dtype
+    if inputs.rule(name):
+        return Reason.of(ReasonKind.QUANTIZED)
     if dtype is not inputs.data and not (inputs.k_contiguous and reads_k_contiguous(dtype)):
         return Reason.of(ReasonKind.OTHER_DTYPE, dtype=dtype, data=inputs.data)
     if parts > 1:
@@ -274,11 +281,15 @@ def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: _Name, parts: int
 
 def _pack(inputs: _Inputs, stack: MatrixStack, name: _Name, reason: Reason, parts: int) -> tuple[Packing, bool]:
     """Return the packing of an operand, and whether it is transposed."""
-    scaled = inputs.plan.scaled[name == "b"]
+    rule = inputs.rule(name)
+    # Scales of blocks are multiplied in.
+    scaled = inputs.plan.scaled[name == "b"] or (
+        rule is not None and (rule.has_tensor_scale or rule.scaling == "vector")
+    )
     complex_as: ComplexAs = "no"
     if inputs.as_real:
         complex_as = "pairs" if name == "a" else "rotated"
-    inner_last = inputs.k_contiguous or scaled or inputs.as_real
+    inner_last = inputs.k_contiguous or scaled or inputs.as_real or rule is not None
     transposed = name == "b" if inner_last else stack.order == "col"
     source = stack.transposed if transposed else stack
     lines, elements = PACKED[complex_as]
@@ -291,14 +302,14 @@ def _pack(inputs: _Inputs, stack: MatrixStack, name: _Name, reason: Reason, part
     if (name == "b" and inputs.k_contiguous) or (parts > 1 and not side_by_side):
         padded_rows = _padded(rows, dtype_written)
     # The powers of two differ between the products of a batch, so a scaled matrix is packed for each.
-    if not any(stack.batch_strides) and not scaled:
+    if not any(stack.batch_strides) and (rule or not scaled):
         source = replace(source, batch_shape=(), batch_strides=())
     scheme, split = row(inputs.plan.scheme), parts > 1
     packing = Packing(
         source, dtype_written, _padded(cols, dtype_written), padded_rows, scaled, complex_as,
         parts, scheme.part_exponent if split else 0, summed=parts > scheme.parts,
         as_tf32=split and scheme.uses_tf32, side_by_side=side_by_side, descending=split and name == "a",
-        reasons=(reason,),
+        rule=rule, reasons=(reason,),
     )  # fmt: skip
     return packing, transposed
 

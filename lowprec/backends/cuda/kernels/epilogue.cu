@@ -1,15 +1,24 @@
-// The epilogue of a product: out = activation(alpha * 2^-(row + column exponent) * product + beta * c + bias).
+// The epilogue of a product: out = activation(alpha * 2^-(row + column exponent) * product + beta * c + bias), or with
+// float32 factors of rows and columns.
 //
 // Macros: PRODUCT, RESULT, element types of elements.cuh; ADDEND and BIAS, those of c and bias, where there are any;
-// SCALED, whether exponents are given; RELU, GELU, the name of the activation, if there is one; VECTOR,
+// SCALED, whether exponents (1) or factors (2) are given; ROW_FACTORS and COL_FACTORS, the sets of factors: 0 for none, 1 for
+// one that all matrices share, 2 for one each; RELU, GELU, the name of the activation, if there is one; VECTOR,
 // whether rows of product and result are contiguous and aligned.
 //
-// The arithmetic is that of the product's type, in the order in which the CPU's is done, and is rounded once to the
-// result's. A scaled product is multiplied by alpha and its power of two in double, where neither can overflow or
+// The arithmetic is that of the product's type (float with factors), in the order in which the CPU's is done, and is rounded once to the
+// result's. A scaled product is multiplied by alpha and its power of two or factors in double, where neither can overflow or
 // underflow, and is rounded once to the product's type.
 
 typedef PRODUCT Product;
 typedef RESULT Result;
+#if SCALED == 2
+typedef float Number;
+typedef float ByRow;
+#else
+typedef Product Number;
+typedef int ByRow;
+#endif
 
 static constexpr int smaller = sizeof(Product) < sizeof(Result) ? sizeof(Product) : sizeof(Result);
 // Elements of a row per thread and iteration.
@@ -90,7 +99,7 @@ extern "C" __global__ void epilogue(
     const BIAS* bias,
 #endif
 #if SCALED
-    const int* row_exponents, const int* col_exponents,
+    const ByRow* of_rows, const ByRow* of_cols,
 #endif
     long long rows, long long cols, long long product_row_stride, long long product_batch_stride,
     long long out_row_stride, long long out_col_stride, long long count, long long extent1, long long extent2,
@@ -104,9 +113,9 @@ extern "C" __global__ void epilogue(
 #endif
     double alpha_re, double alpha_im, double beta_re, double beta_im)
 {
-    Product alpha = factor(alpha_re, alpha_im, Product());
+    Number alpha = factor(alpha_re, alpha_im, Number());
 #ifdef ADDEND
-    Product beta = factor(beta_re, beta_im, Product());
+    Number beta = factor(beta_re, beta_im, Number());
 #endif
     long long groups = (cols + taken - 1) / taken, total = count * rows * groups;
     long long step = (long long)gridDim.x * blockDim.x;
@@ -141,26 +150,31 @@ extern "C" __global__ void epilogue(
         Group<Result, taken> result;
 #pragma unroll
         for (int j = 0; j < taken; ++j) {
-            Product x = value.items[j];
+            Number x = value.items[j];
 #if defined(BIAS) || SCALED
             long long col = first + j < cols ? first + j : cols - 1;
 #endif
-#if SCALED
-            int exponent = row_exponents[matrix * rows + row] + col_exponents[matrix * cols + col];
+#if SCALED == 2
+            double scale = alpha;
+            if (ROW_FACTORS) scale *= of_rows[(ROW_FACTORS == 2 ? matrix * rows : 0) + row];
+            if (COL_FACTORS) scale *= of_cols[(COL_FACTORS == 2 ? matrix * cols : 0) + col];
+            x = (float)(value.items[j] * scale);
+#elif SCALED
+            int exponent = of_rows[matrix * rows + row] + of_cols[matrix * cols + col];
             x = scaled(x, alpha, -exponent);
 #else
             if (!is_one(alpha)) x = times(x, alpha);
 #endif
 #ifdef ADDEND
             if (adds) {
-                Product y = Convert<ADDEND, Product>::of(addend.items[j]);
+                Number y = Convert<ADDEND, Number>::of(addend.items[j]);
                 x = plus(x, is_one(beta) ? y : times(y, beta));
             }
 #endif
 #ifdef BIAS
-            x = plus(x, Convert<BIAS, Product>::of(bias[col * bias_stride]));
+            x = plus(x, Convert<BIAS, Number>::of(bias[col * bias_stride]));
 #endif
-            result.items[j] = Convert<Product, Result>::of(activated(x));
+            result.items[j] = Convert<Number, Result>::of(activated(x));
         }
 
         Result* to = out + row * out_row_stride;

@@ -1,0 +1,306 @@
+"""Modes that quantise on a GPU: codes and scales of the CPU's bits, and products of the rounded numbers."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowprec
+from cuda_backend.device_fixture import has_real_gpu
+from lowprec.arrays import block_codes
+from lowprec.arrays.view import NUMPY_DTYPES
+from lowprec.backends.cuda.packing import prepare_packing
+from lowprec.formats import DType, dtype_from_name
+from lowprec.recipes import FORMATS, MODES, Recipe, Rule
+from software_cuda import compiler, install, uninstall
+from support.kernel_oracles import DeviceCopies, Guarded, assert_same_bits, lay_out, stack_of
+from support.kernel_variants import QUANTIZED, quantizing, target_of
+
+STREAM = 1
+D = DType
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+MEASURES = [
+    {},
+    {"rounding": "stochastic", "seed": 2**64 - 12345, "stream": 2**63 + 7},
+    {"hadamard": 16, "seed": 99},
+    {"rounding": "stochastic", "seed": 5, "hadamard": 16},
+]
+RULES = [rule._replace(**words) for rule in QUANTIZED for words in MEASURES]
+
+
+@pytest.fixture
+def device():
+    """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
+    if has_real_gpu():
+        yield
+        return
+    if compiler() is None:
+        pytest.skip("g++ is not installed")
+    software = install(1, multiprocessors=1)
+    yield
+    uninstall()
+    assert not software.faults
+
+
+def name_of(value):
+    return "-".join(map(str, value)) if isinstance(value, Rule) else None
+
+
+def numbers(kind, size, dtype, rng):
+    """Numbers of ordinary size, of every size with zeros, or any bits, NaN and infinities among them."""
+    if kind == "bits":
+        return rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(NUMPY_DTYPES[dtype])
+    x = rng.standard_normal(size)
+    if kind == "scaled":
+        x = np.ldexp(x, np.repeat(rng.integers(-140, 100, -(-size // 100)), 100)[:size])
+        x = np.where(rng.random(size) < 0.1, rng.choice([0.0, -0.0], size), x)
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32).astype(NUMPY_DTYPES[dtype])
+
+
+def quantised(x, rule, target, pad, at=0):
+    """Return the lines that the kernels write for vectors along the last axis, padding included, and the scales."""
+    shape = (*x.shape[:-2], x.shape[-2] + pad[0], x.shape[-1] + pad[1])
+    packing = quantizing(stack_of(x, dtype_from_name(x.dtype.name)), rule, target, shape[-1], shape[-2])
+    out, scales = Guarded.of(prod(shape), NUMPY_DTYPES[target], at), Guarded.of(packing.scale_bytes // 4, np.float32)
+    with DeviceCopies(STREAM) as copies:
+        addresses = [copies.put(y) for y in (x, out.inside, scales.inside)]
+        prepare_packing(packing, 0)(*addresses, STREAM, rule.stream)
+        copies.fetch()
+    out.check()
+    scales.check()
+    found = scales.inside[: prod(x.shape[:-1])].reshape(x.shape[:-1]) if packing.scaled else None
+    return out.inside.reshape(shape), found
+
+
+def expected(x, rule, target):
+    with np.errstate(all="ignore"):
+        values, scales, scale = block_codes.rounded(x.astype(np.float32), -1, rule, np)
+        if rule.block_scale == "float32":  # multiplied in
+            high, wide = rule.block
+            each = np.repeat(np.repeat(scales, wide, -2), high, -1).swapaxes(-1, -2)
+            values, scales = values.astype(np.float32) * each[..., : x.shape[-2], : x.shape[-1]], None
+        values = values.astype(np.float32).astype(NUMPY_DTYPES[target])
+    if rule.has_tensor_scale:
+        scales = np.full(x.shape[:-1], scale, np.float32)
+    return values, scales
+
+
+def check(x, rule, target, pad=(0, 0), at=0):
+    before = x.copy()
+    (found, scales), (want, want_scales) = quantised(x, rule, target, pad, at), expected(x, rule, target)
+    rows, cols = x.shape[-2:]
+    assert_same_bits(np.ascontiguousarray(found[..., :rows, :cols]), want)
+    assert not found[..., rows:, :].view(f"u{found.itemsize}").any()
+    assert not np.ascontiguousarray(found[..., cols:]).view(f"u{found.itemsize}").any()
+    assert (scales is None) is (want_scales is None)
+    if scales is not None:
+        assert_same_bits(np.array(scales), np.array(want_scales))
+    assert_same_bits(x.copy(), before)
+
+
+@pytest.mark.feature("kernels that quantise operands")
+@pytest.mark.parametrize("rule", RULES, ids=name_of)
+def test_codes_and_scales_are_those_of_the_cpu(device, rule, rng):
+    """Of any strides, contiguous along k, along the vectors or neither, through several tiles and with padding."""
+    for shape, kind in (((3, 5), "bits"), ((2, 33, 150), "scaled"), ((130, 161), "bits"), ((17, 32), "normal")):
+        for layout, pad in (("rows", (0, 0)), ("columns", (3, 8)), ("every third", (0, 5))):
+            x = lay_out(numbers(kind, prod(shape), D.FLOAT32, rng), shape, layout)
+            check(x, rule, target_of(rule), pad)
+
+
+@pytest.mark.parametrize(("source", "target"), [*itertools.product((D.FLOAT16, D.BFLOAT16), (D.BFLOAT16, D.FLOAT32))])
+def test_other_types(device, source, target, rng):
+    for name, kind in itertools.product(MODES, ("bits", "normal")):
+        x = lay_out(numbers(kind, 40 * 70, source, rng), (40, 70), "columns")
+        check(x, FORMATS[name][1], D.FLOAT32 if name == "fp8_blocks" else target, (1, 2), 3)
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if r.hadamard == 0], ids=name_of)
+def test_batches_of_many_dimensions(device, rule, rng):
+    """Five dimensions of which no two are one, more than a launch takes; and broadcast ones."""
+    x = lay_out(numbers("normal", 4000, D.FLOAT32, rng), (2, 3, 2, 3, 2, 5, 18), "rows")[:, ::2, :, ::-2]
+    check(x[..., ::-1, :, :], rule, target_of(rule))
+    if rule.is_stochastic:  # the same random numbers for the same matrix
+        part = x[:, :1, 0, 0, :1]
+        again = np.broadcast_to(part, (2, 3, 4, 5, 18))
+        found, want = (quantised(y, rule, target_of(rule), (0, 0)) for y in (again, np.ascontiguousarray(part)))
+        assert_same_bits(found[0], np.broadcast_to(want[0], again.shape).copy())
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def rounded(x, axis, rule):
+    """Return the numbers that the CPU multiplies, scales included, in float64; a repeated matrix is rounded once."""
+    if rule is None:
+        return x.astype(np.float64)
+    shape, once = x.shape, tuple(slice(1) if s == 0 else slice(None) for s in x.strides[:-2])
+    if x.ndim == 1:
+        return rounded(x[None], -1, rule)[0]
+    values, scales, scale = block_codes.rounded(x[once].astype(np.float32), axis, rule, np)
+    values = values.astype(np.float64) * float(scale)
+    if rule.scaling == "vector":
+        values *= np.expand_dims(scales, axis)
+    elif scales is not None:
+        high, wide = rule.block
+        each = np.repeat(np.repeat(scales, wide, -2), high, -1)
+        each = each if axis == -2 else each.swapaxes(-1, -2)
+        values *= each[..., : shape[-2], : shape[-1]]
+    return np.broadcast_to(values, shape)
+
+
+def operands(a, b, mode):
+    rules = FORMATS[mode] if isinstance(mode, str) else mode.rules
+    draw = 0 if isinstance(mode, str) else mode.draw
+    return rounded(a, -1, rules[0].drawn(draw, 0)), rounded(b, -2 if b.ndim > 1 else -1, rules[1].drawn(draw, 1))
+
+
+def close(found, exact, a, b):
+    """Whether each element is within FP32's bound, and in ``fp8_blocks`` a rounding of both operands."""
+    sizes = np.matmul(np.abs(a), np.abs(b))
+    return bool((np.abs(found.astype(float) - exact) <= (a.shape[-1] + 8) * 2.0**-23 * (sizes + 3)).all())
+
+
+def stored(rng, x):
+    """Return an array with the same numbers or some of them, in another layout."""
+    kind = rng.integers(5)
+    if kind == 1 and x.ndim > 1:
+        return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+    if kind == 2:
+        return np.repeat(x, 2, -1)[..., ::2]
+    if kind == 3 and x.ndim > 2 and x.shape[0]:
+        return np.broadcast_to(x[:1], x.shape)
+    return x[..., ::-1] if kind == 4 else x
+
+
+RECIPES = [
+    Recipe("mxfp8", rounding="stochastic", seed=7, step=3, layer=2),
+    Recipe("nvfp4", rounding="stochastic", seed=7, hadamard=16, product="grad_weight"),
+    Recipe.nvfp4_training(seed=4).of("grad_weight"),
+    Recipe("int8", rounding="stochastic", seed=2**64 - 1, step=2**40 - 1, layer=2**20 - 1),
+    Recipe(("fp8", "mxfp4"), scale_rule="rceil"),
+    Recipe("nvfp4", weight_block=(16, 16), knows_weight=True),
+]
+
+
+@pytest.mark.feature("mode {mode}")
+@pytest.mark.parametrize("mode", MODES)
+def test_products_are_those_of_the_rounded_numbers(gpu, mode):
+    check_products(gpu, mode)
+
+
+@pytest.mark.feature("recipes with stochastic rounding and a Hadamard transform")
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_products_of_recipes(gpu, recipe):
+    check_products(gpu, recipe)
+
+
+def check_products(gpu, mode):
+    rng = np.random.default_rng(7)
+    for _ in range(25):
+        k, (m, n) = int(rng.choice([0, 1, 3, 32, 100, 128, 129, 300])), rng.integers(0, 20, 2)
+        batch = tuple(int(x) for x in rng.choice([1, 2, 3], rng.integers(0, 3)))
+        of_b = tuple(int(1 if rng.random() < 0.5 else x) for x in batch)
+        dtype = np.dtype(getattr(ml_dtypes, x := str(rng.choice(["float32", "float16", "bfloat16"])), x))
+        a = stored(rng, rng.standard_normal((*batch, m, k) if rng.random() < 0.9 else k).astype(dtype))
+        b = stored(rng, rng.standard_normal((*of_b, k, n) if rng.random() < 0.9 else k).astype(dtype))
+        x, y = operands(a, b, mode)
+        given = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
+        exact, device = np.matmul(x, y) * given["alpha"], {}
+        if rng.random() < 0.4:
+            c = rng.standard_normal(exact.shape).astype(np.float32)
+            given["beta"], device["c"], exact = 0.5, gpu.put(c), exact + 0.5 * c
+        if rng.random() < 0.4 and b.ndim > 1:
+            bias = rng.standard_normal(n).astype(np.float32)
+            device["bias"], exact = gpu.put(bias), exact + bias
+        if rng.random() < 0.4:
+            given["activation"], exact = "relu", np.maximum(exact, 0)
+        found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode, **given, **device))
+        assert found.dtype == np.float32
+        assert found.shape == exact.shape
+        assert close(found, exact, 2 * x, y), (mode, a.shape, b.shape, a.strides, b.strides, given, device.keys())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_the_bound_holds(gpu, mode, name, rng):
+    """With results of the operands' type, into an array given by the caller too."""
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    a, b = (rng.standard_normal(s, np.float32).astype(dtype) for s in ((48, 300), (300, 40)))
+    x, y, out = gpu.put(a), gpu.put(b), gpu.put(np.zeros((40, 48), dtype).T)
+    plan = lowprec.plan(x, y, math_mode=mode)
+    wide = a.astype(np.float64), b.astype(np.float64)
+    exact, norms = wide[0] @ wide[1], [float(np.linalg.norm(v)) for v in wide]
+    for found in (lowprec.matmul(x, y, math_mode=mode), lowprec.matmul(x, y, math_mode=mode, out=out)):
+        error = np.linalg.norm(gpu.get(found).astype(np.float64) - exact)
+        assert 1e-3 * np.linalg.norm(exact) < error <= plan.bound.frobenius(*norms, 48, 40)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_that_are_not_finite_and_large_scales(gpu, mode):
+    a, b = np.ones((40, 160), np.float32), np.ones((160, 48), np.float32)
+    a[3, 5], b[100, 7] = np.inf, np.nan
+    found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode))
+    assert np.isnan(found[3]).all()
+    assert np.isnan(found[:, 7]).all()
+    assert np.isfinite(np.delete(np.delete(found, 3, 0), 7, 1)).all()
+    for large in (3e19, 3e38):
+        a, b = np.array([[3e38, 0]], np.float32), np.array([[0], [large]], np.float32)
+        assert gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode, alpha=-1e3)) == 0
+
+
+def test_integers_whose_sums_exceed_int32(gpu):
+    a = np.full((2, 140000), 127, np.float32)
+    found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(a.T), math_mode="int8"))
+    assert np.allclose(found, 140000 * 127.0**2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("mode", [*MODES, Recipe("mxfp8", rounding="stochastic", seed=7)], ids=str)
+def test_a_prepared_operand_is_quantised_once(gpu, mode, rng):
+    a, b = (rng.standard_normal(s, np.float32) for s in ((2, 33, 150), (150, 40)))
+    x = gpu.put(a)
+    y = lowprec.prepare(gpu.put(b), math_mode=mode)
+    assert "keeps its packed b" in str(lowprec.plan(x, y, math_mode=mode).prepared)
+    want = gpu.get(lowprec.matmul(x, gpu.put(b), math_mode=mode))
+    for _ in range(2):
+        np.testing.assert_array_equal(gpu.get(lowprec.matmul(x, y, math_mode=mode)), want)
+    assert len(y._view.packed) == 1
+
+
+def test_a_stored_operand_is_not_quantised_again(gpu, rng):
+    a, b = rng.standard_normal((16, 64), np.float32), rng.standard_normal((64, 16), np.float32)
+    b = b.astype(ml_dtypes.float8_e4m3fn)
+    plan = lowprec.plan(gpu.put(a), gpu.put(b), math_mode="mxfp4")
+    assert plan.b_becomes.startswith("float8_e4m3fn values")
+    found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode="mxfp4", out_dtype="float32"))
+    x, y = rounded(a, -1, FORMATS["mxfp4"][0]), b.astype(np.float64)
+    assert close(found, x @ y, x, y)
+
+
+def test_each_step_has_its_random_numbers(gpu, rng):
+    a, b = (rng.standard_normal(s, np.float32) for s in ((16, 64), (64, 16)))
+    found = []
+    for step in (0, 1, 0):
+        mode = RECIPES[0].at(step)
+        x, y = operands(a, b, mode)
+        found.append(gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode)))
+        assert close(found[-1], x @ y, x, y)
+    np.testing.assert_array_equal(found[0], found[2])
+    assert not np.array_equal(found[0], found[1])
+
+
+def test_a_plan_says_what_operands_become():
+    a = lowprec.ShapeDtype((256, 256), "float32")
+    for mode, words in (("mxfp8", "bfloat16"), ("int8", "int8"), ("fp8_blocks", "float32")):
+        plan = lowprec.plan(a, a, math_mode=mode, device="a100")
+        assert plan.a_becomes.endswith(f"multiplied as {words}")
+        assert {c.operand for c in plan.copies} >= {"a", "b"}
+        assert "a kernel quantises it" in str(plan)
+    with pytest.raises(lowprec.UnsupportedError, match="fp8_blocks sums k in pieces of 128; omit k_chunk="):
+        lowprec.plan(a, a, math_mode="fp8_blocks", device="a100", k_chunk=64)
