@@ -369,8 +369,7 @@ def _digest(load, folder, conftest, left_s=600, **files):
         return 0
 
     forked(act)
-    found = tests.read(path)
-    return found
+    return tests.read(path)
 
 
 #: Every test shows a feature: the name of its module.
