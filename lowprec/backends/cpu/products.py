@@ -34,7 +34,7 @@ from lowprec.util.strides import coalesce
 
 #: ``lp_format`` and ``lp_activation``, which has the order of the members.
 _FORMATS = {TF32: 1, BFLOAT16: 2, FLOAT16: 3}
-_ACTIVATIONS = {None: 0, **{activation: i for i, activation in enumerate(Activation, 1)}}
+_ACTIVATIONS: dict[Activation | None, int] = {None: 0, **{activation: i for i, activation in enumerate(Activation, 1)}}
 
 #: Returns an ``lp_call``, in a tenth of the time of ctypes.
 _call = struct.Struct("@8P4di4x").pack
