@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec._version import __version__
-from lowprec.arrays import CPU
+from lowprec.arrays import CPU, Device
 from lowprec.arrays.libraries import OPTIONAL
 from lowprec.backends import backend_of, disk
 from lowprec.errors import EnvironmentVariableError, LowprecError
@@ -123,14 +122,13 @@ def _gpus() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     with suppress(OSError):
         driver = _NVIDIA_DRIVER.read_text().partition("\n")[0].strip() or None
     nothing: dict[str, Any] = {"used": False, "driver": driver, "cuda": None, "cublas": None}
-    module = "lowprec.backends.cuda.backend"
-    if module not in sys.modules and driver is None:
+    if "lowprec.backends.cuda.backend" not in sys.modules and driver is None:
         try:
             ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         except OSError:
             return {**nothing, "reason": "no NVIDIA driver was found"}, []
     try:
-        cuda = importlib.import_module(module).info()
+        cuda = backend_of(Device(2, 0)).info()
     except LowprecError as error:
         return {**nothing, "reason": str(error)}, []
     return {**nothing, **cuda["versions"], "used": True, "reason": None}, cuda["devices"]

@@ -266,7 +266,6 @@ class Ledger:
     def add(
         self, row: Row, multiplications: int, shapes: Callable[[], Shapes], statistics: Statistics | None = None
     ) -> None:
-        """Count a product."""
         key = get_ident(), row
         found = self._sums.get(key)
         if found is None:

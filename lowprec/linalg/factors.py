@@ -65,7 +65,6 @@ class Operations:
         return x.get() if self._name == "cupy" else np.asarray(x.cpu() if self._is_torch else x)
 
     def adjoint(self, x: Any) -> Any:
-        """Return the conjugate transpose."""
         return x.mH.resolve_conj() if self._is_torch else x.conj().T
 
     def magnitudes(self, a: Any) -> tuple[Any, Any, Any]:

@@ -165,7 +165,6 @@ def _result(run: Callable[[], Any], modes: Modes) -> tuple[intercept, torch.Tens
 
 
 def _shares(seen: intercept) -> dict[str, float]:
-    """Return the layers' shares of the multiplications."""
     found: dict[str, int] = {}
     for p in seen.report().taken:
         for name in p.layer.split("|"):
