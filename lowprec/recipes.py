@@ -24,6 +24,10 @@ ELEMENTS: dict[str, NumberFormat | None] = {
 }  # fmt: skip
 
 
+#: The bit of a stream where the step begins.
+STEP_BIT = 23
+
+
 class Rule(NamedTuple):
     """How one operand is rounded along the inner axis k: plain numbers and short strings."""
 
@@ -233,7 +237,7 @@ class Recipe:
     @property
     def draw(self) -> int:
         """Step, layer and product as one number of 62 bits."""
-        return self.step << 22 | self.layer << 2 | _PAIRS.index(self.product)
+        return self.step << (STEP_BIT - 1) | self.layer << 2 | _PAIRS.index(self.product)
 
     @property
     def rules(self) -> tuple[Rule, Rule]:
