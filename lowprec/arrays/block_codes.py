@@ -14,25 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.arrays.namespaces import cast
-from lowprec.formats import (
-    FLOAT4_E2M1FN,
-    FLOAT8_E4M3FN,
-    FLOAT8_E5M2,
-    FLOAT8_E8M0FNU,
-    FLOAT32,
-    INT8_CODES,
-    UINT4_CODES,
-    BlockFormat,
-    NumberFormat,
-)
+from lowprec.formats import ELEMENTS, FLOAT8_E4M3FN, FLOAT8_E8M0FNU, FLOAT32, UINT4_CODES, BlockFormat, NumberFormat
 from lowprec.recipes import STEP_BIT, Rule
 
 #: Bits of float32's infinity, the smallest that are not a number's, and of the least float64 that rounds to it.
 _INFINITY, _OVERFLOW = 0x7F800000, 0x47EFFFFFF0000000
 _HIDDEN = 1 << 23
-
-#: Formats of elements by name.
-ELEMENTS = {"e4m3": FLOAT8_E4M3FN, "e5m2": FLOAT8_E5M2, "e2m1": FLOAT4_E2M1FN, "int8": INT8_CODES}
 
 
 class _Scales(NamedTuple):
@@ -49,7 +36,7 @@ class _Scales(NamedTuple):
 
 
 def rounded(x: Any, axis: int, rule: Rule, xp: Any, step: Any = None) -> tuple[Any, Any, Any]:
-    """Round a float32 array along an axis (-1 or -2), that of k; ``step``, an int32 array, is part of the rule's stream.
+    """Round a float32 array along an axis (-1 or -2), that of k; ``step``, an int32 array, is part of the stream.
 
     Returns
     -------
