@@ -120,7 +120,7 @@ class BlockFormat:
         return prod(shape) // shape[axis] * -(-shape[axis] // block) * (block * self.bits // 8 + scale)
 
 
-FormatName: TypeAlias = Literal["mxfp8", "mxfp4", "nvfp4", "fp8", "fp8_rows", "int8", "int4"]
+FormatName: TypeAlias = Literal["fp8", "fp8_rows", "mxfp8", "mxfp4", "nvfp4", "int8", "int4"]
 
 WHOLE = -1
 #: Lengths of the blocks of int4.
