@@ -79,10 +79,13 @@ INT8_CODES = NumberFormat("int8", 8, 7, 6, 127.0, has_infinity=False)
 INT4_CODES = NumberFormat("int4", 4, 3, 2, 7.0, has_infinity=False)
 UINT4_CODES = NumberFormat("uint4", 5, 4, 3, 15.0, has_infinity=False)
 
+#: Formats of elements by their names in rules (`recipes.Rule`).
+ELEMENTS = {"e4m3": FLOAT8_E4M3FN, "e5m2": FLOAT8_E5M2, "e2m1": FLOAT4_E2M1FN, "int8": INT8_CODES}
+
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """A format of quantised arrays: ``code * scale of its block * scale of the array``."""
+    """A format of quantised arrays and of modes: ``code * scale of its block * scale of the array``."""
 
     name: str
     elements: NumberFormat
@@ -90,6 +93,9 @@ class BlockFormat:
     block: int  # elements with a common scale; 0 without blocks, `WHOLE` for all along the axis
     scales: NumberFormat | None  # of the blocks
     has_scale: bool  # whether the array has a float32 scale; otherwise it is 1
+    is_stored: bool = True  # whether :func:`lowprec.quantize` knows it
+    is_mode: bool = True
+    square: bool = False  # whether blocks of ``b`` have as many vectors as elements along the axis
 
     @property
     def has_float_scales(self) -> bool:
@@ -114,25 +120,26 @@ class BlockFormat:
         return prod(shape) // shape[axis] * -(-shape[axis] // block) * (block * self.bits // 8 + scale)
 
 
-FormatName: TypeAlias = Literal["mxfp8", "mxfp4", "nvfp4", "fp8", "fp8_rows", "int8", "int4"]
+FormatName: TypeAlias = Literal["fp8", "fp8_rows", "mxfp8", "mxfp4", "nvfp4", "int8", "int4"]
 
 WHOLE = -1
 #: Lengths of the blocks of int4.
 GROUPS = (32, 64, 128)
 
+#: All narrow formats; `recipes.FORMATS` has the rules of those that are modes.
+NARROW = (
+    BlockFormat("fp8", FLOAT8_E4M3FN, 8, 0, None, has_scale=True),
+    BlockFormat("fp8_rows", FLOAT8_E4M3FN, 8, WHOLE, FLOAT32, has_scale=False),
+    BlockFormat("fp8_blocks", FLOAT8_E4M3FN, 8, 128, FLOAT32, has_scale=False, is_stored=False, square=True),
+    BlockFormat("mxfp8", FLOAT8_E4M3FN, 8, 32, FLOAT8_E8M0FNU, has_scale=False),
+    BlockFormat("mxfp4", FLOAT4_E2M1FN, 4, 32, FLOAT8_E8M0FNU, has_scale=False),
+    BlockFormat("nvfp4", FLOAT4_E2M1FN, 4, 16, FLOAT8_E4M3FN, has_scale=True),
+    BlockFormat("int8", INT8_CODES, 8, WHOLE, FLOAT32, has_scale=False),
+    BlockFormat("int4", INT4_CODES, 4, 64, FLOAT32, has_scale=False, is_mode=False),
+)
+
 #: Formats of :func:`lowprec.quantize` by name.
-BLOCK_FORMATS = {
-    row.name: row
-    for row in (
-        BlockFormat("mxfp8", FLOAT8_E4M3FN, 8, 32, FLOAT8_E8M0FNU, has_scale=False),
-        BlockFormat("mxfp4", FLOAT4_E2M1FN, 4, 32, FLOAT8_E8M0FNU, has_scale=False),
-        BlockFormat("nvfp4", FLOAT4_E2M1FN, 4, 16, FLOAT8_E4M3FN, has_scale=True),
-        BlockFormat("fp8", FLOAT8_E4M3FN, 8, 0, None, has_scale=True),
-        BlockFormat("fp8_rows", FLOAT8_E4M3FN, 8, WHOLE, FLOAT32, has_scale=False),
-        BlockFormat("int8", INT8_CODES, 8, WHOLE, FLOAT32, has_scale=False),
-        BlockFormat("int4", INT4_CODES, 4, 64, FLOAT32, has_scale=False),
-    )
-}
+BLOCK_FORMATS = {row.name: row for row in NARROW if row.is_stored}
 
 
 class Blocks(NamedTuple):

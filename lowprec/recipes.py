@@ -12,22 +12,20 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from lowprec import formats
 from lowprec.errors import ModeError, did_you_mean, quoted
-from lowprec.formats import NumberFormat
+from lowprec.formats import BlockFormat, NumberFormat
 
 ScaleRule: TypeAlias = Literal["floor", "rceil"]
 Rounding: TypeAlias = Literal["nearest", "stochastic", "stochastic_gradients"]
 Pass: TypeAlias = Literal["forward", "grad_input", "grad_weight"]
 
-#: Elements of a rule; int8 is no floating-point format.
-ELEMENTS: dict[str, NumberFormat | None] = {
-    "e4m3": formats.FLOAT8_E4M3FN, "e5m2": formats.FLOAT8_E5M2, "e2m1": formats.FLOAT4_E2M1FN, "int8": None,
-}  # fmt: skip
+#: The bit of a stream where the step begins.
+STEP_BIT = 23
 
 
 class Rule(NamedTuple):
     """How one operand is rounded along the inner axis k: plain numbers and short strings."""
 
-    elements: str  # key of `ELEMENTS`
+    elements: str  # key of `formats.ELEMENTS`
     scaling: str  # "tensor", "vector" (along k), "block"
     block: tuple[int, int] = (1, 0)  # vectors and elements along k with a common scale
     block_scale: str = ""  # "floor" and "rceil": powers of two; "e4m3" with a scale of the tensor; "float32"
@@ -38,7 +36,8 @@ class Rule(NamedTuple):
 
     @property
     def number_format(self) -> NumberFormat | None:
-        return ELEMENTS[self.elements]
+        """The format of the elements; None for integers."""
+        return None if self.elements == "int8" else formats.ELEMENTS[self.elements]
 
     @property
     def is_stochastic(self) -> bool:
@@ -77,27 +76,27 @@ _SCALES = {
 }
 
 
-def _alike(rule: Rule) -> tuple[Rule, Rule]:
-    return rule, rule
+_BLOCK_SCALES = {formats.FLOAT8_E8M0FNU: "floor", formats.FLOAT8_E4M3FN: "e4m3", formats.FLOAT32: "float32"}
 
 
+def _rules_of(row: BlockFormat, elements: str) -> tuple[Rule, Rule]:
+    """Return the rules of ``a`` and ``b`` for a format, with elements of this name."""
+    if row.scales is None or row.block == formats.WHOLE:
+        rule = Rule(elements, "tensor" if row.scales is None else "vector")
+        return rule, rule
+    rule = Rule(elements, "block", (1, row.block), _BLOCK_SCALES[row.scales])
+    return rule, rule._replace(block=(row.block, row.block)) if row.square else rule
+
+
+_MODES = {row.name: row for row in formats.NARROW if row.is_mode}
+_ELEMENTS = {fmt: name for name, fmt in formats.ELEMENTS.items()}
 #: Rules of ``a`` and ``b`` by name; each mode that quantises is one of these.
-FORMATS: dict[str, tuple[Rule, Rule]] = {
-    "fp8": _alike(Rule("e4m3", "tensor")),
-    "fp8_rows": _alike(Rule("e4m3", "vector")),
-    "fp8_blocks": (Rule("e4m3", "block", (1, 128), "float32"), Rule("e4m3", "block", (128, 128), "float32")),
-    "mxfp8": _alike(Rule("e4m3", "block", (1, 32), "floor")),
-    "mxfp4": _alike(Rule("e2m1", "block", (1, 32), "floor")),
-    "nvfp4": _alike(Rule("e2m1", "block", (1, 16), "e4m3")),
-    "int8": _alike(Rule("int8", "vector")),
-}
+FORMATS = {name: _rules_of(row, _ELEMENTS[row.elements]) for name, row in _MODES.items()}
 FORMATS |= {
-    f"{name}_e5m2": (a._replace(elements="e5m2"), b._replace(elements="e5m2"))
-    for name, (a, b) in FORMATS.items()
-    if a.elements == "e4m3"
+    f"{name}_e5m2": _rules_of(row, "e5m2") for name, row in _MODES.items() if row.elements is formats.FLOAT8_E4M3FN
 }
 #: Formats that are modes: E5M2 is for gradients alone.
-MODES = tuple(name for name in FORMATS if not name.endswith("_e5m2"))
+MODES = tuple(_MODES)
 
 _PAIRS = ("forward", "grad_input", "grad_weight")
 _LEGAL: dict[str, tuple[Any, ...]] = {
@@ -237,7 +236,7 @@ class Recipe:
     @property
     def draw(self) -> int:
         """Step, layer and product as one number of 62 bits."""
-        return self.step << 22 | self.layer << 2 | _PAIRS.index(self.product)
+        return self.step << (STEP_BIT - 1) | self.layer << 2 | _PAIRS.index(self.product)
 
     @property
     def rules(self) -> tuple[Rule, Rule]:

@@ -1,13 +1,14 @@
 """A training step of a six-layer transformer in plain PyTorch, in FP32, under autocast and under lowprec's `intercept`.
 
-usage: python docs/examples/training_step.py [--threads N] [--rounds N] [--layers N] [--width N] [--batch N]
+usage: python docs/examples/training_step.py [--modes MODE ...] [--threads N] [--rounds N] [--layers N] [--width N]
+       [--batch N]
 
-The model predicts the next character of Python sources and contains nothing of lowprec. Four copies of it start from
-the same weights and read the same batches: one trains in PyTorch's FP32, one under
+The model predicts the next character of Python sources and contains nothing of lowprec. Copies of it start from the
+same weights and read the same batches: one trains in PyTorch's FP32, one under
 `torch.set_float32_matmul_precision("medium")`, one with its forward pass under `torch.autocast("cpu", torch.bfloat16)`,
-one inside `lowprec.torch.intercept("bf16")`. The copies take turns in random order; each timed step follows an untimed
-one of the same copy. The table shows the median time of a step, the median and the quartiles of its ratio to the FP32
-step of the same round, and the mean loss of the last three timed steps.
+and one inside `lowprec.torch.intercept` for each mode. The copies take turns in random order; each timed step follows an
+untimed one of the same copy. The table shows the median time of a step, the median and the quartiles of its ratio to the
+FP32 step of the same round, and the mean loss of the last three timed steps.
 
 Run it on a machine with no other load.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import random
 import statistics
 import sys
@@ -31,7 +33,7 @@ import lowprec
 import lowprec.torch
 
 TOKENS = 128
-FP32, AUTOCAST, LOWPREC = "PyTorch, FP32", "PyTorch, autocast to bfloat16", 'lowprec.torch.intercept("bf16")'
+FP32, AUTOCAST = "PyTorch, FP32", "PyTorch, autocast to bfloat16"
 MEDIUM = 'PyTorch, set_float32_matmul_precision("medium")'
 
 
@@ -86,8 +88,9 @@ def batches(count: int, batch: int) -> list[torch.Tensor]:
 
 
 def main() -> None:
-    """Train copies in turns and print the table."""
+    """Train the copies in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--modes", nargs="+", default=["bf16"], help="modes of lowprec, such as bf16 mxfp8")
     parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch and lowprec")
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each copy")
     parser.add_argument("--layers", type=int, default=6, help="layers of the encoder")
@@ -98,8 +101,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     model = Characters(options.layers, options.width)
-    names = [FP32, MEDIUM, AUTOCAST, LOWPREC]
-    blocks = {MEDIUM: medium, LOWPREC: lambda: lowprec.torch.intercept("bf16")}
+    modes = {f'lowprec.torch.intercept("{mode}")': mode for mode in options.modes}
+    names = [FP32, MEDIUM, AUTOCAST, *modes]
+    blocks = {MEDIUM: medium} | {name: functools.partial(lowprec.torch.intercept, mode) for name, mode in modes.items()}
     copies = {name: copy.deepcopy(model) for name in names}
     optimizers = {name: torch.optim.AdamW(own.parameters(), lr=3e-4) for name, own in copies.items()}
     seconds: dict[str, list[float]] = {name: [] for name in names}

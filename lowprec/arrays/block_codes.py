@@ -14,25 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowprec.arrays.namespaces import cast
-from lowprec.formats import (
-    FLOAT4_E2M1FN,
-    FLOAT8_E4M3FN,
-    FLOAT8_E5M2,
-    FLOAT8_E8M0FNU,
-    FLOAT32,
-    INT8_CODES,
-    UINT4_CODES,
-    BlockFormat,
-    NumberFormat,
-)
-from lowprec.recipes import Rule
+from lowprec.formats import ELEMENTS, FLOAT8_E4M3FN, FLOAT8_E8M0FNU, FLOAT32, UINT4_CODES, BlockFormat, NumberFormat
+from lowprec.recipes import STEP_BIT, Rule
 
 #: Bits of float32's infinity, the smallest that are not a number's, and of the least float64 that rounds to it.
 _INFINITY, _OVERFLOW = 0x7F800000, 0x47EFFFFFF0000000
 _HIDDEN = 1 << 23
-
-#: Formats of elements by name.
-ELEMENTS = {"e4m3": FLOAT8_E4M3FN, "e5m2": FLOAT8_E5M2, "e2m1": FLOAT4_E2M1FN, "int8": INT8_CODES}
 
 
 class _Scales(NamedTuple):
@@ -48,8 +35,8 @@ class _Scales(NamedTuple):
         return x * divisors if self.inverted else x / divisors
 
 
-def rounded(x: Any, axis: int, rule: Rule, xp: Any) -> tuple[Any, Any, Any]:
-    """Round a float32 array along an axis (-1 or -2), that of k.
+def rounded(x: Any, axis: int, rule: Rule, xp: Any, step: Any = None) -> tuple[Any, Any, Any]:
+    """Round a float32 array along an axis (-1 or -2), that of k; ``step``, an int32 array, is part of the stream.
 
     Returns
     -------
@@ -82,7 +69,7 @@ def rounded(x: Any, axis: int, rule: Rule, xp: Any) -> tuple[Any, Any, Any]:
     divisors, multipliers, usable = (
         y if rule.scaling == "tensor" else _spread(y, high, wide, x.shape, xp) for y in found[1:4]
     )
-    random = _words(x, rule, xp) if rule.rounding == "stochastic" else None
+    random = _words(x, rule, xp, step) if rule.is_stochastic else None
     codes = _nearest(found.quotients(magnitude.view(xp.float32), divisors), to, xp, random)
     if rule.elements == "int8":
         values = converted(xp.where(usable, xp.where(bits < 0, -codes, codes), 0), xp.int8)
@@ -360,13 +347,15 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Any, ...]:
     return c0, c1, c2, c3
 
 
-def _words(x: Any, rule: Rule, xp: Any) -> Any:
+def _words(x: Any, rule: Rule, xp: Any, step: Any) -> Any:
     """Return a word for each number: the counter is its k / 4, its vector in the batch and the stream."""
     batches, vectors, k = x.shape
     whole, like = (batches * vectors, -(-k // 4)), {"device": x.device} if hasattr(x, "to") else {}
     quarters = xp.broadcast_to(xp.arange(whole[1], dtype=xp.int32, **like), whole)
     vector = xp.broadcast_to(xp.arange(whole[0], dtype=xp.int32, **like)[:, None], whole)
     stream = [xp.full_like(quarters, _signed(rule.stream >> shift)) for shift in (0, 32)]
+    if step is not None:
+        stream = [stream[0] | (step << STEP_BIT), stream[1] | ((step >> (32 - STEP_BIT)) & ((1 << STEP_BIT) - 1))]
     words = xp.stack(philox((quarters, vector, *stream), rule.seed), -1)
     return words.reshape((batches, vectors, 4 * quarters.shape[1]))[..., :k]
 

@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from lowprec.jax.interception import intercept
 from lowprec.jax.product import matmul
+from lowprec.jax.steps import at_step
 
-__all__ = ["intercept", "matmul"]
+__all__ = ["at_step", "intercept", "matmul"]

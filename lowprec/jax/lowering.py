@@ -44,16 +44,28 @@ class Shape(NamedTuple):
 
 
 def multiply(
-    a: Any, b: Any, *, dimensions: Dimensions, out_sharding: Any, mode: str, out_dtype: str, on_gpu: bool, **_: Any
+    a: Any,
+    b: Any,
+    step: Any = None,
+    *,
+    dimensions: Dimensions,
+    out_sharding: Any,
+    mode: str,
+    out_dtype: str,
+    on_gpu: bool,
+    **_: Any,
 ) -> Any:
-    """Multiply by XLA's algorithms for NVIDIA GPUs, or by those for every platform."""
+    """Multiply by XLA's algorithms for NVIDIA GPUs, or by those for every platform.
+
+    ``step``, an int32 array, is that of a recipe without one.
+    """
     shape = Shape(dimensions, out_sharding)
     storage, parsed = dtype_from_name(str(a.dtype)), parse_mode(mode)
     scheme = row(parsed)
     if scheme.quantizes and scheme.acts(storage):
-        draw = parsed.draw if isinstance(parsed, Recipe) else 0
+        draw, step = (parsed.draw, None if parsed.step else step) if isinstance(parsed, Recipe) else (0, None)
         rules = tuple(rule.drawn(draw, i) for i, rule in enumerate(rules_of(parsed)))
-        return _quantized(a, b, shape, rules, on_gpu=on_gpu).astype(out_dtype)
+        return _quantized(a, b, step, shape, rules, on_gpu=on_gpu).astype(out_dtype)
     if storage is DType.INT8:
         return _dot(a, b, shape, None, "int32")
     if storage.bits == 16:
@@ -98,13 +110,13 @@ def _widened(a: Any, b: Any, shape: Shape, out_dtype: str) -> Any:
         return lax.convert_element_type(_dot(a, b, shape, None, wide.name), np.dtype(out_dtype))
 
 
-def _quantized(a: Any, b: Any, shape: Shape, rules: tuple[Rule, ...], *, on_gpu: bool) -> Any:
+def _quantized(a: Any, b: Any, step: Any, shape: Shape, rules: tuple[Rule, ...], *, on_gpu: bool) -> Any:
     """Round both operands, with the codes and scales of the CPU's kernels, and multiply the rounded numbers."""
     (summed_a, summed_b), (batch_a, batch_b) = shape.dimensions
     free_a, free_b = free_axes(a.ndim, summed_a, batch_a), free_axes(b.ndim, summed_b, batch_b)
     batch, rows, columns = ([x.shape[i] for i in axes] for x, axes in ((a, batch_a), (a, free_a), (b, free_b)))
-    x, rows_scale, of_a = _rounded(a, (batch_a, free_a, summed_a), rules[0])
-    y, columns_scale, of_b = _rounded(b, (batch_b, free_b, summed_b), rules[1])
+    x, rows_scale, of_a = _rounded(a, (batch_a, free_a, summed_a), rules[0], step)
+    y, columns_scale, of_b = _rounded(b, (batch_b, free_b, summed_b), rules[1], step)
     in_bfloat16 = on_gpu and x.dtype == y.dtype == jnp.bfloat16
     if not in_bfloat16:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
@@ -120,11 +132,11 @@ def _quantized(a: Any, b: Any, shape: Shape, rules: tuple[Rule, ...], *, on_gpu:
     return out if shape.out_sharding is None else reshard(out, shape.out_sharding)
 
 
-def _rounded(x: Any, axes: tuple[tuple[int, ...], ...], rule: Rule) -> tuple[Any, Any, Any]:
+def _rounded(x: Any, axes: tuple[tuple[int, ...], ...], rule: Rule, step: Any) -> tuple[Any, Any, Any]:
     """Return an operand as matrices (batch, vector, k) of rounded numbers, with the scales of vectors and tensor."""
     extents = [prod(x.shape[i] for i in some) for some in axes]
     x = jnp.transpose(x, sum(axes, ())).reshape(extents)
-    values, scales, scale = block_codes.rounded(x, -1, rule, jnp)
+    values, scales, scale = block_codes.rounded(x, -1, rule, jnp, step)
     if rule.block_scale == "float32":
         high, wide = rule.block
         each = jnp.repeat(jnp.repeat(jnp.moveaxis(scales, -1, -2), high, -2), wide, -1)

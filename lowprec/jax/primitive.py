@@ -1,7 +1,8 @@
 """``lowprec_dot_general``: the product as a primitive of JAX, with the rules of its transformations.
 
-Its dimensions are those of ``lax.dot_general``, so a transformed product is again this primitive. ``mode`` applies to
-the product and its tangents, ``backward_mode`` to the two products of the transpose.
+Its dimensions are those of ``lax.dot_general``, so a transformed product is again the same primitive. ``mode`` applies
+to the product and its tangents, ``backward_mode`` to the two products of the transpose. A second primitive has the step
+of stochastic rounding as a third operand.
 """
 
 from __future__ import annotations
@@ -18,27 +19,40 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from lowprec import policy
-from lowprec.errors import DeviceError
+from lowprec.errors import DeviceError, UnsupportedError
 from lowprec.formats import dtype_from_name, promote
 from lowprec.jax.lowering import Dimensions, free_axes, multiply
 from lowprec.modes import of_pass
 
 _product_p = Primitive("lowprec_dot_general")
+_stepped_p = Primitive("lowprec_dot_general_at_step")
 _PLATFORMS = ("cpu", "cuda")
 
 
 def dot_general(
-    a: Any, b: Any, *, dimensions: Dimensions, mode: str, backward_mode: str, out_dtype: str, out_sharding: Any = None
+    a: Any,
+    b: Any,
+    step: Any = None,
+    *,
+    dimensions: Dimensions,
+    mode: str,
+    backward_mode: str,
+    out_dtype: str,
+    out_sharding: Any = None,
 ) -> Any:
-    """Multiply two arrays of one element type in a mode, as ``lax.dot_general``."""
+    """Multiply two arrays of one element type in a mode, as ``lax.dot_general``.
+
+    ``step``, an int32 array of shape (), is that of stochastic recipes without one.
+    """
     # Under shard_map both vary over the same mesh axes then, so that gradients are summed over devices.
     over_a, over_b = _varying(a), _varying(b)
     if over_b - over_a:
         a = lax.pcast(a, tuple(over_b - over_a), to="varying")
     if over_a - over_b:
         b = lax.pcast(b, tuple(over_a - over_b), to="varying")
-    return _product_p.bind(
-        a, b, dimensions=dimensions, mode=mode, backward_mode=backward_mode, out_dtype=out_dtype,
+    primitive, operands = (_product_p, (a, b)) if step is None else (_stepped_p, (a, b, step))
+    return primitive.bind(
+        *operands, dimensions=dimensions, mode=mode, backward_mode=backward_mode, out_dtype=out_dtype,
         out_sharding=out_sharding,
     )  # fmt: skip
 
@@ -49,8 +63,9 @@ def _varying(x: Any) -> frozenset[str]:
     return frozenset(axes)
 
 
-@_product_p.def_abstract_eval
-def _abstract(a: Any, b: Any, *, dimensions: Dimensions, out_dtype: str, out_sharding: Any, **_: Any) -> Any:
+def _abstract(
+    a: Any, b: Any, _step: Any = None, *, dimensions: Dimensions, out_dtype: str, out_sharding: Any, **_: Any
+) -> Any:
     """Return shape, type, sharding and manual axes of the result, as those of ``lax.dot_general``."""
     kind, _ = lax.dot_general_p.abstract_eval(
         a,
@@ -66,24 +81,26 @@ def _abstract(a: Any, b: Any, *, dimensions: Dimensions, out_dtype: str, out_sha
 @functools.lru_cache(maxsize=1024)
 def _compiled(**params: Any) -> Any:
     platforms = {name: functools.partial(multiply, on_gpu=name == "cuda", **params) for name in _PLATFORMS}
-    return jax.jit(lambda a, b: lax.platform_dependent(a, b, **platforms))
+    return jax.jit(lambda *operands: lax.platform_dependent(*operands, **platforms))
 
 
-@_product_p.def_impl
-def _compute(a: Any, b: Any, **params: Any) -> Any:
+def _compute(a: Any, b: Any, *step: Any, **params: Any) -> Any:
     sets = [x.devices() for x in (a, b) if isinstance(x, jax.Array) and x.committed]
     if len(sets) == 2 and sets[0] != sets[1]:
         raise DeviceError(f"the operands are on {sets[0]} and on {sets[1]}; move one of them by jax.device_put")
-    return _compiled(**params)(a, b)
+    return _compiled(**params)(a, b, *step)
 
 
-for _name in _PLATFORMS:
-    _lower = mlir.lower_fun(functools.partial(multiply, on_gpu=_name == "cuda"), multiple_results=False)
-    mlir.register_lowering(_product_p, _lower, platform=_name)
+for _primitive in (_product_p, _stepped_p):
+    _primitive.def_abstract_eval(_abstract)
+    _primitive.def_impl(_compute)
+    for _name in _PLATFORMS:
+        _lower = mlir.lower_fun(functools.partial(multiply, on_gpu=_name == "cuda"), multiple_results=False)
+        mlir.register_lowering(_primitive, _lower, platform=_name)
 
 
 def _gradient(
-    gradient: Any, a: Any, b: Any, *, dimensions: Dimensions, is_a: bool, backward_mode: str, **_: Any
+    gradient: Any, a: Any, b: Any, step: Any = None, *, dimensions: Dimensions, is_a: bool, backward_mode: str, **_: Any
 ) -> Any:
     """Return an operand's gradient: the product of ``gradient`` and the other operand over the other's free axes.
 
@@ -108,7 +125,7 @@ def _gradient(
         x, y, summed, in_batch = y, x, summed[::-1], in_batch[::-1]
         axes = [*batch[0], *in_order, *free]
     product = dot_general(
-        x, y, dimensions=(summed, in_batch),
+        x, y, step, dimensions=(summed, in_batch),
         mode=mode, backward_mode=backward_mode, out_dtype=dtype.label,
         out_sharding=_explicit_sharding(aval, axes),
     )  # fmt: skip
@@ -124,6 +141,26 @@ def _explicit_sharding(aval: Any, axes: list[int]) -> Any:
 
 
 ad.defbilinear(_product_p, functools.partial(_gradient, is_a=True), functools.partial(_gradient, is_a=False))
+ad.defjvp(
+    _stepped_p,
+    lambda tangent, a, b, step, **params: _stepped_p.bind(tangent, b, step, **params),
+    lambda tangent, a, b, step, **params: _stepped_p.bind(a, tangent, step, **params),
+    None,
+)
+
+
+def _transposed(cotangent: Any, a: Any, b: Any, step: Any, **params: Any) -> tuple[Any, ...]:
+    """Return the gradient of the operand that is unknown."""
+    is_a = ad.is_undefined_primal(a)
+    x = a if is_a else b
+    if type(cotangent) is ad.Zero:
+        found = ad.Zero(x.aval.to_ct_aval())
+    else:
+        found = _gradient(cotangent, a, b, step, is_a=is_a, **params)
+    return (found, None, None) if is_a else (None, found, None)
+
+
+ad.primitive_transposes[_stepped_p] = _transposed
 
 
 # jet is experimental, and its rules have no public names.
@@ -134,19 +171,18 @@ with suppress(ImportError, AttributeError):
 
 
 def _batched(
-    operands: tuple[Any, Any],
-    mapped: tuple[int | None, int | None],
-    *,
-    dimensions: Dimensions,
-    out_sharding: Any,
-    **rest: Any,
+    operands: tuple[Any, ...], mapped: tuple[int | None, ...], *, dimensions: Dimensions, out_sharding: Any, **rest: Any
 ) -> tuple[Any, int]:
     """Return the product of operands with a mapped axis: a batch axis where both have it, else a free one."""
     (summed_a, summed_b), (batch_a, batch_b) = dimensions
-    of_a, of_b = mapped
+    of_a, of_b, *of_step = mapped
+    if any(axis is not None for axis in of_step):
+        raise UnsupportedError(
+            "the step of stochastic rounding differs along an axis that vmap maps; map the operands only"
+        )
     summed_a, batch_a = _shifted(summed_a, of_a), _shifted(batch_a, of_a)
     summed_b, batch_b = _shifted(summed_b, of_b), _shifted(batch_b, of_b)
-    a, b = operands
+    a, b, *step = operands
     if of_a is not None and of_b is not None:
         batch_a, batch_b, axis = (of_a, *batch_a), (of_b, *batch_b), 0
     elif of_a is not None:
@@ -157,11 +193,12 @@ def _batched(
         spec = list(out_sharding.spec)
         out_sharding = out_sharding.update(spec=PartitionSpec(*spec[:axis], None, *spec[axis:]))
     wider = ((summed_a, summed_b), (batch_a, batch_b))
-    return dot_general(a, b, dimensions=wider, out_sharding=out_sharding, **rest), axis
+    return dot_general(a, b, *step, dimensions=wider, out_sharding=out_sharding, **rest), axis
 
 
 def _shifted(axes: tuple[int, ...], mapped: int | None) -> tuple[int, ...]:
     return axes if mapped is None else tuple(axis + (axis >= mapped) for axis in axes)
 
 
-batching.primitive_batchers[_product_p] = _batched
+for _primitive in (_product_p, _stepped_p):
+    batching.primitive_batchers[_primitive] = _batched

@@ -17,6 +17,7 @@ from lowprec.errors import ArrayError, DTypeError, UnsupportedError
 from lowprec.formats import DType
 from lowprec.jax.current_mode import check_key
 from lowprec.jax.primitive import dot_general
+from lowprec.jax.steps import current_step
 from lowprec.modes import ActivationName, BoundName, MathMode, Mode, ModeName, Recipe, ResolvedMode, parse_mode
 from lowprec.planning import Activation
 
@@ -90,7 +91,8 @@ def product(call: Call, resolved: ResolvedMode, entry: CachedExecutor, backward_
     # The primitive rounds once, to a type no narrower than the operands'.
     exact = is_plain and plan.out_dtype.bits >= plan.compute_dtype.bits
     mode, backward = resolved.mode.value, (backward_mode or resolved.mode).value
-    out = _product(x, y, mode, backward, (plan.out_dtype if exact else plan.accumulator).label)
+    step = current_step(resolved.mode, backward_mode)
+    out = _product(x, y, step, mode, backward, (plan.out_dtype if exact else plan.accumulator).label)
     if not is_plain:
         alpha, beta = (
             raw if isinstance(raw, jax.Array) else checked
@@ -117,18 +119,18 @@ def _array(name: str, x: Any) -> jax.Array:
     return array
 
 
-def _product(a: Any, b: Any, mode: str, backward_mode: str, out_dtype: str) -> Any:
+def _product(a: Any, b: Any, step: Any, mode: str, backward_mode: str, out_dtype: str) -> Any:
     last, first = a.ndim - 1, max(b.ndim - 2, 0)
     how = {"mode": mode, "backward_mode": backward_mode, "out_dtype": out_dtype}
     if a.ndim <= 2 or b.ndim <= 2:
-        out = dot_general(a, b, dimensions=(((last,), (first,)), ((), ())), **how)
+        out = dot_general(a, b, step, dimensions=(((last,), (first,)), ((), ())), **how)
         return jnp.moveaxis(out, 0, -2) if a.ndim == 2 and b.ndim > 2 else out
     batch = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     a = jnp.broadcast_to(a, (*batch, *a.shape[-2:]))
     b = jnp.broadcast_to(b, (*batch, *b.shape[-2:]))
     axes = tuple(range(len(batch)))
     dimensions = (((a.ndim - 1,), (b.ndim - 2,)), (axes, axes))
-    return dot_general(a, b, dimensions=dimensions, **how)
+    return dot_general(a, b, step, dimensions=dimensions, **how)
 
 
 def _with_epilogue(out: Any, c: Any, bias: Any, alpha: Any, beta: Any, activation: Activation | None) -> Any:

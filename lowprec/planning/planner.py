@@ -117,7 +117,7 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
     on_gpu = capabilities.compute_capability is not None
     if on_gpu and piece:  # products with block scales in float32, and sums that overflow int32 in FP32
         dtype, piece = DType.BFLOAT16 if in_integers else DType.FLOAT32, 0
-    dtypes = _emulated_float8(rules, capabilities, mode) or (dtype, dtype)
+    dtypes = _emulated_float8(rules, capabilities) or (dtype, dtype)
     rounded = [
         spec if rule is None else OperandSpec(dtype, spec.shape, packed_strides(spec.shape, spec.strides))
         for spec, rule, dtype in zip(specs, rules, dtypes, strict=True)
@@ -134,9 +134,7 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
     return _lowered(plan, _widened(plan)) if on_gpu and plan.flops else plan
 
 
-def _emulated_float8(
-    rules: tuple[Rule | None, ...], capabilities: Capabilities, mode: Mode
-) -> tuple[DType, DType] | None:
+def _emulated_float8(rules: tuple[Rule | None, ...], capabilities: Capabilities) -> tuple[DType, DType] | None:
     """Return the types of FP8 operands, if the products of FP8 tensor cores are emulated and multiply these."""
     emulated, found = capabilities.kernels[0].emulates, []
     for rule in rules:
@@ -145,11 +143,6 @@ def _emulated_float8(
         found.append(DType.FLOAT8_E4M3FN if rule.elements == "e4m3" else DType.FLOAT8_E5M2)
     if emulated is None or not tensor_cores_multiply("float8_e4m3fn", emulated.capability):
         return None
-    if found[0] is not found[1]:
-        raise UnsupportedError(
-            f"the mode {mode} multiplies {found[0]} by {found[1]}, but products of two FP8 types of the tensor cores "
-            f"of {emulated.label} are not emulated; use a recipe with one of them in each product"
-        )
     return found[0], found[1]
 
 

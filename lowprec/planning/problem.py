@@ -68,20 +68,18 @@ def common_dtype(problem: GemmProblem, capabilities: Capabilities) -> DType:
     dtypes = (problem.a.dtype, problem.b.dtype)
     emulated = capabilities.kernels[0].emulates
     if emulated and problem.a.blocks and problem.b.blocks and emulated.capability >= BLOCK_SCALES_SINCE:
-        raise UnsupportedError(_NOT_EMULATED.format("block-scaled products", emulated.label))
+        raise UnsupportedError(
+            f"block-scaled products of the tensor cores of {emulated.label} are not emulated; convert an operand to "
+            "bfloat16"
+        )
     if not all(d.is_float8 for d in dtypes):
         return promote(*dtypes)
     if dtypes != (DType.FLOAT8_E5M2,) * 2:  # which cuBLASLt does not multiply
         is_emulated = emulated is not None and tensor_cores_multiply("float8_e4m3fn", emulated.capability)
-        if emulated and is_emulated and DType.FLOAT8_E5M2 in dtypes:
-            raise UnsupportedError(_NOT_EMULATED.format("products of two FP8 types", emulated.label))
         if capabilities.has_float8 or is_emulated:
             # FP8 operands of two types are multiplied unchanged; one type represents the pair.
             return DType.FLOAT8_E4M3FN
     return DType.BFLOAT16  # represents every FP8 number
-
-
-_NOT_EMULATED = "{} of the tensor cores of {} are not emulated; convert an operand to bfloat16"
 
 
 def result_dtype(problem: GemmProblem, compute_dtype: DType) -> DType:

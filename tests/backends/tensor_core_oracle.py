@@ -1,5 +1,7 @@
 """Tensor-core arithmetic, one element at a time and exact: the readable twin, and the oracle, of the fast ones."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 from fractions import Fraction
 from math import copysign, frexp, inf, isfinite
@@ -9,25 +11,25 @@ import numpy as np
 from lowprec.formats import FLOAT32
 
 
-def dot(a, b, c, arithmetic):
+def dot(a, b, c, arithmetic, emins=None):
     """Return ``c + a_1 b_1 + a_2 b_2 + ...`` as a tensor core chains it: the result of a group is the c of the next.
 
-    ``a`` and ``b`` are numbers of the format of ``arithmetic``, ``c`` and the result are float32.
+    ``a`` and ``b`` are numbers of the format of ``arithmetic``, or of two formats whose least exponents are ``emins``;
+    ``c`` and the result are float32.
     """
     for first in range(0, len(a), arithmetic.group):
         group = slice(first, first + arithmetic.group)
-        c = _add_group(a[group], b[group], c, arithmetic)
+        c = _add_group(a[group], b[group], c, arithmetic, emins or (arithmetic.emin, arithmetic.emin))
     return c
 
 
-def _add_group(a, b, c, arithmetic):
+def _add_group(a, b, c, arithmetic, emins):
     # float64 holds all products; the sum of those that are not finite is what IEEE 754 says.
     special = [x for x in (*map(float.__mul__, a, b), c) if not isfinite(x)]
     if special:
         return sum(special)
     terms = [
-        (Fraction(x) * Fraction(y), _exponent(x, arithmetic.emin) + _exponent(y, arithmetic.emin))
-        for x, y in zip(a, b, strict=True)
+        (Fraction(x) * Fraction(y), _exponent(x, emins[0]) + _exponent(y, emins[1])) for x, y in zip(a, b, strict=True)
     ]
     if not arithmetic.adds_after:
         terms.append((Fraction(c), _exponent(c, FLOAT32.emin)))

@@ -1,5 +1,7 @@
 """``emulate`` around ``matmul``, and ``emulation.mma``: products, scopes, refusals."""
 
+from __future__ import annotations
+
 import contextlib
 import re
 
@@ -9,6 +11,7 @@ import pytest
 
 import lowprec
 import lowprec.planning
+from backends.tensor_core_oracle import dot
 from lowprec import ArrayError, DTypeError, ShapeError, UnsupportedError, emulate
 from lowprec.architectures import Architecture
 from lowprec.backends.cpu.emulation.arithmetic import FORMATS, arithmetic
@@ -79,13 +82,38 @@ def test_so_do_float8_operands(arch, operands):
     with emulate(arch):
         found = lowprec.matmul(a, b, out_dtype="float32")
         chunked = lowprec.matmul(a, b, out_dtype="float32", k_chunk=64)
-        with pytest.raises(UnsupportedError, match="products of two FP8 types"):
-            lowprec.matmul(a, b.astype(ml_dtypes.float8_e5m2))
     assert identical(found, mma(x, y, zero, arch=arch, format="e4m3"))
     parts = [mma(x[:, k], y[k], zero, arch=arch, format="e4m3") for k in (slice(0, 64), slice(64, K))]
     assert identical(chunked, parts[0] + parts[1])
     with emulate("ampere"):  # multiplies their numbers in bfloat16
         assert identical(lowprec.matmul(a, b, out_dtype="float32"), in_float32(x, y, "ampere", "bf16"))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
+def test_e4m3_by_e5m2(arch, turned, rng):
+    """Subnormal numbers among them: each type has its least exponent."""
+    a = np.ldexp(rng.standard_normal((6, 70)), rng.integers(-12, 3, (6, 70)))
+    a[:3] = np.ldexp(rng.integers(-7, 8, (3, 70)), -9)  # groups of subnormal numbers alone
+    a = a.astype(ml_dtypes.float8_e4m3fn)
+    b = np.ldexp(rng.standard_normal((70, 5)), rng.integers(-20, 3, (70, 5))).astype(ml_dtypes.float8_e5m2)
+    model = arithmetic(Architecture(arch), "float8_e4m3fn")
+    rows, columns = a.astype(float).tolist(), b.astype(float).T.tolist()
+    expected = np.float32([[dot(x, y, 0.0, model, (-6, -14)) for y in columns] for x in rows])
+    with emulate(arch):
+        found = lowprec.matmul(b.T, a.T, out_dtype="float32").T if turned else lowprec.matmul(a, b, out_dtype="float32")
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
+def test_so_does_a_gradient_in_e5m2(arch, operands):
+    a, b = operands
+    scales = np.abs(a).max() / np.float32(57344), np.abs(b).max() / np.float32(448)
+    x, y = (a / scales[0]).astype(ml_dtypes.float8_e5m2), (b / scales[1]).astype(ml_dtypes.float8_e4m3fn)
+    with emulate(arch):
+        found = lowprec.matmul(a, b, math_mode=lowprec.Recipe.fp8_training().of("grad_input"))
+        expected = lowprec.matmul(x, y, out_dtype="float32") * np.float32(float(scales[0]) * float(scales[1]))
+    assert identical(found, expected)
 
 
 @pytest.mark.parametrize("arch", ["ada", "hopper", "blackwell"])
@@ -102,8 +130,6 @@ def test_so_do_modes_that_round_to_float8(arch, operands):
         assert lowprec.plan(a, b, math_mode="mxfp8").kernel == f"{arch}_bfloat16"
         rows = lowprec.matmul(a, b, math_mode="fp8_rows")
         per_row, per_column = (np.abs(v).max(axis) / np.float32(448) for v, axis in ((a, 1), (b, 0)))
-        with pytest.raises(UnsupportedError, match=r"multiplies float8_e5m2 by float8_e4m3fn.*recipe with one of them"):
-            lowprec.matmul(a, b, math_mode=lowprec.Recipe.fp8_training().of("grad_input"))
     assert identical(found, mma(x, y, zero, arch=arch, format="e4m3") * alpha)
     parts = [mma(x[:, k], y[k], zero, arch=arch, format="e4m3") for k in (slice(0, 64), slice(64, K))]
     assert identical(chunked, (parts[0] + parts[1]) * alpha)
@@ -448,6 +474,6 @@ def test_mma_refuses_the_rest():
     with pytest.raises(UnsupportedError, match="format 'fp8' is not emulated; choose one of: fp16"):
         mma(ONE, ONE, ONE, arch="hopper", format="fp8")
     with pytest.raises(UnsupportedError, match="format 16 is not emulated"):
-        mma(ONE, ONE, ONE, arch="hopper", format=16)
+        mma(ONE, ONE, ONE, arch="hopper", format=16)  # type: ignore[arg-type]
     with pytest.raises(ArrayError, match="list"):
         mma([[1.0]], ONE, ONE, arch="hopper", format="fp16")

@@ -1,5 +1,7 @@
 """Modes that quantise in PyTorch, JAX and Dask: one call has the same bits, and each product its own rounding."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 
@@ -144,14 +146,72 @@ def test_jax_maps_and_scans(mode):
     assert np.linalg.norm(carried - twice) < 1e-2 * np.linalg.norm(twice), "roundings may differ by the order of sums"
 
 
-# -- Dask -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", recipes.MODES)
 def test_jax_sums_of_zero_with_large_scales_are_zero(mode):
     jax = pytest.importorskip("jax", reason="jax is not installed")
     a, b = np.array([[1e30, 0]], np.float32), np.array([[0], [1e30]], np.float32)
     assert jax.jit(lambda a, b: lowprec.matmul(a, b, math_mode=mode))(a, b) == 0
+
+
+@pytest.mark.parametrize("mode", [
+    Recipe("mxfp4", rounding="stochastic", seed=3),
+    Recipe("nvfp4", rounding="stochastic_gradients", seed=4, hadamard=16),
+], ids=str)  # fmt: skip
+def test_jax_compiles_once_for_all_steps(mode):
+    """The step as an array has the bits of the recipe with this step; a function inside is not shared by two blocks."""
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    from lowprec.jax import at_step
+
+    x, w = operands((24, 70), (70, 12))
+    compilations = []
+    inner = jax.jit(lambda x, w: lowprec.matmul(x, w, math_mode=mode))
+
+    @jax.jit
+    def train(x, w, step):
+        compilations.append(1)
+        with at_step(step):
+            return jax.grad(lambda x, w: (inner(x, w) ** 2).sum(), (0, 1))(x, w)
+
+    @jax.jit
+    def twice(x, w, step):
+        with at_step(step):
+            first = inner(x, w)
+        with at_step(step + 1):
+            return first, inner(x, w)
+
+    for step in (0, 1, 2**20 + 5, 2**31 - 1):
+        chosen = mode.at(step)
+        product = jax.jit(lambda x, w, chosen=chosen: lowprec.matmul(x, w, math_mode=chosen))
+        expected = jax.jit(jax.grad(lambda x, w, product=product: (product(x, w) ** 2).sum(), (0, 1)))(x, w)
+        assert all(np.array_equal(*pair) for pair in zip(train(x, w, step), expected, strict=True))
+        assert np.array_equal(twice(x, w, step)[0], product(x, w))
+    assert len(compilations) == 1
+    if mode.rounding == "stochastic":
+        assert not np.array_equal(*twice(x, w, 1))
+        assert np.array_equal(twice(x, w, 0)[1], twice(x, w, 1)[0])
+    fixed = jax.jit(lambda x, w, step: _at(at_step, step, lambda: lowprec.matmul(x, w, math_mode=mode.at(7))))
+    assert np.array_equal(fixed(x, w, 1), fixed(x, w, 2)), "a recipe's own step"
+
+
+def _at(at_step, step, function):
+    with at_step(step):
+        return function()
+
+
+def test_jax_refuses_steps_that_are_not_traced_integers():
+    jax = pytest.importorskip("jax", reason="jax is not installed")
+    from lowprec.jax import at_step
+
+    for step in (3, jax.numpy.int32(3)):
+        with pytest.raises(lowprec.ArrayError, match=r"recipe\.at"):
+            at_step(step).__enter__()
+    with pytest.raises(lowprec.ArrayError, match="not a traced integer"):
+        jax.jit(lambda step: _at(at_step, step, lambda: step))(1.5)
+    x = np.ones((2, 2), np.float32)
+    mode = Recipe("mxfp8", rounding="stochastic", seed=3)
+    each = jax.vmap(lambda step: _at(at_step, step, lambda: lowprec.jax.matmul(x, x, math_mode=mode)))
+    with pytest.raises(lowprec.UnsupportedError, match="differs along an axis"):
+        each(np.arange(2))
 
 
 def test_dask_rounds_each_chunk():

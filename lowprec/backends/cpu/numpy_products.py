@@ -15,11 +15,10 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from lowprec.architectures import Architecture
 from lowprec.arrays.view import NUMPY_DTYPES, ArrayView, PackedOperand, data_pointer
 from lowprec.backends.cpu.emulation import arithmetic, products
 from lowprec.backends.interface import Arguments, Executor
-from lowprec.formats import FLOAT32, TF32, DType, NumberFormat
+from lowprec.formats import FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT32, TF32, DType, NumberFormat
 from lowprec.modes import ModeRow, row
 from lowprec.planning import Activation, GemmPlan
 from lowprec.planning.layout import GemmLayout, stacked_layout
@@ -143,7 +142,7 @@ def _multiply_int8(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: An
 
 def _sum_products(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any) -> None:
     dtype, kernel = out.dtype, plan.kernel_row
-    times = _emulated(kernel.emulates, *(kernel.formats or ())) if kernel.emulates else multiply
+    times = _emulated(plan, *(kernel.formats or ())) if kernel.emulates else multiply
     a_parts, a_exponents = _operand(plan, 0, arguments.a, a, dtype)
     b_parts, b_exponents = _operand(plan, 1, arguments.b, b, dtype)
     term = np.empty(out.shape, dtype) if len(plan.schedule) > 1 else None
@@ -164,9 +163,25 @@ def _sum_products(plan: GemmPlan, arguments: Arguments, a: Any, b: Any, out: Any
         np.copyto(out, whole, where=~finite)
 
 
-def _emulated(architecture: Architecture, fmt: str) -> Callable[[Any, Any, Any], None]:
-    """Return the multiplication by an architecture's tensor cores, in place of :func:`multiply`."""
+def _emulated(plan: GemmPlan, fmt: str) -> Callable[[Any, Any, Any], None]:
+    """Return the multiplication by an architecture's tensor cores, in place of :func:`multiply`.
+
+    Both FP8 types have one arithmetic. If an operand is E4M3 and the other E5M2, numbers of E4M3 are multiplied by a
+    power of two, by which their least exponent becomes that of E5M2, and the sums by its inverse.
+    """
+    architecture = plan.kernel_row.emulates
+    assert architecture is not None
     times = functools.partial(products.multiply, model=arithmetic.arithmetic(architecture, fmt))
+    types = plan.problem.a.dtype, plan.problem.b.dtype
+    if DType.FLOAT8_E5M2 in types and types[0] is not types[1]:
+        least = FLOAT8_E5M2.emin - FLOAT8_E4M3FN.emin
+        first, second = ((least, 0)[x is DType.FLOAT8_E5M2] for x in types)
+        of_e5m2 = functools.partial(products.multiply, model=arithmetic.arithmetic(architecture, FLOAT8_E5M2.name))
+
+        def multiply_types(a: Any, b: Any, out: Any) -> None:
+            np.ldexp(of_e5m2(np.ldexp(a, first), np.ldexp(b, second), None), -least, out=out)
+
+        return multiply_types
 
     def multiply(a: Any, b: Any, out: Any) -> None:
         if out.dtype.kind != "c":

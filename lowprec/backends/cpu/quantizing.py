@@ -14,11 +14,11 @@ from lowprec.arrays.numpy_library import host_view
 from lowprec.arrays.view import ArrayView, data_pointer
 from lowprec.backends.cpu import library, threads
 from lowprec.errors import BackendError
-from lowprec.formats import FLOAT8_E8M0FNU, BlockFormat, DType
-from lowprec.recipes import Rule
+from lowprec.formats import ELEMENTS, BlockFormat, DType
+from lowprec.recipes import FORMATS, Rule
 
 #: ``lp_elements`` and ``lp_scaling``.
-_ELEMENTS = {"e4m3": 0, "e5m2": 1, "e2m1": 2, "int8": 3}
+_ELEMENTS = {name: i for i, name in enumerate(ELEMENTS)}
 _SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float32": 5}
 
 _TYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
@@ -83,10 +83,9 @@ def encode(
     view: ArrayView, axis: int, row: BlockFormat, scale_rule: str, shapes: tuple[Any, ...]
 ) -> tuple[tuple[Any, Any], float]:
     """Return codes along an axis and those of scales, as uint8 of these shapes, and the scale of the array."""
-    elements = "e4m3" if row.bits == 8 else "e2m1"
-    rule = Rule(elements, "tensor")
-    if row.scales:
-        rule = Rule(elements, "block", (1, row.block), scale_rule if row.scales is FLOAT8_E8M0FNU else "e4m3")
+    rule = FORMATS[row.name][0]
+    if rule.block_scale == "floor":
+        rule = rule._replace(block_scale=scale_rule)
     codes, scales = (None if shape is None else np.empty(shape, np.uint8) for shape in shapes)
     extents, strides, padded = list(view.shape), list(view.strides), shapes[0][-1] * 8 // row.bits
     k, inner = extents.pop(axis), strides.pop(axis)
