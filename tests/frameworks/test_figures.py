@@ -90,7 +90,7 @@ def test_many_layers_are_cut_and_say_so(torch: Any, drawn: list[Any], tmp_path: 
 def test_products_of_jax_are_shares_of_their_number(drawn: list[Any], tmp_path: Path) -> None:
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     with lowprec.jax.intercept("tf32") as seen:
-        jnp.ones((5, 3)) @ jnp.ones((3, 7))
+        jnp.ones((5, 3), "float32") @ jnp.ones((3, 7), "float32")
     report = seen.report()
     report.plot(tmp_path / "report.svg")
     (panel,) = drawn[0].axes
