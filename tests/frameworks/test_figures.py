@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -15,17 +12,17 @@ from lowprec.errors import UnsupportedError
 SQUARE = ShapeDtype((1024, 1024), "float32")
 
 
-def labels(panel: Any) -> list[str]:
+def labels(panel):
     return [text.get_text() for text in panel.get_yticklabels()]
 
 
-def points(panel: Any) -> dict[str, list[list[float]]]:
+def points(panel):
     """Return the named points of a panel, and not the unnamed lines."""
     named = (line for line in panel.lines if not line.get_label().startswith("_"))
     return {line.get_label(): np.asarray(line.get_xydata()).tolist() for line in named}
 
 
-def test_a_roofline_has_each_candidate_below_the_peak_rates(drawn: list[Any], tmp_path: Path) -> None:
+def test_a_roofline_has_each_candidate_below_the_peak_rates(drawn, tmp_path):
     plan = lowprec.plan(SQUARE, SQUARE, rtol=1e-2, device="h200")
     plan.plot(str(tmp_path / "plan.svg"))
     (panel,) = drawn[0].axes
@@ -46,13 +43,13 @@ def test_a_roofline_has_each_candidate_below_the_peak_rates(drawn: list[Any], tm
     assert [line[1].tolist() for line in lines] == [pytest.approx([r / 4.8, r]) for r in sorted(roofs.values())]
 
 
-def test_one_mode_on_a_gpu_is_one_point(drawn: list[Any], tmp_path: Path) -> None:
+def test_one_mode_on_a_gpu_is_one_point(drawn, tmp_path):
     plan = lowprec.plan(SQUARE, SQUARE, math_mode="tf32", device="a100")
     plan.plot(str(tmp_path / "plan.svg"))
     assert list(points(drawn[0].axes[0])) == [f"tf32, bound {plan.bound.relative:.0e}"]
 
 
-def test_a_cpu_shows_bounds_by_speed(drawn: list[Any], tmp_path: Path) -> None:
+def test_a_cpu_shows_bounds_by_speed(drawn, tmp_path):
     plan = lowprec.plan(SQUARE, SQUARE, rtol=1e-2)
     plan.plot(str(tmp_path / "plan.svg"))
     assert points(drawn[0].axes[0]) == {str(c.mode): [[1 / c.cost, c.bound]] for c in plan.candidates}
@@ -60,7 +57,7 @@ def test_a_cpu_shows_bounds_by_speed(drawn: list[Any], tmp_path: Path) -> None:
         lowprec.plan(SQUARE, SQUARE).plot(str(tmp_path / "plan.svg"))
 
 
-def test_an_interception_has_a_bar_for_each_layer(torch: Any, drawn: list[Any], tmp_path: Path) -> None:
+def test_an_interception_has_a_bar_for_each_layer(torch, drawn, tmp_path):
     model = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 1), torch.nn.Linear(16, 24), torch.nn.Linear(24, 8))
     with torch.no_grad(), lowprec.torch.intercept("bf16", statistics=True) as seen:
         model(torch.randn(2, 4, 16))
@@ -78,7 +75,7 @@ def test_an_interception_has_a_bar_for_each_layer(torch: Any, drawn: list[Any], 
     assert low < report.products[0].error < high
 
 
-def test_many_layers_are_cut_and_say_so(torch: Any, drawn: list[Any], tmp_path: Path) -> None:
+def test_many_layers_are_cut_and_say_so(torch, drawn, tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(30)))
     with torch.no_grad(), lowprec.torch.intercept("bf16") as seen:
         model(torch.ones(2, 4))
@@ -87,7 +84,7 @@ def test_many_layers_are_cut_and_say_so(torch: Any, drawn: list[Any], tmp_path: 
     assert drawn[0].get_suptitle() == "lowprec.torch.intercept('bf16') (first 24 of 30 layers)"
 
 
-def test_products_of_jax_are_shares_of_their_number(drawn: list[Any], tmp_path: Path) -> None:
+def test_products_of_jax_are_shares_of_their_number(drawn, tmp_path):
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     with lowprec.jax.intercept("tf32") as seen:
         jnp.ones((5, 3), "float32") @ jnp.ones((3, 7), "float32")
@@ -102,7 +99,7 @@ def test_products_of_jax_are_shares_of_their_number(drawn: list[Any], tmp_path: 
     assert counts[0] > 0
 
 
-def test_searched_modes_show_each_layer_alone(torch: Any, drawn: list[Any], tmp_path: Path) -> None:
+def test_searched_modes_show_each_layer_alone(torch, drawn, tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 4))
     x = torch.randn(8, 16)
@@ -118,7 +115,7 @@ def test_searched_modes_show_each_layer_alone(torch: Any, drawn: list[Any], tmp_
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
-def test_an_interception_prints_its_report(library: str) -> None:
+def test_an_interception_prints_its_report(library):
     pytest.importorskip(library, reason=f"{library} is not installed")
     intercept = __import__(f"lowprec.{library}").__dict__[library].intercept
     with intercept("bf16") as seen:
