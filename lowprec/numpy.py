@@ -166,19 +166,15 @@ def _raise_after(frame: Any, error: type[BaseException]) -> None:
     thread = threading.get_ident()
 
     def wait() -> None:
-        while frame in _frames(sys._current_frames().get(thread)):
-            time.sleep(1e-4)
+        while True:
+            try:
+                frame.clear()  # raises while the frame runs
+                break
+            except RuntimeError:
+                time.sleep(1e-4)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
     threading.Thread(target=wait, daemon=True).start()
-
-
-def _frames(frame: Any) -> list[Any]:
-    found = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
 
 
 def _reduced(function: Any) -> Any:
@@ -315,55 +311,44 @@ def _caller() -> str:
 
 # -- functions ------------------------------------------------------------------------------------
 
-_PLAIN = (np.ndarray, np.generic, list, tuple, int, float, complex)
+_PLAIN = frozenset((np.ndarray, list, tuple, int, float, complex))
+#: The operands of a product over the last axis of the first one and the first axis of the second one.
+_OPERANDS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "dot": lambda x, y: (x, np.moveaxis(y, -2, 0) if y.ndim > 1 else y),
+    "inner": lambda x, y: (x, np.moveaxis(y, -1, 0)),
+    "vdot": lambda x, y: (x.conj().reshape(-1), y.reshape(-1)),
+}
 
 
-def _replacing(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def replacing(compute: Callable[..., Any]) -> Callable[..., Any]:
-        original = _originals[name]
+def _replacement(name: str) -> Callable[..., Any]:
+    original = _originals[name]
 
-        def function(a: Any, b: Any, *rest: Any, **keywords: Any) -> Any:
-            scope = _current()
-            if scope is None or not all(type(x) is np.ndarray or type(x) in _PLAIN for x in (a, b)):
-                return original(a, b, *rest, **keywords)
-            x, y = np.asarray(a), np.asarray(b)
-            found = compute(scope, x, y) if x.ndim and y.ndim and x.size and y.size else None
-            if found is None:
-                return original(a, b, *rest, **keywords)
-            out = rest[0] if rest else keywords.get("out")
-            if out is None:
-                return found if found.ndim else found[()]
-            out[...] = found
-            return out
+    def function(a: Any, b: Any, *rest: Any, **keywords: Any) -> Any:
+        scope = _current()
+        found = None if scope is None or not {type(a), type(b)} <= _PLAIN else _of_arrays(scope, name, a, b)
+        if found is None:
+            return original(a, b, *rest, **keywords)
+        out = rest[0] if rest else keywords.get("out")
+        if out is None:
+            return found if found.ndim else found[()]
+        out[...] = found
+        return out
 
-        function.__module__, function.__name__, function.__qualname__ = "numpy", name, name
-        function.__doc__ = original.__doc__
-        return function
-
-    return replacing
+    function.__module__, function.__name__, function.__qualname__ = "numpy", name, name
+    function.__doc__ = original.__doc__
+    return function
 
 
-def _of_matrices(scope: Any, name: str, x: Any, y: Any) -> Any:
-    """Return the product over the last axis of ``x`` and the first one of ``y``; None if NumPy is to compute it."""
+def _of_arrays(scope: Any, name: str, a: Any, b: Any) -> Any:
+    """Return a function's product; None if NumPy is to compute it."""
+    x, y = np.asarray(a), np.asarray(b)
+    if not (x.ndim and y.ndim and x.size and y.size):
+        return None
+    x, y = _OPERANDS[name](x, y)
     if x.shape[-1] != y.shape[0]:  # NumPy raises
         return None
     found = _product(scope, name, x.reshape(-1, x.shape[-1]), y.reshape(y.shape[0], -1))
     return None if found is None else found.reshape(x.shape[:-1] + y.shape[1:])
-
-
-@_replacing("dot")
-def _dot(scope: Any, x: Any, y: Any) -> Any:
-    return _of_matrices(scope, "dot", x, np.moveaxis(y, -2, 0) if y.ndim > 1 else y)
-
-
-@_replacing("inner")
-def _inner(scope: Any, x: Any, y: Any) -> Any:
-    return _of_matrices(scope, "inner", x, np.moveaxis(y, -1, 0))
-
-
-@_replacing("vdot")
-def _vdot(scope: Any, x: Any, y: Any) -> Any:
-    return _of_matrices(scope, "vdot", x.conj().reshape(-1), y.reshape(-1))
 
 
 def _einsum(*operands: Any, out: Any = None, optimize: Any = False, **keywords: Any) -> Any:
@@ -382,4 +367,4 @@ def _c_einsum(*operands: Any, **keywords: Any) -> Any:
 
 
 _einsum.__module__, _einsum.__name__, _einsum.__qualname__ = "numpy", "einsum", "einsum"
-_REPLACED = {"dot": _dot, "inner": _inner, "vdot": _vdot, "einsum": _einsum, "c_einsum": _c_einsum}
+_REPLACED = {**{name: _replacement(name) for name in _OPERANDS}, "einsum": _einsum, "c_einsum": _c_einsum}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a clone of lowprec to the report of a model of one's own in NVFP4.
-# usage: bash first_model.sh REPOSITORY, in an empty folder and an environment with PyTorch
+# usage: bash first_model.sh REPOSITORY, in an empty folder, with PyTorch installed
 set -euo pipefail
 
 git clone -q "$1" lowprec
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1))
+layers = nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1)
+model = nn.Sequential(*layers)
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 for _ in range(300):
     x = torch.randn(256, 16)

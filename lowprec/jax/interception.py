@@ -67,14 +67,8 @@ class intercept(Interception):
         return self._patterns[0][1]
 
     def _install(self) -> None:
-        """Put the rules in front of JAX's, once per process; outside of scopes they call these."""
-        for primitive, replacement in ((lax.dot_general_p, _lower_product), (lax.conv_general_dilated_p, _lower_other)):
-            if (primitive, "") in _rules:
-                continue
-            for platform, rules in mlir._platform_specific_lowerings.items():
-                if primitive in rules:
-                    _replace(primitive, platform, rules[primitive].rule, replacement)
-            _replace(primitive, "", mlir._lowerings[primitive].rule, replacement)
+        _register(lax.dot_general_p, _lower_product)
+        _register(lax.conv_general_dilated_p, _lower_other)
 
     def _opened(self) -> None:
         """Put the innermost mode of this thread, or the mode of the process, into JAX's key."""
@@ -104,16 +98,17 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-#: Rules that were replaced, by primitive and platform; "" for the default one.
-_rules: dict[tuple[Any, str], Callable[..., Any]] = {}
 
 
-def _replace(primitive: Any, platform: str, own: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    _rules[primitive, platform] = own
-    mlir.register_lowering(primitive, functools.partial(replacement, own, platform), platform=platform or None)
+@functools.cache
+def _register(primitive: Any, rule: Callable[..., Any]) -> None:
+    """Put a rule in front of JAX's for each platform, once per process; outside of scopes it calls these."""
+    tables = {None: mlir._lowerings, **mlir._platform_specific_lowerings}
+    for platform, own in {name: rules[primitive].rule for name, rules in tables.items() if primitive in rules}.items():
+        mlir.register_lowering(primitive, functools.partial(rule, own, platform), platform=platform)
 
 
-def _lower_product(own: Callable[..., Any], platform: str, ctx: Any, a: Any, b: Any, **params: Any) -> Any:
+def _lower_product(own: Callable[..., Any], platform: str | None, ctx: Any, a: Any, b: Any, **params: Any) -> Any:
     asked = "" if _thread.is_busy else _context.value
     if not asked:
         return own(ctx, a, b, **params)
@@ -143,7 +138,7 @@ def _default_precision(_: Any) -> Any:
     return equation.params["precision"]
 
 
-def _lower_other(own: Callable[..., Any], platform: str, ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_other(own: Callable[..., Any], platform: str | None, ctx: Any, *operands: Any, **params: Any) -> Any:
     if _context.value and not _thread.is_busy:
         _count(ctx, _context.value, "conv_general_dilated", "", PassedBy.CONVOLUTION)
     return own(ctx, *operands, **params)
