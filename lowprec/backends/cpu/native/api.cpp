@@ -181,9 +181,7 @@ int64_t bytes_of_packed(const lp_product& p, const Unit& unit) {
 LP_API int32_t lp_gemm(const lp_product* p, const lp_call* c) {
     const lp::Arithmetic standard;  // the caller's thread may flush subnormal numbers
     Unit unit;
-    // Eight columns fill a vector of AVX2, of which all bits are the same.
-    const bool is_small = p->unit == LP_FP32_AVX512 && p->m <= 8 && p->n <= 8 && !p->b.packed;
-    if (!find(is_small ? (int)LP_FP32_AVX2 : p->unit, uses_pairs(*p), unit) || p->m < 0 || p->n < 0 || p->k < 1) return LP_UNSUPPORTED;
+    if (!find(p->unit, uses_pairs(*p), unit) || p->m < 0 || p->n < 0 || p->k < 1) return LP_UNSUPPORTED;
     if (!p->m || !p->n || !p->batches) return LP_OK;
     const int64_t packed_bytes = p->b.packed && p->batches > 1 ? bytes_of_packed(*p, unit) : 0;
     Work w;

@@ -10,6 +10,8 @@ template <class V> static inline V load_f16_as(const void* at) { return (V)vcvt_
 template <class V> static inline void narrow_f16(void* to, V x) { vst1_f16((__fp16*)to, vcvt_f16_f32((float32x4_t)x)); }
 template <class V> static inline V round_f16(V x) { return (V)vcvt_f32_f16(vcvt_f16_f32((float32x4_t)x)); }
 template <class V> static inline void stream(void* to, V x) { vst1q_f32((float*)to, (float32x4_t)x); }
+static inline void copy_some(void* to, const void* from, int bytes) { memset(to, 0, 4 * W), memcpy(to, from, (size_t)bytes); }
+template <class V> static inline void put_some(void* to, V x, int bytes) { memcpy(to, &x, (size_t)bytes); }
 template <class V> static inline bool any(V x) { return vmaxvq_u32((uint32x4_t)x) != 0; }
 // The 64-bit products of the even lanes.
 template <class V> static inline V mul_even(V x, V y) { return (V)vmull_u32(vmovn_u64((uint64x2_t)x), vmovn_u64((uint64x2_t)y)); }

@@ -1,4 +1,4 @@
-// Products of few rows of a, and small ones: b is read where it is, rounded and paired in registers, if its lanes are
+// Products of few rows of a: b is read where it is, rounded and paired in registers, if its lanes are
 // contiguous, else packed into the cache, a block of k at a time. The sums are those of the packed kernels: sequential
 // over each chunk of k, then chunk by chunk. A unit U adds FEW, the rows that are multiplied at once; 0 for none.
 //
@@ -9,7 +9,12 @@ const int PANEL = -1;  // in the place of a type: packed dwords
 
 // The largest magnitude of a lane, and the least but zero, less 1.
 struct Extrema {
-    u32v largest, least;
+    u32v largest = {}, least = ~u32v{};
+    u32v rounded(u32v x) {
+        const u32v magnitude = x & 0x7fffffffu, less = magnitude - 1;
+        largest = (u32v)larger((i32v)largest, (i32v)magnitude), least = least < less ? least : less;
+        return (x + 0xfffu + (x >> 13 & 1)) & ~0x1fffu;
+    }
     bool within() const {
         const u32v binades = (largest >> 23) - ((least + 1) >> 23);
         return !any((u32v)(largest > (198u << 23)) | (u32v)(least < (12u << 23)) | (u32v)((i32v)binades > 28));
@@ -48,10 +53,7 @@ static void few_rows(const Source& s, const uint32_t* a, int64_t lda, const char
                     if constexpr (P == 4 && V % 4 == 0) {
                         if (v % 4 == 0) int8_dwords(runs, row + v);
                     } else if constexpr (FINDS) {
-                        const u32v x = get<u32v>(runs[0]), magnitude = x & 0x7fffffffu, less = magnitude - 1;
-                        row[v] = (x + 0xfffu + (x >> 13 & 1)) & ~0x1fffu;
-                        found[v].largest = (u32v)larger((i32v)found[v].largest, (i32v)magnitude);
-                        found[v].least = found[v].least < less ? found[v].least : less;
+                        row[v] = found[v].rounded(get<u32v>(runs[0]));
                     } else {
                         pack_row<TYPE, FORMAT, U::ELEMENT, false>(runs, false, s, nullptr, nullptr, 0, row + v);
                     }
@@ -104,17 +106,16 @@ template <class U> struct Few {
     static bool along_lanes(const lp::Work& p) { return p.b.lane == 1 && !p.b.lane_offsets && !is_coded(p.b.type); }
     static bool serves(const lp::Work& p) {
         if (p.packed_b || p.term_count > 1 || p.planes > 1) return false;
-        if (p.m <= M) return (p.b.k == 1 && !p.b.k_offsets) || along_lanes(p);
-        return p.n * p.k <= 2048 && p.m <= (P == 1 ? 8 : 2) * M && p.n % W == 0 && in_place_for(p, p.m);
+        return p.m <= M && ((p.b.k == 1 && !p.b.k_offsets) || along_lanes(p));
     }
 
-    // Adds the products of the rows [top, top + M) and the columns [first, first + lanes).
-    static void add(Job& j, Thread& t, int64_t top, int64_t first, int64_t lanes, bool in_place, uint32_t* sums, int64_t lds) {
+    // Adds the products of all rows and the columns [first, first + lanes).
+    static void add(Job& j, Thread& t, int64_t first, int64_t lanes, bool in_place, uint32_t* sums, int64_t lds) {
         const lp::Work& p = j.p;
-        const int64_t padded = G::ceil(lanes, W) * W, in_lanes = in_place ? lanes / W * W : 0, m = G::least(M, p.m - top);
+        const int64_t padded = G::ceil(lanes, W) * W, in_lanes = in_place ? lanes / W * W : 0, m = p.m;
         Rows *whole_rows = in_place ? in_place_for(p, m) : nullptr, *rows = rows_for<PANEL, LP_EXACT>(m);
         const int group = !p.scales_b && (P == 4 || m * lanes <= 4096) ? 4 / P : W;
-        const uint32_t* a = j.plain_a ? (const uint32_t*)p.a.at + p.a.lane_offset(top) : t.a + top * j.lda;
+        const uint32_t* a = j.plain_a ? (const uint32_t*)p.a.at : t.a;
         for (int64_t block = 0, end; block < j.blocks; block = end) {
             const int64_t left = j.chunk - block % j.chunk, rest = p.k - block * W * P;
             end = G::least(block + G::least(left, j.span), j.blocks);
@@ -139,23 +140,23 @@ template <class U> struct Few {
     }
 
     // The columns [first, first + lanes) of the result; `first` is a multiple of j.columns, panels of which are packed.
-    static void task(Job& j, Thread& t, int64_t top, int64_t first, int64_t lanes) {
+    static void task(Job& j, Thread& t, int64_t first, int64_t lanes) {
         const lp::Work& p = j.p;
-        uint32_t* sums = j.direct ? (uint32_t*)p.out.at + p.out.offset(top, first) : t.sums;
+        uint32_t* sums = j.direct ? (uint32_t*)p.out.at + p.out.offset(0, first) : t.sums;
         const int64_t lds = j.direct ? p.out.row : j.ldy;
         bool scales = p.scales_b;
         if (scales && j.in_place && lanes % W == 0) {
-            for (int64_t q = 0; q < lanes / W; q++) t.extrema[q] = Extrema{u32v{}, ~u32v{}};
-            add(j, t, top, first, lanes, true, sums, lds);
+            for (int64_t q = 0; q < lanes / W; q++) t.extrema[q] = Extrema();
+            add(j, t, first, lanes, true, sums, lds);
             scales = false;
             for (int64_t q = 0; q < lanes / W; q++) scales |= !t.extrema[q].within();
         }
         if constexpr (G::SCALES)
             for (int64_t at = first; scales && at < first + lanes; at += MOST_LANES) find_exponents(p.b, at, G::least(at + MOST_LANES, first + lanes), j.exponents_b);
-        if (scales || !p.scales_b) add(j, t, top, first, lanes, j.in_place && !scales, sums, lds);
+        if (scales || !p.scales_b) add(j, t, first, lanes, j.in_place && !scales, sums, lds);
         const int32_t *e = p.scales_a ? j.exponents_a : nullptr, *f = scales ? j.exponents_b : nullptr;
-        for (int i = 0; !j.direct && i < M && top + i < p.m; i++)
-            for (int64_t q = 0; q < lanes; q += N) G::finish(p, sums + i * lds + q, top + i, first + q, (int)G::least(lanes - q, N), e, f, t.offsets[i], j.not_finite);
+        for (int i = 0; !j.direct && i < p.m; i++)
+            for (int64_t q = 0; q < lanes; q += N) G::finish(p, sums + i * lds + q, i, first + q, (int)G::least(lanes - q, N), e, f, t.offsets[i], j.not_finite);
     }
 
     static void work(void* at, int thread) {
@@ -164,12 +165,12 @@ template <class U> struct Few {
         Thread t{};
         t.a = j.memory + thread * j.memory_each, t.sums = t.a + j.a_dwords, t.part = t.sums + M * j.ldy;
         t.panel = t.part + M * j.ldy, t.extrema = (Extrema*)(t.panel + j.columns * j.span * W);
-        if (!j.plain_a) j.pack_a(p.a, Layout{true, M, j.lda, W, 0}, 0, G::ceil(p.m, M), 0, j.blocks, t.a, M * j.lda);
+        if (!j.plain_a) j.pack_a(p.a, Layout{true, M, j.lda, W, 0}, 0, 1, 0, j.blocks, t.a, 0);
         for (int row = 0; U::ELEMENT == E_U8 && row < p.m; row++)
             for (int64_t q = 0; q < 4 * j.lda; q++) t.offsets[row] += 128 * ((const int8_t*)(t.a + row * j.lda))[q];
         for (int64_t i; (i = j.next_task.fetch_add(1)) < j.tasks;) {
             const int64_t first = i * j.columns;
-            for (int64_t top = 0; top < p.m; top += M) task(j, t, top, first, G::least(p.n - first, j.columns));
+            task(j, t, first, G::least(p.n - first, j.columns));
         }
     }
 
@@ -197,8 +198,8 @@ template <class U> struct Few {
         Job j(p);
         j.pack_a = find_pack<U::ELEMENT>(p.a), j.pack_b = find_pack<U::ELEMENT>(p.b);
         if (!j.pack_a || !j.pack_b) return LP_UNSUPPORTED;
-        const bool exact = p.m == 1 || p.m == 2 || p.m == 4 || p.m % M == 0;  // no more rows are computed
-        j.in_place = in_place_for(p, G::least(p.m, M)), j.size = bits_of(p.b.type) / 8;
+        const bool exact = p.m == 1 || p.m == 2 || p.m == 4 || p.m == M;  // no more rows are computed
+        j.in_place = in_place_for(p, p.m), j.size = bits_of(p.b.type) / 8;
         j.plain_a = exact && U::ELEMENT == E_F32 && p.a.type == LP_F32 && p.a.format == LP_EXACT && p.a.k == 1 && !p.a.k_offsets && !p.a.lane_offsets;
         j.direct = exact && G::FLOATS && G::is_plain(p) && p.out.type == LP_F32 && p.out.col == 1 && !p.out.row_offsets && p.n % W == 0;
         int64_t threads = p.m * p.n * p.k >= 1 << 17 ? p.threads : 1;
@@ -210,7 +211,7 @@ template <class U> struct Few {
         if (j.in_place) most = p.m <= 2 ? 4096 : 2048;
         const int64_t pieces = G::ceil(G::ceil(p.n, threads), most) * threads;  // equal shares of all threads
         j.columns = G::ceil(G::ceil(p.n, pieces), 64) * 64, j.tasks = G::ceil(p.n, j.columns);
-        j.ldy = j.columns + N, j.a_dwords = j.plain_a ? 0 : G::ceil(j.lda * G::ceil(p.m, M) * M, 64) * 64;
+        j.ldy = j.columns + N, j.a_dwords = j.plain_a ? 0 : G::ceil(j.lda * M, 64) * 64;
         j.memory_each = G::ceil(j.a_dwords + 2 * M * j.ldy + j.columns * (j.span * W + 2), 1024) * 1024;
         threads = G::least(threads, j.tasks);
         j.memory = (uint32_t*)p.memory.of(4 * (threads * j.memory_each + G::exponents_dwords(p)));

@@ -57,6 +57,7 @@ static int64_t chunk_of(int64_t k, int64_t longest) {
 }
 
 template <class U> struct Few;
+template <class U> struct Small;
 
 template <class U> struct Gemm {
     static constexpr int M = U::ROWS, N = U::COLUMNS * W, P = per_dword(U::ELEMENT);
@@ -275,6 +276,7 @@ template <class U> struct Gemm {
 
     static int32_t gemm(lp::Work& p) {
         if constexpr (U::FEW > 0) {
+            if (auto multiply = Small<U>::find(p); multiply && multiply(p)) return LP_OK;
             if (Few<U>::serves(p)) return Few<U>::gemm(p);
         }
         Job j(p);

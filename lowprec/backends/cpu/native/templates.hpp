@@ -4,3 +4,4 @@
 #include "epilogue.hpp"
 #include "gemm.hpp"
 #include "few.hpp"
+#include "small.hpp"

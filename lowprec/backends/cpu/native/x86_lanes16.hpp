@@ -7,6 +7,13 @@ template <class V> static inline void narrow_u8(void* to, V x) { _mm_storeu_si12
 template <class V> static inline void narrow_f16(void* to, V x) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline V round_f16(V x) { return (V)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline void stream(void* to, V x) { _mm512_stream_ps((float*)to, (__m512)x); }
+// Copies `bytes` bytes of a vector; `to` gets zeros in the others, of a vector in memory nothing is written there.
+static inline __mmask64 some(int bytes) { return bytes < 64 ? (1ull << bytes) - 1 : ~0ull; }
+static inline void copy_some(void* to, const void* from, int bytes) { _mm512_store_si512(to, _mm512_maskz_loadu_epi8(some(bytes), from)); }
+template <class V> static inline void put_some(void* to, V x, int bytes) {
+    if constexpr (sizeof x == 64) _mm512_mask_storeu_epi8(to, some(bytes), (__m512i)x);
+    else _mm256_mask_storeu_epi8(to, (__mmask32)some(bytes), (__m256i)x);
+}
 template <class V> static inline bool any(V x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }
 // The 64-bit products of the even lanes.
 template <class V> static inline V mul_even(V x, V y) { return (V)_mm512_mul_epu32((__m512i)x, (__m512i)y); }

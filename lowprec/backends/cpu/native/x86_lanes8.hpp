@@ -6,6 +6,8 @@ template <class V> static inline V load_f16_as(const void* at) { return (V)_mm25
 template <class V> static inline void narrow_f16(void* to, V x) { _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline V round_f16(V x) { return (V)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT)); }
 template <class V> static inline void stream(void* to, V x) { _mm256_stream_ps((float*)to, (__m256)x); }
+static inline void copy_some(void* to, const void* from, int bytes) { memset(to, 0, 4 * W), memcpy(to, from, (size_t)bytes); }
+template <class V> static inline void put_some(void* to, V x, int bytes) { memcpy(to, &x, (size_t)bytes); }
 template <class V> static inline bool any(V x) { return !_mm256_testz_si256((__m256i)x, (__m256i)x); }
 // The 64-bit products of the even lanes.
 template <class V> static inline V mul_even(V x, V y) { return (V)_mm256_mul_epu32((__m256i)x, (__m256i)y); }
