@@ -6,9 +6,9 @@ usage: python docs/examples/training_step.py [--modes MODE ...] [--threads N] [-
 The model predicts the next character of Python sources and contains nothing of lowprec. Copies of it start from the
 same weights and read the same batches: one trains in PyTorch's FP32, one under
 `torch.set_float32_matmul_precision("medium")`, one with its forward pass under `torch.autocast("cpu", torch.bfloat16)`,
-and one inside `lowprec.torch.intercept` for each mode. The copies take turns in random order; each timed step follows an
-untimed one of the same copy. The table shows the median time of a step, the median and the quartiles of its ratio to the
-FP32 step of the same round, and the mean loss of the last three timed steps.
+and one inside `lowprec.torch.intercept` for each mode. The copies take turns in random order; each timed step follows
+an untimed one of the same copy. The table shows the median time of a step, the median and the quartiles of its ratio to
+the FP32 step of the same round, and the mean loss of the last three timed steps.
 
 Run it on a machine with no other load.
 """
