@@ -52,6 +52,7 @@ MEASUREMENTS = {
     "ordering": (30, "ordering", "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
     "emulation": (30, "schemes", "How exact and how fast is cuBLAS's own emulation of FP32 and FP64?"),
     "blocks": (25, "schemes", "How exact and how fast are block-scaled products compared with bfloat16?"),
+    "quantizing": (30, "schemes", "How exact and how fast are the modes that quantise compared with bf16?"),
     "sparse": (30, "schemes", "How fast is a 2:4 sparse weight of 16 bits compared with the dense one?"),
 }
 #: The tests come before this measurement; seconds of one module of them, and of all.

@@ -1,4 +1,4 @@
-"""Errors and speeds of schemes, emulation, block-scaled and sparse operands, and of the packing kernels."""
+"""Errors and speeds of schemes, emulation, narrow formats, block-scaled and sparse operands."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from gpu.parts import Options, Part, short
 from gpu.speed import relative_error, sets_of, torch_switches
 from lowprec.modes import row
 from lowprec.planning import GemmPlan
+from lowprec.recipes import MODES
 
 Row = dict[str, Any]
 
@@ -221,6 +222,36 @@ def blocks(part: Part, options: Options) -> None:
     shapes = ((4096, 4096, 4096), (8192, 8192, 8192), (16, 8192, 8192), (1024, 1024, 1024))
     shapes = shapes[-1:] if options.quick else shapes
     _each(part, options, measure_blocks, shape=shapes, format=("mxfp8", "nvfp4", "mxfp4"))
+
+
+# -- modes that quantise --------------------------------------------------------------------------
+
+
+def measure_quantizing(torch: Any, n: int, mode: str, options: Options, ticks: clock.Clock) -> Row:
+    """Return the units, the error over the plan's bound, the difference from the CPU, and the speed over bfloat16."""
+    generator = torch.Generator(ticks.device).manual_seed(options.seed)
+    a, b = (torch.randn((n, n), generator=generator, device=ticks.device) for _ in range(2))
+    plan, exact = lowprec.plan(a, b, math_mode=mode), a.double() @ b.double()
+    norms = [float(torch.linalg.norm(x.double())) for x in (a, b)]
+    found = lowprec.matmul(a, b, math_mode=mode).double()
+    error, limit = float(torch.linalg.norm(found - exact)), plan.bound.frobenius(*norms, n, n)
+    # Of the same codes and scales, so that only the order and the rounding of the sums differ.
+    there = lowprec.matmul(a[:64].cpu(), b.cpu(), math_mode=mode).double() if mode not in ("fp8", "nvfp4") else None
+    difference = None if there is None else relative_error(found[:64].cpu(), there)
+    variants = {
+        name: partial(lambda _, word: lowprec.matmul(a, b, math_mode=word), word=name) for name in (mode, "bf16")
+    }
+    contest = clock.contest(variants, ticks, rounds=5, budget_s=0.0, seed=options.seed)
+    return {
+        "compute_type": plan.compute_type, "a_becomes": plan.a_becomes, "algorithm": dict(plan.algorithm),
+        "error_over_bound": error / limit, "difference_from_cpu": difference,
+        "seconds": contest.seconds,
+        "speed_over_bf16": contest.speed(mode).get("bf16"), "errors": contest.errors, "ok": error <= limit,
+    }  # fmt: skip
+
+
+def quantizing(part: Part, options: Options) -> None:
+    _each(part, options, measure_quantizing, n=(512,) if options.quick else (4096, 1024), mode=MODES)
 
 
 # -- 2:4 sparse weights ---------------------------------------------------------------------------

@@ -329,6 +329,7 @@ MEASURED: dict[str, tuple[tuple[Any, ...], list[str], set[str]]] = {
     ),
     "measure_emulation": ((64, "float32"), ["bf16x9", "bf16x9, split", "fp32"], {"ok", "tflops", "speed"}),
     "measure_blocks": (((16, 48, 64), "nvfp4"), [], {"ok", "speed_over_bfloat16", "error_over_bound"}),
+    "measure_quantizing": ((64, "fp8_rows"), [], {"ok", "speed_over_bf16", "error_over_bound", "difference_from_cpu"}),
     "measure_sparse": (((16, 128, 64), "bfloat16"), [], {"ok", "speed", "first_s", "seconds"}),
 }  # fmt: skip
 
