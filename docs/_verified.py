@@ -70,6 +70,7 @@ FEATURES: dict[str, tuple[str | Measured, ...]] = {
     "Modes, within the plan's bound": (
         *(f"mode {mode}" for mode in (*_MODES, *MODES)),
         "recipes with stochastic rounding and a Hadamard transform",
+        Measured("modes that quantise, products of large matrices", "quantizing", ()),
         "mode fp16 beyond float16's range",
         "schemes that recover FP32",
         *(f"{mode} of {dtype} by a compute type of cuBLAS" for mode, dtype in _EMULATED),

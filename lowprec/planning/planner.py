@@ -13,7 +13,7 @@ from lowprec.modes import TABLE, MathMode, Mode, ModeRow, row, rules_of
 from lowprec.planning.bounds import MAX_K_INT8, holds, operand_format
 from lowprec.planning.costs import expected_cost
 from lowprec.planning.kernels import Capabilities, KernelRow, choose_kernel, format_name
-from lowprec.planning.layout import OperandSpec, addend_layout, gemm_layout, stacked_layout
+from lowprec.planning.layout import GemmLayout, OperandSpec, addend_layout, gemm_layout, stacked_layout
 from lowprec.planning.plan import Copy, GemmPlan, Quantized
 from lowprec.planning.problem import GemmProblem, check_epilogue, common_dtype, result_dtype
 from lowprec.planning.reasons import Reason, ReasonKind
@@ -65,10 +65,7 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> GemmP
     if k_chunk is None and capability and any(rounded) and scheme.parts > 1:
         k_chunk = chunk_for(layout.k, scheme.operand_format.name, capability)
     schedule = make_schedule(scheme, rounded, layout.k, k_chunk, concatenates=kernel.concatenates)
-    reads_c = kernel.is_cublaslt and layout.collapsed and problem.has_beta
-    if reads_c and problem.c and addend_layout(problem.c, problem.a, problem.b, layout) is None:
-        # The rows of ``c`` have no single stride.
-        layout = stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
+    layout = _following_c(problem, layout) if kernel.is_cublaslt else layout
     multiplied, compute_type = _types(scheme, kernel, compute_dtype, has_effect)
     plan = GemmPlan(
         problem=problem, capabilities=capabilities, mode=mode, scheme=mode, mode_has_effect=has_effect,
@@ -86,6 +83,14 @@ def _plan(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> GemmP
         copies = widened or _copies(plan)
         return replace(plan, copies=copies) if copies else plan
     return _lowered(plan, widened)
+
+
+def _following_c(problem: GemmProblem, layout: GemmLayout) -> GemmLayout:
+    """Return a layout that is not collapsed if the rows of ``c`` have no single stride."""
+    c = problem.c if layout.collapsed and problem.has_beta else None
+    if c and addend_layout(c, problem.a, problem.b, layout) is None:
+        return stacked_layout(problem.a, problem.b, problem.out, layout.out.dtype)
+    return layout
 
 
 #: Length of the pieces of k in which int8 codes are summed if one sum could overflow int32.
@@ -115,9 +120,11 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
             f"k_chunk is {problem.k_chunk}, but the mode {mode} sums k in pieces of {piece}; omit k_chunk="
         )
     on_gpu = capabilities.compute_capability is not None
-    if on_gpu and piece:  # products with block scales in float32, and sums that overflow int32 in FP32
-        dtype, piece = DType.BFLOAT16 if in_integers else DType.FLOAT32, 0
-    dtypes = _emulated_float8(rules, capabilities) or (dtype, dtype)
+    if on_gpu:
+        layout = _following_c(problem, layout)
+        dtypes, piece = _on_gpu(rules, layout, capabilities, in_integers and not piece, problem.k_chunk), 0
+    else:
+        dtypes = _emulated_float8(rules, capabilities) or (dtype, dtype)
     rounded = [
         spec if rule is None else OperandSpec(dtype, spec.shape, packed_strides(spec.shape, spec.strides))
         for spec, rule, dtype in zip(specs, rules, dtypes, strict=True)
@@ -132,6 +139,20 @@ def _quantized(problem: GemmProblem, capabilities: Capabilities, mode: Mode) -> 
         flops=2 * layout.batch_count * layout.m * layout.n * layout.k * (not problem.ignores_product),
     )  # fmt: skip
     return _lowered(plan, _widened(plan)) if on_gpu and plan.flops else plan
+
+
+def _on_gpu(
+    rules: tuple[Rule | None, ...], layout: GemmLayout, capabilities: Capabilities, in_int32: bool, k_chunk: int | None
+) -> tuple[DType, DType]:
+    """Return the types in which tensor cores multiply rounded numbers; products of scaled blocks are float32."""
+    from lowprec.planning.cublaslt.scale_modes import scale_modes
+
+    if k_chunk is None and scale_modes(rules, layout, capabilities.compute_capability) is not None:
+        a, b = (DType.FLOAT8_E5M2 if rule and rule.elements == "e5m2" else DType.FLOAT8_E4M3FN for rule in rules)
+        return a, b
+    in_float32 = any(rule is not None and rule.block_scale == "float32" for rule in rules)
+    dtype = DType.INT8 if in_int32 else DType.FLOAT32 if in_float32 else DType.BFLOAT16
+    return dtype, dtype
 
 
 def _emulated_float8(rules: tuple[Rule | None, ...], capabilities: Capabilities) -> tuple[DType, DType] | None:

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 import lowprec
-from cuda_backend.device_fixture import has_real_gpu
+from cuda_backend.cuda_reset import reset
+from cuda_backend.device_fixture import SoftwareGpu, TorchGpu, has_real_gpu
 from lowprec.arrays import block_codes
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda.packing import prepare_packing
+from lowprec.core import executors
 from lowprec.formats import DType, dtype_from_name
 from lowprec.recipes import FORMATS, MODES, Recipe, Rule
-from software_cuda import compiler, install, uninstall
+from software_cuda import compiler, install, tables, uninstall
 from support.kernel_oracles import DeviceCopies, Guarded, assert_same_bits, lay_out, stack_of
 from support.kernel_variants import QUANTIZED, quantizing, target_of
 
@@ -25,12 +27,11 @@ D = DType
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 MEASURES = [
-    {},
     {"rounding": "stochastic", "seed": 2**64 - 12345, "stream": 2**63 + 7},
     {"hadamard": 16, "seed": 99},
     {"rounding": "stochastic", "seed": 5, "hadamard": 16},
 ]
-RULES = [rule._replace(**words) for rule in QUANTIZED for words in MEASURES]
+RULES = [*QUANTIZED, *(rule._replace(**MEASURES[i % 3]) for i, rule in enumerate(QUANTIZED))]
 
 
 @pytest.fixture
@@ -161,10 +162,10 @@ def operands(a, b, mode):
     return rounded(a, -1, rules[0].drawn(draw, 0)), rounded(b, -2 if b.ndim > 1 else -1, rules[1].drawn(draw, 1))
 
 
-def close(found, exact, a, b):
-    """Whether each element is within FP32's bound, and in ``fp8_blocks`` a rounding of both operands."""
-    sizes = np.matmul(np.abs(a), np.abs(b))
-    return bool((np.abs(found.astype(float) - exact) <= (a.shape[-1] + 8) * 2.0**-23 * (sizes + 3)).all())
+def close(found, exact, a, b, units=0.0):
+    """Whether each element is within FP32's bound and that of tensor cores."""
+    error = (a.shape[-1] + 8) * 2.0**-23 + units
+    return bool((np.abs(found.astype(float) - exact) <= error * (np.matmul(np.abs(a), np.abs(b)) + 3)).all())
 
 
 def stored(rng, x):
@@ -189,10 +190,30 @@ RECIPES = [
 ]
 
 
+@pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (10, 0)], ids=str)
+def any_gpu(request):
+    """A device of each kind: without FP8 units, with one scale an operand, with float32 scales, with powers of two."""
+    if has_real_gpu():
+        gpu = TorchGpu()
+        if gpu.torch.cuda.get_device_capability() != request.param:
+            pytest.skip(f"the GPU is not of compute capability {request.param}")
+        yield gpu
+        return
+    made = SoftwareGpu(install(1, capability=request.param))
+    executors.clear_caches()
+    yield made
+    made.drain()
+    faults = list(made.software.faults)
+    executors.clear_caches()
+    reset()
+    uninstall()
+    assert not faults
+
+
 @pytest.mark.feature("mode {mode}")
 @pytest.mark.parametrize("mode", MODES)
-def test_products_are_those_of_the_rounded_numbers(gpu, mode):
-    check_products(gpu, mode)
+def test_products_are_those_of_the_rounded_numbers(any_gpu, mode):
+    check_products(any_gpu, mode)
 
 
 @pytest.mark.feature("recipes with stochastic rounding and a Hadamard transform")
@@ -203,8 +224,10 @@ def test_products_of_recipes(gpu, recipe):
 
 def check_products(gpu, mode):
     rng = np.random.default_rng(7)
-    for _ in range(25):
+    for _ in range(15):
         k, (m, n) = int(rng.choice([0, 1, 3, 32, 100, 128, 129, 300])), rng.integers(0, 20, 2)
+        if rng.random() < 0.3:  # extents that FP8 units multiply with scales of blocks
+            m, n = int(rng.choice([16, 32, 144])), int(rng.choice([1, 20, 150]))
         batch = tuple(int(x) for x in rng.choice([1, 2, 3], rng.integers(0, 3)))
         of_b = tuple(int(1 if rng.random() < 0.5 else x) for x in batch)
         dtype = np.dtype(getattr(ml_dtypes, x := str(rng.choice(["float32", "float16", "bfloat16"])), x))
@@ -214,17 +237,33 @@ def check_products(gpu, mode):
         given = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
         exact, device = np.matmul(x, y) * given["alpha"], {}
         if rng.random() < 0.4:
-            c = rng.standard_normal(exact.shape).astype(np.float32)
+            rows = exact.shape[:-2] + (1,) * (exact.ndim > 1) + exact.shape[-1:]
+            c = rng.standard_normal(exact.shape if rng.random() < 0.6 else rows).astype(np.float32)
             given["beta"], device["c"], exact = 0.5, gpu.put(c), exact + 0.5 * c
         if rng.random() < 0.4 and b.ndim > 1:
             bias = rng.standard_normal(n).astype(np.float32)
             device["bias"], exact = gpu.put(bias), exact + bias
         if rng.random() < 0.4:
             given["activation"], exact = "relu", np.maximum(exact, 0)
-        found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode, **given, **device))
+        x_there, y_there = gpu.put(a), gpu.put(b)
+        found = gpu.get(lowprec.matmul(x_there, y_there, math_mode=mode, **given, **device))
+        units = lowprec.plan(x_there, y_there, math_mode=mode).quantized.inner.bound.relative
         assert found.dtype == np.float32
         assert found.shape == exact.shape
-        assert close(found, exact, 2 * x, y), (mode, a.shape, b.shape, a.strides, b.strides, given, device.keys())
+        words = mode, a.shape, b.shape, a.strides, b.strides, given, device.keys()
+        assert close(found, exact, 2 * x, y, units * has_real_gpu()), words
+
+
+@pytest.mark.parametrize("mode", ["fp8_rows", "fp8_blocks", "mxfp8", Recipe(("mxfp8", "mxfp8_e5m2"))], ids=str)
+def test_each_block_has_its_scale(any_gpu, mode, rng):
+    """Several tiles of scales each way, and blocks of every magnitude."""
+    a, b = rng.standard_normal((144, 700), np.float32), rng.standard_normal((700, 280), np.float32)
+    a *= np.exp2(rng.integers(-8, 9, (144, 22))).repeat(32, 1)[:, :700]
+    b *= np.exp2(rng.integers(-8, 9, (22, 280))).repeat(32, 0)[:700]
+    found = any_gpu.get(lowprec.matmul(any_gpu.put(a), any_gpu.put(b), math_mode=mode))
+    x, y = operands(a, b, mode)
+    units = lowprec.plan(any_gpu.put(a), any_gpu.put(b), math_mode=mode).quantized.inner.bound.relative
+    assert close(found, x @ y, x, y, units * has_real_gpu())
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -250,7 +289,7 @@ def test_numbers_that_are_not_finite_and_large_scales(gpu, mode):
     assert np.isnan(found[3]).all()
     assert np.isnan(found[:, 7]).all()
     assert np.isfinite(np.delete(np.delete(found, 3, 0), 7, 1)).all()
-    for large in (3e19, 3e38):
+    for large in (3e19, 3e38) if mode != "fp8" else ():  # whose scales cuBLASLt multiplies
         a, b = np.array([[3e38, 0]], np.float32), np.array([[0], [large]], np.float32)
         assert gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode, alpha=-1e3)) == 0
 
@@ -273,6 +312,23 @@ def test_a_prepared_operand_is_quantised_once(gpu, mode, rng):
     assert len(y._view.packed) == 1
 
 
+@pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks", "nvfp4", "int8"])
+def test_a_graph_quantises_what_it_finds(software, cupy, mode, rng):
+    first, second, b = (rng.standard_normal(s, np.float32) for s in ((32, 150), (32, 150), (150, 48)))
+    runtime = software.software.runtime
+    with cupy.cuda.Stream() as stream:
+        x, y, out = cupy.asarray(first), cupy.asarray(b), cupy.empty((32, 48), np.float32)
+        lowprec.matmul(x, y, out=out, math_mode=mode)
+        stream.synchronize()
+        runtime.begin_capture(stream.ptr)
+        lowprec.matmul(x, y, out=out, math_mode=mode)
+        graph = runtime.end_capture(stream.ptr)
+        x[...] = cupy.asarray(10 * second)
+        graph.replay(stream.ptr)
+        want = lowprec.matmul(x, y, math_mode=mode)
+        np.testing.assert_array_equal(cupy.asnumpy(out), cupy.asnumpy(want))
+
+
 def test_a_stored_operand_is_not_quantised_again(gpu, rng):
     a, b = rng.standard_normal((16, 64), np.float32), rng.standard_normal((64, 16), np.float32)
     b = b.astype(ml_dtypes.float8_e4m3fn)
@@ -293,6 +349,60 @@ def test_each_step_has_its_random_numbers(gpu, rng):
         assert close(found[-1], x @ y, x, y)
     np.testing.assert_array_equal(found[0], found[2])
     assert not np.array_equal(found[0], found[1])
+
+
+#: By device and mode: the types that are multiplied, and cuBLASLt's modes of the scales of ``b`` and ``a``.
+UNITS = [
+    ("a100", "fp8", "bfloat16", ("", "")),
+    ("l40s", "fp8", "float8_e4m3fn", ("SCALAR_32F", "SCALAR_32F")),
+    ("l40s", "fp8_rows", "float8_e4m3fn", ("", "")),
+    ("l40s", "fp8_blocks", "float32", ("", "")),
+    ("h100", "fp8_rows", "float8_e4m3fn", ("OUTER_VEC_32F", "OUTER_VEC_32F")),
+    ("h100", "fp8/fp8_rows", "float8_e4m3fn", ("OUTER_VEC_32F", "OUTER_VEC_32F")),
+    ("h100", "fp8_blocks", "float8_e4m3fn", ("BLK128x128_32F", "VEC128_32F")),
+    ("h100", "mxfp8", "bfloat16", ("", "")),
+    ("h100", "fp8/mxfp8", "bfloat16", ("", "")),
+    ("h100", Recipe("fp8_e5m2"), "bfloat16", ("", "")),
+    ("h100", "fp8_e5m2/fp8", "float8_e4m3fn", ("SCALAR_32F", "SCALAR_32F")),
+    ("b200", "mxfp8", "float8_e4m3fn", ("VEC32_UE8M0", "VEC32_UE8M0")),
+    ("b200", "fp8_rows", "float8_e4m3fn", ("", "")),
+    ("b200", "nvfp4", "bfloat16", ("", "")),
+]
+
+
+@pytest.mark.parametrize(("device", "mode", "multiplied", "modes"), UNITS)
+def test_units_of_each_device(device, mode, multiplied, modes):
+    a = lowprec.ShapeDtype((256, 256), "float32")
+    plan = lowprec.plan(a, a, math_mode=mode, device=device)
+    assert plan.a_becomes.endswith(f"multiplied as {multiplied}")
+    assert plan.call.scale_modes == modes
+    if modes != ("", ""):  # cuBLASLt writes the result
+        assert {copy.operand for copy in plan.copies} == {"a", "b"}
+
+
+def test_extents_without_fp8_units():
+    for mode, m, batch, device, multiplied in (
+        ("fp8_blocks", 30, 1, "h100", "float32"), ("fp8_blocks", 32, 2, "h100", "float32"),
+        ("mxfp8", 24, 1, "b200", "bfloat16"), ("mxfp8", 32, 2, "b200", "bfloat16"),
+    ):  # fmt: skip
+        a, b = lowprec.ShapeDtype((batch, m, 64), "float32"), lowprec.ShapeDtype((batch, 64, 64), "float32")
+        plan = lowprec.plan(a, b, math_mode=mode, device=device)
+        assert plan.multiplied_dtype.label == multiplied
+    chunked = lowprec.plan(a, b, math_mode="fp8", device="h100", k_chunk=32)
+    assert chunked.multiplied_dtype.label == "bfloat16"
+
+
+@pytest.mark.parametrize("mode", ["fp8_rows", "fp8_blocks"])
+def test_a_cublaslt_without_the_scale_modes(any_gpu, mode, monkeypatch):
+    """The numbers are multiplied in a type of all devices."""
+    if has_real_gpu():
+        pytest.skip("the library has them")
+    monkeypatch.setattr(tables, "has_float_scales", lambda capability: False)
+    rng = np.random.default_rng(3)
+    a, b = (rng.standard_normal(s, np.float32) for s in ((32, 200), (200, 48)))
+    found = any_gpu.get(lowprec.matmul(any_gpu.put(a), any_gpu.put(b), math_mode=mode))
+    x, y = operands(a, b, mode)
+    assert close(found, x @ y, x, y)
 
 
 def test_a_plan_says_what_operands_become():

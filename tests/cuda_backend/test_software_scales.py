@@ -1,5 +1,7 @@
 """Scales of blocks in the software cuBLASLt: the tiles of the documentation, and what is refused."""
 
+from __future__ import annotations
+
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -8,7 +10,19 @@ import pytest
 
 from software_cuda import DeviceModel, Software
 from software_cuda.asking import LEGACY, Asked, prepared
-from software_cuda.tables import BLOCKS, DTYPES, R_4F_E2M1, R_8F_E4M3, R_8F_E5M2, R_16BF, VEC16_UE4M3, VEC32_UE8M0
+from software_cuda.tables import (
+    BLOCKS,
+    DTYPES,
+    OUTER_VEC_32F,
+    R_4F_E2M1,
+    R_8F_E4M3,
+    R_8F_E5M2,
+    R_16BF,
+    VEC16_UE4M3,
+    VEC32_UE8M0,
+    VEC128_32F,
+    BLK128x128_32F,
+)
 
 INVALID_VALUE, NOT_SUPPORTED = 7, 15
 MXFP8 = Asked(m=144, n=40, k=160, op_a=1, a=R_8F_E4M3, b=R_8F_E4M3)
@@ -93,6 +107,46 @@ def test_scales_beyond_the_operand_are_zero(blackwell):
     blackwell.forgive()
 
 
+PAIRS = [
+    (OUTER_VEC_32F, OUTER_VEC_32F), (VEC128_32F, VEC128_32F),
+    (VEC128_32F, BLK128x128_32F), (BLK128x128_32F, VEC128_32F),
+]  # fmt: skip
+
+
+def float_scales(rng, mode, rows, k):
+    """Return float32 scales as they are in memory, the documentation's shapes, and a factor for each element."""
+    blocks = -(-k // 128)
+    scales = rng.standard_normal((rows, 1 if mode == OUTER_VEC_32F else blocks)).astype(np.float32)
+    factors = scales.astype(np.float64)
+    if mode == OUTER_VEC_32F:
+        return scales, np.broadcast_to(factors, (rows, k))
+    if mode == VEC128_32F:
+        return np.ascontiguousarray(scales.T), factors[:, np.arange(k) // 128]
+    memory = np.full((-(-rows // 128), -(-blocks // 4) * 4), np.nan, np.float32)
+    memory[:, :blocks] = scales[: len(memory)]
+    return memory, factors[np.arange(rows)[:, None] // 128, np.arange(k) // 128]
+
+
+@pytest.mark.parametrize("modes", PAIRS, ids=str)
+def test_products_with_float32_scales(modes):
+    cuda, rng = Software([DeviceModel(capability=(9, 0))]), np.random.default_rng(5)
+    (a, _, left), (b, _, right) = (operand(rng, rows, MXFP8.k, MXFP8.a) for rows in (MXFP8.m, MXFP8.n))
+    left, right = (x.view(DTYPES[R_8F_E4M3]).astype(np.float64) for x in (a, b))
+    scales = [float_scales(rng, mode, rows, MXFP8.k) for mode, rows in zip(modes, (MXFP8.m, MXFP8.n), strict=True)]
+    found = np.zeros((MXFP8.n, MXFP8.m), np.float32)
+    data, pointers = [put(cuda, x) for x in (a, b, found, found)], [put(cuda, x) for x, _ in scales]
+    changes = {"A_SCALE_MODE": modes[0], "B_SCALE_MODE": modes[1]}
+    with block_scaled(cuda, MXFP8, *pointers, **changes) as product:
+        algorithm = next(x for x in product.search() if not x[1])
+        product.run(algorithm, tuple(data))
+        assert cuda.runtime.cudaStreamSynchronize(LEGACY)[0] == 0, cuda.faults
+    memory = cuda.runtime.memory.at(data[3], found.nbytes, None, "test")
+    want = (right * scales[1][1]) @ (left * scales[0][1]).T
+    np.testing.assert_allclose(memory.view(np.float32).reshape(found.shape), want, 2.0**-22, 1e-6 * abs(want).max())
+
+
+VECTORS = {"A_SCALE_MODE": OUTER_VEC_32F, "B_SCALE_MODE": OUTER_VEC_32F}
+LINES = {"A_SCALE_MODE": VEC128_32F, "B_SCALE_MODE": VEC128_32F}
 REFUSED = [
     (MXFP8, {}, (9, 0), NOT_SUPPORTED, "no scales of blocks on"),
     (NVFP4, {}, (8, 0), NOT_SUPPORTED, "no FP8 on"),
@@ -100,6 +154,12 @@ REFUSED = [
     (MXFP8, {"A_SCALE_MODE": VEC16_UE4M3, "B_SCALE_MODE": VEC16_UE4M3}, (10, 0), NOT_SUPPORTED, "scale modes"),
     (NVFP4, {"A_SCALE_MODE": VEC32_UE8M0, "B_SCALE_MODE": VEC32_UE8M0}, (10, 0), NOT_SUPPORTED, "scale modes"),
     (NVFP4, {"A_SCALE_MODE": 0, "B_SCALE_MODE": 0}, (10, 0), NOT_SUPPORTED, "scale modes"),
+    (MXFP8, VECTORS, (8, 9), NOT_SUPPORTED, "no float32 scales"),
+    (MXFP8, VECTORS, (10, 0), NOT_SUPPORTED, "no float32 scales"),
+    (MXFP8, {"A_SCALE_MODE": BLK128x128_32F, "B_SCALE_MODE": BLK128x128_32F}, (9, 0), NOT_SUPPORTED, "scale modes"),
+    (MXFP8, {"A_SCALE_MODE": OUTER_VEC_32F, "B_SCALE_MODE": VEC128_32F}, (9, 0), NOT_SUPPORTED, "scale modes"),
+    (replace(MXFP8, n=42), LINES, (9, 0), NOT_SUPPORTED, "blocks with"),
+    (MXFP8, {**LINES, "A_SCALE_POINTER": 264}, (9, 0), INVALID_VALUE, "scales of vectors or blocks at 0x108"),
     (MXFP8, {"A_SCALE_POINTER": 0}, (10, 0), INVALID_VALUE, "scales of blocks at 0x0"),
     (MXFP8, {"B_SCALE_POINTER": 264}, (10, 0), INVALID_VALUE, "scales of blocks at 0x108"),
     (replace(NVFP4, op_a=0), {}, (10, 0), NOT_SUPPORTED, "are TN"),

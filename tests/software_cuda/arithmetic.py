@@ -5,18 +5,23 @@ accumulates; split parts are rounded in the type that their reduction scheme nam
 its operations rounded. Integers wrap.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from software_cuda import tables
 from software_cuda.algorithms import INPLACE, OUTPUT_TYPE, Algorithm
 from software_cuda.emulation import bf16x9, fixed_point
 from software_cuda.problem import Matrix, Problem
 from software_cuda.recorder import Fault
+
+Array = NDArray[Any]
 
 
 def strided(memory, x, pointer, device):
@@ -71,6 +76,27 @@ def block_scales(memory, pointer, mode, outer, k, device):
     return np.repeat(factors, block, 1)[:, :k]
 
 
+def float_scales(memory, pointer, mode, outer, k, device):
+    """Return a factor for each element, (outer, k), from float32 scales of vectors or blocks.
+
+    Scales of vectors and of 128 along k are contiguous along the vectors; those of 128 x 128 along k, in columns of
+    a multiple of 4.
+    """
+    blocks, tall = -(-k // 128), -(-outer // 128)
+    shape = {
+        tables.OUTER_VEC_32F: (1, outer),
+        tables.VEC128_32F: (blocks, outer),
+        tables.BLK128x128_32F: (tall, blocks + -blocks % 4),
+    }[mode]
+    data = memory.at(pointer, 4 * math.prod(shape), device, "cublasLtMatmul, float32 scales")
+    found = data.view(np.float32).reshape(shape).astype(np.float64)
+    if mode == tables.OUTER_VEC_32F:
+        return np.broadcast_to(found.T, (outer, k))
+    if mode == tables.VEC128_32F:
+        return np.repeat(found.T, 128, 1)[:, :k]
+    return np.repeat(np.repeat(found[:, :blocks], 128, 0), 128, 1)[:outer, :k]
+
+
 @dataclass(frozen=True)
 class Call:
     """A product with its pointers and factors, as they were when it was called."""
@@ -109,8 +135,9 @@ class Call:
         a = _operand(strided(memory, x.a, self.a, self.device), x.op_a, algorithm.flags)
         b = _operand(strided(memory, x.b, self.b, self.device), x.op_b, algorithm.flags)
         if x.a_mode:
-            a = a * block_scales(memory, x.a_scale, x.a_mode, x.m, x.k, self.device)
-            b = b * block_scales(memory, x.b_scale, x.b_mode, x.n, x.k, self.device).T
+            scales = float_scales if (x.a_mode, x.b_mode) in tables.FLOAT_SCALES else block_scales
+            a = a * scales(memory, x.a_scale, x.a_mode, x.m, x.k, self.device)
+            b = b * scales(memory, x.b_scale, x.b_mode, x.n, x.k, self.device).T
         cuts = np.linspace(0, x.k, algorithm.split_k + 1).astype(int)
         parts = [np.matmul(a[:, :, i:j], b[:, i:j, :]).astype(accumulator) for i, j in pairwise(cuts)]
         passes = x.d.dtype if algorithm.reduction in (INPLACE, OUTPUT_TYPE) else accumulator

@@ -1,5 +1,7 @@
 """A product as its descriptors describe it, and the requirements of cuBLASLt."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 
 from nvmath.bindings import cublasLt as real
@@ -280,12 +282,28 @@ def _validate_narrow(x, capability):
         raise Refusal(NOT_SUPPORTED, "FP8 and FP4 kernels want k and the rows of D in steps of 16 bytes")
 
 
+def _validate_float_scales(x, capability):
+    if not tables.has_float_scales(capability):
+        raise Refusal(NOT_SUPPORTED, f"no float32 scales of vectors and blocks on compute capability {capability}")
+    if x.d.batch_count > 1:
+        raise NotImplementedError("batches with scales of vectors and blocks are not modelled")
+    in_blocks = x.a_mode != tables.OUTER_VEC_32F
+    if in_blocks and (x.m % 4 or x.n % 4):
+        raise Refusal(NOT_SUPPORTED, f"scales of blocks with extents {x.m}, {x.n}")
+    for pointer in (x.a_scale, x.b_scale):
+        if not pointer or (in_blocks and pointer % 16):
+            raise Refusal(INVALID_VALUE, f"scales of vectors or blocks at {pointer:#x}")
+
+
 def _validate_scales(x, capability, switches):
     modes = (x.a_mode, x.b_mode)
     fp4 = x.a.type == tables.R_4F_E2M1
     if modes == (tables.SCALAR_32F,) * 2 and not fp4:
         if switches.float8_scales and not (x.a_scale and x.b_scale):
             raise Refusal(NOT_SUPPORTED, "FP8 operands without scales")
+        return
+    if modes in tables.FLOAT_SCALES and not fp4:
+        _validate_float_scales(x, capability)
         return
     if switches.block_extents and (x.m % 16 or x.n % 16 or x.k % 32):
         raise Refusal(NOT_SUPPORTED, f"blocks with extents {x.m}, {x.n}, {x.k}")

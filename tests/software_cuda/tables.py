@@ -6,6 +6,8 @@ Support Overview*. Uncertain, and decided for refusal: bias and activations on f
 alpha and beta other than 0 and 1 for an int32 scale type. FP8 and FP4 results are not modelled.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import ml_dtypes
@@ -40,7 +42,12 @@ FAST = frozenset({FAST_16F, FAST_16BF, FAST_TF32, EMULATED_16BFX9})
 PEDANTIC = frozenset({65, 69, 71, 73})
 
 # ``cublasLtMatmulMatrixScale_t``: the modes that are modelled, and the elements and scales of their blocks.
-SCALAR_32F, VEC16_UE4M3, VEC32_UE8M0 = 0, 1, 2
+SCALAR_32F, VEC16_UE4M3, VEC32_UE8M0, OUTER_VEC_32F, VEC128_32F, BLK128x128_32F = range(6)
+#: Modes with float32 scales of vectors and blocks, as pairs of those of A and B.
+FLOAT_SCALES = frozenset({
+    (OUTER_VEC_32F, OUTER_VEC_32F), (VEC128_32F, VEC128_32F),
+    (VEC128_32F, BLK128x128_32F), (BLK128x128_32F, VEC128_32F),
+})  # fmt: skip
 BLOCKS = {VEC16_UE4M3: (16, np.dtype(ml_dtypes.float8_e4m3fn)), VEC32_UE8M0: (32, np.dtype(ml_dtypes.float8_e8m0fnu))}
 
 #: No epilogue but the default one.
@@ -112,6 +119,11 @@ def float8_wants_tn(capability):
 def has_block_scales(capability):
     """Whether a device multiplies FP8 and FP4 with scales of blocks."""
     return capability >= (10, 0)
+
+
+def has_float_scales(capability):
+    """Whether a device multiplies FP8 with float32 scales of vectors and blocks."""
+    return capability == (9, 0)
 
 
 def emulates(compute, capability, version):

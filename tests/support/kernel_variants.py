@@ -95,9 +95,22 @@ QUANTIZED = [
 ]  # fmt: skip
 
 
-def quantizing(source, rule, dtype, leading, rows):
+#: Modes of the scales of operands that FP8 units multiply, by the rule's scale or scaling.
+FLOAT8_UNITS = {
+    "tensor": "SCALAR_32F", "vector": "OUTER_VEC_32F", "floor": "VEC32_UE8M0", "rceil": "VEC32_UE8M0",
+    "float32": "BLK128x128_32F",
+}  # fmt: skip
+
+
+def quantizing(source, rule, dtype, leading, rows, scale_mode=""):
     """Return the packing of an operand that is quantised, as plans have it."""
-    return Packing(source, dtype, leading, rows, rule.has_tensor_scale or rule.scaling == "vector", rule=rule)
+    scaled = rule.has_tensor_scale or rule.scaling == "vector" or bool(scale_mode)
+    return Packing(source, dtype, leading, rows, scaled, rule=rule, scale_mode=scale_mode)
+
+
+def scale_mode_of(rule):
+    """Return the mode of an operand that FP8 units multiply."""
+    return "VEC128_32F" if rule.block == (1, 128) else FLOAT8_UNITS[rule.block_scale or rule.scaling]
 
 
 def target_of(rule):
@@ -109,6 +122,9 @@ def _quantizing():
     stack = MatrixStack.of(D.FLOAT32, 64, 64, 64, 1)
     for rule in QUANTIZED:
         yield quantizing(stack, rule, target_of(rule), 64, 64)
+        if rule.elements in ("e4m3", "e5m2"):
+            dtype = D.FLOAT8_E4M3FN if rule.elements == "e4m3" else D.FLOAT8_E5M2
+            yield quantizing(stack, rule, dtype, 64, 64, scale_mode_of(rule))
     for rule in QUANTIZED[:: len(QUANTIZED) // 3]:
         for measures in ({"rounding": "stochastic"}, {"hadamard": 16}, {"rounding": "stochastic", "hadamard": 16}):
             yield quantizing(stack, rule._replace(seed=1, **measures), target_of(rule), 64, 64)

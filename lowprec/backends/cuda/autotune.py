@@ -69,7 +69,7 @@ def product_key(invocation: Invocation) -> str:
         call.epilogue,
         f"alignment {invocation.alignment_bytes}",
         f"workspace {invocation.workspace_bytes}",
-        *(["scales"] if invocation.has_scales else []),
+        *(["scales", *filter(None, call.scale_modes)] if invocation.has_scales else []),
     ]  # fmt: skip
     return ", ".join(words)
 

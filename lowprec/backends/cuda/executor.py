@@ -245,6 +245,7 @@ class _LoweredPlan:
         nbytes = staging.nbytes if packed_b is None else staging.bytes_without_b
         with memory.temporary(nbytes + workspace_bytes, device, arguments.stream) as block:
             pointers = staging.fill(block, arguments, packed_b)
+            arguments = staging.with_scales(block, arguments, packed_b)
             workspace = (block + nbytes, workspace_bytes)
             for index in range(len(self._terms)):
                 last = self._multiply(device, arguments, pointers, index, workspace, sparse)
@@ -312,8 +313,9 @@ class _LoweredPlan:
             arguments = stack.enter_context(self._reads(arguments))
             pointers = _pointers(arguments)
             if self._staging is not None:
-                block = memory.temporary(self._staging.nbytes, device, stream)
-                pointers = self._staging.fill(stack.enter_context(block), arguments)
+                block = stack.enter_context(memory.temporary(self._staging.nbytes, device, stream))
+                pointers = self._staging.fill(block, arguments)
+                arguments = self._staging.with_scales(block, arguments)
             handle, operands, invocation = self._prepared(arguments, pointers, self._terms[0])
             if isinstance(invocation, GemmEx):
                 return ()

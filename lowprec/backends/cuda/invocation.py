@@ -227,9 +227,9 @@ def _operation(call: CublasLtCall, operands: Operands) -> Descriptor:
         "TRANSB": OPERATIONS[call.op_second],
         "EPILOGUE": int(getattr(libraries.cublas_lt.Epilogue, call.epilogue)),
     }
-    if call.first.codes:
-        mode = int(getattr(libraries.cublas_lt.MatmulMatrixScale, call.first.codes.scale_mode))
-        attributes |= {"A_SCALE_MODE": mode, "B_SCALE_MODE": mode}
+    for name, mode in zip(("A_SCALE_MODE", "B_SCALE_MODE"), call.scale_modes, strict=True):
+        if mode not in ("", "SCALAR_32F"):
+            attributes[name] = int(getattr(libraries.cublas_lt.MatmulMatrixScale, mode))
     attributes |= {x: address for x, address in zip(_POINTERS, operands.attributes, strict=True) if address}
     emulation = None
     if call.compute_type is ComputeType.COMPUTE_64F_EMULATED_FIXEDPOINT:

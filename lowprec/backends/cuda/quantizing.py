@@ -18,6 +18,8 @@ from lowprec.recipes import Rule
 from lowprec.util.strides import contiguous_strides
 
 _SCALINGS = {"tensor": 0, "vector": 1, "floor": 2, "rceil": 3, "e4m3": 4, "float32": 5}
+#: Modes whose scales are not those of vectors.
+_STORED = {"VEC128_32F": 2, "BLK128x128_32F": 3, "VEC32_UE8M0": 4}
 #: Numbers along k of a tile, and the threads for it.
 _TILE_LENGTH, _BLOCK = 128, (32, 8)
 
@@ -30,16 +32,22 @@ def prepare_quantizing(packing: Packing, rule: Rule, device: int) -> Callable[..
     numbers = [s if n > 1 else 0 for n, s in zip(extents, contiguous_strides(tuple(extents)), strict=True)]
     strides = zip(source.batch_strides, numbers, strict=True)
     batches = list(launch_batches(list(zip(source.batch_shape, strides, strict=True)), 2))
-    at_peaks = source.rows * prod(source.batch_shape) * EXPONENT_BYTES * packing.scaled
+    at_peaks = packing.scale_words * EXPONENT_BYTES
     steps = [_quantizer(packing, rule, batch, device, at_peaks) for batch in batches]
     if packing.peaks:
-        nbytes = packing.peaks * EXPONENT_BYTES
+        steps = [*(_peaks(packing, rule, batch, device, at_peaks) for batch in batches), *steps]
+    # The padding of scales, and the largest magnitudes.
+    first = source.rows * prod(source.batch_shape) * EXPONENT_BYTES if _scales(packing) == 1 else 0
+    nbytes = packing.scale_bytes - first
 
-        def clear(source: int, target: int, scales: int, stream: int, draw: int) -> None:
-            runtime.call("cudaMemsetAsync", scales + at_peaks, 0, nbytes, stream)
+    def clear(source: int, target: int, scales: int, stream: int, draw: int) -> None:
+        runtime.call("cudaMemsetAsync", scales + first, 0, nbytes, stream)
 
-        steps = [clear, *(_peaks(packing, rule, batch, device, at_peaks) for batch in batches), *steps]
-    return in_sequence(steps)
+    return in_sequence([clear, *steps] if nbytes else steps)
+
+
+def _scales(packing: Packing) -> int:
+    return _STORED.get(packing.scale_mode, 1) if packing.scaled else 0
 
 
 def _definitions(packing: Packing, rule: Rule) -> dict[str, str | int]:
@@ -52,6 +60,7 @@ def _definitions(packing: Packing, rule: Rule) -> dict[str, str | int]:
         "LEAST_EXPONENT": f"({elements.emin})",
         "LARGEST": f"{elements.largest:.1f}f",
         "SCALING": _SCALINGS[rule.block_scale if rule.scaling == "block" else rule.scaling],
+        "SCALES": _scales(packing),
         "HIGH": high,
         "WIDE": wide,
         "ALONE": int(rule.marks_elements),
@@ -101,8 +110,7 @@ def _quantizer(packing: Packing, rule: Rule, batch: LaunchBatch, device: int, at
     first = batch.before * packing.source.rows * EXPONENT_BYTES
 
     def queue(source: int, target: int, scales: int, stream: int, draw: Any) -> None:
-        kept = scales + first if packing.scaled else 0
         peaks = scales + at_peaks + each
-        launch(stream, source + offsets[0], target + offsets[1], kept, peaks, rule.seed, draw)
+        launch(stream, source + offsets[0], target + offsets[1], scales + first, peaks, rule.seed, draw)
 
     return queue

@@ -12,6 +12,7 @@ from lowprec.backends.cuda.epilogue import Epilogue, EpilogueLauncher, Recompute
 from lowprec.backends.cuda.invocation import ALIGNMENT_BYTES
 from lowprec.backends.cuda.packing import Packer, prepare_packing
 from lowprec.backends.interface import Arguments
+from lowprec.formats import DType
 from lowprec.planning import GemmPlan
 from lowprec.planning.cublaslt.calls import CublasLtCall, Packing
 from lowprec.planning.layout import addend_layout
@@ -148,6 +149,18 @@ class Staging:
         product = arguments.out.address if self._product is None else block + self._product
         return pointers[0], pointers[1], product
 
+    def with_scales(self, block: int, arguments: Arguments, packed_b: KeptPacking | None = None) -> Arguments:
+        """Return arguments with the scales of quantised operands, if cuBLASLt applies them."""
+        operands = [x for x in self._operands if x is not None and x.packing.scale_mode]
+        if not operands:
+            return arguments
+        addresses = [block + x.scales for x in operands]
+        if packed_b is not None:
+            addresses[1] = packed_b.exponents
+        device = arguments.a.device
+        a, b = (ArrayView(DType.FLOAT32, (1,), (1,), device, None, True, address) for address in addresses)
+        return arguments._replace(scale_a=a, scale_b=b)
+
     def apply_epilogue(self, block: int, arguments: Arguments, packed_b: KeptPacking | None) -> None:
         """Queue the epilogue of a staged product; alpha includes the operands' scales."""
         if self._write is None or self._product is None:
@@ -176,7 +189,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _factors(pack: Packing | None) -> int:
-    if pack is None or not (pack.scaled and pack.rule):
+    if pack is None or not (pack.scaled and pack.rule) or pack.scale_mode:
         return 0
     return 2 if pack.source.batch_shape else 1
 

@@ -51,9 +51,10 @@ class Packing:
     as_tf32: bool = False  # float32 numbers are rounded to TF32, ties away from zero
     side_by_side: bool = False  # the parts of a line are adjacent; otherwise those of a matrix
     descending: bool = False  # the last part comes first
-    #: Rounds each row, a vector along k, to codes with scales instead. With ``scaled`` the float32 scale of each row is
-    #: written where the exponents are, otherwise all scales are multiplied in.
+    #: Rounds each row, a vector along k, to codes with scales instead. With ``scaled`` the scales are written where the
+    #: exponents are, a float32 number for each row or as a mode of cuBLASLt has them; otherwise they are multiplied in.
     rule: Rule | None = None
+    scale_mode: str = ""  # name in ``cublasLtMatmulMatrixScale_t``; empty if a kernel applies the scales
     reasons: tuple[Reason, ...] = field(default=(), compare=False)
 
     @property
@@ -72,8 +73,21 @@ class Packing:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the exponents or scales, and of the largest magnitudes behind them."""
-        lines = self.source.rows * prod(self.source.batch_shape) if self.scaled else 0
-        return 4 * (lines + self.peaks)
+        return 4 * (self.scale_words + self.peaks)
+
+    @property
+    def scale_words(self) -> int:
+        """Exponents or scales, in words of 4 bytes, with the padding of their mode."""
+        if not self.scaled:
+            return 0
+        lines, blocks = self.padded_rows, -(-self.leading_dimension // 128)
+        if self.scale_mode == "VEC128_32F":
+            return lines * blocks
+        if self.scale_mode == "BLK128x128_32F":
+            return -(-lines // 128) * (blocks + -blocks % 4)
+        if self.scale_mode == "VEC32_UE8M0":  # tiles of 128 x 4 bytes
+            return -(-lines // 128) * blocks * 128
+        return prod(self.source.batch_shape) * max(lines, self.source.rows)
 
     @property
     def rows(self) -> int:
@@ -176,6 +190,14 @@ class CublasLtCall:
     def parts(self) -> tuple[CublasLtCall, ...]:
         """The calls with equal numbers of matrices, and those for the rest."""
         return (self, self.rest) if self.rest else (self,)
+
+    @property
+    def scale_modes(self) -> tuple[str, str]:
+        """Modes of the scales of first and second, empty without."""
+        if self.first.codes:
+            return self.first.codes.scale_mode, self.first.codes.scale_mode
+        a, b = (pack.scale_mode if pack else "" for pack in (self.pack_a, self.pack_b))
+        return (b, a) if self.swapped else (a, b)
 
     @property
     def product_bytes(self) -> int:

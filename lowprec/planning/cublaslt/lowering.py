@@ -26,6 +26,7 @@ from lowprec.planning.cublaslt.calls import (
     Op,
     Packing,
 )
+from lowprec.planning.cublaslt.scale_modes import scale_modes
 from lowprec.planning.layout import GemmLayout, MatrixStack, OperandSpec, addend_layout
 from lowprec.planning.plan import GemmPlan
 from lowprec.planning.problem import Activation, GemmProblem
@@ -113,6 +114,7 @@ class _Inputs(NamedTuple):
     aligned: bool
     addend: MatrixStack | None
     codes: BlockCodes | None  # of block-scaled operands, which are multiplied as they are
+    scale_modes: tuple[str, str] | None  # of ``a`` and ``b`` that are quantised to FP8
     gemm_ex: bool
 
     def rule(self, name: _Name) -> Rule | None:
@@ -126,7 +128,12 @@ class _Inputs(NamedTuple):
 
 def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool, gemm_ex: bool) -> _Inputs:
     problem, layout, data = plan.problem, plan.layout, plan.multiplied_dtype
-    codes = None
+    codes = modes = None
+    if plan.quantized and data.is_float8:
+        modes = scale_modes(plan.quantized.rules, layout, plan.capabilities.compute_capability)
+        if widen:  # to a type of all devices
+            in_blocks = modes is not None and "VEC128_32F" in modes
+            data, modes = DType.FLOAT32 if in_blocks else DType.BFLOAT16, None
     if aligned and not widen and problem.a.blocks and reason_to_widen(plan) is None:
         codes = BLOCK_CODES.get(problem.a.blocks.format)
     as_real = plan.compute_dtype.is_complex and not data.is_complex
@@ -141,7 +148,9 @@ def _inputs(plan: GemmPlan, aligned: bool, pad_rows: bool, widen: bool, gemm_ex:
         c = _by_column(c)
     rows = max(layout.m, _PADDED_ROWS) if pad_rows and data is DType.INT8 else layout.m
     summed_in = DType.FLOAT32 if as_real else DType.INT32 if data is DType.INT8 else plan.accumulator
-    return _Inputs(plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c, codes, gemm_ex)
+    return _Inputs(
+        plan, problem, layout, data, summed_in, as_real, k_contiguous, rows, aligned, c, codes, modes, gemm_ex
+    )
 
 
 def lower(
@@ -281,11 +290,10 @@ def _reason_to_pack(inputs: _Inputs, stack: MatrixStack, name: _Name, parts: int
 
 def _pack(inputs: _Inputs, stack: MatrixStack, name: _Name, reason: Reason, parts: int) -> tuple[Packing, bool]:
     """Return the packing of an operand, and whether it is transposed."""
-    rule = inputs.rule(name)
-    # Scales of blocks are multiplied in.
-    scaled = inputs.plan.scaled[name == "b"] or (
-        rule is not None and (rule.has_tensor_scale or rule.scaling == "vector")
-    )
+    rule, scale_mode = inputs.rule(name), inputs.scale_modes[name == "b"] if inputs.scale_modes else ""
+    # Scales of blocks are multiplied in, unless cuBLASLt applies them.
+    scales = rule is not None and (bool(scale_mode) or rule.has_tensor_scale or rule.scaling == "vector")
+    scaled = inputs.plan.scaled[name == "b"] or scales
     complex_as: ComplexAs = "no"
     if inputs.as_real:
         complex_as = "pairs" if name == "a" else "rotated"
@@ -297,6 +305,8 @@ def _pack(inputs: _Inputs, stack: MatrixStack, name: _Name, reason: Reason, part
     # The operands may have two different 8-bit types, which cuBLASLt multiplies unchanged.
     keeps_dtype = inputs.k_contiguous and reads_k_contiguous(stack.dtype)
     dtype_written = stack.dtype if keeps_dtype else inputs.data
+    if rule and inputs.data.is_float8 and rule.elements == "e5m2":
+        dtype_written = DType.FLOAT8_E5M2
     padded_rows = max(rows, inputs.rows) if name == "a" and inputs.k_contiguous else rows
     side_by_side = parts > 1 and transposed is (name == "b")
     if (name == "b" and inputs.k_contiguous) or (parts > 1 and not side_by_side):
@@ -305,11 +315,14 @@ def _pack(inputs: _Inputs, stack: MatrixStack, name: _Name, reason: Reason, part
     if not any(stack.batch_strides) and (rule or not scaled):
         source = replace(source, batch_shape=(), batch_strides=())
     scheme, split = row(inputs.plan.scheme), parts > 1
+    leading = _padded(cols, dtype_written)
+    if scale_mode == "VEC32_UE8M0":
+        leading += -leading % _BLOCKED_K_STEP
     packing = Packing(
-        source, dtype_written, _padded(cols, dtype_written), padded_rows, scaled, complex_as,
+        source, dtype_written, leading, padded_rows, scaled, complex_as,
         parts, scheme.part_exponent if split else 0, summed=parts > scheme.parts,
         as_tf32=split and scheme.uses_tf32, side_by_side=side_by_side, descending=split and name == "a",
-        rule=rule, reasons=(reason,),
+        rule=rule, scale_mode=scale_mode, reasons=(reason,),
     )  # fmt: skip
     return packing, transposed
 
@@ -356,7 +369,7 @@ def _reasons_to_stage(inputs: _Inputs, pack_a: Packing | None, pack_b: Packing |
         yield Reason.of(ReasonKind.RESULT_STRIDES)
     if inputs.k_contiguous and not (inputs.aligned and _has_aligned_strides(out)):
         yield Reason.of(ReasonKind.WRITTEN_IN_STEPS, data=inputs.kernels, step=_ALIGNMENT_BYTES)
-    if any(pack is not None and pack.scaled for pack in (pack_a, pack_b)):
+    if any(pack is not None and pack.scaled and not pack.scale_mode for pack in (pack_a, pack_b)):
         yield Reason.of(ReasonKind.SCALED_OPERANDS)
     if pack_b and inputs.k_contiguous and pack_b.padded_rows != pack_b.rows:
         yield Reason.of(ReasonKind.PADDED_COLUMNS, step=_ALIGNMENT_BYTES)

@@ -4,7 +4,8 @@
 // Macros: SOURCE and TARGET, element types of elements.cuh; STORED, LEAST_EXPONENT and LARGEST, of an element: bits of the
 // significand, exponent of the smallest normal number (codes of int8 are subnormal), largest number; SCALING: 0 one scale
 // of the tensor, 1 of vectors, 2 powers of two of blocks, 3 those rounded up, 4 E4M3 numbers of blocks and one scale of
-// the tensor, 5 float32 of blocks, which are multiplied in; HIGH and WIDE, vectors and numbers along k of a block; ALONE,
+// the tensor, 5 float32 of blocks; SCALES, those that are stored: 0 none, 1 float32 of vectors, or as cuBLASLt's modes have
+// them 2 VEC128_32F, 3 BLK128x128_32F, 4 VEC32_UE8M0, others are multiplied in; HIGH and WIDE, vectors and numbers along k of a block; ALONE,
 // whether a number that is not finite becomes NaN alone; INTEGER; STOCHASTIC; HADAMARD; KERNEL_<name>.
 //
 // A block of threads has tiles of 32 vectors and 128 numbers along k; a thread has 16 of these numbers, which have one scale.
@@ -57,12 +58,12 @@ __device__ inline float float_scale(unsigned int peak, float largest)
     return peak == 0 ? 1.0f : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
 }
 
-struct Scale { float factor, multiplier; bool keeps; };
+struct Scale { float factor, multiplier; bool keeps; int code; };
 
 // The scale of numbers with a largest magnitude, in a tensor with a scale.
 __device__ inline Scale scale_of(unsigned int peak, float whole)
 {
-    Scale scale = {whole, 1.0f, true};
+    Scale scale = {whole, 1.0f, true, 0};
     float nan = same_bits<float>(0x7fc00000u);
     if (SCALING == 0) return scale;
     bool finite = scale.keeps = peak < 0x7f800000u;
@@ -70,6 +71,7 @@ __device__ inline Scale scale_of(unsigned int peak, float whole)
         int code = (int)(peak >> 23) - ((int)(same_bits<unsigned int>(LARGEST) >> 23) - 127);
         if (SCALING == 3) code += (peak & 0x7fffffu) > (same_bits<unsigned int>(LARGEST) & 0x7fffffu);
         if (code < 0) code = 0;
+        scale.code = finite ? code : 255;
         if (!finite) code = 127;
         scale.factor = same_bits<float>((unsigned int)(254 - code) << 23);
         scale.multiplier = same_bits<float>(code ? (unsigned int)code << 23 : 1u << 22);  // 2^-127 is subnormal
@@ -93,7 +95,7 @@ __device__ inline float rounded(float x, Scale scale, unsigned int random)
     float value = STOCHASTIC ? to_random(quotient, random) : to_nearest<STORED, LEAST_EXPONENT>(quotient, LARGEST);
     if (INTEGER) return !scale.keeps ? 0.0f : sign ? 0.0f - value : value;
     if (ALONE && !(magnitude < same_bits<float>(0x7f800000u))) return same_bits<float>(0x7fc00000u);
-    value *= scale.multiplier;
+    if (SCALES < 2) value *= scale.multiplier;
     if (SCALING != 5) {
         Brain nearest;
         round_to(nearest, value);
@@ -194,8 +196,7 @@ extern "C" __global__ void quantize_peaks(
 #endif
 
 #ifdef KERNEL_quantize
-// `scales` has a float32 number for each vector, if they are not multiplied in; lines are padded with zeros. Strides of
-// `numbers` count the distinct matrices, to which the random numbers belong.
+// Lines are padded with zeros. `number` and its strides count the distinct matrices, to which the random numbers belong.
 extern "C" __global__ void quantize(
     const Source* source, Target* out, float* scales, const unsigned int* peaks, unsigned long long seed,
     unsigned long long stream, long long rows, long long cols, long long row_stride, long long col_stride,
@@ -232,8 +233,16 @@ extern "C" __global__ void quantize(
             peak = peaks[peak_index(matrix, row, first, rows, cols)];
         }
         Scale scale = scale_of(peak, whole);
-        if (scales && span.remainder == 0 && part == 0 && row < rows)
-            scales[matrix * rows + row] = is_vector ? scale.factor : whole;
+        if (row < rows) {
+            if (SCALES == 1 && span.remainder == 0 && part == 0)
+                scales[matrix * rows + row] = is_vector ? scale.factor : whole;
+            if (SCALES == 2 && part == 0) scales[span.remainder * out_rows + row] = scale.factor;
+            if (SCALES == 3 && part == 0 && row % 128 == 0)
+                scales[row / 128 * (spans + (-spans & 3)) + span.remainder] = scale.factor;
+            if (SCALES == 4 && part % 2 == 0 && first < cols)
+                reinterpret_cast<Byte*>(scales)[(row / 128 * spans + span.remainder) * 512 + row % 32 * 16 +
+                                                row % 128 / 32 * 4 + part / 2] = (Byte)scale.code;
+        }
         unsigned int words[4] = {0u, 0u, 0u, 0u};
 #pragma unroll
         for (int k = 0; k < segment; ++k) {

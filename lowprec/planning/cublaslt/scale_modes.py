@@ -1,0 +1,41 @@
+"""The modes by which cuBLASLt multiplies the FP8 codes of two quantised operands: its ``cublasLtMatmulMatrixScale_t``.
+
+Source: the cuBLAS documentation, *Narrow Precision Data Types Usage*, with the layouts of the scales.
+"""
+
+from __future__ import annotations
+
+from lowprec.planning.layout import GemmLayout
+from lowprec.planning.tensor_cores import BLOCK_SCALES_SINCE, Capability, tensor_cores_multiply
+from lowprec.recipes import Rule
+
+#: The compute capability with vectors of scales, and with float32 scales of blocks.
+_HOPPER = (9, 0)
+#: Steps of m with float32 scales of blocks, and with powers of two.
+_FLOAT_STEP, _POWERS_STEP = 4, 16
+
+
+def scale_modes(
+    rules: tuple[Rule | None, ...], layout: GemmLayout, capability: Capability | None
+) -> tuple[str, str] | None:
+    """Return the modes for the scales of ``a`` and ``b``, empty if a kernel applies them to the product.
+
+    None if FP8 units do not multiply these operands.
+    """
+    a, b = rules
+    if a is None or b is None or capability is None or not tensor_cores_multiply("float8_e4m3fn", capability):
+        return None
+    elements = {a.elements, b.elements}
+    if not elements <= {"e4m3", "e5m2"} or elements == {"e5m2"}:
+        return None
+    is_single = layout.batch_count == 1
+    if not (a.block_scale or b.block_scale):
+        if a.scaling == b.scaling == "tensor":
+            return "SCALAR_32F", "SCALAR_32F"
+        return ("OUTER_VEC_32F", "OUTER_VEC_32F") if capability == _HOPPER and is_single else ("", "")
+    scales = {a.block_scale, b.block_scale}
+    if scales == {"float32"} and capability == _HOPPER and is_single and not layout.m % _FLOAT_STEP:
+        return "VEC128_32F", "BLK128x128_32F"
+    if scales <= {"floor", "rceil"} and capability >= BLOCK_SCALES_SINCE and is_single:
+        return None if layout.m % _POWERS_STEP else ("VEC32_UE8M0", "VEC32_UE8M0")
+    return None
