@@ -72,8 +72,6 @@ UNITS = {
     "this machine has no AVX-VNNI units": "avx_vnni",
     "this machine has no AVX-512": "avx512f",
     "this machine has no AVX2": "avx2",
-    # oneDNN multiplies float32 in bfloat16 on these units alone.
-    'PyTorch\'s "medium" lowers no precision on this machine': "amx_bf16",
 }
 
 

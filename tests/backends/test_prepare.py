@@ -14,7 +14,7 @@ from lowprec.backends.cpu import numpy_products, products
 from lowprec.modes import available_modes
 from lowprec.planning import ReasonKind
 from lowprec.policy import environment
-from support import interrupts, machines, oracles
+from support import machines, oracles
 from support.programs import in_threads
 
 MODES = [str(mode) for mode in available_modes()]
@@ -410,21 +410,6 @@ def test_its_memory_is_freed_with_it(rng):
             assert memory() is None
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("mode", ["bf16", "bf16x3", "tf32"])
-def test_an_interrupt_anywhere_leaves_it_usable(rng, mode):
-    a, b = numbers(rng, "float32", 40, 64), numbers(rng, "float32", 64, 48)
-    prepared = lowprec.prepare(b, math_mode=mode)
-    want = lowprec.matmul(a, b, math_mode=mode)
-
-    def first():
-        prepared.release()
-        lowprec.matmul(a, prepared, math_mode=mode)
-
-    for error in interrupts.interrupted(first, step=7):
-        assert type(error) is interrupts.Interrupt
-        same(lowprec.matmul(a, prepared, math_mode=mode), want)
 
 
 def test_a_product_that_cannot_be_split_keeps_nothing(rng, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -168,12 +167,6 @@ def test_check_shows_the_useful_rows_and_a_sentence(command, monkeypatch):
     assert "modes are shown" not in whole
     named = modes[:14]
     assert _names(command(*CHECK, "--modes", ",".join(named)).out) == named
-    for text, starts in ((short, [""]), (whole, ["normal: ", "positive: ", "wide: "])):
-        sentences = text.rstrip().split("\n\n")[-len(starts) :]
-        for start, sentence in zip(starts, sentences, strict=True):
-            assert re.match(
-                rf"{start}(no mode is faster than fp32|\w+: (about )?\S+ times the speed of fp32)", sentence
-            )
 
 
 def test_check_reports_of_an_override(command, monkeypatch):

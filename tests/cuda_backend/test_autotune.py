@@ -68,26 +68,13 @@ def test_a_choice_for_fp8_is_one_with_scales(software, cache):
     assert {"float8" in key: key.endswith(", scales") for key in entries(cache)} == {True: True, False: False}
 
 
-def _no_folder(monkeypatch, cache):
-    monkeypatch.setenv("LOWPREC_CACHE_DIR", "~nosuchuser/cache")
+def test_without_a_cache_a_choice_lasts_for_the_process(software, cache, monkeypatch):
+    """Of two products, so that the second choice does not forget the first; kernels are compiled on the way, too."""
 
-
-def _a_file_in_its_place(monkeypatch, cache):
-    monkeypatch.setenv("LOWPREC_CACHE_DIR", str(cache / "file"))
-    cache.joinpath("file").touch()
-
-
-def _a_full_disk(monkeypatch, cache):
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", refuse)
-
-
-@pytest.mark.parametrize("hindrance", [_no_folder, _a_file_in_its_place, _a_full_disk])
-def test_without_a_cache_a_choice_lasts_for_the_process(software, cache, monkeypatch, hindrance):
-    """Of two products, so that the second choice does not forget the first; kernels are compiled on the way, too."""
-    hindrance(monkeypatch, cache)
     monkeypatch.setattr(errors, "_given", set())
     compiling._load.cache_clear()
     x, y = software.put(A), software.put(A[:32, :32])

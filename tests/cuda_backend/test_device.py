@@ -227,10 +227,17 @@ def test_reported_fields(gpu, rng):
     if not has_real_gpu():
         assert units["fp32"].endswith("no tensor cores")
         assert all(units[mode].endswith(": tensor cores") for mode in ("tf32", "bf16", "fp16")), units
-    assert "cuda:0" in str(lowprec.plan(x, x))
+    text = str(lowprec.plan(x, x))
+    assert "cuda:0" in text
     found = lowprec.info()
-    assert "cuda:0" in [d["device"] for d in found["devices"]]
     assert found["gpu"]["used"] is True
+    (device, *_) = (d for d in found["devices"] if d["device"] == "cuda:0")
+    if not has_real_gpu():
+        assert "cuda:0: Software H200" in text
+        assert "split-K" in text
+        assert (device["compute_capability"], found["gpu"]["cublas"]) == ("9.0", "13.1.0")
+        assert device["peak_tflops"]["bfloat16"] > device["peak_tflops"]["tf32"]
+        assert "cuda:1" in [d["device"] for d in found["devices"]]
 
 
 @pytest.mark.feature("`profile`")

@@ -20,7 +20,7 @@ from lowprec import formats
 from lowprec.backends.cpu import numpy_products
 from lowprec.modes import MathMode, row
 from lowprec.policy import environment
-from support import interrupts, oracles
+from support import oracles
 from support.rounding_oracle import round_to_format
 
 MODES = [mode.value for mode in MathMode]
@@ -639,22 +639,6 @@ def test_a_scope_that_jax_could_not_see_is_refused_once(jax):
         with pytest.raises(lowprec.ModeError, match="opened in another task or thread"):
             pool.submit(carried.run, f.mode).result()
         assert pool.submit(carried.run, f.mode).result() == "bf16"
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, interrupts.Late])
-def test_an_interrupt_leaves_no_mode_with_jax(jax, error):
-    from lowprec.jax import current_mode
-
-    outside = current_mode._context.value
-
-    def action():
-        with lowprec.math_mode("bf16"), lowprec.fp32_guard(frameworks=False):
-            pass
-
-    def check():
-        assert current_mode._context.value == outside == current_mode._modes()
-
-    assert interrupts.count(action, check, error) > 50
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """``lowprec.linalg`` over every array library: the library's functions, the guard around them, and what is refused."""
 
-import contextlib
 import importlib
 import pickle
 import sys
@@ -16,7 +15,6 @@ import lowprec
 from frameworks.backends import Backend, DLPackOnly
 from lowprec import linalg
 from support import oracles
-from support.cpu_units import imitated_units, medium_lowers
 from support.programs import run_python
 
 Array = NDArray[Any]
@@ -175,40 +173,6 @@ def test_a_result_for_dlpack_is_an_operand_again():
 
 
 # -- the guard inside ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def medium(torch):
-    """torch in a process that asks for bfloat16 products."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    yield torch
-    torch.set_float32_matmul_precision(before)
-
-
-AFFECTED = {
-    "expm": lambda torch, a: torch.linalg.matrix_exp(a),
-    "cdist": lambda torch, a: torch.cdist(a, a),
-    "matrix_power": lambda torch, a: torch.linalg.matrix_power(a, 5),
-    "pinv": lambda torch, a: torch.linalg.pinv(a),
-}
-
-
-@pytest.mark.parametrize("units", ["of this machine", "imitated"])
-@pytest.mark.parametrize("function", AFFECTED)
-def test_torch_computes_in_full_fp32(function, units, medium, rng):
-    a = medium.tensor(make(rng, 128, 128) / 12)
-    arguments = {"cdist": (a,), "matrix_power": (5,)}.get(function, ())
-    with imitated_units(medium) if units == "imitated" else contextlib.nullcontext():
-        lowered = AFFECTED[function](medium, a)
-        guarded = getattr(linalg, function)(a, *arguments)
-    assert medium.get_float32_matmul_precision() == "medium"
-    medium.set_float32_matmul_precision("highest")
-    full = AFFECTED[function](medium, a)
-    assert medium.equal(guarded, full)
-    # The control: with units for it, "medium" is bfloat16, eight bits of which are right.
-    if units == "imitated" or medium_lowers(128):
-        assert float(medium.linalg.norm(lowered - full) / medium.linalg.norm(full)) > 1e-4
 
 
 def test_torch_records_gradients(torch):

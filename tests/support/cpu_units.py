@@ -1,4 +1,4 @@
-"""Units of a processor, and substitutes for missing ones.
+"""Units of a processor, and the precision of PyTorch's products on them.
 
 `.ci/check_skips.py` knows the reasons below, and accepts them only where the processor indeed lacks the units.
 """
@@ -6,7 +6,6 @@
 import functools
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 
@@ -16,7 +15,6 @@ from lowprec.backends.cpu.kernel_rows import kernels_of
 
 #: Reasons of skips, by the beginning of which `.ci/check_skips.py` knows them.
 NO_AMX = "this machine has no AMX units (or lowprec no kernels)"
-MEDIUM_IS_FULL = 'PyTorch\'s "medium" lowers no precision on this machine'
 
 
 #: By the unit.
@@ -81,29 +79,3 @@ def medium_lowers(n):
     """
     # bfloat16 rounds each operand by up to 2^-9, which gives about 2e-3; FP32's own 2^-24 gives 3e-7.
     return _errors_at_medium()[n] > 1e-4
-
-
-@contextmanager
-def imitated_units(torch):
-    """Let PyTorch round the operands of products to bfloat16 where its switch allows that, as with AMX units.
-
-    What is imitated is the rounding. When a product looks at the switch, and at which, is as it is with the units.
-    """
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    products = {*("mm", "bmm", "mv", "addmm", "baddbmm"), *("_euclidean_dist", "linalg_matrix_exp", "linalg_pinv")}
-
-    def rounded(x):
-        is_single = isinstance(x, torch.Tensor) and x.dtype == torch.float32
-        return x.bfloat16().float() if is_single else x
-
-    class Rounding(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            name = function.overloadpacket.__name__
-            allowed = torch._C._get_fp32_precision_getter("mkldnn", "matmul") == "bf16"
-            if name in products and allowed:
-                args = [rounded(x) for x in args]
-            return function(*args, **(kwargs or {}))
-
-    with Rounding():
-        yield

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import threading
-from textwrap import dedent
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +20,6 @@ from lowprec.planning import OperandSpec, plan_gemm
 from lowprec.profiling import records
 from support import machines
 from support.cpu_units import needs
-from support.programs import posix, start
 
 A = np.arange(6 * 4, dtype=np.float32).reshape(6, 4)
 B = np.arange(4 * 5, dtype=np.float32).reshape(4, 5)
@@ -469,87 +467,6 @@ def test_json_holds_everything(prof, tmp_path):
 
 
 # -- signals and fork -----------------------------------------------------------------------------
-
-#: A host whose products run on after the call, and a deadlock that ends with the stacks of all threads.
-PROGRAM = """
-import collections, faulthandler, os, signal, sys, threading, time
-import numpy as np
-import lowprec
-from lowprec.backends.cpu import backend as cpu
-
-faulthandler.dump_traceback_later(30, exit=True)
-A = np.ones((8, 8), np.float32)
-while_read = lambda: None
-
-class Watch:
-    stream = 7
-
-    def stop(self):
-        pass
-
-    def elapsed_ms(self):
-        while_read()
-        return 2.0
-
-cpu.stopwatch = lambda arguments: Watch()
-prof = lowprec.profile("whole")
-"""
-
-
-def run(program):
-    done = start("-W", "ignore::DeprecationWarning", "-c", PROGRAM + dedent(program))
-    assert done.err == ""
-    assert done.code == 0
-
-
-@posix
-def test_a_signal_handler_may_profile_and_read_wherever_it_strikes():
-    run(
-        """
-        began = time.perf_counter()
-        struck = collections.Counter()
-
-        def handler(number, frame):
-            before = len(prof)
-            with prof, lowprec.profile() as inner:
-                with prof.range("handler"):
-                    lowprec.matmul(A, A)
-            assert (len(prof) - before, len(inner)) == (1, 1)
-            # Now and then it leaves the reading to what it interrupts.
-            if line[1] == "records" and struck[line] % 2:
-                return
-            assert {r.elapsed_ms for r in (*prof.records, *inner.records)} == {2.0}
-            assert prof.records[-1].label.endswith("handler")
-            assert 0 < prof.wall_ms <= 1e3 * (time.perf_counter() - began)
-
-        def trace(frame, event, argument):
-            global line
-            if "profiling" not in frame.f_code.co_filename:
-                return None
-            line = frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
-            if event == "line" and struck[line] < 3:
-                struck[line] += 1
-                signal.raise_signal(signal.SIGUSR1)
-            return trace
-
-        signal.signal(signal.SIGUSR1, handler)
-        sys.settrace(trace)
-        for _ in range(2):
-            with prof:
-                with prof.range("step"):
-                    lowprec.matmul(A, A)
-                prof.totals()
-        sys.settrace(None)
-
-        names = {name for _, name, _ in struck}
-        assert {"__enter__", "__exit__", "range", "records", "record", "totals", "_execute"} <= names
-        records = prof.records
-        assert len(records) == len(prof)
-        assert [r.label for r in records].count("step") == 2
-        lowprec.matmul(A, A)
-        assert len(prof) == len(records), "an observer is left"
-        """
-    )
 
 
 def test_the_log_has_a_line_for_each_product(caplog):

@@ -6,7 +6,7 @@ from xml.sax.saxutils import quoteattr
 
 import pytest
 
-from support.cpu_units import MEDIUM_IS_FULL, NO_AMX
+from support.cpu_units import NO_AMX
 from support.tensor_core_vectors import ABSENT
 
 SCRIPT = Path(__file__).resolve().parents[2] / ".ci" / "check_skips.py"
@@ -40,8 +40,6 @@ def results(folder, name, skips):
     [
         (NO_AMX, NO_AMX, {"avx512_bf16"}, True),
         (NO_AMX, NO_AMX, {"avx512_bf16", "amx_bf16"}, False),
-        (MEDIUM_IS_FULL, TORCH_IS_MISSING, {"avx512_bf16"}, True),
-        (MEDIUM_IS_FULL, TORCH_IS_MISSING, {"amx_bf16"}, False),
         (TORCH_IS_MISSING, TORCH_IS_MISSING, set(), False),
         (f"not this machine's fault: {NO_AMX}", NO_AMX + " at all", {"amx_bf16"}, False),
         ("numba is not installed", "numba is not installed", set(), False),
