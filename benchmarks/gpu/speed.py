@@ -160,7 +160,7 @@ def measure(
     contest = clock.Contest()
     for tuned in (False, True) if tune else (False,):
         values: dict[str, Any] = {}
-        if tuned:
+        if tuned and "lowprec" in contest.seconds:
             candidates = max(4, min(32, int(_TUNING_MS / (_RUNS_PER_CANDIDATE * 1e3 * contest.seconds["lowprec"]))))
             values["over_first_choice"] = lowprec.autotune(*ours, **kind.arguments, candidates=candidates).speedup
         plan = lowprec.plan(*ours, **kind.arguments)
@@ -182,7 +182,9 @@ def _run(part: Part, options: Options, kinds: dict[str, Kind], cases: Iterable[t
     import torch
 
     ticks = clock.EventClock(torch)
-    for name, shape in part.in_time([(name, SQUARES[-1]) for name in kinds] if options.quick else cases, options):
+    if options.quick:
+        cases = [(name, min(kind.shapes, key=math.prod)) for name, kind in kinds.items()]
+    for name, shape in part.in_time(cases, options):
         try:
             tune = name in TUNED and shape[0] >= 1024
             for row in measure(torch, name, shape, options.seed, ticks, tune=tune):
