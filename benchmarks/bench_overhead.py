@@ -200,7 +200,6 @@ BLOCKS = {
     "fp32_guard, made anew": "with lowprec.fp32_guard(): pass",
     "fp32_guard(frameworks=False)": "with own: pass",
     "math_mode": "with mode: pass",
-    "threadpoolctl, found anew": "with threadpoolctl.threadpool_limits(1): pass",
     "threadpoolctl, found once": "with pools.limit(limits=1): pass",
 }
 
@@ -208,7 +207,7 @@ BLOCKS = {
 def guard_timers() -> dict[str, timeit.Timer]:
     guards = {"guard": lowprec.fp32_guard(), "own": lowprec.fp32_guard(frameworks=False)}
     names: dict[str, Any] = {"lowprec": lowprec, **guards, "mode": lowprec.math_mode("bf16")}
-    names |= {"threadpoolctl": threadpoolctl, "pools": threadpoolctl.ThreadpoolController()}
+    names["pools"] = threadpoolctl.ThreadpoolController()
     return {name: timeit.Timer(text, globals=names) for name, text in BLOCKS.items()}
 
 
@@ -225,8 +224,7 @@ def guard(arguments: argparse.Namespace) -> None:
     for stage in ("none", "torch", "jax"):
         if stage != "none":
             importlib.import_module(stage)
-        # Half a millisecond each, and repeated less often than the others.
-        seconds = timing.repeat(guard_timers(), seed=arguments.seed, slow=("threadpoolctl, found anew",), **counts)
+        seconds = timing.repeat(guard_timers(), seed=arguments.seed, **counts)
         rows += [{"loaded": stage, "block": name, "time": timing.summary(s)} for name, s in seconds.items()]
     common.report("guard", arguments, rows, guard_claims(rows), **counts)
 

@@ -8,7 +8,7 @@ import random
 import statistics
 import time
 import timeit
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 #: A variant receives the number of its operand set, and returns its result.
@@ -56,7 +56,13 @@ def take_turns(
 
 
 def interleave(
-    variants: Mapping[str, Variant], *, rounds: int, sets: int = 1, seed: int = 0, budget_s: float = math.inf
+    variants: Mapping[str, Variant],
+    *,
+    rounds: int,
+    sets: int = 1,
+    seed: int = 0,
+    budget_s: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Time calls in turns, on operand sets that take turns; return seconds per call as `take_turns` does.
 
@@ -69,10 +75,10 @@ def interleave(
         variant = variants[name]
         time.sleep(SPIN_SECONDS)
         variant((number - 1) % sets)
-        start = time.perf_counter()
+        start = clock()
         # The name keeps the result: freeing its memory is not part of the product.
         result = variant(number % sets)
-        elapsed = time.perf_counter() - start
+        elapsed = clock() - start
         del result
         return elapsed
 
@@ -87,20 +93,17 @@ def repeat(
     calls: int,
     rounds: int,
     seed: int = 0,
-    slow: Collection[str] = (),
     before: Callable[[], object] = lambda: None,
 ) -> dict[str, list[float]]:
     """Time short statements in turns; return seconds per execution as `take_turns` does.
 
-    A sample is that many `calls`, a hundredth of them for those in `slow`. It follows untimed executions of the same
-    statement, and what `before` waits for.
+    A sample is that many `calls`. It follows untimed executions of the same statement, and what `before` waits for.
     """
 
     def sample(name: str, _: int) -> float:
-        count = calls // 100 + 1 if name in slow else calls
-        timers[name].timeit(count // 10 + 1)
+        timers[name].timeit(calls // 10 + 1)
         before()
-        return timers[name].timeit(count) / count
+        return timers[name].timeit(calls) / calls
 
     return take_turns(list(timers), sample, rounds=rounds, seed=seed)
 

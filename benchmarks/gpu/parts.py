@@ -40,6 +40,7 @@ MEASUREMENTS = {
     "splits": (40, "schemes", "How exact and how fast are the schemes that recover FP32, by chunk of k?"),
     "ordering": (30, "ordering", "Does lowprec wait for JAX's pending work, and JAX for lowprec's?"),
     "formats": (60, "speed", "How exact and how fast are emulated, block-scaled and 2:4 sparse products?"),
+    "quantizing": (30, "speed", "How exact and how fast are the modes that quantise, compared with bf16?"),
 }
 #: The tests come before this measurement; seconds of one module of them, and of all.
 TESTS_BEFORE, TESTS_S, ALL_TESTS_S = "accuracy", 50, 120

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import lowprec
 from gpu import clock
 from gpu.parts import Options, Part, short
+from lowprec import recipes
 
 #: All operand sets of a variant together; an H200 has 50 MB of L2.
 _ROTATED_BYTES, _MOST_SETS = 160e6, 512
@@ -30,13 +31,15 @@ class Kind(NamedTuple):
     """A kind of product, from float32 matrices.
 
     `operands` returns those of lowprec, those of `torch.matmul` for comparison, and the numbers in them; `arguments`
-    are lowprec's; `precision` is torch's word for its float32 products; `shapes` are m, k, n.
+    are lowprec's; `precision` is torch's word for its float32 products; `shapes` are m, k, n; `beside` is
+    another mode to compare with.
     """
 
     operands: Callable[[Any, Any, Any], tuple[tuple[Any, Any], ...]]
     arguments: Mapping[str, Any] = MappingProxyType({})
     precision: str = "ieee"
     shapes: tuple[Shape, ...] = SQUARES
+    beside: str | None = None
 
 
 def _typed(dtype: str) -> Callable[..., Any]:
@@ -73,8 +76,8 @@ SPEED = {
     "float16": Kind(_typed("float16")),
     "float32 tf32": Kind(_FLOAT32, {"math_mode": "tf32"}, "tf32"),
     "float32 fp32": Kind(_FLOAT32, {"math_mode": "fp32"}),
-    "float32 bf16": Kind(_FLOAT32, {"math_mode": "bf16"}, "tf32", _SOME),
-    "float32 fp16": Kind(_FLOAT32, {"math_mode": "fp16"}, "tf32", _SOME),
+    "float32 bf16": Kind(_FLOAT32, {"math_mode": "bf16"}, "tf32", _SOME, "tf32"),
+    "float32 fp16": Kind(_FLOAT32, {"math_mode": "fp16"}, "tf32", _SOME, "tf32"),
     "float64": Kind(_typed("float64"), {}, "ieee", _SOME),
     "complex64 tf32": Kind(_typed("complex64"), {"math_mode": "tf32"}, "tf32", _SOME),
     "bfloat16 times a vector": Kind(_typed("bfloat16"), {}, "ieee", _VECTORS),
@@ -89,6 +92,7 @@ FORMATS = {
     **{name: Kind(_quantised(name), {}, "ieee", (*_SOME, (16, 8192, 8192))) for name in ("mxfp8", "nvfp4", "mxfp4")},
     **{f"2:4 {dtype}": Kind(_sparse(dtype), {}, "ieee", LAYERS) for dtype in ("bfloat16", "float16")},
 }
+QUANTIZING = {f"mode {mode}": Kind(_FLOAT32, {"math_mode": mode}, "tf32", _SOME, "bf16") for mode in recipes.MODES}
 
 
 @contextlib.contextmanager
@@ -136,7 +140,7 @@ def measure(
     torch: Any, name: str, shape: Shape, seed: int, ticks: clock.EventClock, *, tune: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the row of one kind and shape: plan, error, times and speeds; and the row after autotuning."""
-    (m, k, n), kind = shape, (SPEED | FORMATS)[name]
+    (m, k, n), kind = shape, (SPEED | FORMATS | QUANTIZING)[name]
     generator = torch.Generator(ticks.device).manual_seed(seed)
 
     def draw() -> tuple[tuple[Any, Any], ...]:
@@ -155,12 +159,12 @@ def measure(
         "lowprec": lambda i: lowprec.matmul(*sets[i][0], **kind.arguments),
         "torch": clock.Variant(lambda i: torch.matmul(*sets[i][1]), partial(torch_switches, torch, kind.precision)),
     }
-    if kind.arguments.get("math_mode") in ("bf16", "fp16"):
-        variants["lowprec tf32"] = lambda i: lowprec.matmul(*sets[i][0], math_mode="tf32")
+    if kind.beside:
+        variants[f"lowprec {kind.beside}"] = lambda i: lowprec.matmul(*sets[i][0], math_mode=kind.beside)
     contest = clock.Contest()
     for tuned in (False, True) if tune else (False,):
         values: dict[str, Any] = {}
-        if tuned:
+        if tuned and "lowprec" in contest.seconds:
             candidates = max(4, min(32, int(_TUNING_MS / (_RUNS_PER_CANDIDATE * 1e3 * contest.seconds["lowprec"]))))
             values["over_first_choice"] = lowprec.autotune(*ours, **kind.arguments, candidates=candidates).speedup
         plan = lowprec.plan(*ours, **kind.arguments)
@@ -178,11 +182,14 @@ def measure(
         }  # fmt: skip
 
 
-def _run(part: Part, options: Options, kinds: dict[str, Kind], cases: Iterable[tuple[str, Shape]]) -> None:
+def _run(part: Part, options: Options, kinds: dict[str, Kind], first: Iterable[tuple[str, Shape]] = ()) -> None:
     import torch
 
     ticks = clock.EventClock(torch)
-    for name, shape in part.in_time([(name, SQUARES[-1]) for name in kinds] if options.quick else cases, options):
+    cases = dict.fromkeys([*first, *((name, shape) for name, kind in kinds.items() for shape in kind.shapes)])
+    if options.quick:
+        cases = dict.fromkeys((name, min(kind.shapes, key=math.prod)) for name, kind in kinds.items())
+    for name, shape in part.in_time(cases, options):
         try:
             tune = name in TUNED and shape[0] >= 1024
             for row in measure(torch, name, shape, options.seed, ticks, tune=tune):
@@ -195,11 +202,14 @@ def _run(part: Part, options: Options, kinds: dict[str, Kind], cases: Iterable[t
 def speed(part: Part, options: Options) -> None:
     """Measure the kinds with a claim at all sizes, the largest first, then the others."""
     claimed = [(name, shape) for shape in SQUARES for name in TUNED] + [("float32 bf16", (8192,) * 3)]
-    others = [(name, shape) for name, kind in SPEED.items() for shape in kind.shapes]
-    _run(part, options, SPEED, dict.fromkeys([*claimed, *others]))
+    _run(part, options, SPEED, claimed)
 
 
 def formats(part: Part, options: Options) -> None:
     # cuBLAS reads it once: it emulates wherever it can, and not only where it expects to be faster.
     os.environ["CUBLAS_EMULATION_STRATEGY"] = "eager"
-    _run(part, options, FORMATS, [(name, shape) for name, kind in FORMATS.items() for shape in kind.shapes])
+    _run(part, options, FORMATS)
+
+
+def quantizing(part: Part, options: Options) -> None:
+    _run(part, options, QUANTIZING)

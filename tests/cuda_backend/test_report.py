@@ -36,7 +36,8 @@ def rows(load, tmp_path):
         parts = load("gpu.parts")
         part = parts.Part(tmp_path / "part.json")
         parts.runner(name)(part, parts.Options(quick=True, seed=0))
-        return part.rows
+        found = part.rows
+        return found
 
     return run
 
