@@ -9,7 +9,7 @@ const int PANEL = -1;  // in the place of a type: packed dwords
 
 // The largest magnitude of a lane, and the least but zero, less 1.
 struct Extrema {
-    u32v largest = {}, least = ~u32v{};
+    u32v largest, least;
     u32v rounded(u32v x) {
         const u32v magnitude = x & 0x7fffffffu, less = magnitude - 1;
         largest = (u32v)larger((i32v)largest, (i32v)magnitude), least = least < less ? least : less;
@@ -146,7 +146,7 @@ template <class U> struct Few {
         const int64_t lds = j.direct ? p.out.row : j.ldy;
         bool scales = p.scales_b;
         if (scales && j.in_place && lanes % W == 0) {
-            for (int64_t q = 0; q < lanes / W; q++) t.extrema[q] = Extrema();
+            for (int64_t q = 0; q < lanes / W; q++) t.extrema[q] = Extrema{u32v{}, ~u32v{}};
             add(j, t, first, lanes, true, sums, lds);
             scales = false;
             for (int64_t q = 0; q < lanes / W; q++) scales |= !t.extrema[q].within();

@@ -35,7 +35,7 @@ template <class U> struct Small {
         alignas(64) char copies[P][4 * W];
         const char* at[P];
         Acc begin[MOST_VECTORS + 1] = {};
-        Extrema extrema[2];
+        Extrema extrema[2] = {{u32v{}, ~u32v{}}, {u32v{}, ~u32v{}}};
         auto pack = [&](const Source& s, bool of_a, u32v* to) __attribute__((always_inline)) {
             if constexpr (FINDS) *to = extrema[of_a].rounded(get<u32v>(at[0]));
             else pack_row<TYPE, FORMAT, U::ELEMENT, false>(at, of_a, s, nullptr, nullptr, of_a && G::OFFSET ? 0x80808080u : 0, to);
