@@ -160,9 +160,6 @@ def test_under_jit_and_grad(compute):
     assert (row.cast, row.by_lowprec, row.to) == (1, 1, compute)
 
 
-# -- guard, nesting, threads, report ---------------------------------------------------------------
-
-
 def test_the_guard_wins(base):
     a, b = np.random.default_rng(4).standard_normal((2, 8, 8)).astype(np.float32)
     x, y = (base.asarray(a.tolist(), dtype=base.float32), base.asarray(b.tolist(), dtype=base.float32))

@@ -133,9 +133,6 @@ def test_a_checkpoint_holds_copies():
     assert (state["masters"][0] == 1).all()
 
 
-# -- the schedule ---------------------------------------------------------------------------------
-
-
 def test_modes_change_at_steps():
     schedule = PrecisionSchedule(["bf16", MathMode.BF16X3, "fp32"], at=[2, 5])
     seen = []

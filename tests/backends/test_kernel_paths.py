@@ -28,9 +28,6 @@ def _bits(x):
     return bits(x).tobytes()
 
 
-# -- what must come out ---------------------------------------------------------------------------
-
-
 def _operands(example, plan):
     """Return the operands as they are multiplied, in the type of the product; those that are split as they are."""
     stored = (example.a.array, example.b.array)
@@ -154,9 +151,6 @@ def _check_integers(example, result):
     if example.then.activation == "relu":
         value = np.maximum(value, 0)
     np.testing.assert_array_equal(result, value)
-
-
-# -- the kernel paths ----------------------------------------------------------------------------
 
 
 def _run(example, b, out, c):

@@ -93,9 +93,6 @@ def test_an_exception_of_a_signal_handler_is_no_reason(monkeypatch):
         library._loaded.__wrapped__()
 
 
-# --- the build --------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def builder(monkeypatch, tmp_path):
     """`hatch_build.py` with two source files in a temporary folder."""
@@ -184,9 +181,6 @@ def test_no_library_on_request_and_on_other_processors(builder, monkeypatch):
     assert initialize(builder)[1][0].endswith(f": there are none for {builder.sys.platform} on riscv64")
     monkeypatch.setenv("LOWPREC_BUILD", "none")
     assert initialize(builder)[1][0].endswith("LOWPREC_BUILD=none")
-
-
-# --- threads of the library ---------------------------------------------------------------------------
 
 
 @needs_library

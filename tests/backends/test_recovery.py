@@ -140,9 +140,6 @@ def test_the_chunk_keeps_data_of_one_sign_near_fp32(mode, rng):
     assert np.linalg.norm(found - exact) < 1.5 * np.linalg.norm(single - exact)
 
 
-# -- accuracy on demand ---------------------------------------------------------------------------
-
-
 #: Each takes a generator and a shape (count, ...), and returns that many matrices. Those of constants round all alike:
 #: their errors come closest to the guaranteed bound, and are not what the probable one assumes.
 RANDOM_MATRICES = {
@@ -202,9 +199,6 @@ def test_the_guard_accepts_fp64_and_no_mode_that_recovers_fp32():
         for mode in (*SCHEMES, MathMode.FP32_EMULATED):
             assert lowprec.policy.resolve(mode).mode is MathMode.FP32
         assert lowprec.policy.resolve("F64_F64_F64").mode is MathMode.FP64
-
-
-# -- parts of exact numbers --------------------------------------------------------------------------
 
 
 def test_exact_numbers_of_a_format_have_one_part():

@@ -99,9 +99,6 @@ def test_exit_is_quiet_while_workers_sleep_or_work():
     assert run_python(code) == "end"
 
 
-# --- how many threads -------------------------------------------------------------------------
-
-
 def test_threadpoolctl_acts_on_it():
     if threads.num_threads() == 1:
         pytest.skip("this machine has a single CPU, so that there is nothing to limit")
@@ -138,9 +135,6 @@ def test_the_affinity_is_the_calling_threads(pinned_first, monkeypatch):
     assert threads.num_threads() == free
 
 
-# --- workers ---
-
-
 @needs_library
 def test_an_idle_process_uses_no_cpu_time():
     """Workers poll for 150 us; a fiftieth of the time is left to other threads of this process."""
@@ -159,8 +153,6 @@ def test_an_idle_process_uses_no_cpu_time():
     """
     assert run_python(code) == "True"
 
-
-# --- PyTorch's threads ------------------------------------------------------------------------
 
 needs_openmp = pytest.mark.skipif(sys.platform != "linux" or threads.num_threads() < 2, reason="one CPU, or not Linux")
 

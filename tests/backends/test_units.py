@@ -64,9 +64,6 @@ def patterns(dtype, rng):
     return bits[(wide >= 2.0**-24) & (wide < 2.0**15)]
 
 
-# -- single products ------------------------------------------------------------------------------
-
-
 @with_modes("fp32", "tf32", "bf16", "fp16")
 def test_products_of_two_numbers_are_exact(unit, mode, rng):
     """With at most 22 bits; those of whole float32 numbers are rounded once."""
@@ -108,9 +105,6 @@ def test_results_are_rounded_once(unit, out_dtype, rng):
         want = (oracles.round_to(a, "bf16") * oracles.round_to(b, "bf16")).astype(out_dtype)
     np.testing.assert_array_equal(found.view(np.uint16), want.view(np.uint16))
     assert np.isinf(want.astype(np.float32)).any() == (out_dtype == np.float16)
-
-
-# -- parts ----------------------------------------------------------------------------------------
 
 
 @with_modes(*SPLIT, numpy=SPLIT)
@@ -157,9 +151,6 @@ def test_small_products_do_not_cost_accuracy(unit, mode, rng):
     with machines.only(unit):
         found = lowprec.matmul(a, b, math_mode=mode)
     assert np.linalg.norm(found - exact) < 0.7 * np.linalg.norm(single - exact)
-
-
-# -- epilogues ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("x", [-8.0, -3.0, -0.25, 0.5, 6.0])
@@ -209,9 +200,6 @@ def test_out_that_is_c_is_added_once_although_a_sum_is_computed_again(unit, mode
         np.testing.assert_allclose(out[3], want[3], rtol=1e-5)
 
 
-# -- int8 -----------------------------------------------------------------------------------------
-
-
 @int8_units
 @pytest.mark.parametrize(
     "shape",
@@ -228,9 +216,6 @@ def test_int8_is_exact(unit, shape, orders, rng):
         assert_runs(unit, a, b, "fp32")
         lowprec.matmul(a, b, out=out)
     np.testing.assert_array_equal(out, a.astype(np.int64) @ b.astype(np.int64))
-
-
-# -- blocks ---------------------------------------------------------------------------------------
 
 
 @cpu_units.units()

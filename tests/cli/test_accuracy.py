@@ -103,9 +103,6 @@ def test_zeros_have_no_error():
     assert (found.relative, found.normalised, found.verdict) == (0, 0, Verdict.WITHIN)
 
 
-# -- verdicts -------------------------------------------------------------------------------------
-
-
 def test_an_error_above_the_bound_is_found(command, monkeypatch):
     right = dispatch.matmul
 
@@ -154,9 +151,6 @@ def test_distributions_fit_their_descriptions():
     assert exponents.min() < -20
     assert exponents.max() > 20
     assert len(np.unique(operand(np.random.default_rng(1), (200, 200), DType.INT8))) == 256
-
-
-# -- operands -------------------------------------------------------------------------------------
 
 
 def test_operands_follow_the_seed(command):

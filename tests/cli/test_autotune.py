@@ -40,9 +40,6 @@ def gpu(monkeypatch):
     return calls
 
 
-# -- no GPU ---------------------------------------------------------------------------------------
-
-
 def test_without_a_gpu_there_is_nothing_to_tune(command, monkeypatch):
     monkeypatch.setattr(module, "info", _gpu())
     done = command(*WORDS)
@@ -74,9 +71,6 @@ def test_mistakes_are_reported_on_any_machine(refused, words, said):
     assert said in refused("autotune", *words)
 
 
-# -- arrays ---------------------------------------------------------------------------------------
-
-
 def test_the_first_library_that_sees_a_gpu_makes_the_arrays(refused, monkeypatch):
     library = lambda sees, **functions: SimpleNamespace(  # noqa: E731
         cuda=SimpleNamespace(is_available=lambda: sees), **functions
@@ -100,9 +94,6 @@ def test_torch_makes_every_element_type(monkeypatch, element):
     made = module._maker()((8, 4), element, np.random.default_rng(0))
     assert (tuple(made.shape), str(made.dtype)) == ((8, 4), f"torch.{element}")
     assert bool((made.to(torch.complex64) != 0).any())
-
-
-# -- what is shown --------------------------------------------------------------------------------
 
 
 def test_the_table_shows_first_choice_and_taken(command, gpu, monkeypatch):

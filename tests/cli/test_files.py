@@ -14,8 +14,6 @@ from lowprec.cli import exports, operands
 from lowprec.cli.output import CommandError
 from lowprec.formats import DType
 
-# -- reading --------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "c8", "c16", "i1", ">f4", ">c16"])
 @pytest.mark.parametrize("shape", [(3, 4), (5,), (), (0, 4), (2, 3, 4)])
@@ -146,9 +144,6 @@ def test_a_damaged_header_is_reported_in_a_few_words(tmp_path, header, version, 
 def test_a_header_of_python_2_is_read(tmp_path):
     path = _with_header(tmp_path / "a.npy", _SHAPED % "(2L, 3L)")
     np.testing.assert_array_equal(operands.read_array(path), np.zeros((2, 3), np.float32), strict=True)
-
-
-# -- writing --------------------------------------------------------------------------------------
 
 
 def test_a_pipe_is_written_into(tmp_path):

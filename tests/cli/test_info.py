@@ -87,9 +87,6 @@ def test_the_mode_in_force_and_why(monkeypatch):
     assert any("fp32_guard" in reason for reason in mode["reasons"])
 
 
-# -- machines unlike this one ---------------------------------------------------------------------
-
-
 @pytest.fixture
 def x86_64(monkeypatch):
     monkeypatch.setattr(cpuinfo.platform, "machine", lambda: "x86_64")

@@ -24,9 +24,6 @@ def _somewhere(empty_folder, monkeypatch):
     monkeypatch.setattr(os, "execve", replace)
 
 
-# -- the command line -----------------------------------------------------------------------------
-
-
 class Started(NamedTuple):
     program: list[str]
     variables: dict[str, str]
@@ -162,9 +159,6 @@ def test_a_pipe_is_left_to_the_program(monkeypatch):
     os.mkfifo("pipe")
     monkeypatch.setattr(Path, "open", refuse)
     assert run_command._program(SimpleNamespace(module=[], program=["pipe"])) == ["pipe"]
-
-
-# -- the launcher ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("option", "flag"), [("-I", "isolated"), ("-E", "ignore_environment"), ("-S", "no_site")])

@@ -29,9 +29,6 @@ def _run(*words, **how):
     return subprocess.run([*MODULE, *map(str, words)], text=True, check=False, timeout=120, **how)
 
 
-# -- entry points ---------------------------------------------------------------------------------
-
-
 def test_the_installed_script_is_the_same_program():
     folder = sysconfig.get_path("scripts")
     script = shutil.which("lowprec", path=folder)
@@ -55,9 +52,6 @@ def test_info_imports_no_framework():
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     run_python(code)
-
-
-# -- standard streams -----------------------------------------------------------------------------
 
 
 @fork
@@ -159,9 +153,6 @@ def test_a_name_that_cannot_be_printed(tmp_path, files, encoding, name, monkeypa
     assert done.code == 2
     assert done.err.startswith(b"lowprec: cannot read no")
     assert done.err.count(b"\n") == 1
-
-
-# -- messages -------------------------------------------------------------------------------------
 
 
 def test_a_warning_is_one_line(command, monkeypatch):

@@ -58,9 +58,6 @@ def address_of(array):
     return array.view().address
 
 
-# -- results --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("consumer", ["None", "default", "1", "2", "other", "own"])
 def test_a_consumer_reads_a_result_once_it_is_written(cuda, consumer):
     producer, other = memory.own_stream(GPU), stream(cuda)
@@ -81,9 +78,6 @@ def test_a_consumer_that_does_not_wait_reads_too_early(cuda):
     write(address_of(array), FIRST, producer)
     array.__dlpack__(stream=-1)
     assert np.isnan(read(address_of(array), stream(cuda))).all()
-
-
-# -- operands -------------------------------------------------------------------------------------
 
 
 def join_both(arguments):
@@ -113,9 +107,6 @@ def test_operands_of_a_product_that_fails_half_way_are_held(cuda, cupy):
         gc.collect()
         cuda.runtime.wait_for(producer)
         np.testing.assert_array_equal(read(address_of(result), own.ptr, 2 * N), BOTH)
-
-
-# -- captures -------------------------------------------------------------------------------------
 
 
 def test_another_stream_is_captured_along(cuda):
@@ -159,9 +150,6 @@ def test_objects_are_held_and_released_during_a_capture(cuda):
     synchronize(second)
     assert not memory.release_finished()
     assert all(x() is None for x in alive)
-
-
-# -- DLPack ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on", [0, -2, 1.5, "1", True])

@@ -43,9 +43,6 @@ def kernel(**definitions):
     return compiling.kernel("epilogue", "epilogue.cu", definitions, 0)
 
 
-# -- messages -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def nvrtc(core):
     real = pytest.importorskip("cuda.core", reason="cuda-core is not installed")
@@ -73,9 +70,6 @@ def test_a_missing_compiler_is_named(core):
         kernel(A=1)
     assert "line 6" in str(caught.value)
     assert "line 7" not in str(caught.value)
-
-
-# -- compiled once --------------------------------------------------------------------------------
 
 
 def test_a_kernel_is_compiled_once(core):
@@ -141,9 +135,6 @@ def test_contiguous_matrices_are_one_line(core):
     packed, epilogue = core.launched
     assert packed[2] == "pack_groups"
     assert packed[5:7] == epilogue[5:7] == (1, 105)
-
-
-# -- the cache on disk ----------------------------------------------------------------------------
 
 
 def files(cache):

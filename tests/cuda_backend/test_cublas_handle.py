@@ -9,7 +9,7 @@ import pytest
 import lowprec
 from cuda_backend.cuda_reset import reset
 from cuda_backend.device_fixture import has_real_gpu
-from lowprec.backends.cuda import bindings, cublas
+from lowprec.backends.cuda import bindings
 from lowprec.core import executors
 
 DEFAULT, PEDANTIC, TF32, FLAG = 0, 2, 3, 16
@@ -139,9 +139,3 @@ def test_a_failing_setter_is_reported(software):
     assert "cannot set the math mode 0 of a cuBLAS handle" in reports[0].reason
     software.forgive()
     assert bindings.math_mode(handle) == TF32
-
-
-def test_the_controller_is_registered():
-    from lowprec.policy.controllers import controllers
-
-    assert cublas.CublasController.name in [c.name for c in controllers()]

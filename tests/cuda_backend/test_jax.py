@@ -136,9 +136,6 @@ def test_an_export_that_fails_is_reported(jax, monkeypatch):
         lowprec.matmul(a, a)
 
 
-# -- release of operands --------------------------------------------------------------------------
-
-
 def test_an_operand_is_held_until_it_is_read(jax, software):
     """Without the thread, finished work holds its operand until the next call."""
     a = jax.asarray(A)

@@ -17,8 +17,6 @@ A, B, C, BIAS = draw(0, 24, 32), draw(1, 32, 16), draw(2, 24, 16), draw(3, 16)
 TRUE = oracles.product(A, B)
 
 
-# -- calls of the libraries -----------------------------------------------------------------------
-
 KERNEL, TAKE, GIVE = "cuLaunchKernel", "cudaMallocFromPoolAsync", "cudaFreeAsync"
 #: One block holds operands, exponents, product and workspace; a staged product asks before it queues anything.
 AS_STORED = ["cuCtxGetDevice", TAKE, "matmul", GIVE]
@@ -65,9 +63,6 @@ def test_calls_of_a_warm_product(software, cupy, name):
         calls = calls_of(software, lambda: lowprec.matmul(x, y, **given | {"bias": second}))
         assert calls == ["cuCtxGetDevice", "matmul_desc_set_attribute", TAKE, "matmul", GIVE]
         np.testing.assert_array_equal(cupy.asnumpy(out), np.maximum(TRUE + 2 * BIAS, 0))
-
-
-# -- arguments of a call --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -120,9 +115,6 @@ def test_a_call_within_a_launch_has_arguments_of_its_own(software, mode, monkeyp
         outer = lowprec.matmul(x, y, math_mode=mode)
         np.testing.assert_array_equal(software.get(outer), TRUE)
         np.testing.assert_array_equal(software.get(found.pop()), -TRUE)
-
-
-# -- workspaces -----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("cache")

@@ -15,9 +15,6 @@ A = np.random.default_rng(0).integers(-3, 4, (64, 64)).astype(np.float16)
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-# -- the host -------------------------------------------------------------------------------------
-
-
 def test_a_slow_host_is_not_measured(software, monkeypatch):
     software.same_speed()
     monkeypatch.setattr(machine, "_HOST_CALL_MS", 0.007)  # and products take 0.02
@@ -84,9 +81,6 @@ def test_spinning_has_an_end(software, simulated_time, monkeypatch):
     assert lowprec.autotune(x, x, candidates=1).timed
     assert max(cycles) == autotune._MOST_SPIN_MS * 1_980_000
     assert len(cycles) < 100
-
-
-# -- the cache ------------------------------------------------------------------------------------
 
 
 def turns_of(monkeypatch, call, check):

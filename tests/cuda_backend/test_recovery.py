@@ -155,9 +155,6 @@ def test_a_sum_of_no_products_is_zero(gpu, mode):
     np.testing.assert_array_equal(found, np.zeros((4, 3), np.float32))
 
 
-# -- chunks of the inner dimension -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("dtype", [np.float32, np.complex64])
 @pytest.mark.parametrize("order", ["nn", "nt", "tn", "tt"])

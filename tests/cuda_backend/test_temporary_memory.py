@@ -26,9 +26,6 @@ def in_a_thread(work):
         return pool.submit(work).result()
 
 
-# -- streams of threads ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_each_thread_has_a_default_stream_of_its_own(software, cupy, mode):
     """Stream 2 is another in each thread: what one thread's work has used, the other's may not have yet."""
@@ -66,9 +63,6 @@ def test_a_handle_of_an_ended_thread_has_no_workspace(software, cupy):
         np.testing.assert_array_equal(software.get(found), oracles.product(A, A))
 
 
-# -- contexts -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_thread_without_a_context(software, device, mode):
@@ -96,8 +90,6 @@ def test_the_context_of_another_device_is_restored(software):
     np.testing.assert_array_equal(software.get(lowprec.matmul(a, a)), oracles.product(A, A))
     assert runtime.context == 0
 
-
-# -- too little memory ----------------------------------------------------------------------------
 
 MIB = 1 << 20
 

@@ -12,8 +12,6 @@ from lowprec import LowprecWarning, MathMode, fp32_guard, info, math_mode
 from lowprec.policy.controllers import controllers
 from support import interrupts
 
-# -- PyTorch: the switches come back --------------------------------------------------------------
-
 
 def old(word):
     return lambda t: t.torch.set_float32_matmul_precision(word)
@@ -94,9 +92,6 @@ def test_a_mode_sets_pytorch(switches, mode, word, onednn):
     assert switches.read() == before
 
 
-# -- JAX ------------------------------------------------------------------------------------------
-
-
 def precisions(jax, function):
     """Return the precision of every product in what JAX hands to its compiler."""
     x = jax.ShapeDtypeStruct((8, 8), np.float32)
@@ -120,9 +115,6 @@ def test_jax_traces_at_the_highest_precision_inside(jax, form):
         with math_mode("bf16", frameworks=True):
             assert precisions(jax, lambda a, b: function(a, b)) == {"HIGHEST, HIGHEST"}
     assert precisions(jax, lambda a, b: function(a, b)) == {"DEFAULT, DEFAULT"}
-
-
-# -- every library that is here -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
@@ -151,8 +143,6 @@ def test_the_modes_of_a_library_can_all_be_set(name):
     assert controller.save() == before
     assert MathMode.FP32 in controller.modes
 
-
-# -- exceptions of signal handlers while switches are read, set and restored ------------------------
 
 #: Start states, in each of which PyTorch's switches are read in another way.
 STATES = {

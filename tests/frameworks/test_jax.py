@@ -333,16 +333,6 @@ def test_16_bit_operands_are_summed_in_fp32_and_rounded_once(jax, dtype):
     assert (error <= (unit + 5 * 2.0**-24) * rows * (1 + unit)).all()
 
 
-def test_mixed_operands_are_promoted(jax):
-    a, b = operands((3, 4), (4, 2), "float32")
-    narrow = b.astype(ml_dtypes.bfloat16)
-    found = jax.jit(lowprec.matmul)(a, narrow)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, a @ narrow.astype(np.float32), rtol=1e-5, atol=1e-5)
-    found = jax.jit(lowprec.matmul)(a.astype(np.float16), narrow)
-    assert found.dtype == np.float32
-
-
 def test_int8(jax):
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-128, 128, (2, 30, 30), np.int8) for _ in "ab")

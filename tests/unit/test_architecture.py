@@ -26,9 +26,6 @@ HEAVY = ("cuda", "cupy", "jax", "matplotlib", "nvmath", "rich", "scipy", "tensor
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-# -- checkers -------------------------------------------------------------------------------------
-
-
 def function_lengths(source):
     """Yield the name and the lines of each function, its docstring not counted."""
     for node in ast.walk(ast.parse(source)):
@@ -48,9 +45,6 @@ def machine_paths(source):
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in wanted:
             yield from path.findall(token.string)
-
-
-# -- the package ----------------------------------------------------------------------------------
 
 
 def _name(path):

@@ -35,9 +35,6 @@ def untouched(call):
     return call.pack_a is call.pack_b is None and not call.staged
 
 
-# -- what is decided ------------------------------------------------------------------------------
-
-
 def test_plain_arrays_are_one_call_as_they_are():
     for batch in ((), (4,), (2, 3)):
         a, b = (contiguous((*batch, 8, 16), DType.FLOAT32), contiguous((*batch, 16, 24), DType.FLOAT32))
@@ -157,9 +154,6 @@ def test_misaligned_8_bit_operands_are_packed():
         assert (call.pack_a is None, call.pack_b is None) == (aligned, aligned)
 
 
-# -- float8 ---------------------------------------------------------------------------------------
-
-
 def test_float8_is_widened_without_units_for_the_pair():
     e4m3 = OperandSpec.contiguous(DType.FLOAT8_E4M3FN, (16, 16))
     e5m2 = OperandSpec.contiguous(DType.FLOAT8_E5M2, (16, 16))
@@ -175,9 +169,6 @@ def test_float8_is_widened_without_units_for_the_pair():
         assert plan.compute_dtype is plan.out_dtype is DType.BFLOAT16
         assert plan.call is not None
         assert plan.call.first.dtype is plan.call.second.dtype is DType.BFLOAT16
-
-
-# -- batches and bounds ---------------------------------------------------------------------------
 
 
 @given(

@@ -27,9 +27,6 @@ S = ModeSource
 pytestmark = pytest.mark.usefixtures("clean_policy")
 
 
-# -- precedence -----------------------------------------------------------------------------------
-
-
 class Settings(NamedTuple):
     """What is set at each level, highest first."""
 
@@ -152,9 +149,6 @@ def test_a_wrong_variable_is_an_error_of_every_use(monkeypatch):
     for use in uses:
         with pytest.raises(EnvironmentVariableError, match="LOWPREC_MATH_MODE"):
             use()
-
-
-# -- a mode chosen by rtol ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

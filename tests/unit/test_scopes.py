@@ -65,16 +65,6 @@ def test_arguments_are_checked_at_construction():
         fp32_guard(get_math_mode)  # type: ignore[arg-type]
 
 
-def test_the_guard_is_a_floor():
-    with fp32_guard(), math_mode("tf32"):
-        assert get_math_mode() is FP32
-        set_math_mode("bf16")
-        assert get_math_mode() is FP32
-        with math_mode("fp32_pedantic"):
-            assert get_math_mode() is PEDANTIC
-    set_math_mode(OUTSIDE)
-
-
 @scopes
 def test_blocks_nest_and_are_entered_again(make, inside):
     scope, tf32 = make(), math_mode("tf32")

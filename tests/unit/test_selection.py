@@ -134,9 +134,6 @@ def test_the_probable_bound_takes_a_cheaper_mode():
         select_mode(p, able, 1e-9, bound=Bound.PROBABLE)
 
 
-# -- advice on shapes --------------------------------------------------------------------------------
-
-
 def a_plan(sizes, fmt, intensity, rounds_for, capability):
     able = SimpleNamespace(flops_per_byte=16.0, compute_capability=capability)
     return SimpleNamespace(

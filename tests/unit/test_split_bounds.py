@@ -161,9 +161,6 @@ def test_probable_is_at_most_worst():
     assert Depth(0, 100).probable(FLOAT32, 8.0) == Depth(0, 100).worst(FLOAT32), "truncations count in full"
 
 
-# -- fp64, and the mode that runs as another one ----------------------------------------------------
-
-
 def square(n, dtype=DType.FLOAT32):
     return GemmProblem(*[OperandSpec.contiguous(dtype, (n, n))] * 2)
 

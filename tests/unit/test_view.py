@@ -151,8 +151,6 @@ def test_overlap_outside_the_host_is_by_extent():
     assert not may_overlap(on(gpu, 4096), on(Device(2, 1), 4096))
 
 
-# -- arithmetic of strides -------------------------------------------------------------------------
-
 SHAPES = [s for ndim in range(5) for s in itertools.product((0, 1, 2, 3), repeat=ndim)]
 
 
