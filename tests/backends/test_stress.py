@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
-
 import numpy as np
 import pytest
 
@@ -14,13 +11,13 @@ from support.programs import posix, run_python
 
 
 @pytest.fixture
-def stress() -> Iterator[ModuleType]:
+def stress():
     with benchmark_modules.imports() as load:
         yield load("stress")
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 8), (33, 17, 20), (160, 96, 80)])
-def test_modes_have_different_results(stress: ModuleType, shape: tuple[int, ...]) -> None:
+def test_modes_have_different_results(stress, shape):
     modes = ("fp32", "tf32", "bf16", "fp16")
     jobs = [stress.job(np.random.default_rng(0), shape, mode) for mode in modes]
     assert all(np.array_equal(job.a, jobs[0].a) for job in jobs)
@@ -31,7 +28,7 @@ def test_modes_have_different_results(stress: ModuleType, shape: tuple[int, ...]
 
 
 @posix
-def test_violations_are_noticed() -> None:
+def test_violations_are_noticed():
     code = """
         import contextlib, signal, time
         import numpy as np

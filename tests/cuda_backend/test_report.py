@@ -6,25 +6,20 @@ The answers of the software are known, so those of the report are checked, too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from cuda_backend.device_fixture import Gpu
 from lowprec.backends.cuda import bindings
 from lowprec.modes import available_modes, row
 from software_cuda import Switches
 from support import benchmark_modules
-from support.benchmark_modules import Load
 
 GPU_MODES = [str(mode) for mode in available_modes() if not row(mode).quantizes]
 
 
 @pytest.fixture
-def load(software: Any) -> Iterator[Load]:
+def load(software):
     """Import a module of the report on a fresh software CUDA."""
     # The report calls cuBLASLt itself, to learn what it refuses.
     software.software.recorder.switches = Switches()
@@ -36,18 +31,18 @@ def load(software: Any) -> Iterator[Load]:
 
 
 @pytest.fixture
-def rows(load: Load, tmp_path: Path) -> Callable[[str], list[dict[str, Any]]]:
-    def run(name: str) -> list[dict[str, Any]]:
+def rows(load, tmp_path):
+    def run(name):
         parts = load("gpu.parts")
         part = parts.Part(tmp_path / "part.json")
         parts.runner(name)(part, parts.Options(quick=True, seed=0))
-        found: list[dict[str, Any]] = part.rows
+        found = part.rows
         return found
 
     return run
 
 
-def test_a_product(load: Load, rng: np.random.Generator) -> None:
+def test_a_product(load, rng):
     raw = load("gpu.raw")
     a, b = rng.standard_normal((24, 40)), rng.standard_normal((40, 16))
     product = raw.LtProduct(a, b, compute="COMPUTE_64F", out_dtype="float64", scale_dtype="float64")
@@ -56,12 +51,12 @@ def test_a_product(load: Load, rng: np.random.Generator) -> None:
         assert raw.described(algorithm)["units"] in ("DMMA", "FMA")
 
 
-def test_rounding(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+def test_rounding(rows):
     rules = {(r["compute_type"], r["rule"]) for r in rows("rounding")}
     assert rules == {("COMPUTE_32F_FAST_TF32", "to nearest, ties away from zero"), ("COMPUTE_32F", "not rounded")}
 
 
-def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
+def test_accumulation(rows):
     found = rows("accumulation")
     assert not [r for r in found if r["ok"] is False]
     models = [r for r in found if r["question"] == "tensor core"]
@@ -78,7 +73,7 @@ def test_accumulation(rows: Callable[[str], list[dict[str, Any]]]) -> None:
     assert all(r["allowed"] == ["MASK"] for r in narrow)
 
 
-def test_compute_types_and_handles(load: Load) -> None:
+def test_compute_types_and_handles(load):
     found = {r["what"]: r for r in load("gpu.numerics").probe(0)}
     tf32, fp16, bf16 = 2.8e-4, 2.8e-4, 2.3e-3  # 2^-p / sqrt(6) for each operand, rounded to p bits
     for what, error in {
@@ -97,7 +92,7 @@ def test_compute_types_and_handles(load: Load) -> None:
 # -- through lowprec ------------------------------------------------------------------------------
 
 
-def test_accuracy(load: Load, software: Gpu) -> None:
+def test_accuracy(load, software):
     correctness = load("gpu.correctness")
     found = [correctness.check(software, case, 32, 0) for case in correctness.cases((64,))]
     assert [r for r in found if r["ok"] is not True] == []

@@ -9,14 +9,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from support.benchmark_modules import BENCHMARKS, Load
+from support.benchmark_modules import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,13 +31,13 @@ EXAMPLES = "bench_accuracy common generated timing gpu.device gpu.speed gpu.verd
 
 
 @pytest.mark.parametrize("name", EXAMPLES.split())
-def test_examples(load: Load, name: str) -> None:
+def test_examples(load, name):
     found = doctest.testmod(load(name))
     assert (found.failed, found.attempted > 0) == (0, True)
 
 
-def test_variants_take_turns_and_sets_rotate(load: Load) -> None:
-    calls: list[tuple[str, int]] = []
+def test_variants_take_turns_and_sets_rotate(load):
+    calls = []
     variants = {name: lambda i, name=name: calls.append((name, i)) for name in "abc"}
     samples = load("timing").interleave(variants, rounds=4, sets=3, seed=1)
     assert {name: len(taken) for name, taken in samples.items()} == dict.fromkeys("abc", 4)
@@ -64,13 +62,13 @@ def test_variants_take_turns_and_sets_rotate(load: Load) -> None:
     ("value", "at_most", "met"),
     [(2.0, False, True), (0.5, False, False), (0.5, True, True), (2.0, True, False), (None, False, None)],
 )
-def test_claim(load: Load, value: float | None, at_most: bool, met: bool | None) -> None:
+def test_claim(load, value, at_most, met):
     claim = load("common").claim("something", value, 1.0, at_most=at_most, more="kept")
     assert (claim["met"], claim["more"]) == (met, "kept")
     assert load("common").claim_rows([claim])[0][-1] == {True: "met", False: "MISSED"}.get(met, "not measured")
 
 
-def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> None:
+def test_a_wrong_product_is_not_timed(load, rng):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     bench = load("bench_gemm")
     operands = bench.operand_sets((1, 8, 8, 8), ["float32"], 1, 0)
@@ -82,18 +80,18 @@ def test_a_wrong_product_is_not_timed(load: Load, rng: np.random.Generator) -> N
 # -- rendering ------------------------------------------------------------------------------------
 
 
-def test_quick_results_are_refused(load: Load, tmp_path: Path) -> None:
+def test_quick_results_are_refused(load, tmp_path):
     result = {"benchmark": "stress", "settings": {"quick": True}}
     (tmp_path / "stress-x.json").write_text(json.dumps(result))
     with pytest.raises(ValueError, match="quick run"):
         load("render").snippets(tmp_path)
 
 
-def test_committed_tables_and_charts_are_current(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
+def test_committed_tables_and_charts_are_current(load, capsys):
     assert load("render").check() == 0, capsys.readouterr().err
 
 
-def test_every_table_and_chart_is_shown(load: Load) -> None:
+def test_every_table_and_chart_is_shown(load):
     render = load("render")
     pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
     shown = set(re.findall(r"\{include\} _generated/(bench_\w+\.md)", pages))
@@ -105,13 +103,13 @@ def test_every_table_and_chart_is_shown(load: Load) -> None:
 
 
 @pytest.fixture
-def result_file(load: Load, tmp_path: Path) -> Path:
+def result_file(load, tmp_path):
     """A copy of a committed result of `bench_accuracy.py`."""
     (found, *_) = load("render").load(BENCHMARKS / "results", "tradeoff")
     return Path(shutil.copy(found, tmp_path))
 
 
-def test_a_chart_of_other_figures_is_noticed(load: Load, result_file: Path) -> None:
+def test_a_chart_of_other_figures_is_noticed(load, result_file):
     pytest.importorskip("matplotlib", reason="draws")
     plot = load("plot")
     assert not plot.is_current(result_file)
@@ -173,7 +171,7 @@ HOLD = ("recovery", "real", "tradeoff", "accuracy")
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_writes_its_figures_and_claims(tmp_path: Path, name: str) -> None:
+def test_a_script_writes_its_figures_and_claims(tmp_path, name):
     command, needs, column, values, limits = SCRIPTS[name]
     for module in needs.split():
         pytest.importorskip(module, reason=f"{module} is not installed")
@@ -202,7 +200,7 @@ def test_a_script_writes_its_figures_and_claims(tmp_path: Path, name: str) -> No
     CHECKS.get(name, lambda rows: None)(result["results"])
 
 
-def _gemm(rows: list[dict[str, Any]]) -> None:
+def _gemm(rows):
     for row in rows:
         assert row["seconds"]["q1"] <= row["seconds"]["median"] <= row["seconds"]["q3"]
         assert row["speed"]["numpy float32"]["median"] > 0
@@ -214,7 +212,7 @@ def _gemm(rows: list[dict[str, Any]]) -> None:
     assert errors["lowprec int8"] == 0
 
 
-def _schemes(rows: list[dict[str, Any]]) -> None:
+def _schemes(rows):
     (prepared,) = [r for r in rows if r["operands"] == "float32 prepared"]
     assert (prepared["m"], prepared["k"], prepared["mode"]) == (32, 512, "bf16x3")
     # What two bfloat16 parts of each operand leave, root-mean-square, and what three do.
@@ -222,12 +220,12 @@ def _schemes(rows: list[dict[str, Any]]) -> None:
     assert 2.0**-15 > max(errors["bf16x3"], prepared["relative_error"]) > 2.0**-20 > errors["bf16x6"]
 
 
-def _overhead(rows: list[dict[str, Any]]) -> None:
+def _overhead(rows):
     (imported,) = (r for r in rows if r["measured"] == "import")
     assert min(imported["lowprec"]["median"], imported["numpy"]["median"]) > 0
 
 
-def _accuracy(rows: list[dict[str, Any]]) -> None:
+def _accuracy(rows):
     assert all(row["of_bound"] <= 1 for row in rows)
     errors = {(r["distribution"], r["n"], r["mode"]): r["normalised"] for r in rows}
     # A mode that ran as fp32 would have its error.
@@ -235,7 +233,7 @@ def _accuracy(rows: list[dict[str, Any]]) -> None:
     assert all(error < 2**-20 for (*_, mode), error in errors.items() if mode == "fp32")
 
 
-def _beside_torch(rows: list[dict[str, Any]]) -> None:
+def _beside_torch(rows):
     counted = [r for r in rows if r["of"]]
     assert [(r["units"], r["of"]) for r in counted] == [(units, of) for units in ("all", "AVX2") for of in (1024, 64)]
     assert {r["lowprec"] for r in counted} == {0}
@@ -243,7 +241,7 @@ def _beside_torch(rows: list[dict[str, Any]]) -> None:
 
 
 #: Further checks of the rows of a result.
-CHECKS: dict[str, Callable[[list[dict[str, Any]]], None]] = {
+CHECKS = {
     "gemm": _gemm, "gemm-schemes": _schemes, "overhead": _overhead, "accuracy": _accuracy,
     "torch": _beside_torch,
 }  # fmt: skip

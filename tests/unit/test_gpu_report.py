@@ -9,15 +9,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
-from support.benchmark_modules import BENCHMARKS, Load
+from support.benchmark_modules import BENCHMARKS
 from support.commands import forked
 from support.programs import run_python
 
@@ -27,11 +25,11 @@ Result = dict[str, Any]
 
 
 @pytest.fixture
-def execute(load: Load, tmp_path: Path) -> Callable[..., Result]:
+def execute(load, tmp_path):
     """Run some Python as a part; it finds the path of its file in ``sys.argv[1]``."""
     parts = load("gpu.parts")
 
-    def run(code: str, limit_s: float = 20.0) -> Result:
+    def run(code, limit_s=20.0):
         path = tmp_path / "part.json"
         command = [sys.executable, "-c", code, str(path)]
         return parts.execute(command, tmp_path / "log", limit_s, dict(os.environ), lambda: parts.read(path))
@@ -39,7 +37,7 @@ def execute(load: Load, tmp_path: Path) -> Callable[..., Result]:
     return run
 
 
-def _part(**values: Any) -> str:
+def _part(**values):
     """Code that writes a part."""
     part = {"complete": True, "facts": {}, "rows": [], **values}
     return f"import json, sys; open(sys.argv[1], 'w').write({json.dumps(part)!r})\n"
@@ -64,9 +62,7 @@ GOOD = {"ok": True}
         ("import sys; sys.stdout.buffer.write(bytes(range(256))); raise SystemExit(3)", 3, "exit status 3", 0, ""),
     ],
 )  # fmt: skip
-def test_the_end_of_a_part(
-    load: Load, execute: Callable[..., Result], code: str, status: int, error: str, rows: int, state: str
-) -> None:
+def test_the_end_of_a_part(load, execute, code, status, error, rows, state):
     found = execute(code)
     assert (found["exit"], len(found["rows"]), bool(found["error"])) == (status, rows, bool(error))
     assert error in found["error"]
@@ -75,7 +71,7 @@ def test_the_end_of_a_part(
     json.dumps(found, allow_nan=False)
 
 
-def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_stopped_with_its_children(execute, tmp_path):
     alive = tmp_path / "alive"
     child = f"import time\nwhile True: open({str(alive)!r}, 'a').write('x'); time.sleep(0.02)"
     code = _part(rows=[{"ok": None}], complete=False) + (
@@ -93,7 +89,7 @@ def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., R
     assert alive.stat().st_size == size, "what the part had started lives on"
 
 
-def test_a_signal_ends_the_report_with_the_finished_parts(load: Load, tmp_path: Path) -> None:
+def test_a_signal_ends_the_report_with_the_finished_parts(load, tmp_path):
     """The machine's own limit sends SIGTERM; parts that had no turn say so."""
     code = (
         "import os, signal, sys\n"
@@ -115,14 +111,14 @@ def test_a_signal_ends_the_report_with_the_finished_parts(load: Load, tmp_path: 
 
 
 @pytest.fixture
-def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
+def run_all(load, tmp_path):
     """Run the report with parts that only record their calls; return these, and the report."""
     report, out = load("gpu_report"), tmp_path / "out"
 
-    def run(*names: str, gone_s: float = 0.0, gpu: bool = False, **given: Any) -> tuple[list[Any], Any]:
-        asked: list[tuple[str, float, str | None]] = []
+    def run(*names, gone_s=0.0, gpu=False, **given):
+        asked = []
 
-        def execute(_: Any, log: Path, limit: float, variables: Any, reader: Any) -> Result:
+        def execute(_, log, limit, variables, reader):
             # The report is rewritten after each part.
             assert (out / "gpu-here.json").exists() is bool(asked)
             asked.append((log.stem, limit, variables.get("LOWPREC_TEST_DEVICE")))
@@ -146,7 +142,7 @@ def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[s
     return run
 
 
-def test_parts_run_in_order_in_the_remaining_time(run_all: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_run_in_order_in_the_remaining_time(run_all, monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     asked, content = run_all("override-0", "override", "test_products", gone_s=90, gpu=True)
     assert [n for n, _, _ in asked] == ["device", "override-0", "override", "test_products"]
@@ -157,7 +153,7 @@ def test_parts_run_in_order_in_the_remaining_time(run_all: Callable[..., Any], m
     assert content["settings"]["quick"] is True
 
 
-def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load: Load, run_all: Callable[..., Any]) -> None:
+def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load, run_all):
     asked, content = run_all("test_products", "speed", "host")
     given = [(name, device) for name, _, device in asked]
     assert given == [("device", None), ("test_products", "software")]
@@ -167,9 +163,7 @@ def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load: Load
 
 
 @pytest.mark.parametrize("fact", ["gpu", "nvidia_smi", "nvidia_files"])
-def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_reported(
-    run_all: Callable[..., Any], fact: str
-) -> None:
+def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_reported(run_all, fact):
     given = {"gpu": None, fact: 1} if fact != "gpu" else {"gpu": True}
     asked, content = run_all("test_products", "rounding", "speed", broken="rounding", **given)
     assert [name for name, _, _ in asked] == ["device", "test_products", "rounding", "speed"]
@@ -179,7 +173,7 @@ def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_re
     assert results["rounding"]["question"] == "How does FAST_TF32 round its operands?"
 
 
-def test_parts_are_in_the_order_of_their_value_and_take_a_minute_each(load: Load) -> None:
+def test_parts_are_in_the_order_of_their_value_and_take_a_minute_each(load):
     limits, parts = load("gpu_report").limits(), load("gpu.parts")
     names = list(limits)
     first = ["device", "limits", "override", "rounding", "accumulation"]
@@ -195,7 +189,7 @@ def test_parts_are_in_the_order_of_their_value_and_take_a_minute_each(load: Load
 
 
 @pytest.mark.parametrize("tests", ["", pytest.param(",test_cublas_handle", marks=pytest.mark.sweep)])
-def test_it_runs_to_its_end_here(tmp_path: Path, tests: str) -> None:
+def test_it_runs_to_its_end_here(tmp_path, tests):
     script, parts = str(BENCHMARKS / "gpu_report.py"), f"device,rounding{tests}"
     command = [sys.executable, script, "--quick", "--out", str(tmp_path), "--parts", parts]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
@@ -220,17 +214,17 @@ def test_it_runs_to_its_end_here(tmp_path: Path, tests: str) -> None:
 # -- claims ---------------------------------------------------------------------------------------
 
 
-def _speed(kind: str, n: int, ratio: float, *, tuned: bool = False, other: str = "torch") -> dict[str, Any]:
+def _speed(kind, n, ratio, *, tuned=False, other="torch"):
     speed = {other: {"median": ratio, "q1": ratio, "q3": ratio}}
     return {"device": "gpu", "kind": kind, "n": n, "tuned": tuned, "speed": speed, "ok": True}
 
 
-def _claims(load: Load, **rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _claims(load, **rows):
     results = {name: {"rows": found} for name, found in rows.items()}
     return {c["what"]: c for c in load("gpu.verdicts").claims(results)}
 
 
-def _flags(mode: str, tensor_cores: bool | None) -> dict[str, Any]:
+def _flags(mode, tensor_cores):
     return {"dtypes": ["float32"] * 2, "mode": mode, "tensor_cores": tensor_cores, "ok": True}
 
 
@@ -252,9 +246,7 @@ def _flags(mode: str, tensor_cores: bool | None) -> dict[str, Any]:
          "features that work on the GPU, share", None, None),
     ],
 )  # fmt: skip
-def test_claims_are_judged_at_their_worst(
-    load: Load, part: str, rows: list[dict[str, Any]], what: str, value: Any, met: bool | None
-) -> None:
+def test_claims_are_judged_at_their_worst(load, part, rows, what, value, met):
     found = _claims(load, **{part: rows})
     assert (found[what]["value"], found[what]["met"]) == (value, met)
     assert met is not None or {c["met"] for c in found.values()} == {None}
@@ -265,10 +257,10 @@ class HostClock:
 
     device = "cpu"
 
-    def wait(self) -> None:
+    def wait(self):
         """Return at once."""
 
-    def time(self, work: Callable[[], None], behind_s: float) -> float:
+    def time(self, work, behind_s):
         begin = time.perf_counter()
         work()
         return time.perf_counter() - begin
@@ -278,7 +270,7 @@ class HostClock:
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_questions_about_pending_work(load: Load, tmp_path: Path) -> None:
+def test_questions_about_pending_work(load, tmp_path):
     """In host memory JAX and lowprec wait for each other as they must on a device."""
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     ordering, part = load("gpu.ordering"), load("gpu.parts").Part(tmp_path / "part.json")
@@ -293,12 +285,12 @@ def test_questions_about_pending_work(load: Load, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def torch() -> Any:
+def torch():
     return pytest.importorskip("torch", reason="PyTorch is not installed")
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_sizes_at_the_limits(load: Load, torch: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_at_the_limits(load, torch, number, monkeypatch):
     question, _ = load("gpu.correctness").QUESTIONS[number]
     size = 64 if question.__name__ == "leading_dimension" else 5
     assert question(torch, "cpu", size, 0) is True
@@ -307,10 +299,10 @@ def test_sizes_at_the_limits(load: Load, torch: Any, number: int, monkeypatch: p
     assert question(torch, "cpu", size, 0) is False
 
 
-def test_rows_of_schemes(load: Load, torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_schemes(load, torch, monkeypatch):
     schemes, options = load("gpu.schemes"), load("gpu.parts").Options(quick=True, seed=0)
 
-    def rows() -> list[dict[str, Any]]:
+    def rows():
         return list(schemes.measure_splits(torch, 64, "normal", options, HostClock()))
 
     found = rows()
@@ -327,10 +319,10 @@ BESIDE = {"float32 bf16": "lowprec tf32", "mode int8": "lowprec bf16", "mode nvf
 
 
 @pytest.mark.parametrize("name", [*KINDS, "mode int8", "mode nvfp4", "float32 times a vector"])
-def test_rows_of_speed(load: Load, torch: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_speed(load, torch, name, monkeypatch):
     speed, shape = load("gpu.speed"), (16, 128, 1 if "vector" in name else 64)
 
-    def row() -> dict[str, Any]:
+    def row():
         found: list[dict[str, Any]]
         found = list(speed.measure(torch, name, shape, 0, HostClock(), tune=False))
         (only,) = found
@@ -361,7 +353,7 @@ def test_teardown(broken): pass
 """
 
 
-def _digest(load: Load, folder: Path, conftest: str, left_s: float = 600, **files: str) -> dict[str, Any]:
+def _digest(load, folder, conftest, left_s=600, **files):
     """Run pytest on some modules with the plugin; return what the report makes of it."""
     tests = load("gpu.tests")
     for name, text in {"conftest": conftest, **files}.items():
@@ -370,7 +362,7 @@ def _digest(load: Load, folder: Path, conftest: str, left_s: float = 600, **file
     variables = {tests.PATH: str(path), tests.DEADLINE: str(time.time() + left_s)}
     words = ["-q", "-p", "gpu.tests", "-p", "no:cacheprovider", "--rootdir", str(folder), "--capture=no"]
 
-    def act() -> int:
+    def act():
         os.environ.update(variables)
         os.chdir(folder)
         with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
@@ -378,7 +370,7 @@ def _digest(load: Load, folder: Path, conftest: str, left_s: float = 600, **file
         return 0
 
     forked(act)
-    found: dict[str, Any] = tests.read(path)
+    found = tests.read(path)
     return found
 
 
@@ -389,7 +381,7 @@ def pytest_itemcollected(item):
 """
 
 
-def test_tests_are_counted_by_feature(load: Load, tmp_path: Path) -> None:
+def test_tests_are_counted_by_feature(load, tmp_path):
     found = _digest(
         load, tmp_path, _MARKED, test_a=_TESTS, test_b="def test_holds(): pass", test_c="import nothing_at_all",
         test_d="import pytest\n@pytest.mark.skip(reason='not here')\ndef test_skipped(): pass",
