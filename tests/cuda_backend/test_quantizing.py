@@ -202,11 +202,11 @@ def any_gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
             pytest.skip(f"the GPU is not of compute capability {request.param}")
         yield gpu
         return
-    made = SoftwareGpu(install(1, capability=request.param))
+    found = SoftwareGpu(install(1, capability=request.param))
     executors.clear_caches()
-    yield made
-    made.drain()
-    faults = list(made.software.faults)
+    yield found
+    found.drain()
+    faults = list(found.software.faults)
     executors.clear_caches()
     reset()
     uninstall()

@@ -96,6 +96,19 @@ def test_epilogues(gpu: Gpu) -> None:
     np.testing.assert_array_equal(gpu.get(out), (product + c.astype(np.float32)).astype(BF16))
 
 
+@pytest.mark.parametrize("mode", ["mxfp8", "int8"])
+def test_a_quantised_operand_and_the_stored_one(gpu: Gpu, mode: str, rng: np.random.Generator) -> None:
+    """Of the same shape and layout, each compressed."""
+    a, b = rng.standard_normal((32, K)).astype(BF16), np.asfortranarray(rng.standard_normal((K, N)).astype(BF16))
+    b[np.arange(K) % 4 > 1] = 0
+    prepared, x = lowprec.prepare(gpu.put(b), sparsity="2:4", math_mode=mode), gpu.put(a)
+    for given in ({"math_mode": mode}, {"math_mode": "fp32"}):
+        assert uses_sparse_units(x, prepared, **given)
+        want = lowprec.matmul(a.astype(np.float32), b.astype(np.float32), **given)
+        found = gpu.get(lowprec.matmul(x, prepared, **given)).astype(np.float32)
+        np.testing.assert_allclose(found, want, rtol=2.0**-8, atol=1e-5)
+
+
 def test_int8_epilogue_and_float32_operands(gpu: Gpu) -> None:
     a, b, bias = draw(0, 32, K, dtype=np.int8), sparse(1, K, N, dtype=np.int8), draw(2, N, dtype=np.int32)
     prepared, x, u = lowprec.prepare(gpu.put(b), sparsity="2:4"), gpu.put(a), gpu.put(bias)
