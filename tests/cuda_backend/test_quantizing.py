@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from math import prod
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +11,7 @@ import pytest
 
 import lowprec
 from cuda_backend.cuda_reset import reset
-from cuda_backend.device_fixture import Gpu, SoftwareGpu, TorchGpu, has_real_gpu
+from cuda_backend.device_fixture import SoftwareGpu, TorchGpu, has_real_gpu
 from lowprec.arrays import block_codes
 from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda.packing import prepare_packing
@@ -38,7 +36,7 @@ RULES = [*QUANTIZED, *(rule._replace(**MEASURES[i % 3]) for i, rule in enumerate
 
 
 @pytest.fixture
-def device() -> Iterator[None]:
+def device():
     """A GPU; where there is none, one in software with so few multiprocessors that blocks take turns."""
     if has_real_gpu():
         yield
@@ -51,11 +49,11 @@ def device() -> Iterator[None]:
     assert not software.faults
 
 
-def name_of(value: Any) -> str | None:
+def name_of(value):
     return "-".join(map(str, value)) if isinstance(value, Rule) else None
 
 
-def numbers(kind: str, size: int, dtype: DType, rng: np.random.Generator) -> Any:
+def numbers(kind, size, dtype, rng):
     """Numbers of ordinary size, of every size with zeros, or any bits, NaN and infinities among them."""
     if kind == "bits":
         return rng.integers(0, 256, size * dtype.itemsize, np.uint8).view(NUMPY_DTYPES[dtype])
@@ -67,7 +65,7 @@ def numbers(kind: str, size: int, dtype: DType, rng: np.random.Generator) -> Any
         return x.astype(np.float32).astype(NUMPY_DTYPES[dtype])
 
 
-def quantised(x: np.ndarray, rule: Rule, target: DType, pad: tuple[int, int], at: int = 0) -> tuple[Any, Any]:
+def quantised(x, rule, target, pad, at=0):
     """Return the lines that the kernels write for vectors along the last axis, padding included, and the scales."""
     shape = (*x.shape[:-2], x.shape[-2] + pad[0], x.shape[-1] + pad[1])
     packing = quantizing(stack_of(x, dtype_from_name(x.dtype.name)), rule, target, shape[-1], shape[-2])
@@ -82,7 +80,7 @@ def quantised(x: np.ndarray, rule: Rule, target: DType, pad: tuple[int, int], at
     return out.inside.reshape(shape), found
 
 
-def expected(x: np.ndarray, rule: Rule, target: DType) -> tuple[Any, Any]:
+def expected(x, rule, target):
     with np.errstate(all="ignore"):
         values, scales, scale = block_codes.rounded(x.astype(np.float32), -1, rule, np)
         if rule.block_scale == "float32":  # multiplied in
@@ -95,7 +93,7 @@ def expected(x: np.ndarray, rule: Rule, target: DType) -> tuple[Any, Any]:
     return values, scales
 
 
-def check(x: np.ndarray, rule: Rule, target: DType, pad: tuple[int, int] = (0, 0), at: int = 0) -> None:
+def check(x, rule, target, pad=(0, 0), at=0):
     before = x.copy()
     (found, scales), (want, want_scales) = quantised(x, rule, target, pad, at), expected(x, rule, target)
     rows, cols = x.shape[-2:]
@@ -110,7 +108,7 @@ def check(x: np.ndarray, rule: Rule, target: DType, pad: tuple[int, int] = (0, 0
 
 @pytest.mark.feature("kernels that quantise operands")
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
-def test_codes_and_scales_are_those_of_the_cpu(device: None, rule: Rule, rng: np.random.Generator) -> None:
+def test_codes_and_scales_are_those_of_the_cpu(device, rule, rng):
     """Of any strides, contiguous along k, along the vectors or neither, through several tiles and with padding."""
     for shape, kind in (((3, 5), "bits"), ((2, 33, 150), "scaled"), ((130, 161), "bits"), ((17, 32), "normal")):
         for layout, pad in (("rows", (0, 0)), ("columns", (3, 8)), ("every third", (0, 5))):
@@ -119,14 +117,14 @@ def test_codes_and_scales_are_those_of_the_cpu(device: None, rule: Rule, rng: np
 
 
 @pytest.mark.parametrize(("source", "target"), [*itertools.product((D.FLOAT16, D.BFLOAT16), (D.BFLOAT16, D.FLOAT32))])
-def test_other_types(device: None, source: DType, target: DType, rng: np.random.Generator) -> None:
+def test_other_types(device, source, target, rng):
     for name, kind in itertools.product(MODES, ("bits", "normal")):
         x = lay_out(numbers(kind, 40 * 70, source, rng), (40, 70), "columns")
         check(x, FORMATS[name][1], D.FLOAT32 if name == "fp8_blocks" else target, (1, 2), 3)
 
 
 @pytest.mark.parametrize("rule", [r for r in RULES if r.hadamard == 0], ids=name_of)
-def test_batches_of_many_dimensions(device: None, rule: Rule, rng: np.random.Generator) -> None:
+def test_batches_of_many_dimensions(device, rule, rng):
     """Five dimensions of which no two are one, more than a launch takes; and broadcast ones."""
     x = lay_out(numbers("normal", 4000, D.FLOAT32, rng), (2, 3, 2, 3, 2, 5, 18), "rows")[:, ::2, :, ::-2]
     check(x[..., ::-1, :, :], rule, target_of(rule))
@@ -140,7 +138,7 @@ def test_batches_of_many_dimensions(device: None, rule: Rule, rng: np.random.Gen
 # -- products --------------------------------------------------------------------------------------
 
 
-def rounded(x: np.ndarray, axis: int, rule: Rule | None) -> np.ndarray:
+def rounded(x, axis, rule):
     """Return the numbers that the CPU multiplies, scales included, in float64; a repeated matrix is rounded once."""
     if rule is None:
         return x.astype(np.float64)
@@ -159,19 +157,19 @@ def rounded(x: np.ndarray, axis: int, rule: Rule | None) -> np.ndarray:
     return np.broadcast_to(values, shape)
 
 
-def operands(a: np.ndarray, b: np.ndarray, mode: Any) -> tuple[np.ndarray, np.ndarray]:
+def operands(a, b, mode):
     rules = FORMATS[mode] if isinstance(mode, str) else mode.rules
     draw = 0 if isinstance(mode, str) else mode.draw
     return rounded(a, -1, rules[0].drawn(draw, 0)), rounded(b, -2 if b.ndim > 1 else -1, rules[1].drawn(draw, 1))
 
 
-def close(found: np.ndarray, exact: np.ndarray, a: np.ndarray, b: np.ndarray, units: float = 0.0) -> bool:
+def close(found, exact, a, b, units=0.0):
     """Whether each element is within FP32's bound and that of tensor cores."""
     error = (a.shape[-1] + 8) * 2.0**-23 + units
     return bool((np.abs(found.astype(float) - exact) <= error * (np.matmul(np.abs(a), np.abs(b)) + 3)).all())
 
 
-def stored(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+def stored(rng, x):
     """Return an array with the same numbers or some of them, in another layout."""
     kind = rng.integers(5)
     if kind == 1 and x.ndim > 1:
@@ -194,7 +192,7 @@ RECIPES = [
 
 
 @pytest.fixture(params=[(8, 0), (8, 9), (9, 0), (10, 0)], ids=str)
-def any_gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+def any_gpu(request):
     """A device of each kind: without FP8 units, with one scale an operand, with float32 scales, with powers of two."""
     if has_real_gpu():
         gpu = TorchGpu()
@@ -215,17 +213,17 @@ def any_gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
 
 @pytest.mark.feature("mode {mode}")
 @pytest.mark.parametrize("mode", MODES)
-def test_products_are_those_of_the_rounded_numbers(any_gpu: Gpu, mode: str) -> None:
+def test_products_are_those_of_the_rounded_numbers(any_gpu, mode):
     check_products(any_gpu, mode)
 
 
 @pytest.mark.feature("recipes with stochastic rounding and a Hadamard transform")
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_products_of_recipes(gpu: Gpu, recipe: Recipe) -> None:
+def test_products_of_recipes(gpu, recipe):
     check_products(gpu, recipe)
 
 
-def check_products(gpu: Gpu, mode: Any) -> None:
+def check_products(gpu, mode):
     rng = np.random.default_rng(7)
     for _ in range(15):
         k, (m, n) = int(rng.choice([0, 1, 3, 32, 100, 128, 129, 300])), rng.integers(0, 20, 2)
@@ -237,7 +235,7 @@ def check_products(gpu: Gpu, mode: Any) -> None:
         a = stored(rng, rng.standard_normal((*batch, m, k) if rng.random() < 0.9 else k).astype(dtype))
         b = stored(rng, rng.standard_normal((*of_b, k, n) if rng.random() < 0.9 else k).astype(dtype))
         x, y = operands(a, b, mode)
-        given: dict[str, Any] = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
+        given = {"alpha": float(rng.choice([0.0, 2.0, -0.5])), "out_dtype": "float32"}
         exact, device = np.matmul(x, y) * given["alpha"], {}
         if rng.random() < 0.4:
             rows = exact.shape[:-2] + (1,) * (exact.ndim > 1) + exact.shape[-1:]
@@ -258,7 +256,7 @@ def check_products(gpu: Gpu, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fp8_rows", "fp8_blocks", "mxfp8", Recipe(("mxfp8", "mxfp8_e5m2"))], ids=str)
-def test_each_block_has_its_scale(any_gpu: Gpu, mode: Any, rng: np.random.Generator) -> None:
+def test_each_block_has_its_scale(any_gpu, mode, rng):
     """Several tiles of scales each way, and blocks of every magnitude."""
     a, b = rng.standard_normal((144, 700), np.float32), rng.standard_normal((700, 280), np.float32)
     a *= np.exp2(rng.integers(-8, 9, (144, 22))).repeat(32, 1)[:, :700]
@@ -271,7 +269,7 @@ def test_each_block_has_its_scale(any_gpu: Gpu, mode: Any, rng: np.random.Genera
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_the_bound_holds(gpu: Gpu, mode: str, name: str, rng: np.random.Generator) -> None:
+def test_the_bound_holds(gpu, mode, name, rng):
     """With results of the operands' type, into an array given by the caller too."""
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     a, b = (rng.standard_normal(s, np.float32).astype(dtype) for s in ((48, 300), (300, 40)))
@@ -285,7 +283,7 @@ def test_the_bound_holds(gpu: Gpu, mode: str, name: str, rng: np.random.Generato
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_numbers_that_are_not_finite_and_large_scales(gpu: Gpu, mode: str) -> None:
+def test_numbers_that_are_not_finite_and_large_scales(gpu, mode):
     a, b = np.ones((40, 160), np.float32), np.ones((160, 48), np.float32)
     a[3, 5], b[100, 7] = np.inf, np.nan
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode))
@@ -297,14 +295,14 @@ def test_numbers_that_are_not_finite_and_large_scales(gpu: Gpu, mode: str) -> No
         assert gpu.get(lowprec.matmul(gpu.put(a), gpu.put(b), math_mode=mode, alpha=-1e3)) == 0
 
 
-def test_integers_whose_sums_exceed_int32(gpu: Gpu) -> None:
+def test_integers_whose_sums_exceed_int32(gpu):
     a = np.full((2, 140000), 127, np.float32)
     found = gpu.get(lowprec.matmul(gpu.put(a), gpu.put(a.T), math_mode="int8"))
     assert np.allclose(found, 140000 * 127.0**2, rtol=1e-3)
 
 
 @pytest.mark.parametrize("mode", [*MODES, Recipe("mxfp8", rounding="stochastic", seed=7)], ids=str)
-def test_a_prepared_operand_is_quantised_once(gpu: Gpu, mode: Any, rng: np.random.Generator) -> None:
+def test_a_prepared_operand_is_quantised_once(gpu, mode, rng):
     a, b = (rng.standard_normal(s, np.float32) for s in ((2, 33, 150), (150, 40)))
     x = gpu.put(a)
     y = lowprec.prepare(gpu.put(b), math_mode=mode)
@@ -316,7 +314,7 @@ def test_a_prepared_operand_is_quantised_once(gpu: Gpu, mode: Any, rng: np.rando
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8_rows", "fp8_blocks", "nvfp4", "int8"])
-def test_a_graph_quantises_what_it_finds(software: SoftwareGpu, cupy: Any, mode: str, rng: np.random.Generator) -> None:
+def test_a_graph_quantises_what_it_finds(software, cupy, mode, rng):
     first, second, b = (rng.standard_normal(s, np.float32) for s in ((32, 150), (32, 150), (150, 48)))
     runtime = software.software.runtime
     with cupy.cuda.Stream() as stream:
@@ -332,7 +330,7 @@ def test_a_graph_quantises_what_it_finds(software: SoftwareGpu, cupy: Any, mode:
         np.testing.assert_array_equal(cupy.asnumpy(out), cupy.asnumpy(want))
 
 
-def test_a_stored_operand_is_not_quantised_again(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_a_stored_operand_is_not_quantised_again(gpu, rng):
     a, b = rng.standard_normal((16, 64), np.float32), rng.standard_normal((64, 16), np.float32)
     b = b.astype(ml_dtypes.float8_e4m3fn)
     plan = lowprec.plan(gpu.put(a), gpu.put(b), math_mode="mxfp4")
@@ -342,7 +340,7 @@ def test_a_stored_operand_is_not_quantised_again(gpu: Gpu, rng: np.random.Genera
     assert close(found, x @ y, x, y)
 
 
-def test_each_step_has_its_random_numbers(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_each_step_has_its_random_numbers(gpu, rng):
     a, b = (rng.standard_normal(s, np.float32) for s in ((16, 64), (64, 16)))
     found = []
     for step in (0, 1, 0):
@@ -374,7 +372,7 @@ UNITS = [
 
 
 @pytest.mark.parametrize(("device", "mode", "multiplied", "modes"), UNITS)
-def test_units_of_each_device(device: str, mode: Any, multiplied: str, modes: tuple[str, str]) -> None:
+def test_units_of_each_device(device, mode, multiplied, modes):
     a = lowprec.ShapeDtype((256, 256), "float32")
     plan = lowprec.plan(a, a, math_mode=mode, device=device)
     assert plan.a_becomes.endswith(f"multiplied as {multiplied}")
@@ -384,7 +382,7 @@ def test_units_of_each_device(device: str, mode: Any, multiplied: str, modes: tu
         assert {copy.operand for copy in plan.copies} == {"a", "b"}
 
 
-def test_extents_without_fp8_units() -> None:
+def test_extents_without_fp8_units():
     for mode, m, batch, device, multiplied in (
         ("fp8_blocks", 30, 1, "h100", "float32"), ("fp8_blocks", 32, 2, "h100", "float32"),
         ("mxfp8", 24, 1, "b200", "bfloat16"), ("mxfp8", 32, 2, "b200", "bfloat16"),
@@ -397,7 +395,7 @@ def test_extents_without_fp8_units() -> None:
 
 
 @pytest.mark.parametrize("mode", ["fp8_rows", "fp8_blocks"])
-def test_a_cublaslt_without_the_scale_modes(any_gpu: Gpu, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cublaslt_without_the_scale_modes(any_gpu, mode, monkeypatch):
     """The numbers are multiplied in a type of all devices."""
     if has_real_gpu():
         pytest.skip("the library has them")
@@ -409,7 +407,7 @@ def test_a_cublaslt_without_the_scale_modes(any_gpu: Gpu, mode: str, monkeypatch
     assert close(found, x @ y, x, y)
 
 
-def test_a_plan_says_what_operands_become() -> None:
+def test_a_plan_says_what_operands_become():
     a = lowprec.ShapeDtype((256, 256), "float32")
     for mode, words in (("mxfp8", "bfloat16"), ("int8", "int8"), ("fp8_blocks", "float32")):
         plan = lowprec.plan(a, a, math_mode=mode, device="a100")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lowprec.backends.cuda.compiling import Launch
 from lowprec.backends.cuda.epilogue import Epilogue, prepare_epilogue, prepare_recomputing
@@ -79,8 +78,8 @@ _POINTERS = (1 << 12, 1 << 12 | 1)
 _KERNEL = re.compile(r"__global__ void (\w+)")
 
 
-def _packings() -> Iterator[Packing]:
-    variants: list[tuple[Any, ...]] = [(variant, ()) for variant in EVERY_PACKING]
+def _packings():
+    variants = [(variant, ()) for variant in EVERY_PACKING]
     for (source, target, scaled, how), parts in [*variants, *IN_PARTS.values()]:
         lines, elements = PACKED[how]
         for strides in _STRIDES:
@@ -103,23 +102,23 @@ FLOAT8_UNITS = {
 }  # fmt: skip
 
 
-def quantizing(source: MatrixStack, rule: Rule, dtype: DType, leading: int, rows: int, scale_mode: str = "") -> Packing:
+def quantizing(source, rule, dtype, leading, rows, scale_mode=""):
     """Return the packing of an operand that is quantised, as plans have it."""
     scaled = rule.has_tensor_scale or rule.scaling == "vector" or bool(scale_mode)
     return Packing(source, dtype, leading, rows, scaled, rule=rule, scale_mode=scale_mode)
 
 
-def scale_mode_of(rule: Rule) -> str:
+def scale_mode_of(rule):
     """Return the mode of an operand that FP8 units multiply."""
     return "VEC128_32F" if rule.block == (1, 128) else FLOAT8_UNITS[rule.block_scale or rule.scaling]
 
 
-def target_of(rule: Rule) -> DType:
+def target_of(rule):
     """Return the type in which rounded numbers are multiplied on every GPU."""
     return D.INT8 if rule.elements == "int8" else D.FLOAT32 if rule.block_scale == "float32" else D.BFLOAT16
 
 
-def _quantizing() -> Iterator[Packing]:
+def _quantizing():
     stack = MatrixStack.of(D.FLOAT32, 64, 64, 64, 1)
     for rule in QUANTIZED:
         yield quantizing(stack, rule, target_of(rule), 64, 64)
@@ -134,22 +133,14 @@ def _quantizing() -> Iterator[Packing]:
                 yield quantizing(replace(stack, dtype=source), rule, target, 64, 64)
 
 
-def _epilogue(
-    product: DType,
-    out: DType,
-    c: DType | None = None,
-    bias: DType | None = None,
-    activation: Activation | None = None,
-    scaled: bool = False,
-    factors: tuple[int, int] = (0, 0),
-) -> Epilogue:
+def _epilogue(product, out, c=None, bias=None, activation=None, scaled=False, factors=(0, 0)):
     result, addend = (MatrixStack.of(x, 64, 64, 64, 1) if x else None for x in (out, c))
     assert result is not None
     added = OperandSpec(bias, (64,), (1,)) if bias else None
     return Epilogue(product, 64, result, addend, added, activation, scaled, factors)
 
 
-def _epilogues() -> Iterator[Epilogue]:
+def _epilogues():
     for product, out in RESULTS:
         yield _epilogue(product, out)
     for product, addend in ADDENDS:
@@ -180,11 +171,11 @@ class Variant(NamedTuple):
     macros: dict[str, str]
     arguments: int
 
-    def __str__(self) -> str:
+    def __str__(self):
         return " ".join([self.name, *(f"{name}={value}" for name, value in self.macros.items() if value != "0")])
 
 
-def every_variant() -> list[Variant]:
+def every_variant():
     """Return all variants, recorded from launches that a compiler and a driver in software accept."""
     with recording() as compiler:
         _launch_all()
@@ -198,7 +189,7 @@ def every_variant() -> list[Variant]:
     return sorted(found, key=str)  # a sample has some of each kernel
 
 
-def _launch_all() -> None:
+def _launch_all():
     for packing in _packings():
         for pointer in _POINTERS:
             prepare_packing(packing, 0)(pointer, pointer, pointer, 1)

@@ -9,15 +9,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import lowprec
-from support.benchmark_modules import BENCHMARKS, Load
+from support.benchmark_modules import BENCHMARKS
 from support.commands import forked
 from support.programs import run_python
 
@@ -27,11 +25,11 @@ Result = dict[str, Any]
 
 
 @pytest.fixture
-def execute(load: Load, tmp_path: Path) -> Callable[..., Result]:
+def execute(load, tmp_path):
     """Run some Python as a part; it finds the path of its file in ``sys.argv[1]``."""
     parts = load("gpu.parts")
 
-    def run(code: str, limit_s: float = 20.0) -> Result:
+    def run(code, limit_s=20.0):
         path = tmp_path / "part.json"
         command = [sys.executable, "-c", code, str(path)]
         return parts.execute(command, tmp_path / "log", limit_s, dict(os.environ), lambda: parts.read(path))
@@ -39,7 +37,7 @@ def execute(load: Load, tmp_path: Path) -> Callable[..., Result]:
     return run
 
 
-def _part(**values: Any) -> str:
+def _part(**values):
     """Code that writes a part."""
     part = {"complete": True, "facts": {}, "rows": [], **values}
     return f"import json, sys; open(sys.argv[1], 'w').write({json.dumps(part)!r})\n"
@@ -64,9 +62,7 @@ GOOD = {"ok": True}
         ("import sys; sys.stdout.buffer.write(bytes(range(256))); raise SystemExit(3)", 3, "exit status 3", 0, ""),
     ],
 )  # fmt: skip
-def test_the_end_of_a_part(
-    load: Load, execute: Callable[..., Result], code: str, status: int, error: str, rows: int, state: str
-) -> None:
+def test_the_end_of_a_part(load, execute, code, status, error, rows, state):
     found = execute(code)
     assert (found["exit"], len(found["rows"]), bool(found["error"])) == (status, rows, bool(error))
     assert error in found["error"]
@@ -75,7 +71,7 @@ def test_the_end_of_a_part(
     json.dumps(found, allow_nan=False)
 
 
-def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_part_that_hangs_is_stopped_with_its_children(execute, tmp_path):
     alive = tmp_path / "alive"
     child = f"import time\nwhile True: open({str(alive)!r}, 'a').write('x'); time.sleep(0.02)"
     code = _part(rows=[{"ok": None}], complete=False) + (
@@ -93,7 +89,7 @@ def test_a_part_that_hangs_is_stopped_with_its_children(execute: Callable[..., R
     assert alive.stat().st_size == size, "what the part had started lives on"
 
 
-def test_a_signal_ends_the_report_with_the_finished_parts(load: Load, tmp_path: Path) -> None:
+def test_a_signal_ends_the_report_with_the_finished_parts(load, tmp_path):
     """The machine's own limit sends SIGTERM; parts that had no turn say so."""
     code = (
         "import os, signal, sys\n"
@@ -111,7 +107,7 @@ def test_a_signal_ends_the_report_with_the_finished_parts(load: Load, tmp_path: 
     assert {results[x]["not_run"] for x in ("rounding", "speed")} == {"the report was interrupted"}
 
 
-def test_a_part_goes_on_in_a_new_process_after_an_error_that_lasts(execute: Callable[..., Result]) -> None:
+def test_a_part_goes_on_in_a_new_process_after_an_error_that_lasts(execute):
     code = (
         f"import os, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); from pathlib import Path; from gpu import parts\n"
         "part, broken = parts.opened(Path(sys.argv[1])), []\n"
@@ -131,14 +127,14 @@ def test_a_part_goes_on_in_a_new_process_after_an_error_that_lasts(execute: Call
 
 
 @pytest.fixture
-def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[str, Any]]]:
+def run_all(load, tmp_path):
     """Run the report with parts that only record their calls; return these, and the report."""
     report, out = load("gpu_report"), tmp_path / "out"
 
-    def run(*names: str, gone_s: float = 0.0, gpu: bool = False, **given: Any) -> tuple[list[Any], Any]:
-        asked: list[tuple[str, float, str | None]] = []
+    def run(*names, gone_s=0.0, gpu=False, **given):
+        asked = []
 
-        def execute(_: Any, log: Path, limit: float, variables: Any, reader: Any) -> Result:
+        def execute(_, log, limit, variables, reader):
             # The report is rewritten after each part.
             assert (out / "gpu-here.json").exists() is bool(asked)
             asked.append((log.stem, limit, variables.get("LOWPREC_TEST_DEVICE")))
@@ -162,7 +158,7 @@ def run_all(load: Load, tmp_path: Path) -> Callable[..., tuple[list[Any], dict[s
     return run
 
 
-def test_parts_run_in_order_in_the_remaining_time(run_all: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_run_in_order_in_the_remaining_time(run_all, monkeypatch):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     asked, content = run_all("override-0", "override", "test_products", gone_s=90, gpu=True)
     assert [n for n, _, _ in asked] == ["device", "override-0", "override", "test_products"]
@@ -173,7 +169,7 @@ def test_parts_run_in_order_in_the_remaining_time(run_all: Callable[..., Any], m
     assert content["settings"]["quick"] is True
 
 
-def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load: Load, run_all: Callable[..., Any]) -> None:
+def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load, run_all):
     asked, content = run_all("test_products", "speed", "host")
     given = [(name, device) for name, _, device in asked]
     assert given == [("device", None), ("test_products", "software")]
@@ -183,9 +179,7 @@ def test_without_a_gpu_measurements_say_why_and_tests_run_in_software(load: Load
 
 
 @pytest.mark.parametrize("fact", ["gpu", "nvidia_smi", "nvidia_files"])
-def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_reported(
-    run_all: Callable[..., Any], fact: str
-) -> None:
+def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_reported(run_all, fact):
     given = {"gpu": None, fact: 1} if fact != "gpu" else {"gpu": True}
     asked, content = run_all("test_products", "rounding", "speed", broken="rounding", **given)
     assert [name for name, _, _ in asked] == ["device", "test_products", "rounding", "speed"]
@@ -195,7 +189,7 @@ def test_measurements_run_with_any_sign_of_a_gpu_and_one_that_cannot_start_is_re
     assert results["rounding"]["question"] == "How does FAST_TF32 round its operands?"
 
 
-def test_parts_are_in_the_order_of_their_value_and_take_a_minute_each(load: Load) -> None:
+def test_parts_are_in_the_order_of_their_value_and_take_a_minute_each(load):
     limits, parts = load("gpu_report").limits(), load("gpu.parts")
     names = list(limits)
     first = ["device", "products", "streams", "launch", "graphs", "shapes", "limits", "packing"]
@@ -211,7 +205,7 @@ def test_parts_are_in_the_order_of_their_value_and_take_a_minute_each(load: Load
 
 
 @pytest.mark.parametrize("tests", ["", pytest.param(",test_cublas_handle", marks=pytest.mark.sweep)])
-def test_it_runs_to_its_end_here(tmp_path: Path, tests: str) -> None:
+def test_it_runs_to_its_end_here(tmp_path, tests):
     script, parts = str(BENCHMARKS / "gpu_report.py"), f"device,rounding{tests}"
     command = [sys.executable, script, "--quick", "--out", str(tmp_path), "--parts", parts]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
@@ -236,17 +230,17 @@ def test_it_runs_to_its_end_here(tmp_path: Path, tests: str) -> None:
 # -- claims ---------------------------------------------------------------------------------------
 
 
-def _speed(kind: str, n: int, ratio: float, *, tuned: bool = False, other: str = "torch") -> dict[str, Any]:
+def _speed(kind, n, ratio, *, tuned=False, other="torch"):
     speed = {other: {"median": ratio, "q1": ratio, "q3": ratio}}
     return {"device": "gpu", "kind": kind, "n": n, "tuned": tuned, "speed": speed, "ok": True}
 
 
-def _claims(load: Load, **rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _claims(load, **rows):
     results = {name: {"rows": found} for name, found in rows.items()}
     return {c["what"]: c for c in load("gpu.verdicts").claims(results)}
 
 
-def _flags(mode: str, tensor_cores: bool | None) -> dict[str, Any]:
+def _flags(mode, tensor_cores):
     return {"dtypes": ["float32"] * 2, "mode": mode, "tensor_cores": tensor_cores, "ok": True}
 
 
@@ -268,9 +262,7 @@ def _flags(mode: str, tensor_cores: bool | None) -> dict[str, Any]:
          "features that work on the GPU, share", None, None),
     ],
 )  # fmt: skip
-def test_claims_are_judged_at_their_worst(
-    load: Load, part: str, rows: list[dict[str, Any]], what: str, value: Any, met: bool | None
-) -> None:
+def test_claims_are_judged_at_their_worst(load, part, rows, what, value, met):
     found = _claims(load, **{part: rows})
     assert (found[what]["value"], found[what]["met"]) == (value, met)
     assert met is not None or {c["met"] for c in found.values()} == {None}
@@ -280,7 +272,7 @@ def test_claims_are_judged_at_their_worst(
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_questions_about_pending_work(load: Load, tmp_path: Path) -> None:
+def test_questions_about_pending_work(load, tmp_path):
     """In host memory JAX and lowprec wait for each other as they must on a device."""
     jax = pytest.importorskip("jax", reason="JAX is not installed")
     ordering, part = load("gpu.ordering"), load("gpu.parts").Part(tmp_path / "part.json")
@@ -295,13 +287,13 @@ def test_questions_about_pending_work(load: Load, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def torch() -> Any:
+def torch():
     return pytest.importorskip("torch", reason="PyTorch is not installed")
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
-def test_replays_of_a_graph(load: Load, torch: Any, mode: str) -> None:
-    def capture(function: Callable[[], Any]) -> Callable[[], Any]:
+def test_replays_of_a_graph(load, torch, mode):
+    def capture(function):
         function()
         return function
 
@@ -312,7 +304,7 @@ def test_replays_of_a_graph(load: Load, torch: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_sizes_at_the_limits(load: Load, torch: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_at_the_limits(load, torch, number, monkeypatch):
     question, _ = load("gpu.correctness").QUESTIONS[number]
     size = 64 if question.__name__ == "leading_dimension" else 5
     assert question(torch, "cpu", size, 0) is True
@@ -322,7 +314,7 @@ def test_sizes_at_the_limits(load: Load, torch: Any, number: int, monkeypatch: p
 
 
 #: By function of `gpu.schemes`: its case, the names of its rows, and values that each row has.
-MEASURED: dict[str, tuple[tuple[Any, ...], list[str], set[str]]] = {
+MEASURED = {
     "measure_splits": (
         (64, "normal"), ["torch float32", "torch tf32", "torch float64", *(f"{m}, chunks: 256" for m in SPLIT)],
         {"relative_error", "seconds"},
@@ -335,11 +327,11 @@ MEASURED: dict[str, tuple[tuple[Any, ...], list[str], set[str]]] = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_rows_of_schemes(load: Load, torch: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_schemes(load, torch, name, monkeypatch):
     case, names, values = MEASURED[name]
     schemes, options = load("gpu.schemes"), load("gpu.parts").Options(quick=True, seed=0)
 
-    def rows() -> list[dict[str, Any]]:
+    def rows():
         found = getattr(schemes, name)(torch, *case, options, load("gpu.clock").HostClock())
         return [found] if isinstance(found, dict) else list(found)
 
@@ -353,7 +345,7 @@ def test_rows_of_schemes(load: Load, torch: Any, name: str, monkeypatch: pytest.
         assert all(row["relative_error"] > 0.5 and row.get("ok") is not True for row in wrong)
 
 
-def test_rows_of_speed_and_of_fused_epilogues(load: Load, torch: Any) -> None:
+def test_rows_of_speed_and_of_fused_epilogues(load, torch):
     speed, clock = load("gpu.speed"), load("gpu.clock").HostClock()
     for kind in ("bfloat16", "float32 bf16", "float32 times a vector"):
         row, operands = speed.measure(torch, kind, 64, 0, clock)
@@ -381,7 +373,7 @@ def test_teardown(broken): pass
 """
 
 
-def _digest(load: Load, folder: Path, conftest: str, left_s: float = 600, **files: str) -> dict[str, Any]:
+def _digest(load, folder, conftest, left_s=600, **files):
     """Run pytest on some modules with the plugin; return what the report makes of it."""
     tests = load("gpu.tests")
     for name, text in {"conftest": conftest, **files}.items():
@@ -390,7 +382,7 @@ def _digest(load: Load, folder: Path, conftest: str, left_s: float = 600, **file
     variables = {tests.PATH: str(path), tests.DEADLINE: str(time.time() + left_s)}
     words = ["-q", "-p", "gpu.tests", "-p", "no:cacheprovider", "--rootdir", str(folder), "--capture=no"]
 
-    def act() -> int:
+    def act():
         os.environ.update(variables)
         os.chdir(folder)
         with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(null):
@@ -398,7 +390,7 @@ def _digest(load: Load, folder: Path, conftest: str, left_s: float = 600, **file
         return 0
 
     forked(act)
-    found: dict[str, Any] = tests.read(path)
+    found = tests.read(path)
     return found
 
 
@@ -409,7 +401,7 @@ def pytest_itemcollected(item):
 """
 
 
-def test_tests_are_counted_by_feature(load: Load, tmp_path: Path) -> None:
+def test_tests_are_counted_by_feature(load, tmp_path):
     found = _digest(
         load, tmp_path, _MARKED, test_a=_TESTS, test_b="def test_holds(): pass", test_c="import nothing_at_all",
         test_d="import pytest\n@pytest.mark.skip(reason='not here')\ndef test_skipped(): pass",
