@@ -21,7 +21,7 @@ _EMPTY = "the product is empty"
 
 def multiplied_format(plan: GemmPlan) -> str:
     """Return the name of the format of the multiplied numbers, which may be parts of the operands."""
-    return plan.kernel_row.part_format or format_name(plan.operand_format)
+    return plan.kernel_row.part_format or format_name(plan.multiplied_format)
 
 
 def units_of(plan: GemmPlan, used: bool | None) -> tuple[bool, bool | None, str]:

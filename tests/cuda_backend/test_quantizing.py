@@ -17,6 +17,7 @@ from lowprec.arrays.view import NUMPY_DTYPES
 from lowprec.backends.cuda.packing import prepare_packing
 from lowprec.core import executors
 from lowprec.formats import DType, dtype_from_name
+from lowprec.profiling.records import multiplied_format
 from lowprec.recipes import FORMATS, MODES, Recipe, Rule
 from software_cuda import compiler, install, tables, uninstall
 from support.kernel_oracles import DeviceCopies, Guarded, assert_same_bits, lay_out, stack_of
@@ -199,11 +200,11 @@ def any_gpu(request):
             pytest.skip(f"the GPU is not of compute capability {request.param}")
         yield gpu
         return
-    made = SoftwareGpu(install(1, capability=request.param))
+    found = SoftwareGpu(install(1, capability=request.param))
     executors.clear_caches()
-    yield made
-    made.drain()
-    faults = list(made.software.faults)
+    yield found
+    found.drain()
+    faults = list(found.software.faults)
     executors.clear_caches()
     reset()
     uninstall()
@@ -376,6 +377,7 @@ def test_units_of_each_device(device, mode, multiplied, modes):
     plan = lowprec.plan(a, a, math_mode=mode, device=device)
     assert plan.a_becomes.endswith(f"multiplied as {multiplied}")
     assert plan.call.scale_modes == modes
+    assert multiplied_format(plan) == multiplied  # of which profiles count the units
     if modes != ("", ""):  # cuBLASLt writes the result
         assert {copy.operand for copy in plan.copies} == {"a", "b"}
 

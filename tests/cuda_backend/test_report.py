@@ -36,8 +36,7 @@ def rows(load, tmp_path):
         parts = load("gpu.parts")
         part = parts.Part(tmp_path / "part.json")
         parts.runner(name)(part, parts.Options(quick=True, seed=0))
-        found = part.rows
-        return found
+        return part.rows
 
     return run
 

@@ -1,6 +1,9 @@
 """2:4 sparse operands on a GPU: exact products, what cuSPARSELt does not multiply, and errors of the library."""
 
+from __future__ import annotations
+
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +19,7 @@ from software_cuda import install, uninstall
 from software_cuda.cusparselt import Status
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+Array = np.ndarray[Any, Any]
 K, N = 64, 96
 
 
@@ -88,6 +92,19 @@ def test_epilogues(gpu):
     out = gpu.put(c)
     assert lowprec.matmul(x, prepared, out=out, c=out, beta=1.0) is out
     np.testing.assert_array_equal(gpu.get(out), (product + c.astype(np.float32)).astype(BF16))
+
+
+@pytest.mark.parametrize("mode", ["mxfp8", "int8"])
+def test_a_quantised_operand_and_the_stored_one(gpu, mode, rng):
+    """Of the same shape and layout, each compressed."""
+    a, b = rng.standard_normal((32, K)).astype(BF16), np.asfortranarray(rng.standard_normal((K, N)).astype(BF16))
+    b[np.arange(K) % 4 > 1] = 0
+    prepared, x = lowprec.prepare(gpu.put(b), sparsity="2:4", math_mode=mode), gpu.put(a)
+    for given in ({"math_mode": mode}, {"math_mode": "fp32"}):
+        assert uses_sparse_units(x, prepared, **given)
+        want = lowprec.matmul(a.astype(np.float32), b.astype(np.float32), **given)
+        found = gpu.get(lowprec.matmul(x, prepared, **given)).astype(np.float32)
+        np.testing.assert_allclose(found, want, rtol=2.0**-8, atol=1e-5)
 
 
 def test_int8_epilogue_and_float32_operands(gpu):

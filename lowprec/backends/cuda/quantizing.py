@@ -1,13 +1,12 @@
 """Packing of operands that are quantised: codes times their block scales, and the float32 scales of rows.
 
-The kernels, ``kernels/quantize.cu``, read the source twice if a scale is of more than a tile.
+The kernel, ``kernels/quantize.cu``, reads the source twice if a scale is of more than a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
 
 from lowprec.backends.cuda import runtime
 from lowprec.backends.cuda.batching import LaunchBatch, in_sequence, launch_batches
@@ -32,10 +31,9 @@ def prepare_quantizing(packing: Packing, rule: Rule, device: int) -> Callable[..
     numbers = [s if n > 1 else 0 for n, s in zip(extents, contiguous_strides(tuple(extents)), strict=True)]
     strides = zip(source.batch_strides, numbers, strict=True)
     batches = list(launch_batches(list(zip(source.batch_shape, strides, strict=True)), 2))
-    at_peaks = packing.scale_words * EXPONENT_BYTES
-    steps = [_quantizer(packing, rule, batch, device, at_peaks) for batch in batches]
+    steps: list[Callable[..., None]] = [_launch(packing, rule, batch, device) for batch in batches]
     if packing.peaks:
-        steps = [*(_peaks(packing, rule, batch, device, at_peaks) for batch in batches), *steps]
+        steps = [*(_launch(packing, rule, batch, device, seeks=True) for batch in batches), *steps]
     # The padding of scales, and the largest magnitudes.
     first = source.rows * prod(source.batch_shape) * EXPONENT_BYTES if _scales(packing) == 1 else 0
     nbytes = packing.scale_bytes - first
@@ -70,47 +68,25 @@ def _definitions(packing: Packing, rule: Rule) -> dict[str, str | int]:
     }
 
 
-def _launch(packing: Packing, rule: Rule, batch: LaunchBatch, device: int, name: str, *last: int) -> Launch:
-    """Return a kernel with ``last`` after the common arguments."""
-    source, is_last = packing.source, name == "quantize"
-    lines, length = (packing.padded_rows, packing.leading_dimension) if is_last else (source.rows, source.cols)
-    tiles = batch.count * -(-lines // TILE_VECTORS) * -(-length // _TILE_LENGTH)
+def _launch(
+    packing: Packing, rule: Rule, batch: LaunchBatch, device: int, *, seeks: bool = False
+) -> Callable[..., None]:
+    """Return the function that queues the kernel for the matrices of a launch."""
+    source, out = packing.source, (packing.padded_rows, packing.leading_dimension)
+    tiles = batch.count * -(-out[0] // TILE_VECTORS) * -(-out[1] // _TILE_LENGTH)
     by_rows = int(0 < abs(source.row_stride) < abs(source.col_stride))
     constants = (
         source.rows, source.cols, source.row_stride, source.col_stride, batch.count, *batch.extents, *batch.strides[0],
-        by_rows, *last,
+        by_rows, *out, batch.offsets[1], *batch.strides[1],
     )  # fmt: skip
-    definitions = _definitions(packing, rule) | {f"KERNEL_{name}": 1}
-    addresses = 6 if is_last else 3
-    return Launch(name, "quantize.cu", definitions, device, pick_blocks(tiles, device), _BLOCK, addresses, constants)
-
-
-def _peaks(packing: Packing, rule: Rule, batch: LaunchBatch, device: int, at_peaks: int) -> Callable[..., None]:
-    launch, each = _launch(packing, rule, batch, device, "quantize_peaks"), _peaks_before(packing, rule, batch)
-    offset = batch.offsets[0] * packing.source.dtype.itemsize
+    definitions = _definitions(packing, rule) | {"SEEKS": int(seeks)}
+    launch = Launch("quantize", "quantize.cu", definitions, device, pick_blocks(tiles, device), _BLOCK, 6, constants)
+    peaks = 0 if rule.has_tensor_scale else packing.peaks // max(prod(source.batch_shape), 1)
+    first, to = batch.offsets[0] * source.dtype.itemsize, batch.before * prod(out) * packing.dtype.itemsize
+    of_scales = batch.before * source.rows * EXPONENT_BYTES
+    of_peaks = (packing.scale_words + batch.before * peaks) * EXPONENT_BYTES
 
     def queue(source: int, target: int, scales: int, stream: int, draw: int) -> None:
-        launch(stream, source + offset, scales + at_peaks + each, rule.seed)
-
-    return queue
-
-
-def _peaks_before(packing: Packing, rule: Rule, batch: LaunchBatch) -> int:
-    """Return the bytes of the largest magnitudes of the matrices of earlier launches."""
-    if rule.has_tensor_scale:
-        return 0
-    return packing.peaks // max(prod(packing.source.batch_shape), 1) * batch.before * EXPONENT_BYTES
-
-
-def _quantizer(packing: Packing, rule: Rule, batch: LaunchBatch, device: int, at_peaks: int) -> Callable[..., None]:
-    out = packing.padded_rows, packing.leading_dimension
-    launch = _launch(packing, rule, batch, device, "quantize", *out, batch.offsets[1], *batch.strides[1])
-    each, itemsize = _peaks_before(packing, rule, batch), packing.dtype.itemsize
-    offsets = batch.offsets[0] * packing.source.dtype.itemsize, batch.before * prod(out) * itemsize
-    first = batch.before * packing.source.rows * EXPONENT_BYTES
-
-    def queue(source: int, target: int, scales: int, stream: int, draw: Any) -> None:
-        peaks = scales + at_peaks + each
-        launch(stream, source + offsets[0], target + offsets[1], scales + first, peaks, rule.seed, draw)
+        launch(stream, source + first, target + to, scales + of_scales, scales + of_peaks, rule.seed, draw)
 
     return queue

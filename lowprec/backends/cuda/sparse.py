@@ -162,7 +162,7 @@ class SparseProducts:
             addresses |= arguments.out.address | (arguments.c.address if arguments.c is not None else 0)
         if addresses % _ALIGNMENT_BYTES:
             return f"cuSPARSELt needs pointers that are multiples of {_ALIGNMENT_BYTES} bytes: a dense product"
-        key, stream = (TWO_OF_FOUR, call.first, call.op_first, view.address), arguments.stream
+        key, stream = (TWO_OF_FOUR, call.first, call.op_first, call.pack_b, view.address), arguments.stream
         try:
             invocation = self._invocation(call, arguments, bias)
             compress = partial(invocation.compress, source, device=view.device, stream=stream)

@@ -4,9 +4,10 @@
 // Macros: SOURCE and TARGET, element types of elements.cuh; STORED, LEAST_EXPONENT and LARGEST, of an element: bits of the
 // significand, exponent of the smallest normal number (codes of int8 are subnormal), largest number; SCALING: 0 one scale
 // of the tensor, 1 of vectors, 2 powers of two of blocks, 3 those rounded up, 4 E4M3 numbers of blocks and one scale of
-// the tensor, 5 float32 of blocks; SCALES, those that are stored: 0 none, 1 float32 of vectors, or as cuBLASLt's modes have
-// them 2 VEC128_32F, 3 BLK128x128_32F, 4 VEC32_UE8M0, others are multiplied in; HIGH and WIDE, vectors and numbers along k of a block; ALONE,
-// whether a number that is not finite becomes NaN alone; INTEGER; STOCHASTIC; HADAMARD; KERNEL_<name>.
+// the tensor, 5 float32 of blocks; SCALES, those that are stored: 0 none, 1 float32 of vectors, or as cuBLASLt's modes
+// have them 2 VEC128_32F, 3 BLK128x128_32F, 4 VEC32_UE8M0; others are multiplied in; HIGH and WIDE, vectors and numbers
+// along k of a block; ALONE, whether a number that is not finite becomes NaN alone; INTEGER; STOCHASTIC; HADAMARD; SEEKS,
+// whether the largest magnitudes are sought.
 //
 // A block of threads has tiles of 32 vectors and 128 numbers along k; a thread has 16 of these numbers, which have one scale.
 
@@ -15,9 +16,8 @@ typedef TARGET Target;
 
 static constexpr int tall = 32, width = 128, segment = 16;
 static constexpr bool is_vector = SCALING == 1, has_powers = SCALING == 2 || SCALING == 3;
-// The peaks that are sought before the numbers are rounded: of the tensor, of vectors, or of blocks higher than a tile.
-static constexpr bool seeks_tensor = SCALING == 0 || SCALING == 4, seeks_blocks = SCALING >= 2 && HIGH > tall;
-static constexpr bool peaks_in_tile = SCALING >= 2 && HIGH <= tall;
+// The peaks of the tensor, of vectors, and of blocks higher than a tile are sought before the numbers are rounded.
+static constexpr bool seeks_tensor = SCALING == 0 || SCALING == 4, peaks_in_tile = SCALING >= 2 && HIGH <= tall;
 
 __device__ inline void philox(unsigned int* c, unsigned long long seed)
 {
@@ -165,40 +165,9 @@ __device__ inline long long peak_index(long long matrix, long long row, long lon
     return (matrix * blocks_of(rows, HIGH) + row / HIGH) * blocks_of(cols, WIDE) + first / WIDE;
 }
 
-#ifdef KERNEL_quantize_peaks
-extern "C" __global__ void quantize_peaks(
-    const Source* source, unsigned int* peaks, unsigned long long seed, long long rows, long long cols,
-    long long row_stride, long long col_stride, long long count, long long extent1, long long extent2,
-    long long stride0, long long stride1, long long stride2, long long by_rows)
-{
-    __shared__ float tile[tall][width + 1];
-    __shared__ unsigned int largest[tall];
-    int thread = threadIdx.y * 32 + threadIdx.x, r = threadIdx.x, part = threadIdx.y;
-    long long strips = blocks_of(rows, tall), spans = blocks_of(cols, width), total = count * strips * spans;
-    for (long long i = blockIdx.x; i < total; i += gridDim.x) {
-        Split span(i, spans), strip(span.quotient, strips);
-        long long top = strip.remainder * tall, left = span.remainder * width, matrix = strip.quotient;
-        const Source* from = source;
-        if (count > 1) from += batch_offset(matrix, extent1, extent2, stride0, stride1, stride2);
-        if (thread < tall) largest[thread] = 0;
-        load_tile(tile, from, top, left, rows, cols, row_stride, col_stride, by_rows);
-        __syncthreads();
-        float x[segment];
-        bool is_whole = left + (part + 1) * segment <= cols;
-        // A tile of 32 vectors and 128 numbers is in one block of 128 vectors.
-        atomicMax(largest + (is_vector ? r : 0), take_segment(tile, x, r, part, is_whole, ALONE || seeks_tensor, seed));
-        __syncthreads();
-        if (thread < (is_vector ? tall : 1) && top + thread < rows)
-            atomicMax(peaks + peak_index(matrix, top + thread, left, rows, cols), largest[thread]);
-        __syncthreads();
-    }
-}
-#endif
-
-#ifdef KERNEL_quantize
-// Lines are padded with zeros. `number` and its strides count the distinct matrices, to which the random numbers belong.
+// With SEEKS the largest magnitudes alone are written. Lines are padded with zeros. `number` and its strides count the distinct matrices, to which the random numbers belong.
 extern "C" __global__ void quantize(
-    const Source* source, Target* out, float* scales, const unsigned int* peaks, unsigned long long seed,
+    const Source* source, Target* out, float* scales, unsigned int* peaks, unsigned long long seed,
     unsigned long long stream, long long rows, long long cols, long long row_stride, long long col_stride,
     long long count, long long extent1, long long extent2, long long stride0, long long stride1, long long stride2,
     long long by_rows, long long out_rows, long long out_cols, long long number, long long number0, long long number1,
@@ -207,7 +176,7 @@ extern "C" __global__ void quantize(
     __shared__ float tile[tall][width + 1];
     __shared__ unsigned int largest[tall * width / segment];
     int thread = threadIdx.y * 32 + threadIdx.x, r = threadIdx.x, part = threadIdx.y;
-    float whole = seeks_tensor ? float_scale(peaks[0], SCALING == 4 ? LARGEST * 448.0f : LARGEST) : 1.0f;
+    float whole = seeks_tensor && !SEEKS ? float_scale(peaks[0], SCALING == 4 ? LARGEST * 448.0f : LARGEST) : 1.0f;
     long long strips = blocks_of(out_rows, tall), spans = blocks_of(out_cols, width), total = count * strips * spans;
     for (long long i = blockIdx.x; i < total; i += gridDim.x) {
         Split span(i, spans), strip(span.quotient, strips);
@@ -223,7 +192,16 @@ extern "C" __global__ void quantize(
         __syncthreads();
         float x[segment];
         long long row = top + r, first = left + part * segment;
-        unsigned int peak = take_segment(tile, x, r, part, first + segment <= cols, ALONE, seed);
+        bool finite = ALONE || (SEEKS && seeks_tensor);
+        unsigned int peak = take_segment(tile, x, r, part, first + segment <= cols, finite, seed);
+        if (SEEKS) {  // a tile is in one block of 128 vectors
+            atomicMax(largest + (is_vector ? r : 0), peak);
+            __syncthreads();
+            if (thread < (is_vector ? tall : 1) && top + thread < rows && left < cols)
+                atomicMax(peaks + peak_index(matrix, top + thread, left, rows, cols), largest[thread]);
+            __syncthreads();
+            continue;
+        }
         if (peaks_in_tile) {
             int block = r / HIGH * (width / segment) + part * segment / WIDE;
             atomicMax(largest + block, peak);
@@ -264,4 +242,3 @@ extern "C" __global__ void quantize(
         __syncthreads();
     }
 }
-#endif
